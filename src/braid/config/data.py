@@ -1,0 +1,87 @@
+"""Prompts: where they come from and how they become tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from .base import Section
+
+
+class _Source(Section):
+    name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    """Names the source in metrics; the file, data set or generator name when empty."""
+    limit: PositiveInt | None = None
+    """Use only the first so many rows."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: plain text, or a list of chat messages."""
+    answer_key: str | None = "answer"
+    """Column of the reference answer, passed to rewards as `answer`; null when there is none."""
+    system: str | None = None
+    """System message put before each prompt."""
+    template: str = "{prompt}"
+    """Text put around a plain-text prompt; `{column}` names any column."""
+    response_key: str | None = None
+    """Column of the response to imitate, for supervised learning."""
+    response_function: str | None = None
+    """Dotted path of a function from a data row (a mapping) to the response to imitate."""
+
+
+class FileSource(_Source):
+    """Rows of local files."""
+
+    kind: Literal["file"] = "file"
+    """Local files."""
+    path: str | tuple[str, ...]
+    """One or more .jsonl, .json, .csv or .parquet files (globs allowed)."""
+
+
+class HubSource(_Source):
+    """A Hugging Face data set."""
+
+    kind: Literal["hub"] = "hub"
+    """A data set of the Hugging Face hub or of a local folder in its layout."""
+    path: str
+    """Name of the data set."""
+    subset: str | None = None
+    """Its configuration name."""
+    split: str = "train"
+    """Its split."""
+
+
+class ProceduralSource(_Source):
+    """Tasks made by reasoning-gym; rewards get the whole entry."""
+
+    kind: Literal["procedural"] = "procedural"
+    """A reasoning-gym generator."""
+    generator: str
+    """Name of the reasoning-gym data set, for example chain_sum."""
+    params: dict[str, Any] = {}
+    """Its parameters."""
+    size: PositiveInt = 10_000
+    """How many tasks."""
+    seed: NonNegativeInt = 0
+    """Its seed; entry i is drawn from seed + i, so keep the seeds of train and eval `size` apart."""
+    prompt_key: str = "question"
+    """Column of the prompt."""
+
+
+Source = Annotated[FileSource | HubSource | ProceduralSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    """Training and evaluation prompts."""
+
+    train: tuple[Source, ...] = ()
+    """Sources of training prompts, mixed in proportion to their sizes."""
+    eval: tuple[Source, ...] = ()
+    """Sources of evaluation prompts, each with metrics of its own."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt after templating."""
+    overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
+    """What to do with longer ones (always counted)."""
+    use_chat_template: Literal["auto", "always", "never"] = "auto"
+    """auto: apply the tokenizer's template when it has one, or when the prompt is chat messages."""
+    shuffle: bool = True
+    """Draw training prompts in an order given by the run's seed, a new one in each epoch."""

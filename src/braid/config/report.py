@@ -1,0 +1,122 @@
+"""Run, evaluation, checkpoints and reports."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from .base import Section
+from .data import Source
+from .rollout import SamplingConfig
+from .train import OptimizerConfig
+
+
+class RunSection(Section):
+    """Name, place, length and seed of the run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Folder name of the run."""
+    output_dir: str = "runs"
+    """Parent of the run's folder."""
+    seed: NonNegativeInt = 0
+    """Seed of everything drawn at random."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA when there is a GPU."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of torch; its own choice when null."""
+    max_rounds: PositiveInt | None = None
+    """Rounds to run; with max_epochs the smaller counts."""
+    max_epochs: PositiveInt | None = None
+    """Passes over the training prompts."""
+    resume: str = "none"
+    """none, latest, or the path of a checkpoint folder."""
+    if_exists: Literal["refuse", "new"] = "refuse"
+    """When the folder holds a run and resume is none: stop, or take the next free name (name-2, ...)."""
+
+
+class EvalTarget(Section):
+    """What the run must reach; `braid train` exits with 3 when it does not."""
+
+    min_final: float | None = None
+    """Least mean@n over all evaluation prompts at the end."""
+    min_gain: float | None = None
+    """Least difference between the last and the first evaluation."""
+
+
+class EvalConfig(Section):
+    """Evaluation on the eval sources."""
+
+    before: bool = True
+    """Evaluate before training."""
+    every_rounds: NonNegativeInt = 0
+    """Cadence; 0 for none."""
+    at_end: bool = True
+    """Evaluate after the last round."""
+    samples_per_prompt: PositiveInt = 1
+    """n of mean@n."""
+    pass_at: tuple[PositiveInt, ...] = (1,)
+    """The ks of pass@k, each at most samples_per_prompt (unbiased estimator)."""
+    success_reward: float = 1.0
+    """Rewards of at least this count as passed."""
+    sampling: SamplingConfig | None = None
+    """How evaluation samples; that of the rollout when null."""
+    target: EvalTarget = EvalTarget()
+    """What the run must reach."""
+
+
+class CheckpointConfig(Section):
+    """Saving the whole state."""
+
+    every_rounds: NonNegativeInt = 0
+    """Cadence; 0 for none but the last."""
+    at_end: bool = True
+    """Save after the last round."""
+    keep: PositiveInt | None = 2
+    """Newest checkpoints kept; null for all."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = "braid"
+    """Project name."""
+    mode: Literal["online", "offline"] = "offline"
+    """offline writes to the run's folder only."""
+
+
+class SwanlabConfig(Section):
+    """SwanLab."""
+
+    project: str = "braid"
+    """Project name."""
+    mode: Literal["cloud", "local", "offline"] = "offline"
+    """offline writes to the run's folder only."""
+
+
+class ReportConfig(Section):
+    """What is told where. metrics.jsonl is always written."""
+
+    console: Literal["auto", "live", "plain", "none"] = "auto"
+    """Live display on a terminal, a line per round elsewhere."""
+    tensorboard: bool = True
+    """Write event files to tensorboard/."""
+    wandb: WandbConfig | None = None
+    """Weights & Biases (extra `wandb`)."""
+    swanlab: SwanlabConfig | None = None
+    """SwanLab (extra `swanlab`)."""
+    samples_every_rounds: NonNegativeInt = 10
+    """Store every trajectory of each such round in samples/; 0 for none."""
+
+
+class SftConfig(Section):
+    """Supervised learning on worked examples: `braid sft`, or a warm-up before reinforcement."""
+
+    data: tuple[Source, ...]
+    """Sources whose response_key or response_function gives what to imitate."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    """AdamW and its schedule, apart from the one of reinforcement."""
+    steps: PositiveInt = 100
+    """Optimizer steps."""
+    rows_per_step: PositiveInt = 64
+    """Examples per optimizer step."""

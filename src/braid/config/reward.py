@@ -1,0 +1,82 @@
+"""Rewards: parts, each a score with a weight."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from .base import Section
+
+
+class _Part(Section):
+    name: str = ""
+    """Names the part in metrics; its kind when empty."""
+    weight: float = 1.0
+    """Factor in the sum."""
+
+
+class MathReward(_Part):
+    """1 if math-verify finds the answer equal to the reference, else 0."""
+
+    kind: Literal["math"]
+    """Mathematical equality by math-verify."""
+
+
+class ReasoningGymReward(_Part):
+    """The generator's own scorer, for procedural sources."""
+
+    kind: Literal["reasoning_gym"]
+    """The scorer that belongs to the procedural source."""
+    pattern: str | None = None
+    """Regular expression whose last match's first group is the answer to score; the whole text when absent."""
+
+
+class ExactReward(_Part):
+    """1 if the answer equals the reference, else 0."""
+
+    kind: Literal["exact"]
+    """Equality of text."""
+    pattern: str | None = None
+    """Regular expression whose last match's first group is the answer; the whole text when absent."""
+    ignore_case: bool = False
+    """Compare without regard to case."""
+
+
+class PatternReward(_Part):
+    """1 if the text matches, else 0: for format rewards."""
+
+    kind: Literal["pattern"]
+    """A regular expression to find in the text."""
+    pattern: str
+    """Searched for in the whole answer (dot matches newlines)."""
+
+
+class FunctionReward(_Part):
+    """A Python function of yours."""
+
+    kind: Literal["function"]
+    """Any function, plain or async."""
+    path: str
+    """Dotted path, `package.module.function`, or `file.py:function` relative to the config."""
+    params: dict[str, Any] = {}
+    """Passed as keyword arguments."""
+
+
+RewardPart = Annotated[
+    MathReward | ReasoningGymReward | ExactReward | PatternReward | FunctionReward,
+    Field(discriminator="kind"),
+]
+
+
+class RewardConfig(Section):
+    """How trajectories are scored. The parts are summed with their weights, then added to the environment's own."""
+
+    parts: tuple[RewardPart, ...] = ()
+    """Scores of the final text."""
+    timeout_s: PositiveFloat = 30.0
+    """Limit for one call of one part."""
+    retries: NonNegativeInt = 1
+    """Further tries after a failed call before the trajectory becomes invalid."""
+    concurrency: PositiveInt = 16
+    """Calls in flight at a time."""

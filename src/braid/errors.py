@@ -1,0 +1,85 @@
+"""Every exception that braid raises on purpose.
+
+    BraidError
+    ├── ConfigError (ValueError)       what the user wrote cannot be run; carries all problems at once
+    ├── DataError (ValueError)         a data file, row or column is not what the config says
+    ├── ModelError (ValueError)        a model folder, tokenizer or architecture cannot be used
+    ├── RewardError (RuntimeError)     a reward part failed; recorded on the trajectory, never scored
+    ├── EnvError (RuntimeError)        an environment failed; recorded on the trajectory, never scored
+    ├── EngineError (RuntimeError)     the rollout engine failed
+    ├── TrainingError (RuntimeError)   optimization cannot go on (non-finite steps in a row, no valid rows)
+    └── CheckpointError (RuntimeError) a checkpoint cannot be written, or none can be read
+
+A message says what is wrong with which value, what is allowed, what to do, and where the value came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from collections.abc import Iterable, Sequence
+
+
+class BraidError(Exception):
+    """Base of all errors that the command line prints without a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a config: the key, what is wrong, and where the value was written."""
+
+    key: str
+    message: str
+    origin: str = "default"
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message} [{self.origin}]"
+
+
+class ConfigError(BraidError, ValueError):
+    """One or more problems of a config, reported together."""
+
+    def __init__(self, problems: Sequence[Problem] | str) -> None:
+        self.problems = (
+            (Problem("config", problems),) if isinstance(problems, str) else tuple(problems)
+        )
+        lines = [str(p) for p in self.problems]
+        head = f"{len(lines)} problems in the config:\n  - " if len(lines) > 1 else ""
+        super().__init__(head + "\n  - ".join(lines))
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class DataError(BraidError, ValueError):
+    """Data is missing, malformed or empty."""
+
+
+class ModelError(BraidError, ValueError):
+    """A model or tokenizer cannot be built or does not fit the run."""
+
+
+class RewardError(BraidError, RuntimeError):
+    """A reward part raised, timed out, or returned something that is no finite number."""
+
+
+class EnvError(BraidError, RuntimeError):
+    """An environment raised or broke its protocol."""
+
+
+class EngineError(BraidError, RuntimeError):
+    """The rollout engine failed or refused a request."""
+
+
+class TrainingError(BraidError, RuntimeError):
+    """Training cannot go on."""
+
+
+class CheckpointError(BraidError, RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`", did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,32 @@
+"""What training asks of a model: per-position outputs for a packed batch. What rollout asks is up to its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from .batch import PackedBatch
+
+Output = Literal["logprobs", "entropy", "values"]
+
+
+class TrainableModel(Protocol):
+    """A policy or critic of any kind, as the training backends see it.
+
+    `forward` returns a [T] tensor for each output asked for, aligned as types.Row says: index t speaks of the token or
+    action at t given what came before. Entries where `batch.mask` is False are 0 and carry no gradient,
+    except that a simulator's "values" also covers the final observation.
+    """
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose parameters are trained."""
+        ...
+
+    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]: ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under the names a checkpoint folder has."""
+        ...

@@ -1,0 +1,70 @@
+"""The protocol of a training backend: one model, its optimizer, and how rows become forward and backward passes.
+
+Backends differ in nothing a user can see but speed and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from braid.models.base import Output
+from braid.models.batch import PackedBatch
+from braid.types import Row
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+"""Name -> (sum, count), each a scalar tensor: adding both over micro-batches gives the step's mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as the backend needs it.
+
+    `compute(outputs, batch)` returns the micro-batch's share of the step's loss, a scalar, already weighted with
+    `batch.weights` (so that the shares of all micro-batches add up to the loss), and metrics. `outputs` names what the
+    model must compute for it.
+    """
+
+    outputs: frozenset[Output]
+    compute: Callable[[dict[str, Tensor], PackedBatch], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step did. `metrics` are name -> (sum, count); `is_skipped` when loss or gradient was not
+    finite (then weights and optimizer are as before). `grad_norm` is before clipping."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    is_skipped: bool
+    num_tokens: int
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class TrainingBackend(Protocol):
+    """One model and its optimizer."""
+
+    def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
+        """Forward only: for each row, an array [len(row)] per output. No gradients, micro-batched by tokens."""
+        ...
+
+    def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
+        """One optimizer step over all `rows`. `weights` [B] is what each position of a row counts in the loss
+        (algorithms.aggregate.row_weights, counted over the whole step)."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under their checkpoint names, in order."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Weights, optimizer, step counters: all that `load` needs to go on to the bit. Tensors and plain data."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None: ...

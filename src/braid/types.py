@@ -1,0 +1,162 @@
+"""The records that flow through a run: prompts, turns, trajectories, groups, rows.
+
+Owns the words of the system and nothing else; imports neither torch nor any other heavy package.
+A *trajectory* is one episode. A *row* is what training sees of it: flat arrays over positions, the same
+for a language model's tokens and a simulator's env steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Message(TypedDict):
+    """A chat message in the form that chat templates take."""
+
+    role: str
+    content: str
+
+
+class Status(StrEnum):
+    """How a trajectory ended. INVALID means the machinery failed: it has no reward and is never trained on."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A task input, ready to sample from.
+
+    `uid` is stable across runs and resumes ("source:index"); `fields` holds the columns of the data row
+    (the answer among them) for rewards and environments.
+    """
+
+    uid: str
+    source: str
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+StopReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(slots=True)
+class Turn:
+    """What the environment said, then what the policy answered.
+
+    `context_ids` are the tokens put before the policy's tokens since the turn before (the whole prompt in the
+    first turn); they are never trained on. `logprobs` are natural logs under the distribution sampled from, one
+    per output token. `reward` is what the environment gave for this turn.
+    """
+
+    context_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    policy_version: int
+    reward: float = 0.0
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+@dataclass(slots=True)
+class EnvSteps:
+    """The env steps of one simulator episode. S env steps; `observations` has S + 1 entries (the last is final).
+
+    `logprobs` are of the whole action, [S]. `values` are left to the critic.
+    """
+
+    observations: NDArray[np.float32]
+    actions: NDArray[Any]
+    logprobs: NDArray[np.float32]
+    rewards: NDArray[np.float32]
+    policy_version: int
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One episode: a text episode has `turns`, a simulator's has `env_steps`.
+
+    `sample` is its index within the group. `reward` is None until scored, and for ever when invalid.
+    `reward_parts` are the unweighted scores by part. `answer_text` is the text of the policy's last turn;
+    `text` that of all policy turns and replies after the prompt.
+    """
+
+    prompt: Prompt
+    sample: int
+    status: Status = Status.FINISHED
+    reason: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    env_steps: EnvSteps | None = None
+    text: str = ""
+    answer_text: str = ""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
+    attempts: int = 1
+
+    @property
+    def is_valid(self) -> bool:
+        return self.status is not Status.INVALID
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Positions that the policy wrote: tokens, or env steps."""
+        if self.env_steps is not None:
+            return len(self.env_steps.rewards)
+        return sum(len(turn.output_ids) for turn in self.turns)
+
+    def invalidate(self, reason: str) -> None:
+        """Mark as failed by the machinery: the reward goes, the reason stays."""
+        self.status, self.reason, self.reward = Status.INVALID, reason, None
+
+
+@dataclass(slots=True)
+class Group:
+    """Trajectories that share a prompt (or a reset state). Baselines are taken within it."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    @property
+    def valid(self) -> list[Trajectory]:
+        return [t for t in self.trajectories if t.is_valid]
+
+
+@dataclass(slots=True)
+class Row:
+    """One training sequence of T positions.
+
+    `inputs` is what the model reads, each array with T along its first axis: `input_ids` for text;
+    `observations` and `actions` for simulators. Every per-position array is aligned so that index t speaks of
+    the token (or action) at t: its log-prob given everything before it, its reward, its advantage, and the value of
+    the state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
+
+    `fields` grows on the way: behavior_logprobs, rewards, then old_logprobs, ref_logprobs, values, advantages,
+    returns as the algorithm needs them. `is_terminal` is False when the episode was cut by a limit of time, so that
+    the value after the last position is bootstrapped rather than zero. `group` numbers the prompt within the round.
+    """
+
+    inputs: dict[str, NDArray[Any]]
+    mask: NDArray[np.bool_]
+    group: int
+    trajectory: int
+    is_terminal: bool = True
+    fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that the policy wrote."""
+        return int(self.mask.sum())
