@@ -15,9 +15,9 @@ A message says what is wrong with which value, what is allowed, what to do, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from collections.abc import Iterable, Sequence
 
 
 class BraidError(Exception):

@@ -25,9 +25,9 @@ class AlgorithmConfig(Section):
     """Credit assignment."""
     normalize_by_std: bool | None = None
     """grpo: divide by the group's standard deviation."""
-    gamma: float | None = Field(None, ge=0.0, le=1.0)
+    gamma: float | None = Field(default=None, ge=0.0, le=1.0)
     """gae: discount per position."""
-    gae_lambda: float | None = Field(None, ge=0.0, le=1.0)
+    gae_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
     """gae: trace decay."""
     whiten_advantages: bool | None = None
     """Shift and scale advantages to mean 0 and variance 1 over the round's valid positions."""
@@ -37,7 +37,7 @@ class AlgorithmConfig(Section):
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegativeFloat | None = None
     """Ratios above 1 + clip_high are clipped."""
-    dual_clip: float | None = Field(None, gt=1.0)
+    dual_clip: float | None = Field(default=None, gt=1.0)
     """Bound c > 1 on the ratio where the advantage is negative; null for off."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number; denominators count the whole optimizer step."""

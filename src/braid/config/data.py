@@ -10,7 +10,7 @@ from .base import Section
 
 
 class _Source(Section):
-    name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """Names the source in metrics; the file, data set or generator name when empty."""
     limit: PositiveInt | None = None
     """Use only the first so many rows."""

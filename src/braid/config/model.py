@@ -89,7 +89,7 @@ class CriticConfig(Section):
     """Folder of its backbone; a copy of the policy's initial weights when absent."""
     train: TrainConfig | None = None
     """Its own optimizer and batch settings; those of the policy when absent."""
-    warmup_rounds: int = Field(0, ge=0)
+    warmup_rounds: int = Field(default=0, ge=0)
     """Rounds at the start in which only the critic learns."""
 
 

@@ -20,11 +20,11 @@ class SamplingConfig(Section):
     """Logits are divided by it, in training too."""
     greedy: bool = False
     """Take the likeliest token."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the smallest set of tokens with this probability; 1 for off."""
     top_k: NonNegativeInt = 0
     """Keep the k likeliest tokens; 0 for off."""
-    min_p: float = Field(0.0, ge=0.0, lt=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Drop tokens below this share of the likeliest one's probability; 0 for off."""
     repetition_penalty: PositiveFloat = 1.0
     """Divides positive and multiplies negative logits of tokens seen before; 1 for off."""

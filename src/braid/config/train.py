@@ -16,9 +16,9 @@ class ScheduleConfig(Section):
     """Shape after the warmup, reaching its end at the last step of the run."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps from 0 to the full rate."""
-    warmup_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    warmup_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
     """The same as a share of all steps; the larger of the two counts."""
-    min_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    min_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Rate at the end, as a share of lr."""
 
 
