@@ -57,7 +57,7 @@ class ProceduralSource(_Source):
     """A reasoning-gym generator."""
     generator: str
     """Name of the reasoning-gym data set, for example chain_sum."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     """Its parameters."""
     size: PositiveInt = 10_000
     """How many tasks."""

@@ -59,7 +59,7 @@ class FunctionReward(_Part):
     """Any function, plain or async."""
     path: str
     """Dotted path, `package.module.function`, or `file.py:function` relative to the config."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     """Passed as keyword arguments."""
 
 

@@ -63,7 +63,7 @@ class GymnasiumEnv(Section):
     """A vectorised simulator."""
     id: str
     """Its registered name, for example CartPole-v1."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to gymnasium.make."""
     num_envs: PositiveInt = 8
     """Copies stepped together; divides prompts_per_round * group_size."""
@@ -102,5 +102,5 @@ class RolloutConfig(Section):
     """Limits of the native engine."""
     retries: NonNegativeInt = 1
     """Further tries of a trajectory whose environment or engine failed."""
-    max_invalid_fraction: float = Field(0.5, ge=0.0, le=1.0)
+    max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of invalid trajectories in a round above which the run ends with their reasons."""
