@@ -1,0 +1,63 @@
+# make demo    a fresh machine to a trained model
+# make test    everything that CI runs
+# make check   the quick everyday part
+# make setup   the environment in .venv that the others share
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo setup test check lint types walls fast slow format bench docs lock clean
+
+demo: setup
+	$(BIN)/braid train examples/quickstart.yaml
+
+setup: $(STAMP)
+
+$(STAMP): requirements/torch.lock requirements/runtime.lock requirements/dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "braid needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "setup: installing pinned dependencies into $(VENV) (one to three minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q -r requirements/torch.lock
+	@$(BIN)/pip install -q -r requirements/runtime.lock -r requirements/dev.lock
+	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+test: lint types walls slow
+
+check: lint types walls fast
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: setup
+	$(BIN)/basedpyright
+
+walls: setup
+	$(BIN)/lint-imports
+
+fast: setup
+	$(BIN)/pytest -q -m "not slow"
+
+slow: setup
+	$(BIN)/pytest -q -n 2 --dist loadgroup
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: setup
+	$(BIN)/python -m braid.cli.main schema > docs/schema.json
+
+bench: setup
+	$(BIN)/pip install -q -r requirements/bench.lock
+	$(BIN)/python benchmarks/run_all.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,81 @@
+"""What a run is made of once it is built, and how far it has come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from braid.checkpoint.store import CheckpointStore
+from braid.config.schema import RunConfig
+from braid.data.prompts import PromptSet
+from braid.data.sampler import PromptSampler
+from braid.plan import Plan
+from braid.report.metrics import Metrics
+from braid.report.reporter import Reporter
+from braid.rewards.scorer import Scorer
+from braid.training.backend import TrainingBackend
+from braid.types import Group, Prompt
+
+
+class Driver(Protocol):
+    """Turns prompts into groups of trajectories: an engine with a text environment, or a simulator."""
+
+    async def run(self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]) -> list[Group]: ...
+
+    def publish(self, version: int) -> None:
+        """Take the policy's weights as they are now."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run has come; saved with every checkpoint.
+
+    `round` counts rollout rounds and `step` optimizer steps of the policy in them. `first_eval` and `last_eval` are the
+    results by source of the first and the newest evaluation.
+    """
+
+    round: int = 0
+    step: int = 0
+    is_warm: bool = False
+    first_eval: dict[str, dict[str, float]] = field(default_factory=dict)
+    last_eval: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything that the verbs of steps.py work on. Built by build.py; lives as long as the run."""
+
+    config: RunConfig
+    plan: Plan
+    reporter: Reporter
+    store: CheckpointStore
+    sampler: PromptSampler
+    train_prompts: Sequence[Prompt]
+    eval_prompts: Mapping[str, Sequence[Prompt]]
+    driver: Driver
+    eval_driver: Driver
+    scorer: Scorer
+    policy: TrainingBackend
+    critic: TrainingBackend | None
+    reference: TrainingBackend | None
+    warm_up: Any
+    loop: asyncio.Runner
+    prompt_sets: Mapping[str, PromptSet] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def is_due(self, every: int, is_end: bool = False) -> bool:
+        """Whether this round is one of each `every` (0 for none), or the end that counts anyway."""
+        return is_end or (every > 0 and self.progress.round % every == 0)
