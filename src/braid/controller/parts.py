@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from braid.checkpoint.store import CheckpointStore
 from braid.config.schema import RunConfig
-from braid.data.prompts import PromptSet
 from braid.data.sampler import PromptSampler
 from braid.plan import Plan
 from braid.report.metrics import Metrics
@@ -17,6 +16,9 @@ from braid.report.reporter import Reporter
 from braid.rewards.scorer import Scorer
 from braid.training.backend import TrainingBackend
 from braid.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from .supervised import Supervised
 
 
 class Driver(Protocol):
@@ -55,7 +57,11 @@ class Progress:
 
 @dataclass(slots=True)
 class Parts:
-    """Everything that the verbs of steps.py work on. Built by build.py; lives as long as the run."""
+    """Everything that the verbs of steps.py work on. Built by build.py; lives as long as the run.
+
+    `follow_policy` makes the reference and the critic's backbone copies of the policy as it is now, where the config
+    gives them no weights of their own.
+    """
 
     config: RunConfig
     plan: Plan
@@ -70,9 +76,9 @@ class Parts:
     policy: TrainingBackend
     critic: TrainingBackend | None
     reference: TrainingBackend | None
-    warm_up: Any
+    supervised: Supervised | None
     loop: asyncio.Runner
-    prompt_sets: Mapping[str, PromptSet] = field(default_factory=dict)
+    follow_policy: Callable[[], None]
     progress: Progress = field(default_factory=Progress)
     metrics: Metrics = field(default_factory=Metrics)
 

@@ -13,13 +13,13 @@ import numpy as np
 from braid.algorithms.aggregate import row_weights
 from braid.errors import TrainingError
 from braid.models.base import Output
+from braid.report.metrics import Metrics
 from braid.rollout.rows import rows_of
 from braid.training.backend import StepReport, TrainingBackend
 from braid.training.credit import assign_credit
 from braid.training.losses import policy_loss, value_loss_of
 from braid.types import Group, Prompt, Row, Status
 
-from . import supervised
 from .parts import Parts
 
 TRAIN_KEY, EVAL_KEY, BATCH_KEY = 0, 1, 2
@@ -36,12 +36,14 @@ def _timed(parts: Parts, verb: str) -> Iterator[None]:
 
 def warm_up(parts: Parts) -> None:
     """Supervised learning before the first round, where the config has it; then the reference is taken."""
-    if parts.warm_up is not None:
+    if parts.supervised is not None:
         with _timed(parts, "warm_up"):
-            supervised.run(parts.warm_up, parts.reporter, parts.metrics)
-    parts.warm_up = None
-    if parts.reference is not None and parts.config.reference.path is None:
-        parts.reference.load({"weights": dict(parts.policy.named_weights())})
+            for step in range(parts.supervised.num_steps):
+                parts.reporter.progress("warm_up", step, parts.supervised.num_steps)
+                parts.metrics = Metrics()
+                parts.supervised.learn(parts.metrics)
+        parts.supervised = None
+    parts.follow_policy()
     parts.progress.is_warm = True
     publish(parts)
 
@@ -131,9 +133,9 @@ def improve(parts: Parts, rows: Sequence[Row]) -> None:
             counts, groups = [row.num_tokens for row in batch], [row.group for row in batch]
             weights = row_weights(counts, groups, mode=recipe.aggregation, constant=parts.plan.aggregation_constant)
             if parts.critic is not None:
-                _record(parts, "critic", parts.critic.train(batch, weights, value_loss_of(recipe)))
+                record(parts.metrics, "critic", parts.critic.train(batch, weights, value_loss_of(recipe)))
             if is_policy_due:
-                _record(parts, "policy", parts.policy.train(batch, weights, policy_loss(recipe)))
+                record(parts.metrics, "policy", parts.policy.train(batch, weights, policy_loss(recipe)))
                 parts.progress.step += 1
     tokens = sum(len(row) for row in rows) * parts.config.train.passes_per_round
     parts.metrics.mean("train/tokens_per_s", tokens / parts.metrics.value("time/improve_s"))
@@ -153,8 +155,8 @@ def _batches(parts: Parts, rows: Sequence[Row]) -> Iterator[list[Row]]:
             yield [row for row in rows if row.group in members]
 
 
-def _record(parts: Parts, role: str, report: StepReport) -> None:
-    metrics = parts.metrics
+def record(metrics: Metrics, role: str, report: StepReport) -> None:
+    """Keep what an optimizer step did, under the name of the role that took it."""
     metrics.mean(f"{role}/loss", report.loss)
     metrics.mean(f"{role}/grad_norm", report.grad_norm)
     metrics.mean(f"{role}/lr", report.lr)
@@ -230,7 +232,7 @@ def report(parts: Parts) -> None:
     metrics.mean("rollout/epoch", parts.sampler.epoch)
     metrics.max("memory/peak_rss_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     parts.reporter.log(progress.round, progress.step, metrics)
-    parts.metrics = type(metrics)()
+    parts.metrics = Metrics()
 
 
 def save(parts: Parts, *, is_due: bool) -> None:

@@ -1,0 +1,164 @@
+"""A full GRPO round (rollout, log-probs, update) of braid against TRL's GRPOTrainer, on CPU.
+
+Both sides get the same weights, prompts, group size, limits, reward, optimizer, clipping, dtype and threads, and
+sample until an end token or the limit, so that lengths are ragged in the same way. Each runs in a process of its own,
+in turn, so that a machine that slows down slows both. The figure is trained tokens (completion tokens that the
+loss saw) per second of whole rounds, the first round left out.
+
+    python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--rounds 6] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROMPTS, GROUP, MAX_NEW = 16, 8, 128
+SIZES = {
+    "3m": {"hidden_size": 256, "intermediate_size": 704, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
+    "30m": {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 10, "num_heads": 8, "num_kv_heads": 4},
+}
+LR = 1e-5
+
+
+def make_prompts() -> list[str]:
+    """Arithmetic questions of 20 to 40 characters."""
+    return [f"What is {17 * i + 3} plus {29 * i + 11}? Think, then answer." for i in range(PROMPTS)]
+
+
+def reward(token_ids: list[int]) -> float:
+    """Some signal within every group: the share of even tokens."""
+    return sum(t % 2 == 0 for t in token_ids) / max(len(token_ids), 1)
+
+
+def side_trl(folder: str, rounds: int) -> list[tuple[int, float]]:
+    """(trained tokens, seconds) of each round under TRL."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(2)
+    tokens: list[int] = []
+    out: list[tuple[int, float]] = []
+
+    def reward_func(completion_ids: list[list[int]], **_: object) -> list[float]:
+        tokens.append(sum(len(ids) for ids in completion_ids))
+        return [reward(ids) for ids in completion_ids]
+
+    class Clock(TrainerCallback):
+        start = 0.0
+
+        def on_step_begin(self, *args: object, **kwargs: object) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            out.append((tokens[-1], time.perf_counter() - self.start))
+
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, gradient_checkpointing=False, use_vllm=False,
+        beta=0.0, loss_type="dapo", num_generations=GROUP, per_device_train_batch_size=PROMPTS * GROUP,
+        gradient_accumulation_steps=1, max_completion_length=MAX_NEW, temperature=1.0, top_p=1.0, top_k=0,
+        learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, max_steps=rounds,
+        report_to="none", logging_steps=1, save_strategy="no", seed=0, disable_tqdm=True, shuffle_dataset=False,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=reward_func,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": p} for p in make_prompts()] * rounds),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return out
+
+
+def side_braid(folder: str, rounds: int) -> list[tuple[int, float]]:
+    """(trained tokens, seconds) of each round under braid."""
+    from braid.config.load import load_config
+    from braid.controller import commands
+
+    work = Path(tempfile.mkdtemp())
+    data = work / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in make_prompts()))
+    config = {
+        "run": {"name": "bench", "output_dir": str(work), "max_rounds": rounds, "num_threads": 2, "device": "cpu"},
+        "model": {"path": folder},
+        "data": {"train": [{"kind": "file", "path": str(data), "answer_key": None}], "shuffle": False,
+                 "use_chat_template": "never"},
+        "reward": {"parts": [{"kind": "function", "path": f"{Path(__file__).resolve()}:trajectory_reward"}]},
+        "rollout": {"prompts_per_round": PROMPTS, "group_size": GROUP, "sampling": {"max_new_tokens": MAX_NEW}},
+        "algorithm": {"recipe": "grpo", "aggregation": "token_mean"},
+        "train": {"optimizer": {"lr": LR}, "max_grad_norm": 1.0, "micro_batch_tokens": 16384},
+        "eval": {"before": False, "at_end": False},
+        "checkpoint": {"at_end": False},
+        "report": {"console": "none", "tensorboard": False, "samples_every_rounds": 0},
+    }  # fmt: skip
+    path = work / "bench.yaml"
+    path.write_text(json.dumps(config))
+    commands.train(load_config(path))
+    lines = [json.loads(line) for line in (work / "bench" / "metrics.jsonl").read_text().splitlines()]
+    return [(int(m["rollout/tokens"]), m["time/round_s"]) for m in lines if m["round"] > 0]
+
+
+def trajectory_reward(trajectory: object) -> float:
+    """The same reward, as braid hands it over."""
+    return reward(trajectory.turns[-1].output_ids)  # type: ignore[attr-defined]
+
+
+def make_model(folder: Path, size: dict[str, int]) -> int:
+    """Write a random Qwen3 folder with its tokenizer; returns its number of parameters."""
+    from braid.config.model import ModelConfig
+    from braid.models.causal_lm import save_pretrained
+    from braid.models.loading import load_policy, load_tokenizer
+
+    config = ModelConfig.model_validate({"build": size})
+    lm = load_policy(config, temperature=1.0, seed=0, device="cpu")
+    save_pretrained(lm, load_tokenizer(config), folder)
+    return sum(p.numel() for p in lm.module.parameters())
+
+
+def run_side(side: str, folder: Path, rounds: int) -> float:
+    """Tokens per second of one side, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--side", side, "--folder", str(folder), "--rounds", str(rounds)],
+        capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
+    rows = json.loads(done.stdout.splitlines()[-1])[1:]
+    return sum(tokens for tokens, _ in rows) / sum(seconds for _, seconds in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", nargs="+", default=["3m", "30m"], choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", choices=["trl", "braid"])
+    parser.add_argument("--folder")
+    args = parser.parse_args()
+    if args.side:
+        sides = {"trl": side_trl, "braid": side_braid}
+        print(json.dumps(sides[args.side](args.folder, args.rounds)))
+        return
+    for name in args.sizes:
+        with tempfile.TemporaryDirectory() as tmp:
+            parameters = make_model(Path(tmp), SIZES[name])
+            pairs = [[run_side(s, Path(tmp), args.rounds) for s in ("braid", "trl")] for _ in range(args.repeats)]
+        ratio = statistics.median(b / t for b, t in pairs)
+        braid, trl = (statistics.median(side) for side in zip(*pairs, strict=True))
+        print(f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, fp32")
+        print(f"  braid {braid:,.0f} trained tokens/s, TRL {trl:,.0f}, ratio {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

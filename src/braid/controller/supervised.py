@@ -1,0 +1,58 @@
+"""Supervised learning on worked examples, whole: alone under `braid sft`, or as the warm-up before reinforcement.
+
+A round is one optimizer step over `rows_per_step` examples. The loss is the cross-entropy of what the policy is to
+write, token by token; prompts and environment replies are context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from braid.algorithms.aggregate import row_weights
+from braid.data.sampler import PromptSampler
+from braid.report.metrics import Metrics
+from braid.training.backend import TrainingBackend
+from braid.training.losses import supervised_loss
+from braid.types import Row
+
+from . import steps
+from .parts import Parts
+
+
+@dataclass(slots=True)
+class Supervised:
+    """Examples, the order to take them in, and what learns from them."""
+
+    rows: Sequence[Row]
+    sampler: PromptSampler
+    backend: TrainingBackend
+    num_steps: int
+    rows_per_step: int
+
+    def learn(self, metrics: Metrics) -> None:
+        """One optimizer step."""
+        batch = [self.rows[i] for i in self.sampler.take(self.rows_per_step)]
+        weights = row_weights(
+            [row.num_tokens for row in batch], list(range(len(batch))), mode="token_mean", constant=None
+        )
+        steps.record(metrics, "sft", self.backend.train(batch, weights, supervised_loss()))
+
+
+def run(parts: Parts) -> None:
+    """`braid sft`: train from where `parts.progress` stands to the last step."""
+    sft, progress, config = parts.supervised, parts.progress, parts.config
+    assert sft is not None, "build.build_supervised sets it"
+    if progress.round == 0:
+        steps.publish(parts)
+        steps.evaluate(parts, is_due=config.eval.before)
+        steps.report(parts)
+    while progress.round < sft.num_steps:
+        progress.round += 1
+        progress.step += 1
+        is_last = progress.round == sft.num_steps
+        sft.learn(parts.metrics)
+        steps.publish(parts)
+        steps.evaluate(parts, is_due=parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end))
+        steps.report(parts)
+        steps.save(parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end))
