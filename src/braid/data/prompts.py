@@ -1,0 +1,295 @@
+"""From rows to prompts: templates, chat templates, tokens, and what to do with those that are too long.
+
+Owns everything between a row's columns and a Prompt's token ids. Reading rows is sources.py's.
+Every error is a DataError that names the source, the row, and the config key to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import TYPE_CHECKING, Any, Literal
+
+from braid.config.data import DataConfig, Source
+from braid.errors import DataError, suggest
+from braid.types import Message, Prompt
+
+from .sources import DataRow, SourceRows, read_sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_BATCH = 1024
+"""Texts tokenized in one call: enough to use all cores, few enough to keep memory flat."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """What became of one source's rows. Dropped ones are no prompts; truncated ones are, shortened."""
+
+    rows: int
+    dropped_overlong: int = 0
+    truncated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of several sources, in the sources' order, and counts by source name."""
+
+    prompts: list[Prompt]
+    counts: dict[str, SourceCounts]
+
+    def by_source(self) -> dict[str, list[Prompt]]:
+        """The same prompts, apart by source."""
+        out: dict[str, list[Prompt]] = {name: [] for name in self.counts}
+        for prompt in self.prompts:
+            out[prompt.source].append(prompt)
+        return out
+
+
+def load_prompts(
+    sources: Sequence[Source],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    base_dir: Path,
+    role: Literal["train", "eval"],
+) -> PromptSet:
+    """Read `sources` (the config's `data.train` or `data.eval`) and make a Prompt of every row that fits.
+
+    `Prompt.fields` is the row, with the reference under `answer`. Files are looked up from `base_dir`.
+    """
+    prompts: list[Prompt] = []
+    counts: dict[str, SourceCounts] = {}
+    for source in read_sources(sources, base_dir=base_dir, key=f"data.{role}"):
+        if role == "eval" and source.name == "all":
+            raise DataError(
+                f"{source.key}: 'all' names the result over all sources; set {source.key}.name to another"
+            )
+        encoded, counts[source.name] = encode(source, config, tokenizer)
+        for item in encoded:
+            uid, fields = f"{source.name}:{item.index}", _fields(source, item.index)
+            prompts.append(Prompt(uid, source.name, item.token_ids, item.messages, fields))
+    return PromptSet(prompts, counts)
+
+
+def _fields(source: SourceRows, index: int) -> DataRow:
+    row, key = source.rows[index], source.config.answer_key
+    if key is None:
+        return row
+    if key not in row:
+        raise missing_column(
+            source, index, "answer_key", key, or_else="set it to null when there is no answer"
+        )
+    return {**row, "answer": row[key]}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The prompt of one row: its place in the source, its messages, and its tokens."""
+
+    index: int
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+
+
+def encode(
+    source: SourceRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Encoded], SourceCounts]:
+    """Template and tokenize a source's rows; those that are too long are dropped or cut as `config.overlong` says."""
+    messages, texts, is_templated = [], [], []
+    for index in range(len(source.rows)):
+        of_row, is_chat = _messages(source, index)
+        use_template = _use_chat_template(source, index, is_chat, config, tokenizer)
+        text = _render(source, index, of_row, tokenizer) if use_template else of_row[-1]["content"]
+        messages.append(of_row)
+        texts.append(text)
+        is_templated.append(use_template)
+    token_ids = _tokenize(texts, is_templated, tokenizer)
+    return _fit(
+        source, config, [Encoded(i, m, t) for i, (m, t) in enumerate(zip(messages, token_ids, strict=True))]
+    )
+
+
+def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool]:
+    """A row's prompt as chat messages, and whether the row itself was written so."""
+    row, config, where = source.rows[index], source.config, _where(source, index)
+    uses_column = any(name is not None and _column(name) == "prompt" for _, name, _, _ in _parsed(source))
+    if config.prompt_key not in row and uses_column:
+        raise missing_column(source, index, "prompt_key", config.prompt_key)
+    value = row.get(config.prompt_key)
+    system: tuple[Message, ...] = ({"role": "system", "content": config.system},) if config.system else ()
+    if not isinstance(value, list):
+        return (
+            *system,
+            {"role": "user", "content": _fill_template(source, index, value, uses_column)},
+        ), False
+    if config.template != "{prompt}":
+        raise DataError(
+            f"{where}: holds chat messages, which {source.key}.template cannot be put around; remove it"
+        )
+    chat = tuple(_message(message, where, config.prompt_key) for message in value)
+    if not chat or chat[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the messages of column {config.prompt_key!r} must end with what the policy is to answer, "
+            f"not with {'an answer of the assistant' if chat else 'nothing'}"
+        )
+    if system and chat[0]["role"] == "system":
+        raise DataError(f"{where}: has a system message of its own; remove {source.key}.system")
+    return (*system, *chat), True
+
+
+def _message(value: Any, where: str, column: str) -> Message:
+    match value:
+        case {"role": str(role), "content": str(content)}:
+            return {"role": role, "content": content}
+    raise DataError(
+        f"{where}: column {column!r} holds {value!r}, which is no chat message {{role: text, content: text}}"
+    )
+
+
+def _parsed(source: SourceRows) -> list[tuple[str, str | None, str | None, str | None]]:
+    try:
+        return list(Formatter().parse(source.config.template))
+    except ValueError as error:
+        raise DataError(
+            f"{source.key}.template: {source.config.template!r} is no template: {error}; write a brace that is text as {{{{ or }}}}"
+        ) from error
+
+
+def _column(field: str) -> str:
+    """The column that a field of a template starts from: `metadata` of `metadata[terms]`."""
+    return field.partition("[")[0].partition(".")[0]
+
+
+def _fill_template(source: SourceRows, index: int, value: Any, uses_column: bool) -> str:
+    if uses_column and not isinstance(value, str):
+        raise DataError(
+            f"{_where(source, index)}: column {source.config.prompt_key!r} ({source.key}.prompt_key) holds {value!r}, "
+            "but a prompt must be text or a list of chat messages"
+        )
+    template, columns = source.config.template, {**source.rows[index], "prompt": value}
+    try:
+        text = template.format_map(columns)
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        unknown = [n for _, n, _, _ in _parsed(source) if n is not None and _column(n) not in columns]
+        problem = f"no column {unknown[0]!r}{suggest(unknown[0], columns)}" if unknown else str(error)
+        raise DataError(
+            f"{_where(source, index)}: {source.key}.template {template!r} cannot be filled: {problem}; the columns are "
+            f"{', '.join(map(str, source.rows[index]))}, and a brace that is text is written as {{{{ or }}}}"
+        ) from error
+    if not text:
+        raise DataError(f"{_where(source, index)}: the prompt is empty")
+    return text
+
+
+def _use_chat_template(
+    source: SourceRows, index: int, is_chat: bool, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    mode, has_template = config.use_chat_template, bool(tokenizer.chat_template)
+    if is_chat:
+        needs = "the prompt is chat messages"
+    elif source.config.system:
+        needs = f"{source.key}.system is set"
+    else:
+        needs = "data.use_chat_template is 'always'" if mode == "always" else None
+    if needs and mode == "never":
+        raise DataError(
+            f"{_where(source, index)}: {needs}, but data.use_chat_template is 'never'; set it to 'auto'"
+        )
+    if needs and not has_template:
+        raise DataError(
+            f"{_where(source, index)}: {needs}, but the tokenizer has no chat template; set model.chat_template to a "
+            "Jinja template or the path of a .jinja file, or give plain-text prompts"
+        )
+    return mode != "never" and has_template
+
+
+def _render(
+    source: SourceRows, index: int, messages: tuple[Message, ...], tokenizer: PreTrainedTokenizerBase
+) -> str:
+    import jinja2
+
+    try:
+        conversation: Any = [dict(message) for message in messages]
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{_where(source, index)}: the chat template refuses the messages (roles "
+            f"{', '.join(m['role'] for m in messages)}): {error}; change the messages, {source.key}.system or "
+            "model.chat_template"
+        ) from error
+
+
+def _tokenize(
+    texts: Sequence[str], is_templated: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
+    """Plain texts get the special tokens that the tokenizer puts at the start (never an end token: the policy goes
+    on from here); a chat template has written its own."""
+    out: list[tuple[int, ...]] = [()] * len(texts)
+    drop_end = _appends_end(tokenizer)
+    for templated in (False, True):
+        chosen = [i for i, flag in enumerate(is_templated) if flag is templated]
+        for start in range(0, len(chosen), TOKENIZER_BATCH):
+            part = chosen[start : start + TOKENIZER_BATCH]
+            ids = tokenizer(
+                [texts[i] for i in part],
+                add_special_tokens=not templated,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+            for i, of_text in zip(part, ids, strict=True):  # pyright: ignore[reportArgumentType]
+                out[i] = tuple(of_text[:-1] if drop_end and not templated else of_text)
+    return out
+
+
+def _appends_end(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts an end token after every text."""
+    ends = [tokenizer("1", add_special_tokens=special)["input_ids"][-1:] for special in (True, False)]
+    return ends[0] == [tokenizer.eos_token_id] != ends[1]
+
+
+def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[list[Encoded], SourceCounts]:
+    limit, rule = config.max_prompt_tokens, config.overlong
+    lengths = [len(item.token_ids) for item in items]
+    if min(lengths) == 0:
+        raise DataError(f"{_where(source, lengths.index(0))}: the prompt has no tokens")
+    overlong = sum(length > limit for length in lengths)
+    if overlong == 0:
+        return items, SourceCounts(rows=len(items))
+    if rule == "drop":
+        fitting = [item for item in items if len(item.token_ids) <= limit]
+        if not fitting:
+            raise DataError(
+                f"{source.key} ({source.name}): every prompt is too long: the shortest has {min(lengths)} tokens, the "
+                f"longest {max(lengths)}, and data.max_prompt_tokens allows {limit}; raise it, or set data.overlong to "
+                "truncate_left or truncate_right"
+            )
+        return fitting, SourceCounts(rows=len(items), dropped_overlong=overlong)
+    if rule == "error":
+        first = next(i for i, length in enumerate(lengths) if length > limit)
+        raise DataError(
+            f"{_where(source, first)}: the prompt has {lengths[first]} tokens and data.max_prompt_tokens allows {limit} "
+            f"({overlong} of {len(items)} prompts are too long, the longest has {max(lengths)}); raise it, or set "
+            "data.overlong to drop, truncate_left or truncate_right"
+        )
+    kept = slice(-limit, None) if rule == "truncate_left" else slice(limit)
+    cut = [Encoded(item.index, item.messages, item.token_ids[kept]) for item in items]
+    return cut, SourceCounts(rows=len(items), truncated=overlong)
+
+
+def missing_column(source: SourceRows, index: int, key: str, column: str, *, or_else: str = "") -> DataError:
+    """The error for a row without the column that config key `key` of its source names."""
+    present = list(map(str, source.rows[index]))
+    return DataError(
+        f"{_where(source, index)}: there is no column {column!r}{suggest(column, present)}; the columns are "
+        f"{', '.join(present)}; set {source.key}.{key} to one of them"
+        + (f", or {or_else}" if or_else else "")
+    )
+
+
+def _where(source: SourceRows, index: int) -> str:
+    return f"{source.key} ({source.name}), row {index}"

@@ -1,0 +1,242 @@
+"""Rows of data: local files, Hugging Face data sets, reasoning-gym generators.
+
+Owns reading, naming and the errors of reading. What a row's columns mean is up to prompts.py and worked.py.
+Every error is a DataError that names the source's config key, such as `data.train[0]`.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import glob
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from braid.config.data import FileSource, HubSource, ProceduralSource, Source
+from braid.errors import DataError, suggest
+
+DataRow = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """The rows of one source. `key` is where the config describes it; `config` is that description."""
+
+    name: str
+    key: str
+    config: Source
+    rows: list[DataRow]
+
+
+def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list[SourceRows]:
+    """All rows of all `sources`, which the config lists under `key`; files are looked up from `base_dir`."""
+    names = source_names(sources, key=key)
+    out = []
+    for i, (name, source) in enumerate(zip(names, sources, strict=True)):
+        at = f"{key}[{i}]"
+        rows = list(islice(_rows_of(source, base_dir, at), source.limit))
+        if not rows:
+            raise DataError(f"{at} ({name}): the data set is empty; a source needs at least one row")
+        out.append(SourceRows(name, at, source, rows))
+    return out
+
+
+def source_names(sources: Sequence[Source], *, key: str) -> list[str]:
+    """What metrics call each source: its own name, else that of its file, data set or generator."""
+    names = [source.name or _default_name(source) for source in sources]
+    for i, name in enumerate(names):
+        first = names.index(name)
+        if first != i:
+            raise DataError(
+                f"{key}[{first}] and {key}[{i}] are both named {name!r}, which metrics could not tell apart; "
+                f"set {key}[{i}].name to another name"
+            )
+    return names
+
+
+def _default_name(source: Source) -> str:
+    match source:
+        case ProceduralSource():
+            return source.generator
+        case HubSource():
+            return _clean(Path(source.path).name)
+        case FileSource():
+            paths = (source.path,) if isinstance(source.path, str) else source.path
+            path = Path(paths[0] if paths else "")
+            return _clean(path.stem) or _clean(path.parent.name) or "files"
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "", name)
+
+
+def _rows_of(source: Source, base_dir: Path, key: str) -> Iterable[DataRow]:
+    match source:
+        case FileSource():
+            return _file_rows(source, base_dir, key)
+        case HubSource():
+            return _hub_rows(source, base_dir, key)
+        case ProceduralSource():
+            return _procedural_rows(source, key)
+
+
+def _file_rows(source: FileSource, base_dir: Path, key: str) -> Iterator[DataRow]:
+    paths = (source.path,) if isinstance(source.path, str) else source.path
+    for path in [file for pattern in paths for file in _matches(pattern, base_dir, f"{key}.path")]:
+        reader = _READERS.get(path.suffix)
+        if reader is None:
+            raise DataError(f"{key}.path: {path} is none of {', '.join(_READERS)}; convert it to one of them")
+        try:
+            yield from reader(path)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 text ({error}); save the file as UTF-8") from error
+        except OSError as error:
+            raise DataError(f"{key}.path: {path} cannot be read: {error.strerror or error}") from error
+
+
+def _matches(pattern: str, base_dir: Path, key: str) -> list[Path]:
+    path = base_dir / Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if glob.has_magic(pattern):
+        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        if found:
+            return found
+        raise DataError(f"{key}: no file matches {path}; relative paths start from the config's folder")
+    if path.is_dir():
+        raise DataError(
+            f"{key}: {path} is a folder; name its files, for example {pattern.rstrip('/')}/*.jsonl"
+        )
+    near = suggest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    raise DataError(
+        f"{key}: there is no file {path}{near}"
+        + ("" if near else "; relative paths start from the config's folder")
+    )
+
+
+def _read_jsonl(path: Path) -> Iterator[DataRow]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        f"{path}:{number}: not JSON: {error.msg} at column {error.colno}"
+                    ) from error
+                yield _object(row, f"{path}:{number}")
+
+
+def _read_json(path: Path) -> Iterator[DataRow]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        hint = "; a file with one object per line is named .jsonl" if error.msg == "Extra data" else ""
+        raise DataError(
+            f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}{hint}"
+        ) from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: holds a JSON {_json_type(rows)}; write a list of objects, one per row")
+    for i, row in enumerate(rows):
+        yield _object(row, f"{path}: row {i}")
+
+
+def _read_csv(path: Path) -> Iterator[DataRow]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise DataError(f"{path}:1: a column name comes twice: {', '.join(header)}")
+            for cells in reader:
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise DataError(
+                        f"{path}:{reader.line_num}: {len(cells)} cells where the header has {len(header)} columns "
+                        f"({', '.join(header)}); put cells that hold commas into double quotes"
+                    )
+                yield dict(zip(header, cells, strict=True))
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: not CSV: {error}") from error
+
+
+def _read_parquet(path: Path) -> Iterator[DataRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+
+
+_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+
+
+def _object(row: Any, where: str) -> DataRow:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON {_json_type(row)} where a row must be an object with named columns")
+    return row
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _hub_rows(source: HubSource, base_dir: Path, key: str) -> Iterable[DataRow]:
+    import datasets
+
+    local = base_dir / Path(source.path).expanduser()
+    has_bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        path = str(local) if local.is_dir() else source.path
+        return datasets.load_dataset(path, source.subset, split=source.split)  # pyright: ignore[reportReturnType]
+    except Exception as error:  # the library raises many kinds, and each means that this data cannot be had
+        raise DataError(
+            f"{key}: data set {source.path!r} (subset {source.subset}, split {source.split!r}) cannot be loaded: "
+            f"{error}; it must be a name on the Hugging Face hub or a folder, and what it has is set by {key}.path, "
+            f"{key}.subset and {key}.split"
+        ) from error
+    finally:
+        if has_bars:
+            datasets.enable_progress_bars()
+
+
+def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
+    """The generator's entries, with what its scorer needs to be built again: `generator` and `generator_params`."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if source.generator not in DATASETS:
+        raise DataError(
+            f"{key}.generator: reasoning-gym has no generator {source.generator!r}"
+            f"{suggest(source.generator, DATASETS) or '; its names are ' + ', '.join(sorted(DATASETS))}"
+        )
+    known = [f.name for f in dataclasses.fields(DATASETS[source.generator][1])]
+    for name in source.params:
+        if name in ("size", "seed"):
+            raise DataError(f"{key}.params: {name!r} is set by {key}.{name}; remove it from params")
+        if name not in known:
+            raise DataError(
+                f"{key}.params: {source.generator} has no parameter {name!r}{suggest(name, known)}; "
+                f"it has {', '.join(n for n in known if n not in ('size', 'seed'))}"
+            )
+    try:
+        entries = create_dataset(source.generator, size=source.size, seed=source.seed, **source.params)
+    except Exception as error:  # each generator checks its parameters in its own way, mostly by assert
+        raise DataError(f"{key}.params: {source.generator} refuses {source.params}: {error}") from error
+    facts = {"generator": source.generator, "generator_params": source.params}
+    for i in range(source.size):
+        try:
+            yield {**entries[i], **facts}
+        except Exception as error:
+            raise DataError(f"{key}: {source.generator} failed to make task {i}: {error!r}") from error

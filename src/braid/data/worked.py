@@ -1,0 +1,90 @@
+"""Worked examples: prompts with the response to imitate, for supervised learning.
+
+Also the writers of such responses for procedural tasks, named in a config as `response_function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from braid.config.data import DataConfig, Source
+from braid.errors import DataError
+from braid.functions import load_function
+
+from .prompts import encode, missing_column
+from .sources import SourceRows, read_sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What to write (`response_ids`, its end token included) after what is given (`prompt_ids`)."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+
+def load_examples(
+    sources: Sequence[Source], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, base_dir: Path
+) -> list[Example]:
+    """Read `sources` (the config's `sft.data`) and make an Example of every row whose prompt fits.
+
+    Prompts are treated as those of reinforcement are. A response is tokenized apart from its prompt, as sampling
+    would write it. Raises DataError for rows without a response and for tokenizers without an end token.
+    """
+    end_id: Any = tokenizer.eos_token_id
+    if end_id is None:
+        raise DataError(
+            "the tokenizer has no end token to teach; set model.tokenizer to one with an eos_token"
+        )
+    examples: list[Example] = []
+    for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
+        encoded, _ = encode(source, config, tokenizer)
+        responses = _responses(source, [item.index for item in encoded], base_dir)
+        ids: Any = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
+        examples.extend(
+            Example(item.token_ids, (*of_response, end_id))
+            for item, of_response in zip(encoded, ids, strict=True)
+        )
+    return examples
+
+
+def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> list[str]:
+    column, path = source.config.response_key, source.config.response_function
+    if (column is None) == (path is None):
+        raise DataError(
+            f"{source.key} ({source.name}): give {'only one' if path else 'one'} of {source.key}.response_key (a column) "
+            f"and {source.key}.response_function (a function of the row)"
+        )
+    write = load_function(path, base_dir=base_dir, key=f"{source.key}.response_function") if path else None
+    responses: list[str] = []
+    for index in indices:
+        row, where = source.rows[index], f"{source.key} ({source.name}), row {index}"
+        if column is not None and column not in row:
+            raise missing_column(source, index, "response_key", column)
+        try:
+            response = write(row) if write else row[str(column)]
+        except Exception as error:
+            raise DataError(f"{where}: {path} raised {type(error).__name__}: {error}") from error
+        if not isinstance(response, str):
+            origin = f"{path} returned" if write else f"column {column!r} holds"
+            raise DataError(f"{where}: {origin} {response!r}, but a response must be text")
+        responses.append(response)
+    return responses
+
+
+def chain_sum(row: Mapping[str, Any]) -> str:
+    """The worked answer to a task of reasoning-gym's chain_sum: running totals from left to right, then the answer
+    after the marker `A:`. For `12 + 34 - 5` it is `12+34=46 46-5=41 A:41`."""
+    first, *rest = row["metadata"]["expression"].split()
+    total, written = int(first), []
+    for operator, number in zip(rest[::2], rest[1::2], strict=True):
+        following = total + int(number) if operator == "+" else total - int(number)
+        written.append(f"{total}{operator}{number}={following}")
+        total = following
+    return " ".join([*written, f"A:{total}"])

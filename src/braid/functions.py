@@ -1,0 +1,85 @@
+"""Functions that users name in a config: `package.module.function`, or `file.py:function` beside the config.
+
+Owns finding and importing them. What they are called with is up to whoever calls them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from braid.errors import ConfigError, Problem, suggest
+
+
+def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
+    """The callable that `path` names. A file is looked up from `base_dir` (the config's folder) and run once.
+
+    Raises ConfigError, under the config key `key`, when there is no such file, module or function, when importing it
+    fails, or when it cannot be called.
+    """
+    try:
+        module, names = _from_file(path, base_dir) if ":" in path else _from_package(path)
+        found: Any = module
+        for name in names:
+            if not hasattr(found, name):
+                known = [n for n in vars(found) if not n.startswith("_")]
+                raise _NotFound(f"{path!r}: {module.__name__!r} has no {name!r}{suggest(name, known)}")
+            found = getattr(found, name)
+    except _NotFound as problem:
+        raise ConfigError([Problem(key, str(problem))]) from problem.__cause__
+    if not callable(found):
+        raise ConfigError([Problem(key, f"{path!r} is a {type(found).__name__}, not a function")])
+    return found
+
+
+class _NotFound(Exception):
+    """Why a path leads nowhere."""
+
+
+def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
+    file_name, _, function = path.rpartition(":")
+    file = (base_dir / Path(file_name).expanduser()).resolve()
+    if not function or file.suffix != ".py":
+        raise _NotFound(f"{path!r} is no function's path; write package.module.function or file.py:function")
+    if not file.is_file():
+        near = suggest(file.name, [p.name for p in file.parent.glob("*.py")])
+        raise _NotFound(f"{path!r}: there is no file {file}{near}")
+    name = f"braid_user_{sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec, "a .py file always has a loader"
+        assert spec.loader, "a .py file always has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # before it runs, so that its dataclasses and pickles find their module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise _NotFound(f"{path!r}: running {file} raised {type(error).__name__}: {error}") from error
+    return sys.modules[name], function.split(".")
+
+
+def _from_package(path: str) -> tuple[ModuleType, list[str]]:
+    """Import the longest prefix that is a module, so that a method of a class can be named too."""
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise _NotFound(f"{path!r} is no function's path; write package.module.function or file.py:function")
+    for end in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        try:
+            return importlib.import_module(name), parts[end:]
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise _NotFound(f"{path!r}: importing {name} raised {error}") from error
+        except Exception as error:
+            raise _NotFound(f"{path!r}: importing {name} raised {type(error).__name__}: {error}") from error
+    raise _NotFound(
+        f"{path!r}: no module named {parts[0]!r} can be imported; for a file beside the config write "
+        f"'{'/'.join(parts[:-1])}.py:{parts[-1]}', or install the package into braid's environment"
+    )
