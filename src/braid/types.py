@@ -68,10 +68,19 @@ class Turn:
     end_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ActionSpace:
+    """What a policy may do in a simulator: one of `size` choices, numbered from 0, or a vector of `size` floats."""
+
+    kind: Literal["discrete", "continuous"]
+    size: int
+
+
 @dataclass(slots=True)
 class EnvSteps:
     """The env steps of one simulator episode. S env steps; `observations` has S + 1 entries (the last is final).
 
+    `actions` are [S] int64 for choices, [S, A] float32 for vectors (as drawn, before any clipping to bounds).
     `logprobs` are of the whole action, [S]. `values` are left to the critic.
     """
 

@@ -1,0 +1,135 @@
+"""Gymnasium environments as a simulator.
+
+The environments are stepped here, one after the other, as Gymnasium's own synchronous vector does. Doing it here keeps a
+failure of one from its neighbours, lets slots that have nothing to do rest, and needs no rule for automatic resets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from braid.errors import ConfigError, EnvError, Problem, suggest
+from braid.types import ActionSpace
+
+from .base import Tick
+
+_Answer = tuple[Any, float, bool, bool]
+"""observation, reward, is_terminated, is_truncated"""
+
+
+class GymnasiumSimulator:
+    """`num_envs` copies of one registered environment. See base.Simulator.
+
+    Observations of any kind that Gymnasium can flatten become flat float32 vectors. Actions are Discrete, or a Box: then
+    they are clipped to its bounds here, while their log-probs stay those of the unclipped draw.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Raises ConfigError for an unknown id, arguments that the environment refuses, or spaces that do not fit."""
+        self._make = partial(_make, env_id, kwargs or {})
+        self._envs = [self._make() for _ in range(num_envs)]
+        observations, actions = self._envs[0].observation_space, self._envs[0].action_space
+        if not observations.is_np_flattenable:
+            raise _refused(
+                "id", f"{env_id} has observations {observations}, which cannot be flattened to a vector"
+            )
+        self._observations = observations
+        self._observation_size = spaces.flatdim(observations)
+        self._action_space, self._to_action = _actions(env_id, actions)
+
+    @property
+    def num_envs(self) -> int:
+        return len(self._envs)
+
+    @property
+    def observation_size(self) -> int:
+        return self._observation_size
+
+    @property
+    def action_space(self) -> ActionSpace:
+        return self._action_space
+
+    def reset(self, seeds: Mapping[int, int]) -> Tick:
+        return self._tick({slot: partial(self._reset, slot, seed) for slot, seed in seeds.items()})
+
+    def step(self, actions: Mapping[int, NDArray]) -> Tick:
+        return self._tick({slot: partial(self._step, slot, action) for slot, action in actions.items()})
+
+    def close(self) -> None:
+        for env in self._envs:
+            env.close()
+
+    def _tick(self, calls: Mapping[int, Callable[[], _Answer]]) -> Tick:
+        """Make each call; an exception, or a number that is not finite, is a failure of its slot alone."""
+        size = len(self._envs)
+        tick = Tick(
+            np.zeros((size, self._observation_size), np.float32),
+            np.zeros(size, np.float32),
+            np.zeros(size, np.bool_),
+            np.zeros(size, np.bool_),
+            failures := {},
+        )
+        for slot, call in calls.items():
+            try:
+                observation, reward, is_terminated, is_truncated = call()
+                tick.observations[slot] = np.asarray(spaces.flatten(self._observations, observation))
+                tick.rewards[slot] = reward
+                tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
+                if not (np.isfinite(reward) and np.isfinite(tick.observations[slot]).all()):
+                    raise EnvError(f"reward {reward} or observation {observation} is not finite")
+            except Exception as error:
+                failures[slot] = (
+                    str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
+                )
+                self._replace(slot)
+        return tick
+
+    def _replace(self, slot: int) -> None:
+        """Put a new environment in the place of one that failed."""
+        with suppress(Exception):
+            self._envs[slot].close()
+        self._envs[slot] = self._make()
+
+    def _reset(self, slot: int, seed: int) -> _Answer:
+        observation, _ = self._envs[slot].reset(seed=seed)
+        return observation, 0.0, False, False
+
+    def _step(self, slot: int, action: NDArray) -> _Answer:
+        observation, reward, is_terminated, is_truncated, _ = self._envs[slot].step(self._to_action(action))
+        return observation, float(reward), is_terminated, is_truncated
+
+
+def _make(env_id: str, kwargs: Mapping[str, Any]) -> gymnasium.Env:
+    try:
+        return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise _refused("id", f"{env_id} needs a package that is not installed: {error}") from error
+    except gymnasium.error.Error as error:
+        near = suggest(env_id, gymnasium.registry)
+        raise _refused("id", f"Gymnasium cannot make {env_id!r}{near}: {error}") from error
+    except TypeError as error:
+        raise _refused("kwargs", f"{env_id} does not take {dict(kwargs)}: {error}") from error
+
+
+def _actions(env_id: str, space: spaces.Space) -> tuple[ActionSpace, Callable[[NDArray], Any]]:
+    """The policy's action space, and how one of its actions becomes one of the environment's."""
+    if isinstance(space, spaces.Discrete):
+        return ActionSpace("discrete", int(space.n)), lambda action: int(space.start + action)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        size = int(np.prod(space.shape))
+        return ActionSpace("continuous", size), lambda action: np.clip(
+            action.reshape(space.shape), space.low, space.high
+        ).astype(space.dtype)
+    raise _refused("id", f"{env_id} has actions {space}; Discrete and Box of floats can be used")
+
+
+def _refused(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem(f"env.{key}", message, "env")])

@@ -1,0 +1,23 @@
+"""From the config's environment section to a maker of text environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from braid.config.rollout import SingleTurnEnv, ToolEnv
+
+from .base import TextEnv
+from .calculator import calculator
+from .single_turn import SingleTurn
+from .tools import Tool, ToolConversation
+
+TOOLS: dict[str, tuple[str, Tool]] = {"calculator": ("calc", calculator)}
+"""Name in the config -> (tag that the policy writes, tool)."""
+
+
+def text_env_maker(config: SingleTurnEnv | ToolEnv) -> Callable[[], TextEnv]:
+    """A function that makes a fresh environment for each trajectory."""
+    if isinstance(config, SingleTurnEnv):
+        return SingleTurn
+    tools = dict(TOOLS[name] for name in config.tools)
+    return lambda: ToolConversation(tools, max_turns=config.max_turns, timeout_s=config.tool_timeout_s)

@@ -1,0 +1,78 @@
+"""A conversation in which the policy may call tools by writing a tag.
+
+    policy       <calc>12*7</calc>
+    environment  <out>84</out>
+    policy       A:84
+
+A turn ends at the closing tag; the tool's answer is put behind it as environment tokens, inline, so the format needs
+no chat template and few characters. A turn without a call is the answer and ends the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping
+
+from braid.errors import EnvError
+from braid.types import Prompt
+
+from .base import Reply
+
+Tool = Callable[[str], Awaitable[str]]
+"""From what stands between the tags to the answer. Answers mistakes of the policy with text; what it raises is a failure
+of the environment."""
+
+
+def render_call(tag: str, argument: str) -> str:
+    """A call as the policy writes it."""
+    return f"<{tag}>{argument}</{tag}>"
+
+
+def render_answer(answer: str) -> str:
+    """A tool's answer as the policy reads it."""
+    return f"<out>{answer}</out>"
+
+
+class ToolConversation:
+    """Answers calls until a turn has none. See base.TextEnv.
+
+    A call in turn number `max_turns` is not answered: the trajectory is truncated. A tool that raises, or that takes
+    longer than `timeout_s`, raises EnvError.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], *, max_turns: int, timeout_s: float) -> None:
+        """`tools` by tag."""
+        self._tools = tools
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
+        self._num_turns = 0
+        tags = "|".join(re.escape(tag) for tag in tools)
+        self._call = re.compile(rf"<({tags})>(.*?)</\1>", re.DOTALL)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(f"</{tag}>" for tag in self._tools)
+
+    async def start(self, prompt: Prompt) -> None:
+        """Nothing to prepare."""
+
+    async def reply(self, text: str) -> Reply:
+        self._num_turns += 1
+        call = self._call.search(text)
+        if call is None:
+            return Reply(is_done=True)
+        if self._num_turns >= self._max_turns:
+            return Reply(is_truncated=True)
+        return Reply(render_answer(await self._answer(*call.groups())))
+
+    async def _answer(self, tag: str, argument: str) -> str:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._tools[tag](argument)
+        except TimeoutError as error:
+            raise EnvError(
+                f"tool {tag!r} gave no answer within {self._timeout_s:g} s to {argument!r}"
+            ) from error
+        except Exception as error:
+            raise EnvError(f"tool {tag!r} raised {type(error).__name__}: {error} on {argument!r}") from error

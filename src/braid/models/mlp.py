@@ -1,0 +1,147 @@
+"""Perceptrons over flat observations: the policy and the value of a simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from braid.config.model import MlpSpec
+from braid.types import ActionSpace
+
+from .base import Output
+from .batch import PackedBatch
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+_MIN_ROWS = 16
+"""Acting pads to so many rows: matrix products give a row the same bits in any batch of at least 16."""
+
+
+class MlpPolicy:
+    """A distribution over actions given an observation.
+
+    Choices: a categorical over the outputs as logits. Vectors: independent Gaussians whose means are the outputs and whose
+    standard deviations are parameters that do not depend on the observation.
+    """
+
+    def __init__(self, spec: MlpSpec, observation_size: int, actions: ActionSpace, *, seed: int) -> None:
+        """Random orthogonal weights; the last layer small, so that the first policy is close to uniform (Andrychowicz
+        et al. 2021, section 3.2)."""
+        self.action_space = actions
+        self._net = _Net(spec, observation_size, actions.size, head_gain=0.01, seed=seed)
+        self._log_std = nn.Parameter(torch.zeros(actions.size)) if actions.kind == "continuous" else None
+        if self._log_std is not None:
+            self._net.register_parameter("log_std", self._log_std)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._net
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._net.named_parameters()
+
+    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
+        """`logprobs` [T] of the whole action and `entropy` [T]; 0 where the mask is False."""
+        if unknown := outputs - {"logprobs", "entropy"}:
+            raise AssertionError(f"a policy has no {sorted(unknown)}")
+        head = self._net(batch.inputs["observations"])
+        out: dict[str, Tensor] = {}
+        if "logprobs" in outputs:
+            out["logprobs"] = self._logprobs(head, batch.inputs["actions"])
+        if "entropy" in outputs:
+            out["entropy"] = self._entropy(head)
+        return {name: torch.where(batch.mask, value, 0.0) for name, value in out.items()}
+
+    @property
+    def num_uniforms(self) -> int:
+        """Uniform numbers that one action takes."""
+        return 1 if self._log_std is None else self.action_space.size
+
+    @torch.no_grad()
+    def act(
+        self, observations: NDArray[np.float32], uniforms: NDArray[np.float64] | None
+    ) -> tuple[NDArray, NDArray[np.float32]]:
+        """Actions ([E] int64, or [E, A] float32) for `observations` [E, D], and their log-probs [E].
+
+        Drawn with `uniforms` [E, num_uniforms] in [0, 1) through the inverse of the cumulative distribution; the likeliest
+        action when None. An observation's action does not depend on the others in the call.
+        """
+        count = len(observations)
+        device = next(self._net.parameters()).device
+        padded = np.zeros((max(count, _MIN_ROWS), observations.shape[1]), np.float32)
+        padded[:count] = observations
+        head = self._net(torch.from_numpy(padded).to(device))[:count]
+        drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
+        actions = self._draw(head, drawn)
+        return actions.cpu().numpy(), self._logprobs(head, actions).cpu().numpy()
+
+    def _draw(self, head: Tensor, uniforms: Tensor | None) -> Tensor:
+        if self._log_std is None:
+            if uniforms is None:
+                return head.argmax(-1)
+            cumulative = head.double().softmax(-1).cumsum(-1)
+            return (cumulative <= uniforms * cumulative[:, -1:]).sum(-1).clamp(max=head.shape[-1] - 1)
+        if uniforms is None:
+            return head
+        tiny = torch.finfo(torch.float64).tiny
+        return head + self._log_std.exp() * torch.special.ndtri(uniforms.clamp(min=tiny)).to(head.dtype)
+
+    def _logprobs(self, head: Tensor, actions: Tensor) -> Tensor:
+        if self._log_std is None:
+            return head.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        scaled = (actions - head) / self._log_std.exp()
+        return (-0.5 * (scaled.square() + math.log(2 * math.pi)) - self._log_std).sum(-1)
+
+    def _entropy(self, head: Tensor) -> Tensor:
+        if self._log_std is None:
+            logprobs = head.log_softmax(-1)
+            return -(logprobs.exp() * logprobs).sum(-1)
+        return (0.5 + 0.5 * math.log(2 * math.pi) + self._log_std).sum().expand(len(head))
+
+
+class MlpValue:
+    """The value of an observation; a network apart from the policy's."""
+
+    def __init__(self, spec: MlpSpec, observation_size: int, *, seed: int) -> None:
+        self._net = _Net(spec, observation_size, 1, head_gain=1.0, seed=seed)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._net
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._net.named_parameters()
+
+    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
+        """`values` [T] of every observation, the final one included."""
+        if unknown := outputs - {"values"}:
+            raise AssertionError(f"a value model has no {sorted(unknown)}")
+        return {"values": self._net(batch.inputs["observations"]).squeeze(-1)}
+
+
+class _Net(nn.Module):
+    """Linear layers with an activation between them, orthogonal weights and zero biases."""
+
+    def __init__(self, spec: MlpSpec, inputs: int, outputs: int, *, head_gain: float, seed: int) -> None:
+        super().__init__()
+        sizes = (inputs, *spec.hidden_sizes)
+        layers: list[nn.Module] = []
+        for wide, narrow in pairwise(sizes):
+            layers += [nn.Linear(wide, narrow), _ACTIVATIONS[spec.activation]()]
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(sizes[-1], outputs)
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                gain = head_gain if layer is self.head else math.sqrt(2)
+                nn.init.orthogonal_(layer.weight, gain, generator=generator)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """[T, D] -> [T, outputs]."""
+        return self.head(self.body(observations))

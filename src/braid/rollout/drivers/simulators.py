@@ -1,0 +1,174 @@
+"""The simulator driver: a policy and a simulator make trajectories.
+
+Whole episodes, as many at a time as the simulator has slots; a slot that is done takes the next episode that waits. The
+state that an episode starts from hangs on its prompt's number, each action's random numbers on the episode and the env
+step, so neither the number of slots nor who ran beside whom changes a result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.envs.simulators.base import Simulator, Tick
+from braid.errors import EngineError
+from braid.rollout.random import uniforms
+from braid.types import EnvSteps, Group, Prompt, Status, Trajectory
+
+
+class ActingPolicy(Protocol):
+    """What the driver asks of a policy (models.mlp.MlpPolicy is one)."""
+
+    @property
+    def num_uniforms(self) -> int: ...
+
+    def act(
+        self, observations: NDArray[np.float32], uniforms: NDArray[np.float64] | None
+    ) -> tuple[NDArray, NDArray[np.float32]]: ...
+
+
+class SimulatorDriver:
+    """Turns prompts (states to start from) into groups of episodes.
+
+    All episodes of a group start from the same reset seed, drawn from the run's seed, `key` and the prompt's number. An
+    episode whose environment fails is played anew up to `retries` times, with other actions, then left invalid. With
+    `greedy` the policy takes its likeliest action.
+    """
+
+    def __init__(
+        self, simulator: Simulator, policy: ActingPolicy, *, seed: int, retries: int, greedy: bool = False
+    ) -> None:
+        self._simulator = simulator
+        self._policy = policy
+        self._seed = seed
+        self._retries = retries
+        self._greedy = greedy
+        self._version = 0
+
+    async def run(self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]) -> list[Group]:
+        """One group per prompt, in order; rewards are returns. Keys of one driver have one length."""
+        episodes = [
+            [_Episode(prompt, sample, (self._seed, *key, number)) for sample in range(group_size)]
+            for number, prompt in enumerate(prompts)
+        ]
+        waiting = deque(episode for group in episodes for episode in group)
+        running: dict[int, _Episode] = {}
+        while waiting or running:
+            self._start(waiting, running)
+            if running:
+                self._step(waiting, running)
+        return [
+            Group(prompt, [episode.trajectory(self._version) for episode in group])
+            for prompt, group in zip(prompts, episodes, strict=True)
+        ]
+
+    def publish(self, version: int) -> None:
+        """The policy's weights are the trainer's own: only their number changes."""
+        self._version = version
+
+    def close(self) -> None:
+        self._simulator.close()
+
+    def _start(self, waiting: deque[_Episode], running: dict[int, _Episode]) -> None:
+        """Give each free slot an episode."""
+        started = {}
+        for slot in range(self._simulator.num_envs):
+            if slot not in running and waiting:
+                started[slot] = running[slot] = waiting.popleft()
+        if not started:
+            return
+        tick = self._simulator.reset({slot: episode.reset_seed for slot, episode in started.items()})
+        self._drop_failed(tick, waiting, running)
+        for slot, episode in started.items():
+            episode.observations.append(tick.observations[slot])
+
+    def _step(self, waiting: deque[_Episode], running: dict[int, _Episode]) -> None:
+        """One action and one env step for every running episode."""
+        drawn = None if self._greedy else self._uniforms(list(running.values()))
+        observations = np.stack([episode.observations[-1] for episode in running.values()])
+        actions, logprobs = self._policy.act(observations, drawn)
+        if not np.isfinite(logprobs).all():
+            raise EngineError(
+                f"the policy of version {self._version} gives actions a log-prob that is not finite"
+            )
+        tick = self._simulator.step(dict(zip(running, actions, strict=True)))
+        for (slot, episode), action, logprob in zip(running.items(), actions, logprobs, strict=True):
+            episode.record(action, logprob, tick, slot)
+        self._drop_failed(tick, waiting, running)
+        for slot in [slot for slot, episode in running.items() if episode.status is not None]:
+            del running[slot]
+
+    def _uniforms(self, episodes: Sequence[_Episode]) -> NDArray[np.float64]:
+        """[running, num_uniforms]"""
+        width = self._policy.num_uniforms
+        keys = [(*e.key, e.sample, e.attempt, len(e.actions), i) for e in episodes for i in range(width)]
+        return uniforms(np.array(keys, np.uint64)).reshape(len(episodes), width)
+
+    def _drop_failed(self, tick: Tick, waiting: deque[_Episode], running: dict[int, _Episode]) -> None:
+        for slot, reason in tick.failures.items():
+            episode = running.pop(slot)
+            if episode.attempt < self._retries:
+                episode.restart()
+                waiting.appendleft(episode)
+            else:
+                episode.status, episode.reason = Status.INVALID, f"environment: {reason}"
+
+
+@dataclass(slots=True)
+class _Episode:
+    """An episode under way. `key` is (seed, *key of the call, number of the prompt)."""
+
+    prompt: Prompt
+    sample: int
+    key: tuple[int, ...]
+    attempt: int = 0
+    status: Status | None = None
+    reason: str = ""
+    observations: list[NDArray[np.float32]] = field(default_factory=list)
+    actions: list[NDArray] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+    @property
+    def reset_seed(self) -> int:
+        """The same for all episodes of a group, in [0, 2^32)."""
+        return int(np.random.SeedSequence(self.key).generate_state(1)[0])
+
+    def restart(self) -> None:
+        """Forget what happened; the next try draws other actions."""
+        self.attempt += 1
+        self.status = None
+        for record in (self.observations, self.actions, self.logprobs, self.rewards):
+            record.clear()
+
+    def record(self, action: NDArray, logprob: float, tick: Tick, slot: int) -> None:
+        """Take in what the env step of `slot` brought."""
+        self.actions.append(action)
+        self.logprobs.append(logprob)
+        self.rewards.append(tick.rewards[slot])
+        self.observations.append(tick.observations[slot])
+        if tick.is_terminated[slot]:
+            self.status = Status.FINISHED
+        elif tick.is_truncated[slot]:
+            self.status = Status.TRUNCATED
+
+    def trajectory(self, version: int) -> Trajectory:
+        assert self.status is not None, "the episode is over"
+        trajectory = Trajectory(self.prompt, self.sample, self.status, attempts=self.attempt + 1)
+        if self.status is Status.INVALID:
+            trajectory.invalidate(self.reason)
+            return trajectory
+        trajectory.env_steps = EnvSteps(
+            observations=np.stack(self.observations),
+            actions=np.stack(self.actions),
+            logprobs=np.array(self.logprobs, np.float32),
+            rewards=np.array(self.rewards, np.float32),
+            policy_version=version,
+        )
+        trajectory.reward = float(np.sum(self.rewards, dtype=np.float64))
+        return trajectory

@@ -1,0 +1,197 @@
+"""The text driver: an engine and a text environment make trajectories.
+
+Tokens in, tokens out. What the policy reads in a later turn is what it read and wrote before, token for token, followed by
+the environment's reply as tokens; nothing that was sampled is ever tokenised again. Every trajectory is a coroutine of
+its own, so the engine batches over whatever waits at the moment; its random numbers hang on its key alone, so what waits
+beside it changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from braid.envs.text.base import Reply, TextEnv
+from braid.errors import EngineError, EnvError
+from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.types import Group, Prompt, Status, Trajectory, Turn
+
+
+class TextDriver:
+    """Turns prompts into groups of trajectories with an engine and one fresh environment per trajectory.
+
+    `max_context_tokens` bounds prompt, turns and replies together: a turn gets no more tokens than are left, and a
+    trajectory that runs out is truncated. A trajectory whose environment or engine fails is sampled anew up to
+    `retries` times, with other random numbers, then left invalid with the reason of its last failure.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        new_env: Callable[[], TextEnv],
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        *,
+        seed: int,
+        retries: int,
+        max_context_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._new_env = new_env
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._seed = seed
+        self._retries = retries
+        self._max_context_tokens = max_context_tokens
+
+    async def run(self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]) -> list[Group]:
+        """One group per prompt, in the order of `prompts` whatever is done first.
+
+        `key` tells this call's random numbers from those of others; keys of one driver have one length.
+        Failures of environments and of the engine (EngineError) become statuses; anything else is raised, after the
+        requests that still run have been cancelled.
+        """
+        tasks = [
+            asyncio.create_task(self._trajectory(prompt, sample, (self._seed, *key, number, sample)))
+            for number, prompt in enumerate(prompts)
+            for sample in range(group_size)
+        ]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [
+            Group(prompt, done[number * group_size : (number + 1) * group_size])
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def publish(self, version: int) -> None:
+        """Sample from the policy's weights as they are now, as `version`."""
+        self._engine.publish(version)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    async def _trajectory(self, prompt: Prompt, sample: int, key: tuple[int, ...]) -> Trajectory:
+        trajectory = Trajectory(prompt, sample)
+        room = self._max_context_tokens - len(prompt.token_ids)
+        if room < 1:
+            trajectory.invalidate(
+                f"prompt: {len(prompt.token_ids)} tokens leave no room for an answer in a context of "
+                f"{self._max_context_tokens}; lower data.max_prompt_tokens or allow a longer context"
+            )
+            return trajectory
+        for attempt in range(self._retries + 1):
+            trajectory = Trajectory(prompt, sample, attempts=attempt + 1)
+            try:
+                await self._converse(trajectory, (*key, attempt))
+            except _EnvFailure as failure:
+                trajectory.invalidate(f"environment: {failure}")
+            except EngineError as error:
+                trajectory.invalidate(f"engine: {error}")
+            else:
+                break
+        return trajectory
+
+    async def _converse(self, trajectory: Trajectory, key: tuple[int, ...]) -> None:
+        """Turn after turn until the conversation is over or a limit is reached."""
+        env = _Guarded(self._new_env)
+        await env.start(trajectory.prompt)
+        sampling = replace(self._sampling, stop_strings=(*self._sampling.stop_strings, *env.stop_strings))
+        history: list[int] = []
+        context = list(trajectory.prompt.token_ids)
+        while True:
+            history += context
+            room = self._max_context_tokens - len(history)
+            if room < 1:
+                trajectory.status = Status.TRUNCATED
+                return
+            completion = await self._engine.generate(
+                Request(tuple(history), _within(sampling, room), (*key, len(trajectory.turns)))
+            )
+            turn = _turn_of(completion, context)
+            trajectory.turns.append(turn)
+            trajectory.facts["turns"] = float(len(trajectory.turns))
+            trajectory.answer_text = self._decode(completion, sampling)
+            trajectory.text += trajectory.answer_text
+            if completion.stop_reason == "length":
+                trajectory.status = Status.TRUNCATED
+                return
+            reply = await env.reply(trajectory.answer_text)
+            turn.reward = reply.reward
+            trajectory.text += reply.text
+            if reply.is_done or reply.is_truncated:
+                trajectory.status = Status.FINISHED if reply.is_done else Status.TRUNCATED
+                return
+            history += turn.output_ids
+            context = self._tokenizer.encode(reply.text, add_special_tokens=False)
+
+    def _decode(self, completion: Completion, sampling: Sampling) -> str:
+        ids = completion.token_ids
+        if ids and ids[-1] in sampling.stop_token_ids:
+            ids = ids[:-1]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "one sequence decodes to one text"
+        return text
+
+
+class _EnvFailure(Exception):
+    """An environment raised, or answered what it may not."""
+
+
+class _Guarded:
+    """An environment whose exceptions are told apart from everyone else's."""
+
+    def __init__(self, new_env: Callable[[], TextEnv]) -> None:
+        try:
+            self._env = new_env()
+            self.stop_strings = tuple(self._env.stop_strings)
+        except Exception as error:
+            raise _failure(error) from error
+
+    async def start(self, prompt: Prompt) -> None:
+        try:
+            await self._env.start(prompt)
+        except Exception as error:
+            raise _failure(error) from error
+
+    async def reply(self, text: str) -> Reply:
+        try:
+            reply = await self._env.reply(text)
+        except Exception as error:
+            raise _failure(error) from error
+        if not math.isfinite(reply.reward):
+            raise _EnvFailure(f"reward {reply.reward} is not finite")
+        return reply
+
+
+def _failure(error: Exception) -> _EnvFailure:
+    return _EnvFailure(str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}")
+
+
+def _within(sampling: Sampling, room: int) -> Sampling:
+    if room >= sampling.max_new_tokens:
+        return sampling
+    return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))
+
+
+def _turn_of(completion: Completion, context: list[int]) -> Turn:
+    if completion.stop_reason == "cancelled":
+        raise EngineError("the request was cancelled")
+    if not completion.token_ids:
+        raise EngineError("a completion without tokens")
+    return Turn(
+        context_ids=context,
+        output_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        stop_reason=completion.stop_reason,
+        policy_version=completion.policy_version,
+        start_s=completion.start_s,
+        end_s=completion.end_s,
+    )

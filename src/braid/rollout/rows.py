@@ -1,0 +1,73 @@
+"""From trajectories to rows: the one place where text episodes and simulator episodes become the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.types import EnvSteps, Group, Row, Status, Trajectory, Turn
+
+
+def rows_of(groups: Sequence[Group]) -> list[Row]:
+    """One row for each valid trajectory, in order, with `behavior_logprobs` and `rewards`.
+
+    `Row.group` is the place of the group, `Row.trajectory` that of the trajectory among all of `groups`, invalid ones
+    counted. The rewards of a row add up to the trajectory's reward: each turn's or env step's own where it was given,
+    what the reward parts added at the policy's last position.
+    """
+    everyone = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
+    return [
+        _row_of(trajectory, group, place)
+        for place, (group, trajectory) in enumerate(everyone)
+        if trajectory.is_valid
+    ]
+
+
+def _row_of(trajectory: Trajectory, group: int, place: int) -> Row:
+    assert trajectory.reward is not None, (
+        f"trajectory {trajectory.prompt.uid}/{trajectory.sample} is not scored"
+    )
+    if trajectory.env_steps is not None:
+        row = _simulator_row(trajectory.env_steps, is_terminal=trajectory.status is Status.FINISHED)
+    else:
+        row = _text_row(trajectory.turns)
+    row.group, row.trajectory = group, place
+    rewards = row.fields["rewards"]
+    last = np.flatnonzero(row.mask)[-1]
+    rewards[last] += trajectory.reward - rewards.sum(dtype=np.float64)
+    return row
+
+
+def _text_row(turns: Sequence[Turn]) -> Row:
+    """Prompt, turns and replies laid end to end. An answer cut by a limit is terminal too: nothing comes after it."""
+    mask = np.concatenate([np.repeat((False, True), (len(t.context_ids), len(t.output_ids))) for t in turns])
+    rewards = np.zeros(len(mask), np.float32)
+    ends = np.cumsum([len(t.context_ids) + len(t.output_ids) for t in turns])
+    rewards[ends - 1] = [t.reward for t in turns]
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask] = [x for t in turns for x in t.logprobs]
+    input_ids = np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)
+    fields = {"behavior_logprobs": logprobs, "rewards": rewards}
+    return Row({"input_ids": input_ids}, mask, group=0, trajectory=0, fields=fields)
+
+
+def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
+    """S + 1 positions: the last is the final observation, where nothing was done; its value is the bootstrap of an
+    episode cut by a limit of time."""
+    mask = np.ones(len(steps.observations), np.bool_)
+    mask[-1] = False
+    return Row(
+        {"observations": steps.observations, "actions": _padded(steps.actions)},
+        mask,
+        group=0,
+        trajectory=0,
+        is_terminal=is_terminal,
+        fields={"behavior_logprobs": _padded(steps.logprobs), "rewards": _padded(steps.rewards)},
+    )
+
+
+def _padded(values: NDArray) -> NDArray:
+    """[S, ...] -> [S + 1, ...], with zeros at the end."""
+    return np.concatenate([values, np.zeros_like(values[:1])])
