@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from math import log, pi
+
+import numpy as np
+import pytest
+import torch
+
+from braid.config.model import MlpSpec
+from braid.models.batch import PackedBatch
+from braid.models.mlp import MlpPolicy, MlpValue
+from braid.types import ActionSpace
+
+SPEC = MlpSpec(hidden_sizes=(16, 16))
+KINDS = [ActionSpace("discrete", 3), ActionSpace("continuous", 2)]
+
+
+def _policy(actions: ActionSpace, seed: int = 0) -> MlpPolicy:
+    """A policy with opinions: the usual start is close to uniform."""
+    policy = MlpPolicy(SPEC, 4, actions, seed=seed)
+    torch.nn.init.normal_(policy.module.head.weight, generator=torch.Generator().manual_seed(seed))
+    return policy
+
+
+def _batch(observations: np.ndarray, actions: np.ndarray, mask: np.ndarray) -> PackedBatch:
+    inputs = {"observations": torch.from_numpy(observations), "actions": torch.from_numpy(actions)}
+    return PackedBatch(inputs, torch.from_numpy(mask), lengths=(len(mask),))
+
+
+@pytest.mark.parametrize("actions", KINDS, ids=lambda a: a.kind)
+def test_acting_and_training_give_the_same_logprobs(actions: ActionSpace) -> None:
+    policy = _policy(actions)
+    rng = np.random.default_rng(0)
+    observations = rng.normal(size=(40, 4)).astype(np.float32)
+    drawn, logprobs = policy.act(observations, rng.random((40, policy.num_uniforms)))
+    mask = np.arange(40) != 39
+    out = policy.forward(_batch(observations, drawn, mask), frozenset({"logprobs", "entropy"}))
+    np.testing.assert_allclose(
+        out["logprobs"].detach().numpy()[:39], logprobs[:39], atol=1e-6
+    )  # fp32 rounding
+    assert out["logprobs"][39] == 0
+    assert out["entropy"][39] == 0
+
+
+@pytest.mark.parametrize("actions", KINDS, ids=lambda a: a.kind)
+@pytest.mark.parametrize("size", [1, 7, 16, 40])
+def test_an_action_does_not_depend_on_its_neighbours(actions: ActionSpace, size: int) -> None:
+    policy = _policy(actions)
+    rng = np.random.default_rng(0)
+    observations = rng.normal(size=(40, 4)).astype(np.float32)
+    numbers = rng.random((40, policy.num_uniforms))
+    whole = policy.act(observations, numbers)
+    parts = [policy.act(observations[i : i + size], numbers[i : i + size]) for i in range(0, 40, size)]
+    for one, many in zip(whole, zip(*parts, strict=True), strict=True):
+        np.testing.assert_array_equal(one, np.concatenate(many))
+
+
+def test_choices_are_drawn_with_their_probabilities() -> None:
+    policy = _policy(KINDS[0])
+    observation = np.ones((1, 4), np.float32)
+    grid = (np.arange(10_000)[:, None] + 0.5) / 10_000
+    drawn, logprobs = policy.act(np.repeat(observation, 10_000, axis=0), grid)
+    for action in range(3):
+        expected = np.exp(logprobs[drawn == action][0])
+        assert (drawn == action).mean() == pytest.approx(expected, abs=2e-4)  # the grid's step, at both ends
+
+
+def test_vectors_are_drawn_with_their_mean_and_deviation() -> None:
+    policy = _policy(KINDS[1])
+    torch.nn.init.constant_(policy.module.log_std, -0.5)
+    grid = (np.arange(10_000) + 0.5) / 10_000
+    rng = np.random.default_rng(0)
+    numbers = np.stack([grid, rng.permutation(grid)], axis=1)
+    observations = np.ones((10_000, 4), np.float32)
+    drawn, _ = policy.act(observations, numbers)
+    mean, _ = policy.act(observations[:1], None)
+    np.testing.assert_allclose(
+        drawn.mean(0), mean[0], atol=1e-3
+    )  # a grid of 10,000 cuts the tails at 4 deviations
+    np.testing.assert_allclose(drawn.std(0), np.exp(-0.5), rtol=1e-3)
+
+
+def test_extreme_uniform_numbers_give_finite_actions() -> None:
+    for actions in KINDS:
+        policy = _policy(actions)
+        for number in (0.0, np.nextafter(1.0, 0.0)):
+            drawn, logprobs = policy.act(
+                np.ones((1, 4), np.float32), np.full((1, policy.num_uniforms), number)
+            )
+            assert np.isfinite(drawn).all()
+            assert np.isfinite(logprobs).all()
+
+
+def test_without_numbers_the_likeliest_action_is_taken() -> None:
+    policy = _policy(KINDS[0])
+    observations = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    drawn, _ = policy.act(observations, None)
+    expected = policy.module(torch.from_numpy(observations)).argmax(-1)
+    np.testing.assert_array_equal(drawn, expected.numpy())
+
+
+def test_entropies_are_those_of_the_distributions() -> None:
+    observations, mask = np.ones((2, 4), np.float32), np.ones(2, bool)
+    discrete = MlpPolicy(SPEC, 4, KINDS[0], seed=0)
+    torch.nn.init.zeros_(discrete.module.head.weight)
+    entropy = discrete.forward(_batch(observations, np.zeros(2, np.int64), mask), frozenset({"entropy"}))[
+        "entropy"
+    ]
+    torch.testing.assert_close(entropy, torch.full((2,), log(3)))
+    vector = MlpPolicy(SPEC, 4, KINDS[1], seed=0)
+    actions = np.zeros((2, 2), np.float32)
+    entropy = vector.forward(_batch(observations, actions, mask), frozenset({"entropy"}))["entropy"]
+    torch.testing.assert_close(entropy, torch.full((2,), 1 + log(2 * pi)))
+
+
+def test_values_cover_the_final_observation() -> None:
+    value = MlpValue(SPEC, 4, seed=0)
+    observations = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    batch = _batch(observations, np.zeros(3, np.int64), np.array([True, True, False]))
+    out = value.forward(batch, frozenset({"values"}))["values"]
+    torch.testing.assert_close(out, value.module(torch.from_numpy(observations)).squeeze(-1))
+    assert out[2] != 0
+
+
+def test_the_seed_decides_the_weights_and_the_first_policy_is_close_to_uniform() -> None:
+    one, same, other = (MlpPolicy(SPEC, 4, KINDS[0], seed=s) for s in (0, 0, 1))
+    weights = [torch.cat([w.flatten() for _, w in p.named_weights()]) for p in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    _, logprobs = one.act(np.ones((1, 4), np.float32), None)
+    assert logprobs[0] == pytest.approx(-log(3), abs=0.05)
