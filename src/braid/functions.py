@@ -32,9 +32,9 @@ def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
                 raise _NotFound(f"{path!r}: {module.__name__!r} has no {name!r}{suggest(name, known)}")
             found = getattr(found, name)
     except _NotFound as problem:
-        raise ConfigError([Problem(key, str(problem))]) from problem.__cause__
+        raise ConfigError([Problem(key, str(problem), "config")]) from problem.__cause__
     if not callable(found):
-        raise ConfigError([Problem(key, f"{path!r} is a {type(found).__name__}, not a function")])
+        raise ConfigError([Problem(key, f"{path!r} is a {type(found).__name__}, not a function", "config")])
     return found
 
 

@@ -213,7 +213,7 @@ def _hub_rows(source: HubSource, base_dir: Path, key: str) -> Iterable[DataRow]:
 
 
 def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
-    """The generator's entries, with what its scorer needs to be built again: `generator` and `generator_params`."""
+    """The generator's entries, each with what its scorer needs to be built again under `reasoning_gym`."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.generator not in DATASETS:
@@ -234,9 +234,9 @@ def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
         entries = create_dataset(source.generator, size=source.size, seed=source.seed, **source.params)
     except Exception as error:  # each generator checks its parameters in its own way, mostly by assert
         raise DataError(f"{key}.params: {source.generator} refuses {source.params}: {error}") from error
-    facts = {"generator": source.generator, "generator_params": source.params}
+    origin = {"reasoning_gym": {"generator": source.generator, "params": source.params}}
     for i in range(source.size):
         try:
-            yield {**entries[i], **facts}
+            yield {**entries[i], **origin}
         except Exception as error:
             raise DataError(f"{key}: {source.generator} failed to make task {i}: {error!r}") from error

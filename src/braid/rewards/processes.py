@@ -1,0 +1,142 @@
+"""The trainer's end of isolated scorers: starts their processes, asks them, and kills those that take too long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+from braid.errors import RewardError
+
+from .isolated import HEADER
+
+START_LIMIT_S = 120.0
+"""Within this a new process must have imported its scorer."""
+MAX_REPLY_BYTES = 1 << 20
+"""A longer reply is none of ours."""
+
+
+class _Process:
+    """One process that runs `scorer`, and the socket to it."""
+
+    def __init__(self, scorer: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-B", "-m", "braid.rewards.isolated", scorer],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+
+    async def reply(self) -> dict[str, Any]:
+        """The next message. Raises RewardError when the process ended or sent something else."""
+        try:
+            (length,) = HEADER.unpack(await self._read(HEADER.size))
+            if length > MAX_REPLY_BYTES:
+                raise ValueError("too long")
+            message = json.loads(await self._read(length))
+            if not isinstance(message, dict):
+                raise ValueError("no object")
+        except (OSError, EOFError, ValueError) as error:
+            raise RewardError(
+                "the scoring process ended without a result (out of memory, or killed)"
+            ) from error
+        return message
+
+    async def ask(self, request: bytes) -> dict[str, Any]:
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(request)) + request)
+        except OSError as error:
+            raise RewardError("the scoring process is gone") from error
+        return await self.reply()
+
+    async def _read(self, count: int) -> bytes:
+        loop, data = asyncio.get_running_loop(), bytearray()
+        while len(data) < count:
+            chunk = await loop.sock_recv(self._socket, count - len(data))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+class ScoringProcesses:
+    """Processes that run one of isolated.SCORERS, as many as there are callers; started when first needed."""
+
+    def __init__(self, scorer: str) -> None:
+        self._scorer = scorer
+        self._idle: list[_Process] = []
+        self._end = weakref.finalize(self, _kill_all, self._idle)
+
+    async def run(self, arguments: tuple[object, ...], timeout_s: float) -> object:
+        """The scorer's value for `arguments`. Raises RewardError when it fails or takes longer than `timeout_s`;
+        starting a process does not count."""
+        try:
+            request = pickle.dumps((timeout_s, arguments))
+        except Exception as error:  # whatever a column's own reduce raises
+            raise RewardError(
+                f"the prompt's fields cannot be sent to the scoring process: {error}"
+            ) from error
+        process = self._idle.pop() if self._idle else await self._start()
+        is_well = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await process.ask(request)
+            is_well = True
+        except TimeoutError as error:
+            raise RewardError(f"no result within reward.timeout_s={timeout_s:g}") from error
+        finally:
+            if is_well:
+                self._idle.append(process)
+            else:
+                process.kill()
+        if "error" in reply:
+            raise RewardError(str(reply["error"]))
+        return reply.get("value")
+
+    async def _start(self) -> _Process:
+        process = _Process(self._scorer)
+        is_well = False
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                reply = await process.reply()
+            is_well = "error" not in reply
+        except TimeoutError as error:
+            raise RewardError(f"the scoring process did not start within {START_LIMIT_S:g} s") from error
+        finally:
+            if not is_well:
+                process.kill()
+        if not is_well:
+            raise RewardError(f"the scoring process cannot start: {reply['error']}")
+        return process
+
+    def close(self) -> None:
+        """End all idle processes."""
+        _kill_all(self._idle)
+
+
+def _kill_all(processes: list[_Process]) -> None:
+    while processes:
+        processes.pop().kill()
