@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 MEMORY_BYTES = 4 * 2**30
@@ -29,13 +30,18 @@ HEADER = struct.Struct("!I")
 
 
 def load_math() -> Callable[[str, str], float]:
-    """`score(text, reference)`: 1.0 when the answer that math-verify finds in `text` equals the reference."""
+    """`score(text, reference)`: 1.0 when the answer that math-verify finds in `text` equals the reference.
+
+    Its own time limits are off: they work in a main thread only, and take a slow comparison for a wrong answer.
+    """
     from math_verify import parse, verify
+
+    parse = partial(parse, parsing_timeout=0, raise_on_error=True)
 
     def score(text: str, reference: str) -> float:
         golds = _references(reference, parse)
         failure = None
-        for answer in parse(text, parsing_timeout=0):
+        for answer in parse(text):
             for gold in golds:
                 try:
                     if verify(gold, answer, timeout_seconds=0, raise_on_error=True):
@@ -54,7 +60,7 @@ def _references(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
     read as one formula."""
     text = reference.rpartition("####")[2].strip()
     is_marked = any(mark in text for mark in ("$", r"\boxed", r"\(", r"\["))
-    found = parse(text if is_marked else f"${text}$", parsing_timeout=0) or parse(text, parsing_timeout=0)
+    found = parse(text if is_marked else f"${text}$") or parse(text)
     if not found:
         raise ValueError(f"the reference answer {reference!r} is no mathematical expression")
     return found
