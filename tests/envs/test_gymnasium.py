@@ -30,7 +30,7 @@ class Faulty(gymnasium.Env):
         return self.count, float("nan") if action == 7 else 1.0, action == 8, False, {}
 
 
-gymnasium.register("Faulty-v0", Faulty)
+gymnasium.register("Faulty-v0", lambda **kwargs: Faulty())
 
 
 def test_it_steps_as_the_bare_environment_does() -> None:
@@ -108,7 +108,7 @@ class _Arms(Faulty):
     action_space = gymnasium.spaces.MultiBinary(3)  # pyright: ignore[reportAssignmentType]
 
 
-gymnasium.register("Arms-v0", _Arms)
+gymnasium.register("Arms-v0", lambda **kwargs: _Arms())
 
 
 def test_actions_of_other_kinds_are_refused_by_name() -> None:

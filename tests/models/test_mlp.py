@@ -18,7 +18,9 @@ KINDS = [ActionSpace("discrete", 3), ActionSpace("continuous", 2)]
 def _policy(actions: ActionSpace, seed: int = 0) -> MlpPolicy:
     """A policy with opinions: the usual start is close to uniform."""
     policy = MlpPolicy(SPEC, 4, actions, seed=seed)
-    torch.nn.init.normal_(policy.module.head.weight, generator=torch.Generator().manual_seed(seed))
+    torch.nn.init.normal_(
+        policy.module.get_parameter("head.weight"), generator=torch.Generator().manual_seed(seed)
+    )
     return policy
 
 
@@ -67,7 +69,7 @@ def test_choices_are_drawn_with_their_probabilities() -> None:
 
 def test_vectors_are_drawn_with_their_mean_and_deviation() -> None:
     policy = _policy(KINDS[1])
-    torch.nn.init.constant_(policy.module.log_std, -0.5)
+    torch.nn.init.constant_(policy.module.get_parameter("log_std"), -0.5)
     grid = (np.arange(10_000) + 0.5) / 10_000
     rng = np.random.default_rng(0)
     numbers = np.stack([grid, rng.permutation(grid)], axis=1)
@@ -102,7 +104,7 @@ def test_without_numbers_the_likeliest_action_is_taken() -> None:
 def test_entropies_are_those_of_the_distributions() -> None:
     observations, mask = np.ones((2, 4), np.float32), np.ones(2, bool)
     discrete = MlpPolicy(SPEC, 4, KINDS[0], seed=0)
-    torch.nn.init.zeros_(discrete.module.head.weight)
+    torch.nn.init.zeros_(discrete.module.get_parameter("head.weight"))
     entropy = discrete.forward(_batch(observations, np.zeros(2, np.int64), mask), frozenset({"entropy"}))[
         "entropy"
     ]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from braid.envs.simulators.base import Simulator, Tick
 from braid.errors import EngineError
-from braid.rollout.random import uniforms
+from braid.rollout.random import absorb, stream, unit_interval
 from braid.types import EnvSteps, Group, Prompt, Status, Trajectory
 
 
@@ -106,8 +106,11 @@ class SimulatorDriver:
     def _uniforms(self, episodes: Sequence[_Episode]) -> NDArray[np.float64]:
         """[running, num_uniforms]"""
         width = self._policy.num_uniforms
-        keys = [(*e.key, e.sample, e.attempt, len(e.actions), i) for e in episodes for i in range(width)]
-        return uniforms(np.array(keys, np.uint64)).reshape(len(episodes), width)
+        states = absorb(
+            np.array([e.random_state() for e in episodes]), np.array([len(e.actions) for e in episodes])
+        )
+        states = absorb(np.repeat(states, width), np.tile(np.arange(width), len(episodes)))
+        return unit_interval(states).reshape(len(episodes), width)
 
     def _drop_failed(self, tick: Tick, waiting: deque[_Episode], running: dict[int, _Episode]) -> None:
         for slot, reason in tick.failures.items():
@@ -133,16 +136,23 @@ class _Episode:
     actions: list[NDArray] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    _random_state: np.uint64 | None = None
 
     @property
     def reset_seed(self) -> int:
         """The same for all episodes of a group, in [0, 2^32)."""
         return int(np.random.SeedSequence(self.key).generate_state(1)[0])
 
+    def random_state(self) -> np.uint64:
+        """What the random numbers of this attempt's env steps grow from."""
+        if self._random_state is None:
+            self._random_state = stream((*self.key, self.sample, self.attempt))
+        return self._random_state
+
     def restart(self) -> None:
         """Forget what happened; the next try draws other actions."""
         self.attempt += 1
-        self.status = None
+        self._random_state = None
         for record in (self.observations, self.actions, self.logprobs, self.rewards):
             record.clear()
 

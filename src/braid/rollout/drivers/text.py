@@ -166,6 +166,8 @@ class _Guarded:
             reply = await self._env.reply(text)
         except Exception as error:
             raise _failure(error) from error
+        if not isinstance(reply, Reply):
+            raise _EnvFailure(f"{type(reply).__name__} is no Reply")
         if not math.isfinite(reply.reward):
             raise _EnvFailure(f"reward {reply.reward} is not finite")
         return reply

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from braid.rollout.rows import rows_of
+from braid.types import EnvSteps, Group, Prompt, Status, Trajectory, Turn
+
+PROMPT = Prompt("test:0", "test", (1, 2), ())
+
+
+def _text(reward: float | None = 1.0, *, turn_rewards: tuple[float, float] = (0.0, 0.0)) -> Trajectory:
+    turns = [
+        Turn([1, 2], [3, 4], [-0.1, -0.2], "stop", 0, turn_rewards[0]),
+        Turn([5], [6], [-0.3], "stop", 0, turn_rewards[1]),
+    ]
+    return Trajectory(PROMPT, 0, turns=turns, reward=reward)
+
+
+def _episode(status: Status) -> Trajectory:
+    steps = EnvSteps(
+        observations=np.arange(8, dtype=np.float32).reshape(4, 2),
+        actions=np.array([1, 0, 1]),
+        logprobs=np.array([-0.1, -0.2, -0.3], np.float32),
+        rewards=np.array([1.0, 2.0, 4.0], np.float32),
+        policy_version=0,
+    )
+    return Trajectory(PROMPT, 0, status, env_steps=steps, reward=7.0)
+
+
+def test_a_text_row_is_turns_and_replies_end_to_end() -> None:
+    (row,) = rows_of([Group(PROMPT, [_text()])])
+    assert row.inputs["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.mask.tolist() == [False, False, True, True, False, True]
+    np.testing.assert_array_equal(
+        row.fields["behavior_logprobs"], np.array([0, 0, -0.1, -0.2, 0, -0.3], np.float32)
+    )
+    assert row.fields["rewards"].tolist() == [0, 0, 0, 0, 0, 1.0]
+    assert row.is_terminal
+
+
+def test_turn_rewards_lie_at_the_ends_of_their_turns_and_the_rest_at_the_last() -> None:
+    (row,) = rows_of([Group(PROMPT, [_text(5.0, turn_rewards=(0.5, 1.0))])])
+    assert row.fields["rewards"].tolist() == [0, 0, 0, 0.5, 0, 4.5]
+
+
+def test_a_truncated_text_is_terminal() -> None:
+    trajectory = _text()
+    trajectory.status = Status.TRUNCATED
+    assert rows_of([Group(PROMPT, [trajectory])])[0].is_terminal
+
+
+@pytest.mark.parametrize(("status", "is_terminal"), [(Status.FINISHED, True), (Status.TRUNCATED, False)])
+def test_an_episode_row_has_the_final_observation_masked_out(status: Status, is_terminal: bool) -> None:
+    (row,) = rows_of([Group(PROMPT, [_episode(status)])])
+    assert row.inputs["observations"].shape == (4, 2)
+    assert row.inputs["actions"].tolist() == [1, 0, 1, 0]
+    assert row.mask.tolist() == [True, True, True, False]
+    assert row.fields["rewards"].tolist() == [1, 2, 4, 0]
+    assert row.fields["behavior_logprobs"][-1] == 0
+    assert row.is_terminal is is_terminal
+
+
+def test_what_reward_parts_add_to_a_return_lies_at_the_last_action() -> None:
+    trajectory = _episode(Status.FINISHED)
+    trajectory.reward = 10.0
+    (row,) = rows_of([Group(PROMPT, [trajectory])])
+    assert row.fields["rewards"].tolist() == [1, 2, 7, 0]
+
+
+def test_invalid_trajectories_make_no_row_and_keep_their_numbers() -> None:
+    bad = _text()
+    bad.invalidate("environment: broken")
+    groups = [Group(PROMPT, [_text(), bad]), Group(PROMPT, [bad]), Group(PROMPT, [bad, _text()])]
+    assert [(r.group, r.trajectory) for r in rows_of(groups)] == [(0, 0), (2, 4)]
+
+
+def test_rows_do_not_share_memory_with_their_episodes() -> None:
+    trajectory = _episode(Status.FINISHED)
+    (row,) = rows_of([Group(PROMPT, [trajectory])])
+    row.fields["rewards"][0] = 99.0
+    assert trajectory.env_steps is not None
+    assert trajectory.env_steps.rewards[0] == 1.0
+
+
+def test_a_trajectory_that_was_not_scored_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="test:0/0 is not scored"):
+        rows_of([Group(PROMPT, [_text(None)])])

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from braid.config.model import MlpSpec
+from braid.envs.simulators.base import Tick, reset_prompts
+from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.errors import EngineError
+from braid.models.batch import PackedBatch
+from braid.models.mlp import MlpPolicy
+from braid.rollout.drivers.simulators import SimulatorDriver
+from braid.rollout.rows import rows_of
+from braid.types import ActionSpace, EnvSteps, Group, Status, Trajectory
+
+
+def _policy(simulator: Any) -> MlpPolicy:
+    """Random enough that episodes differ."""
+    policy = MlpPolicy(MlpSpec(), simulator.observation_size, simulator.action_space, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    torch.nn.init.normal_(policy.module.get_parameter("head.weight"), std=0.3, generator=generator)
+    return policy
+
+
+def _collect(
+    env_id: str = "CartPole-v1",
+    *,
+    num_envs: int = 4,
+    num_prompts: int = 5,
+    group_size: int = 2,
+    key: tuple[int, ...] = (0, 1),
+    seed: int = 3,
+    kwargs: Mapping[str, Any] | None = None,
+    greedy: bool = False,
+) -> list[Group]:
+    simulator = GymnasiumSimulator(env_id, num_envs, kwargs)
+    driver = SimulatorDriver(simulator, _policy(simulator), seed=seed, retries=1, greedy=greedy)
+    driver.publish(6)
+    try:
+        return asyncio.run(driver.run(reset_prompts(env_id, num_prompts), group_size, key=key))
+    finally:
+        driver.close()
+
+
+def _steps(groups: Sequence[Group]) -> list[EnvSteps]:
+    return [t.env_steps for g in groups for t in g.trajectories if t.env_steps is not None]
+
+
+def _assert_equal(one: Sequence[Group], other: Sequence[Group]) -> None:
+    for left, right in zip(_steps(one), _steps(other), strict=True):
+        for name in ("observations", "actions", "logprobs", "rewards"):
+            np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+
+
+def test_episodes_are_whole_and_worth_their_return() -> None:
+    groups = _collect()
+    assert [g.prompt.uid for g in groups] == [f"CartPole-v1:{i}" for i in range(5)]
+    for trajectory in (t for g in groups for t in g.trajectories):
+        steps = trajectory.env_steps
+        assert steps is not None
+        assert trajectory.status is Status.FINISHED
+        assert trajectory.reward == len(steps.rewards) == len(steps.actions) == len(steps.logprobs)
+        assert len(steps.observations) == len(steps.rewards) + 1
+        assert steps.policy_version == 6
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("num_envs", [1, 3, 16])
+def test_results_do_not_depend_on_the_number_of_environments(env_id: str, num_envs: int) -> None:
+    kwargs = {"max_episode_steps": 40}
+    _assert_equal(_collect(env_id, kwargs=kwargs), _collect(env_id, kwargs=kwargs, num_envs=num_envs))
+
+
+def test_a_group_shares_its_first_state_and_differs_in_actions() -> None:
+    groups = _collect()
+    starts = {steps.observations[0].tobytes() for steps in _steps(groups)}
+    assert len(starts) == 5
+    for group in groups:
+        one, other = _steps([group])
+        np.testing.assert_array_equal(one.observations[0], other.observations[0])
+        assert one.actions.tolist() != other.actions.tolist()
+
+
+def test_rounds_and_seeds_start_elsewhere_and_repeats_are_the_same() -> None:
+    first = _collect()
+    _assert_equal(first, _collect())
+    for other in (_collect(key=(0, 2)), _collect(seed=4)):
+        assert _steps(first)[0].observations[0].tolist() != _steps(other)[0].observations[0].tolist()
+
+
+def test_greedy_episodes_take_the_likeliest_actions() -> None:
+    one, other = _steps(_collect(num_prompts=1, greedy=True))
+    assert one.actions.tolist() == other.actions.tolist()
+
+
+def test_a_limit_of_time_truncates() -> None:
+    groups = _collect("Pendulum-v1", kwargs={"max_episode_steps": 5})
+    assert {t.status for g in groups for t in g.trajectories} == {Status.TRUNCATED}
+    assert not any(row.is_terminal for row in rows_of(groups))
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_recorded_logprobs_are_those_that_training_computes(env_id: str) -> None:
+    groups = _collect(env_id, kwargs={"max_episode_steps": 30})
+    simulator = GymnasiumSimulator(env_id, 1)
+    policy = _policy(simulator)
+    for row in rows_of(groups):
+        inputs = {name: torch.from_numpy(array) for name, array in row.inputs.items()}
+        batch = PackedBatch(inputs, torch.from_numpy(row.mask), (len(row),))
+        logprobs = policy.forward(batch, frozenset({"logprobs"}))["logprobs"].detach().numpy()
+        np.testing.assert_allclose(logprobs, row.fields["behavior_logprobs"], atol=1e-5)  # fp32 rounding
+
+
+class Fragile:
+    """Two slots; the episodes of a seed's last decimal digit fail at their second step, so many times."""
+
+    num_envs = 2
+    observation_size = 1
+    action_space = ActionSpace("discrete", 2)
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.count = [0, 0]
+        self.seed = [0, 0]
+        self.bad_seed: int | None = None
+
+    def _tick(self, slots: Mapping[int, object], failures: Mapping[int, str]) -> Tick:
+        observations = np.array(self.count, np.float32)[:, None]
+        is_over = np.array([count >= 4 for count in self.count])
+        return Tick(observations, np.ones(2, np.float32), is_over, np.zeros(2, bool), failures)
+
+    def reset(self, seeds: Mapping[int, int]) -> Tick:
+        for slot, seed in seeds.items():
+            self.count[slot], self.seed[slot] = 0, seed
+            self.bad_seed = seed if self.bad_seed is None else self.bad_seed
+        return self._tick(seeds, {})
+
+    def step(self, actions: Mapping[int, NDArray]) -> Tick:
+        failures = {}
+        for slot in actions:
+            self.count[slot] += 1
+            if self.seed[slot] == self.bad_seed and self.count[slot] == 2 and self.num_failures:
+                self.num_failures -= 1
+                failures[slot] = "the arm fell off"
+        return self._tick(actions, failures)
+
+    def close(self) -> None:
+        pass
+
+
+def _fragile(num_failures: int) -> list[Trajectory]:
+    simulator = Fragile(num_failures)
+    driver = SimulatorDriver(simulator, _policy(simulator), seed=0, retries=1)
+    groups = asyncio.run(driver.run(reset_prompts("fragile", 4), 1, key=(0, 0)))
+    return [t for g in groups for t in g.trajectories]
+
+
+def test_an_episode_that_fails_is_played_again() -> None:
+    trajectories = _fragile(1)
+    assert [t.status for t in trajectories] == [Status.FINISHED] * 4
+    assert [t.attempts for t in trajectories] == [2, 1, 1, 1]
+    assert [t.reward for t in trajectories] == [4.0] * 4
+
+
+def test_an_episode_that_keeps_failing_is_invalid_and_the_others_go_on() -> None:
+    trajectories = _fragile(2)
+    assert [t.status for t in trajectories] == [Status.INVALID, *[Status.FINISHED] * 3]
+    assert trajectories[0].reason == "environment: the arm fell off"
+    assert trajectories[0].reward is None
+
+
+def test_a_policy_of_numbers_that_are_not_finite_is_an_error() -> None:
+    simulator = GymnasiumSimulator("CartPole-v1", 1)
+    policy = _policy(simulator)
+    torch.nn.init.constant_(policy.module.get_parameter("head.bias"), float("nan"))
+    driver = SimulatorDriver(simulator, policy, seed=0, retries=1)
+    with pytest.raises(EngineError, match="not finite"):
+        asyncio.run(driver.run(reset_prompts("CartPole-v1", 1), 1, key=(0, 0)))

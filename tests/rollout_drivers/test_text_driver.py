@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from braid.config.rollout import ToolEnv
+from braid.envs.text.base import Reply, TextEnv
+from braid.envs.text.build import text_env_maker
+from braid.envs.text.single_turn import SingleTurn
+from braid.errors import EngineError
+from braid.rollout.drivers.text import TextDriver
+from braid.rollout.engine import Completion, Request, Sampling
+from braid.types import Group, Prompt, Status, StopReason
+
+EOS = 1
+SAMPLING = Sampling(max_new_tokens=64, stop_token_ids=(EOS,))
+Script = Callable[[Request], tuple[str, StopReason]]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    characters = " 0123456789+*/=:<>!?Aabcdefghijklmnopqrstuvwxyz"
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+TOKENIZER = _tokenizer()
+
+
+def _text(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids)))
+
+
+def _ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine whose model is a script: from a request to a text and a stop reason ("stop" adds the end token unless a
+    stop string ends the text). Requests take a number of turns of the event loop that hangs on their key, so that they
+    end in an order of their own."""
+
+    script: Script
+    requests: list[Request] = field(default_factory=list)
+    num_cancelled: int = 0
+    version: int = 0
+
+    async def generate(self, request: Request) -> Completion:
+        self.requests.append(request)
+        try:
+            for _ in range(hash(request.key) % 7):
+                await asyncio.sleep(0)
+            text, reason = self.script(request)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        ids = _ids(text)
+        if reason == "stop" and not text.endswith(request.sampling.stop_strings or ("\0",)):
+            ids = [*ids, EOS]
+        return Completion(ids, [-0.25 * i for i in range(len(ids))], reason, self.version, 1.0, 2.0)
+
+    def publish(self, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        pass
+
+
+class Env:
+    """Replies, or raises, as the test says."""
+
+    stop_strings: tuple[str, ...] = ("!",)
+
+    def __init__(
+        self, reply: Callable[[str], Reply], start: Callable[[Prompt], None] = lambda _: None
+    ) -> None:
+        self._reply, self._start = reply, start
+
+    async def start(self, prompt: Prompt) -> None:
+        self._start(prompt)
+
+    async def reply(self, text: str) -> Reply:
+        return self._reply(text)
+
+
+def _prompt(text: str) -> Prompt:
+    return Prompt(f"test:{text}", "test", tuple(_ids(text)), ())
+
+
+def _drive(
+    script: Script,
+    env: Callable[[], TextEnv] = SingleTurn,
+    *,
+    prompts: tuple[str, ...] = ("2*3=",),
+    group_size: int = 1,
+    retries: int = 1,
+    max_context_tokens: int = 200,
+    sampling: Sampling = SAMPLING,
+    key: tuple[int, ...] = (0, 5),
+) -> tuple[ScriptedEngine, list[Group]]:
+    engine = ScriptedEngine(script)
+    engine.publish(9)
+    driver = TextDriver(
+        engine, env, TOKENIZER, sampling, seed=7, retries=retries, max_context_tokens=max_context_tokens
+    )
+    groups = asyncio.run(driver.run([_prompt(p) for p in prompts], group_size, key=key))
+    return engine, groups
+
+
+def _tools(max_turns: int = 4) -> Callable[[], TextEnv]:
+    return text_env_maker(ToolEnv(kind="tools", max_turns=max_turns))
+
+
+def _calls_then_answers(request: Request) -> tuple[str, StopReason]:
+    text = _text(request.prompt_ids)
+    return ("A:6", "stop") if "<out>" in text else ("<calc>2*3</calc>", "stop")
+
+
+def _one(groups: list[Group]) -> Any:
+    (group,) = groups
+    (trajectory,) = group.trajectories
+    return trajectory
+
+
+def test_a_single_turn_is_prompt_and_answer() -> None:
+    _, groups = _drive(lambda _: ("A:6", "stop"))
+    trajectory = _one(groups)
+    (turn,) = trajectory.turns
+    assert trajectory.status is Status.FINISHED
+    assert turn.context_ids == _ids("2*3=")
+    assert turn.output_ids == [*_ids("A:6"), EOS]
+    assert turn.logprobs == [0.0, -0.25, -0.5, -0.75]
+    assert (turn.stop_reason, turn.policy_version, turn.start_s, turn.end_s) == ("stop", 9, 1.0, 2.0)
+    assert (trajectory.text, trajectory.answer_text) == ("A:6", "A:6")
+    assert trajectory.reward is None, "the scorer's business"
+
+
+def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None:
+    engine, groups = _drive(_calls_then_answers, _tools())
+    trajectory = _one(groups)
+    first, second = trajectory.turns
+    assert second.context_ids == _ids("<out>6</out>")
+    assert engine.requests[1].prompt_ids == (*first.context_ids, *first.output_ids, *second.context_ids)
+    assert trajectory.text == "<calc>2*3</calc><out>6</out>A:6"
+    assert trajectory.answer_text == "A:6"
+    assert trajectory.status is Status.FINISHED
+    assert trajectory.facts["turns"] == 2
+
+
+def test_sampled_tokens_are_never_tokenised_again() -> None:
+    """An unknown token decodes to text that would tokenise otherwise; it stays the token it was."""
+    unknown = TOKENIZER.unk_token_id
+    engine, _ = _drive(
+        lambda r: ("~<calc>1</calc>", "stop") if len(r.prompt_ids) < 10 else ("A:1", "stop"), _tools()
+    )
+    assert unknown in engine.requests[1].prompt_ids
+    assert (
+        engine.requests[1].prompt_ids[: len(engine.requests[0].prompt_ids)] == engine.requests[0].prompt_ids
+    )
+
+
+def test_stop_strings_of_the_environment_join_those_of_the_config() -> None:
+    sampling = Sampling(max_new_tokens=64, stop_token_ids=(EOS,), stop_strings=("?",))
+    engine, _ = _drive(lambda _: ("A:6", "stop"), _tools(), sampling=sampling)
+    assert engine.requests[0].sampling.stop_strings == ("?", "</calc>")
+
+
+def test_the_order_of_results_is_that_of_the_prompts_whatever_is_done_first() -> None:
+    prompts = tuple(f"{i}+1=" for i in range(8))
+    _, groups = _drive(lambda r: (_text(r.prompt_ids[:1]), "stop"), prompts=prompts, group_size=3)
+    assert [g.prompt.uid for g in groups] == [f"test:{p}" for p in prompts]
+    for number, group in enumerate(groups):
+        assert [t.answer_text for t in group.trajectories] == [str(number)] * 3
+        assert [t.sample for t in group.trajectories] == [0, 1, 2]
+
+
+def test_every_request_has_a_key_of_its_own_made_of_where_it_stands() -> None:
+    engine, _ = _drive(_calls_then_answers, _tools(), prompts=("2*3=", "3*2="), group_size=2)
+    keys = {r.key for r in engine.requests}
+    expected = {
+        (7, 0, 5, number, sample, 0, turn) for number in (0, 1) for sample in (0, 1) for turn in (0, 1)
+    }
+    assert keys == expected
+    assert len(engine.requests) == len(keys)
+
+
+def test_an_answer_cut_by_length_is_truncated_and_the_environment_is_not_asked() -> None:
+    _, groups = _drive(lambda _: ("<calc>1</calc", "length"), _tools())
+    trajectory = _one(groups)
+    assert trajectory.status is Status.TRUNCATED
+    assert len(trajectory.turns) == 1
+
+
+def test_too_many_turns_truncate() -> None:
+    _, groups = _drive(lambda _: ("<calc>1</calc>", "stop"), _tools(max_turns=3))
+    trajectory = _one(groups)
+    assert trajectory.status is Status.TRUNCATED
+    assert len(trajectory.turns) == 3
+
+
+def test_a_turn_gets_no_more_tokens_than_the_context_has_left() -> None:
+    sampling = Sampling(max_new_tokens=64, min_new_tokens=40, stop_token_ids=(EOS,))
+    engine, _ = _drive(lambda _: ("A:6", "stop"), max_context_tokens=14, sampling=sampling)
+    given = engine.requests[0].sampling
+    assert (given.max_new_tokens, given.min_new_tokens) == (10, 10)
+
+
+def test_a_reply_that_fills_the_context_truncates() -> None:
+    _, groups = _drive(
+        lambda _: ("hi!", "stop"), lambda: Env(lambda _: Reply("b" * 50)), max_context_tokens=40
+    )
+    trajectory = _one(groups)
+    assert trajectory.status is Status.TRUNCATED
+    assert len(trajectory.turns) == 1
+    assert trajectory.text == "hi!" + "b" * 50
+
+
+def test_a_prompt_that_fills_the_context_is_invalid_and_not_tried_again() -> None:
+    engine, groups = _drive(lambda _: ("A:6", "stop"), max_context_tokens=4)
+    trajectory = _one(groups)
+    assert trajectory.reason.startswith("prompt: 4 tokens leave no room for an answer in a context of 4")
+    assert engine.requests == []
+
+
+def test_rewards_of_the_environment_stay_with_their_turns() -> None:
+    replies = iter([Reply("ok", 0.5), Reply(reward=2.0, is_done=True)])
+    _, groups = _drive(lambda _: ("hi!", "stop"), lambda: Env(lambda _: next(replies)))
+    assert [t.reward for t in _one(groups).turns] == [0.5, 2.0]
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        (lambda: Env(lambda _: _raise(OSError("no disk"))), "environment: OSError: no disk"),
+        (lambda: Env(lambda _: Reply(), lambda _: _raise(KeyError("x"))), "environment: KeyError: 'x'"),
+        (lambda: _raise(ValueError("no env")), "environment: ValueError: no env"),
+        (lambda: Env(lambda _: Reply(reward=float("nan"))), "environment: reward nan is not finite"),
+        (lambda: Env(lambda _: None), "environment: NoneType is no Reply"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_a_failing_environment_makes_the_trajectory_invalid_with_its_reason(
+    env: Callable[[], TextEnv], reason: str
+) -> None:
+    _, groups = _drive(lambda _: ("hi!", "stop"), env, retries=2)
+    trajectory = _one(groups)
+    assert (trajectory.status, trajectory.reason, trajectory.attempts) == (Status.INVALID, reason, 3)
+    assert trajectory.reward is None
+
+
+def test_a_failing_engine_makes_the_trajectory_invalid_and_its_siblings_go_on() -> None:
+    def script(request: Request) -> tuple[str, StopReason]:
+        if request.key[4] == 1:
+            raise EngineError("out of slots")
+        return "A:6", "stop"
+
+    _, groups = _drive(script, group_size=3)
+    assert [t.status for t in groups[0].trajectories] == [Status.FINISHED, Status.INVALID, Status.FINISHED]
+    assert groups[0].trajectories[1].reason == "engine: out of slots"
+
+
+def test_a_cancelled_completion_is_a_failure_of_the_engine() -> None:
+    _, groups = _drive(lambda _: ("A", "cancelled"))
+    assert _one(groups).reason == "engine: the request was cancelled"
+
+
+def test_a_retry_starts_anew_with_other_random_numbers() -> None:
+    def script(request: Request) -> tuple[str, StopReason]:
+        if request.key[5] == 0 and "<out>" in _text(request.prompt_ids):
+            raise EngineError("lost")
+        return _calls_then_answers(request)
+
+    engine, groups = _drive(script, _tools())
+    trajectory = _one(groups)
+    assert (trajectory.status, trajectory.attempts, trajectory.reason) == (Status.FINISHED, 2, "")
+    assert len(trajectory.turns) == 2
+    assert [r.key[5:] for r in engine.requests] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_bug_is_raised_and_the_requests_that_still_run_are_cancelled() -> None:
+    async def run() -> ScriptedEngine:
+        def script(request: Request) -> tuple[str, StopReason]:
+            raise ZeroDivisionError("a bug")
+
+        engine = ScriptedEngine(script)
+        sampling = Sampling(max_new_tokens=8)
+        driver = TextDriver(engine, SingleTurn, TOKENIZER, sampling, seed=0, retries=5, max_context_tokens=50)
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            await driver.run([_prompt("1+1=")] * 20, 1, key=(0, 0))
+        return engine
+
+    engine = asyncio.run(run())
+    assert len(engine.requests) == 20, "no retries"
+    assert engine.num_cancelled > 0
