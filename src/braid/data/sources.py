@@ -124,7 +124,7 @@ def _read_jsonl(path: Path) -> Iterator[DataRow]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.rstrip())
                 except json.JSONDecodeError as error:
                     raise DataError(
                         f"{path}:{number}: not JSON: {error.msg} at column {error.colno}"

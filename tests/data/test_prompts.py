@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from braid.config.data import DataConfig, FileSource, ProceduralSource
+from braid.data.prompts import PromptSet, SourceCounts, load_prompts
+from braid.errors import DataError
+
+ROWS = [{"prompt": "1+2", "answer": "3"}, {"prompt": "40+50", "answer": "90"}]
+CHAT = [{"prompt": [{"role": "user", "content": "hi"}], "answer": ""}]
+
+
+class Loader:
+    """Writes rows to a file and loads them as prompts."""
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+
+    def __call__(
+        self, rows: list[dict[str, Any]], role: Literal["train", "eval"] = "train", **settings: Any
+    ) -> PromptSet:
+        (self.folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        of_data = {k: settings.pop(k) for k in list(settings) if k in DataConfig.model_fields}
+        source = FileSource(**{"path": "a.jsonl", **settings})
+        return load_prompts([source], DataConfig(**of_data), self.tokenizer, base_dir=self.folder, role=role)
+
+    def error(self, rows: list[dict[str, Any]], **settings: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            self(rows, **settings)
+        return str(caught.value)
+
+    def texts(self, prompts: PromptSet) -> list[str]:
+        return [self.tokenizer.decode(p.token_ids) for p in prompts.prompts]
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Loader:
+    return Loader(tmp_path, tokenizer)
+
+
+@pytest.fixture
+def load_chat(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> Loader:
+    return Loader(tmp_path, chat_tokenizer)
+
+
+def test_a_prompt_has_its_tokens_messages_row_and_a_lasting_name(load: Loader) -> None:
+    prompts = load(ROWS)
+    assert [p.uid for p in prompts.prompts] == ["a:0", "a:1"]
+    first = prompts.prompts[0]
+    assert (first.source, first.fields, first.messages) == (
+        "a",
+        ROWS[0],
+        ({"role": "user", "content": "1+2"},),
+    )
+    assert load.texts(prompts) == ["1+2", "40+50"]
+    assert prompts.counts == {"a": SourceCounts(rows=2)}
+
+
+def test_the_answer_is_under_answer_whatever_its_column(load: Loader) -> None:
+    rows = [{"prompt": "x", "solution": 7, "answer": "unrelated"}]
+    assert load(rows, answer_key="solution").prompts[0].fields["answer"] == 7
+    assert "answer" not in load([{"prompt": "x"}], answer_key=None).prompts[0].fields
+
+
+def test_a_template_is_filled_from_any_column(load: Loader) -> None:
+    rows = [{"question": "1+2", "answer": "3", "meta": {"unit": "cm"}}]
+    prompts = load(rows, prompt_key="question", template="{prompt} in {meta[unit]}? {{n}}=")
+    assert load.texts(prompts) == ["1+2 in cm? {n}="]
+    assert load.texts(load(rows, template="{meta[unit]}")) == ["cm"]
+
+
+def test_a_chat_template_writes_the_only_start_token(load_chat: Loader) -> None:
+    prompts = load_chat(ROWS, system="Add.")
+    assert load_chat.texts(prompts)[0] == "<s><system>Add.<user>1+2<assistant>"
+    start = load_chat.tokenizer.bos_token_id
+    assert [ids.count(start) for ids in (p.token_ids for p in prompts.prompts)] == [1, 1]
+    assert prompts.prompts[0].messages[0] == {"role": "system", "content": "Add."}
+
+
+def test_chat_messages_go_through_the_template_as_they_are(load_chat: Loader) -> None:
+    chat = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    prompts = load_chat([{"prompt": chat, "answer": "", "more": 1}])
+    assert load_chat.texts(prompts) == ["<s><system>s<user>u<assistant>a<user>u<assistant>"]
+    assert prompts.prompts[0].messages == tuple(chat)
+
+
+def test_without_the_chat_template_the_tokenizer_puts_its_start_token(load_chat: Loader) -> None:
+    prompts = load_chat(ROWS, use_chat_template="never")
+    assert load_chat.texts(prompts) == ["<s>1+2", "<s>40+50"]
+
+
+def test_an_end_token_that_the_tokenizer_appends_is_left_out(
+    tmp_path: Path, enclosing_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    load = Loader(tmp_path, enclosing_tokenizer)
+    assert load.texts(load(ROWS)) == ["<s>1+2", "<s>40+50"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "needs"),
+    [
+        (CHAT, {}, "the prompt is chat messages"),
+        (ROWS, {"system": "Add."}, "data.train[0].system is set"),
+        (ROWS, {"use_chat_template": "always"}, "data.use_chat_template is 'always'"),
+    ],
+)
+def test_a_tokenizer_without_a_chat_template_is_told_what_to_set(
+    load: Loader, rows: list[dict[str, Any]], settings: dict[str, Any], needs: str
+) -> None:
+    message = load.error(rows, **settings)
+    assert message.startswith(
+        f"data.train[0] (a), row 0: {needs}, but the tokenizer has no chat template; set model.chat_template"
+    )
+
+
+def test_never_contradicts_prompts_that_need_the_chat_template(load_chat: Loader) -> None:
+    assert "the prompt is chat messages, but data.use_chat_template is 'never'; set it to 'auto'" in (
+        load_chat.error(CHAT, use_chat_template="never")
+    )
+
+
+def test_a_chat_template_that_refuses_is_quoted(load_chat: Loader) -> None:
+    load_chat.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    assert "the chat template refuses the messages (roles system, user): System role not supported" in (
+        load_chat.error(ROWS, system="x")
+    )
+
+
+def test_overlong_prompts_are_dropped_and_counted(load: Loader) -> None:
+    prompts = load(ROWS, max_prompt_tokens=4)
+    assert [p.uid for p in prompts.prompts] == ["a:0"]
+    assert prompts.counts == {"a": SourceCounts(rows=2, dropped_overlong=1)}
+    assert load(ROWS[::-1], max_prompt_tokens=4).prompts[0].uid == "a:1"
+
+
+@pytest.mark.parametrize(("overlong", "kept"), [("truncate_left", "+50"), ("truncate_right", "40+")])
+def test_overlong_prompts_are_cut_and_counted(load: Loader, overlong: str, kept: str) -> None:
+    prompts = load(ROWS, max_prompt_tokens=3, overlong=overlong)
+    assert load.texts(prompts) == ["1+2", kept]
+    assert prompts.counts == {"a": SourceCounts(rows=2, truncated=1)}
+
+
+def test_overlong_prompts_are_an_error_where_so_configured(load: Loader) -> None:
+    assert load.error(ROWS, max_prompt_tokens=4, overlong="error").startswith(
+        "data.train[0] (a), row 1: the prompt has 5 tokens and data.max_prompt_tokens allows 4 (1 of 2 prompts are "
+        "too long, the longest has 5); raise it"
+    )
+
+
+def test_when_every_prompt_is_too_long_the_limit_is_told(load: Loader) -> None:
+    assert load.error(ROWS, max_prompt_tokens=2).startswith(
+        "data.train[0] (a): every prompt is too long: the shortest has 3 tokens, the longest 5, and "
+        "data.max_prompt_tokens allows 2; raise it, or set data.overlong to truncate_left or truncate_right"
+    )
+
+
+def test_a_missing_column_is_named_with_those_present_and_the_key(load: Loader) -> None:
+    assert load.error([{"promt": "x", "answer": "1"}]) == (
+        "data.train[0] (a), row 0: there is no column 'prompt', did you mean 'promt'?; the columns are promt, answer; "
+        "set data.train[0].prompt_key to one of them"
+    )
+    assert load.error([*ROWS, {"prompt": "x"}]) == (
+        "data.train[0] (a), row 2: there is no column 'answer'; the columns are prompt; "
+        "set data.train[0].answer_key to one of them, or set it to null when there is no answer"
+    )
+
+
+@pytest.mark.parametrize("value", [5, None, {"role": "user"}])
+def test_a_prompt_of_another_type_is_refused(load: Loader, value: object) -> None:
+    assert load.error([{"prompt": value, "answer": ""}]).endswith(
+        f"column 'prompt' (data.train[0].prompt_key) holds {value!r}, but a prompt must be text or a list of chat messages"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        (["hi"], "holds 'hi', which is no chat message {role: text, content: text}"),
+        ([{"role": "user", "content": None}], "which is no chat message"),
+        ([], "must end with what the policy is to answer, not with nothing"),
+        ([{"role": "assistant", "content": "a"}], "not with an answer of the assistant"),
+    ],
+)
+def test_chat_messages_that_are_none_are_refused(
+    load_chat: Loader, messages: list[object], fault: str
+) -> None:
+    assert fault in load_chat.error([{"prompt": messages, "answer": ""}])
+
+
+def test_settings_that_chat_messages_leave_without_effect_are_refused(load_chat: Loader) -> None:
+    assert "data.train[0].template cannot be put around" in load_chat.error(CHAT, template="Q: {prompt}")
+    own = [{"prompt": [{"role": "system", "content": "s"}, *CHAT[0]["prompt"]], "answer": ""}]
+    assert "has a system message of its own; remove data.train[0].system" in load_chat.error(own, system="x")
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{promt}", "no column 'promt', did you mean 'prompt'?; the columns are prompt, answer"),
+        (r"\boxed{} {prompt}", "no column ''"),
+        (
+            "{prompt",
+            "is no template: expected '}' before end of string; write a brace that is text as {{ or }}",
+        ),
+        ("{prompt[x]}", "cannot be filled: "),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_told(load: Loader, template: str, fault: str) -> None:
+    message = load.error(ROWS, template=template)
+    assert fault in message
+    assert "data.train[0].template" in message
+
+
+def test_an_empty_prompt_is_refused(load: Loader) -> None:
+    assert load.error([*ROWS, {"prompt": "", "answer": ""}]) == (
+        "data.train[0] (a), row 2: the prompt is empty"
+    )
+
+
+def test_several_sources_are_kept_apart_by_name(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    sources = [ProceduralSource(generator=name, size=4) for name in ("chain_sum", "gcd")]
+    prompts = load_prompts(sources, DataConfig(), tokenizer, base_dir=tmp_path, role="eval")
+    assert {name: len(of) for name, of in prompts.by_source().items()} == {"chain_sum": 4, "gcd": 4}
+    assert [p.uid for p in prompts.prompts[3:5]] == ["chain_sum:3", "gcd:0"]
+    assert prompts.prompts[4].fields["reasoning_gym"]["generator"] == "gcd"
+
+
+def test_no_evaluation_source_takes_the_name_of_their_sum(load: Loader) -> None:
+    assert load(ROWS, name="all").prompts
+    assert "'all' names the result over all sources" in load.error(ROWS, name="all", role="eval")

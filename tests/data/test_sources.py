@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from braid.config.data import FileSource, HubSource, ProceduralSource
+from braid.data.sources import read_sources, source_names
+from braid.errors import DataError
+
+ROWS = [{"prompt": f"1 + {i}", "answer": str(1 + i)} for i in range(3)]
+
+
+def _write(folder: Path, name: str, rows: list[dict[str, str]] = ROWS) -> Path:
+    path = folder / name
+    match path.suffix:
+        case ".jsonl":
+            path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".csv":
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, ["prompt", "answer"])
+                writer.writeheader()
+                writer.writerows(rows)
+        case ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def _read(source: FileSource | HubSource | ProceduralSource, base_dir: Path) -> list[dict[str, object]]:
+    (only,) = read_sources([source], base_dir=base_dir, key="data.train")
+    return only.rows
+
+
+def _error(source: FileSource | HubSource | ProceduralSource, base_dir: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        _read(source, base_dir)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    _write(tmp_path, name)
+    assert _read(FileSource(path=name), tmp_path) == ROWS
+
+
+def test_several_files_and_globs_are_read_in_order(tmp_path: Path) -> None:
+    for i, row in enumerate(ROWS):
+        _write(tmp_path, f"part-{2 - i}.jsonl", [row])
+    assert _read(FileSource(path="part-*.jsonl"), tmp_path) == ROWS[::-1]
+    assert _read(FileSource(path=("part-1.jsonl", "part-2.jsonl")), tmp_path) == [ROWS[1], ROWS[0]]
+
+
+def test_a_limit_keeps_the_first_rows_and_reads_no_further(tmp_path: Path) -> None:
+    path = _write(tmp_path, "a.jsonl")
+    path.write_text(path.read_text() + "not json\n")
+    assert _read(FileSource(path="a.jsonl", limit=2), tmp_path) == ROWS[:2]
+
+
+def test_an_absolute_path_is_not_looked_up_from_the_config(tmp_path: Path) -> None:
+    path = _write(tmp_path, "a.jsonl")
+    assert _read(FileSource(path=str(path)), Path("/nowhere")) == ROWS
+
+
+def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+    _write(tmp_path, "train.jsonl")
+    assert _error(FileSource(path="trian.jsonl"), tmp_path) == (
+        f"data.train[0].path: there is no file {tmp_path}/trian.jsonl, did you mean 'train.jsonl'?"
+    )
+    assert "relative paths start from the config's folder" in _error(FileSource(path="no/x.jsonl"), tmp_path)
+
+
+def test_a_glob_without_files_says_so(tmp_path: Path) -> None:
+    assert f"no file matches {tmp_path}/*.csv" in _error(FileSource(path="*.csv"), tmp_path)
+
+
+def test_a_folder_or_unknown_ending_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert "is a folder; name its files, for example folder/*.jsonl" in _error(
+        FileSource(path="folder"), tmp_path
+    )
+    (tmp_path / "a.txt").write_text("x")
+    assert "a.txt is none of .jsonl, .json, .csv, .parquet" in _error(FileSource(path="a.txt"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', "a.jsonl:2: not JSON: Expecting value at column 12"),
+        ("a.jsonl", '{"prompt": "1"}\n\n[1, 2]\n', "a.jsonl:3: a JSON list where a row must be an object"),
+        ("a.json", '[\n{"a": 1},\n{"a" 2}]', "a.json:3: not JSON: Expecting ':' delimiter at column 6"),
+        (
+            "a.json",
+            '{"a": 1}\n{"a": 2}',
+            "not JSON: Extra data at column 1; a file with one object per line is",
+        ),
+        ("a.json", '{"a": 1}', "holds a JSON object; write a list of objects"),
+        ("a.json", '[{"a": 1}, "b"]', "a.json: row 1: a JSON string where a row must be an object"),
+        ("a.csv", "prompt,answer\n1,2\n1,2,3\n", "a.csv:3: 3 cells where the header has 2 columns"),
+        ("a.csv", 'prompt,answer\n"1,2\n', "a.csv:2: not CSV: unexpected end of data"),
+        ("a.csv", "x,x\n1,2\n", "a.csv:1: a column name comes twice: x, x"),
+        ("a.parquet", "PAR0", "not a readable parquet file"),
+    ],
+)
+def test_a_malformed_file_is_told_by_line_and_fault(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert message in _error(FileSource(path=name), tmp_path)
+
+
+def test_a_file_that_is_no_utf8_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    assert "not UTF-8 text" in _error(FileSource(path="a.jsonl"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_an_empty_data_set_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text({"a.json": "[]", "a.csv": "prompt,answer\n", "a.jsonl": ""}[name])
+    assert (
+        _error(FileSource(path=name), tmp_path)
+        == "data.train[0] (a): the data set is empty; a source needs at least one row"
+    )
+
+
+def test_sources_are_named_after_what_they_read() -> None:
+    sources = [
+        FileSource(path="data/gsm 8k.jsonl"),
+        FileSource(path="data/parts/*.jsonl"),
+        HubSource(path="openai/gsm8k-main"),
+        ProceduralSource(generator="chain_sum"),
+        ProceduralSource(generator="chain_sum", name="long"),
+    ]
+    assert source_names(sources, key="data.eval") == ["gsm8k", "parts", "gsm8k-main", "chain_sum", "long"]
+
+
+def test_two_sources_of_one_name_are_refused() -> None:
+    sources = [ProceduralSource(generator="gcd"), ProceduralSource(generator="gcd", seed=5)]
+    with pytest.raises(
+        DataError, match=r"data.eval\[0\] and data.eval\[1\] are both named 'gcd'.*data.eval\[1\].name"
+    ):
+        source_names(sources, key="data.eval")
+
+
+def test_a_generator_gives_its_entries_and_how_to_score_them(tmp_path: Path) -> None:
+    source = ProceduralSource(generator="chain_sum", params={"max_terms": 2}, size=5, seed=3)
+    rows = _read(source, tmp_path)
+    assert len(rows) == 5
+    assert {"question", "answer", "metadata"} <= rows[0].keys()
+    assert rows[0]["reasoning_gym"] == {"generator": "chain_sum", "params": {"max_terms": 2}}
+    shifted = _read(source.model_copy(update={"seed": 4}), tmp_path)
+    assert [r["question"] for r in shifted][:-1] == [r["question"] for r in rows][1:]
+    assert len(_read(source.model_copy(update={"limit": 2}), tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (ProceduralSource(generator="chain_sums"), "no generator 'chain_sums', did you mean 'chain_sum'?"),
+        (ProceduralSource(generator="zzz"), "its names are ab, acre"),
+        (
+            ProceduralSource(generator="chain_sum", params={"max_term": 3}),
+            "data.train[0].params: chain_sum has no parameter 'max_term', did you mean 'max_terms'?; it has min_terms",
+        ),
+        (
+            ProceduralSource(generator="chain_sum", params={"size": 3}),
+            "data.train[0].params: 'size' is set by data.train[0].size",
+        ),
+        (
+            ProceduralSource(generator="chain_sum", params={"min_terms": 9}),
+            "chain_sum refuses {'min_terms': 9}: max_terms must be >= min_terms",
+        ),
+        (ProceduralSource(generator="chain_sum", params={"min_terms": "x"}), "chain_sum refuses {'min_terms': 'x'}"),
+    ],
+)  # fmt: skip
+def test_a_generator_that_cannot_be_made_is_told(
+    tmp_path: Path, source: ProceduralSource, message: str
+) -> None:
+    assert message in _error(source, tmp_path)
+
+
+@pytest.fixture
+def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    _write(tmp_path / "set" / "data", "train.jsonl")
+    return tmp_path
+
+
+def test_a_local_folder_is_a_hub_data_set(hub_folder: Path) -> None:
+    assert _read(HubSource(path="set"), hub_folder) == ROWS
+    assert _read(HubSource(path="set", limit=1), hub_folder) == ROWS[:1]
+
+
+def test_an_unknown_split_or_data_set_is_told(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    message = _error(HubSource(path="set", split="tset"), hub_folder)
+    assert "split 'tset') cannot be loaded: Unknown split" in message
+    assert "data.train[0].split" in message
+    assert "data set 'a/b' (subset None, split 'train') cannot be loaded" in _error(
+        HubSource(path="a/b"), hub_folder
+    )

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from braid.config.data import DataConfig, FileSource, ProceduralSource
+from braid.data.worked import chain_sum, load_examples
+from braid.errors import ConfigError, DataError
+
+ROWS = [{"prompt": "1+2=", "solution": "3"}, {"prompt": "40+50=", "solution": "90"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return tmp_path
+
+
+def test_a_response_column_is_imitated_with_the_end_token(
+    folder: Path, enclosing_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source = FileSource(path="a.jsonl", response_key="solution")
+    examples = load_examples([source], DataConfig(), enclosing_tokenizer, base_dir=folder)
+    decoded = [tuple(map(enclosing_tokenizer.decode, (e.prompt_ids, e.response_ids))) for e in examples]
+    assert decoded == [("<s>1+2=", "3</s>"), ("<s>40+50=", "90</s>")]
+
+
+def test_overlong_prompts_leave_with_their_responses(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source = FileSource(path="a.jsonl", response_key="solution")
+    examples = load_examples([source], DataConfig(max_prompt_tokens=4), tokenizer, base_dir=folder)
+    assert [tokenizer.decode(e.response_ids) for e in examples] == ["3</s>"]
+
+
+def test_a_function_beside_the_config_writes_responses(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (folder / "teach.py").write_text("def write(row):\n    return row['prompt'] + row['solution']\n")
+    source = FileSource(path="a.jsonl", response_function="teach.py:write")
+    examples = load_examples([source], DataConfig(), tokenizer, base_dir=folder)
+    assert tokenizer.decode(examples[1].response_ids) == "40+50=90</s>"
+
+
+def test_the_worked_answer_of_chain_sum_is_found_by_its_name(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source = ProceduralSource(
+        generator="chain_sum",
+        size=20,
+        template="{metadata[expression]} =",
+        response_function="braid.data.worked.chain_sum",
+    )
+    examples = load_examples([source], DataConfig(), tokenizer, base_dir=tmp_path)
+    for example in examples:
+        prompt, response = map(tokenizer.decode, (example.prompt_ids, example.response_ids))
+        assert response.endswith(f"A:{eval(prompt.removesuffix('='))}</s>")
+
+
+@pytest.mark.parametrize(
+    ("expression", "written"),
+    [
+        ("12 + 34 - 5", "12+34=46 46-5=41 A:41"),
+        ("4 - 7 - 1", "4-7=-3 -3-1=-4 A:-4"),
+        ("3 + -5", "3+-5=-2 A:-2"),
+        ("-3 - -5", "-3--5=2 A:2"),
+        ("8", "A:8"),
+    ],
+)
+def test_chain_sums_are_worked_from_left_to_right(expression: str, written: str) -> None:
+    assert chain_sum({"metadata": {"expression": expression}}) == written
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({}, "give one of sft.data[0].response_key (a column) and sft.data[0].response_function"),
+        ({"response_key": "solution", "response_function": "a.b"}, "give only one of sft.data[0].response_key"),
+        ({"response_key": "solutions"}, "row 0: there is no column 'solutions', did you mean 'solution'?; the columns"),
+        ({"response_function": "teach.py:number"}, "row 0: teach.py:number returned 7, but a response must be text"),
+        ({"response_function": "teach.py:fail"}, "row 0: teach.py:fail raised KeyError: 'no'"),
+    ],
+)  # fmt: skip
+def test_rows_without_a_response_are_told(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, settings: dict[str, str], fault: str
+) -> None:
+    (folder / "teach.py").write_text("def number(row): return 7\ndef fail(row): return row['no']\n")
+    with pytest.raises(DataError) as caught:
+        load_examples([FileSource(path="a.jsonl", **settings)], DataConfig(), tokenizer, base_dir=folder)
+    assert fault in str(caught.value)
+
+
+def test_an_unknown_response_function_is_a_problem_of_the_config(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source = FileSource(path="a.jsonl", response_function="braid.data.worked.chain_sums")
+    with pytest.raises(ConfigError, match=r"sft.data\[0\].response_function: .* did you mean 'chain_sum'\?"):
+        load_examples([source], DataConfig(), tokenizer, base_dir=folder)
+
+
+def test_a_tokenizer_without_an_end_token_cannot_teach_ends(
+    folder: Path, bare_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(DataError, match=r"the tokenizer has no end token to teach; set model\.tokenizer"):
+        load_examples(
+            [FileSource(path="a.jsonl", response_key="solution")],
+            DataConfig(),
+            bare_tokenizer,
+            base_dir=folder,
+        )
