@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -37,8 +37,8 @@ class AlgorithmConfig(Section):
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegativeFloat | None = None
     """Ratios above 1 + clip_high are clipped."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
-    """Bound c > 1 on the ratio where the advantage is negative; null for off."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | Literal["off"] | None = None
+    """Bound c > 1 on the ratio where the advantage is negative; off for none."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number; denominators count the whole optimizer step."""
     aggregation_constant: PositiveFloat | None = None
@@ -49,12 +49,12 @@ class AlgorithmConfig(Section):
     """Estimator of the KL term."""
     kl_in: Literal["loss", "reward"] | None = None
     """Whether the KL term is added to the loss or subtracted from each token's reward."""
-    kl_clamp: PositiveFloat | None = None
-    """Bound on the estimator's absolute value per token; null for off."""
+    kl_clamp: PositiveFloat | Literal["off"] | None = None
+    """Bound on the estimator's absolute value per token; off for none."""
     entropy_coef: float | None = None
     """Weight of the entropy bonus."""
-    value_clip: PositiveFloat | None = None
-    """Bound on how far a value moves from the old one before its loss is clipped; null for off."""
+    value_clip: PositiveFloat | Literal["off"] | None = None
+    """Bound on how far a value moves from the old one before its loss is clipped; off for none."""
     value_loss_coef: PositiveFloat | None = None
     """Weight of the value loss."""
     old_logprobs: Literal["auto", "current", "recompute", "behavior"] = "auto"

@@ -1,4 +1,4 @@
-"""What every config section shares: frozen, unknown keys rejected, defaults validated."""
+"""What every config section shares: frozen, unknown keys rejected, defaults validated, numbers finite."""
 
 from __future__ import annotations
 
@@ -9,5 +9,9 @@ class Section(BaseModel):
     """A part of the config. Instances are never written to after loading."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )

@@ -37,12 +37,17 @@ class BuildSpec(Section):
     """Share the input embedding with the output head."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> BuildSpec:
+    def _sizes_fit(self) -> BuildSpec:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 "set num_kv_heads to a divisor of num_heads"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs, so make it even")
+        if len(set(self.characters)) < len(self.characters):
+            twice = sorted({c for c in self.characters if self.characters.count(c) > 1})
+            raise ValueError(f"characters has {', '.join(map(repr, twice))} more than once; keep one of each")
         return self
 
 

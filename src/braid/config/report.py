@@ -33,6 +33,8 @@ class RunSection(Section):
     """none, latest, or the path of a checkpoint folder."""
     if_exists: Literal["refuse", "new"] = "refuse"
     """When the folder holds a run and resume is none: stop, or take the next free name (name-2, ...)."""
+    base_dir: str | None = None
+    """Folder that relative paths of data files and functions start from; that of the config file when null."""
 
 
 class EvalTarget(Section):

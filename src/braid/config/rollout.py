@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Section
 
@@ -32,6 +32,14 @@ class SamplingConfig(Section):
     """Generation ends after the text contains one of them (the string is kept)."""
     stop_token_ids: tuple[int, ...] = ()
     """Further end tokens beside the tokenizer's."""
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> SamplingConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; lower it"
+            )
+        return self
 
 
 class SingleTurnEnv(Section):
@@ -66,7 +74,7 @@ class GymnasiumEnv(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to gymnasium.make."""
     num_envs: PositiveInt = 8
-    """Copies stepped together; divides prompts_per_round * group_size."""
+    """Copies stepped together; more than prompts_per_round * group_size are never all in use."""
 
 
 EnvConfig = Annotated[SingleTurnEnv | ToolEnv | GymnasiumEnv, Field(discriminator="kind")]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from .base import Section
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ScheduleConfig(Section):
@@ -27,7 +29,7 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     """Decay of the first and second moments."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""

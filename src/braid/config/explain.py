@@ -1,0 +1,151 @@
+"""What is wrong with a config's data, in plain words: the schema's complaints with the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from braid.errors import suggest
+
+from .base import Section
+from .schema import RunConfig
+from .shape import allowed, allowed_item, fields_of, kind_of, shape_of
+from .source import ROOT, child
+
+_ABSENT = object()
+
+
+def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, message) of each thing that the schema has against `tree`; one per key."""
+    seen = set()
+    for detail in error.errors(include_url=False):
+        spot = _locate(detail["loc"], tree)
+        if spot.key not in seen:
+            seen.add(spot.key)
+            yield spot.key or ROOT, _message(detail["type"], detail.get("ctx", {}), spot)
+
+
+def unlike_numbers(
+    tree: Any, section: type[Section] = RunConfig, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """(key, message) of each true or false that stands where a number or text belongs. Python counts True as 1, and so
+    does the schema; `group_size: true` is a mistake all the same."""
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        field = section.model_fields.get(name)
+        if field is None:
+            continue
+        key, shape = child(prefix, name), shape_of(field)
+        items = (
+            [(child(key, i), v) for i, v in enumerate(value)] if isinstance(value, list) else [(key, value)]
+        )
+        takes_bool = "true or false" in allowed(field) or get_origin(field.annotation) is dict
+        for at, item in items:
+            if isinstance(item, bool) and not shape.sections and not takes_bool:
+                yield at, _not_allowed(item, allowed(field) if at == key else allowed_item(field))
+            elif (member := shape.section_for(item)) is not None:
+                yield from unlike_numbers(item, member, f"{at}")
+
+
+def show_value(value: Any) -> str:
+    """A value as its user would write it, cut to a line."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where the schema points: a key, its value, the section that should have it, and its field if there is one.
+    `is_item`: the value is an item of the field's list. `kinds`: the sections that could stand in place of `section`."""
+
+    key: str
+    value: Any
+    section: type[Section]
+    field: FieldInfo | None
+    is_item: bool = False
+    kinds: tuple[type[Section], ...] = ()
+
+
+def _locate(loc: tuple[str | int, ...], tree: Any) -> _Spot:
+    """Follow pydantic's location, which names the kinds of unions and the members of plain ones on its way."""
+    spot = _Spot("", tree, RunConfig, None)
+    inner: type[Section] | None = RunConfig
+    kinds: tuple[type[Section], ...] = ()
+    rest = list(loc)
+    while rest and inner is not None:
+        name = str(rest.pop(0))
+        value = spot.value.get(name, _ABSENT) if isinstance(spot.value, dict) else _ABSENT
+        spot = _Spot(child(spot.key, name), value, inner, inner.model_fields.get(name), kinds=kinds)
+        if spot.field is None:
+            return spot
+        shape = shape_of(spot.field)
+        inner = shape.sections[0] if len(shape.sections) == 1 else None
+        kinds = shape.sections
+        is_list = (
+            get_origin(spot.field.annotation) is tuple and get_args(spot.field.annotation)[-1] is Ellipsis
+        )
+        if is_list and rest and isinstance(rest[0], int) and isinstance(spot.value, list):
+            index = rest.pop(0)
+            assert isinstance(index, int), "checked above"
+            item = spot.value[index] if index < len(spot.value) else _ABSENT
+            spot = _Spot(f"{spot.key}[{index}]", item, spot.section, spot.field, is_item=True)
+        if rest and len(shape.sections) > 1:
+            kind = rest.pop(0)
+            inner = next(s for s in shape.sections if kind_of(s) == kind)
+    return spot
+
+
+def _message(kind: str, context: Mapping[str, Any], spot: _Spot) -> str:
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "extra_forbidden":
+        return _unknown(spot)
+    if spot.field is None:
+        return _not_allowed(spot.value, "a mapping of keys to values")
+    if spot.value is _ABSENT:
+        return f"missing; it is required: {_first_sentence(spot.field.description or '')}"
+    words = allowed_item(spot.field) if spot.is_item else allowed(spot.field)
+    kinds = [k for s in shape_of(spot.field).sections if (k := kind_of(s)) is not None]
+    if kind == "union_tag_not_found":
+        return f"has no `kind`; add one of {', '.join(kinds)}"
+    if kind == "union_tag_invalid":
+        wrong = spot.value["kind"]
+        near = suggest(wrong, kinds) if isinstance(wrong, str) else ""
+        return f"kind: {_not_allowed(wrong, 'one of ' + ', '.join(kinds))}{near}"
+    if spot.value is None and shape_of(spot.field).sections:
+        return f"is empty; remove it, or give {words}"
+    return _not_allowed(spot.value, words) + _near_choice(spot)
+
+
+def _not_allowed(value: Any, words: str) -> str:
+    needs_quotes = words.startswith("text") and isinstance(value, bool | int | float)
+    return f"{show_value(value)} is not {words}" + ("; put it in quotes" if needs_quotes else "")
+
+
+def _near_choice(spot: _Spot) -> str:
+    if spot.field is None or not isinstance(spot.value, str):
+        return ""
+    annotations = [spot.field.annotation, *get_args(spot.field.annotation)]
+    choices = [str(c) for a in annotations if get_origin(a) is Literal for c in get_args(a)]
+    return suggest(spot.value, choices)
+
+
+def _unknown(spot: _Spot) -> str:
+    name = spot.key.rpartition(".")[2]
+    own = list(spot.section.model_fields)
+    if near := suggest(name, own):
+        return f"unknown key{near}"
+    if others := [str(kind_of(s)) for s in spot.kinds if name in s.model_fields]:
+        return f"unknown key for kind {kind_of(spot.section)}; it belongs to kind {' and '.join(others)}"
+    homes = sorted({path for path, _ in fields_of(RunConfig) if path.rpartition(".")[2] == name}, key=len)
+    if homes:
+        return f"unknown key here; there is {' and '.join(homes[:2])}"
+    return f"unknown key; known here: {', '.join(own)}"
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).split(". ")[0].rstrip(".")

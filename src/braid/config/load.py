@@ -1,0 +1,269 @@
+"""From a YAML file and overrides to a frozen RunConfig that knows where each value came from.
+
+    text ─source.py─> tree with places ─OmegaConf─> interpolations resolved ─schema─> RunConfig
+
+All problems are collected and raised together as one ConfigError. What follows from the config is up to braid.plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+from pydantic import ValidationError
+
+from braid.errors import ConfigError, Problem, suggest
+
+from .base import Section
+from .explain import explain, unlike_numbers
+from .resolvers import RESOLVERS, register_resolvers
+from .schema import RunConfig
+from .shape import Shape, shape_of
+from .source import KeyPath, Written, apply_override, parse_path, path_text, plain_scalar, read_file
+
+DEFAULT = "default"
+"""Origin of values that the user did not write."""
+MANDATORY = "???"
+"""A value that says: to be given on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A config and where it came from.
+
+    `origins` has every leaf of the config: key path -> "file.yaml:12", "override" or "default". `base_dir` is what
+    relative paths of data files and functions start from. `path` is the file, None when there was none.
+    """
+
+    config: RunConfig
+    origins: Mapping[str, str] = field(repr=False)
+    base_dir: Path
+    path: Path | None = None
+
+    def origin(self, key: str) -> str:
+        """Where `key` was written; for a part of the config, the first of its values that the user wrote."""
+        below = (
+            origin
+            for name, origin in self.origins.items()
+            if name == key or name.startswith((f"{key}.", f"{key}["))
+        )
+        return next((origin for origin in below if origin != DEFAULT), DEFAULT)
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
+    """Read, override, interpolate and validate a config; without a `path`, of overrides alone.
+
+    Raises ConfigError with every problem found, each with its origin.
+    """
+    file = None if path is None else Path(path)
+    written = Written() if file is None else read_file(file)
+    for text in overrides:
+        apply_override(written, text)
+    tree = _interpolate(written)
+    config = _validate(tree, written)
+    if written.problems or config is None:
+        raise ConfigError(sorted(written.problems, key=_line))
+    folder = Path.cwd() if file is None else file.resolve().parent
+    given = {path_text(path): _origin_of(written.origins, path) for path, _ in leaves(tree)}
+    names = [path_text(path) for path, _ in leaves(plain_data(config))]
+    origins = {name: given.get(name, DEFAULT) for name in names}
+    return Loaded(config, origins, folder / (config.run.base_dir or ""), file)
+
+
+def to_yaml(loaded: Loaded) -> str:
+    """The whole config with all defaults as YAML text that loads as the same config, wherever it is put."""
+    data = plain_data(loaded.config)
+    data["run"]["base_dir"] = str(loaded.base_dir)
+    return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def plain_data(value: Any) -> Any:
+    """A config or a part of it as mappings, lists and plain values."""
+    if isinstance(value, Section):
+        return {name: plain_data(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(k): plain_data(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(v) for v in value]
+    return value
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """(key path, value) of everything that is not a mapping or list with entries."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, list) and value:
+        for i, item in enumerate(value):
+            yield from leaves(item, (*path, i))
+    else:
+        yield path, value
+
+
+def _line(problem: Problem) -> int:
+    """The line of a problem's origin, for reading them from top to bottom; 0 when it has none."""
+    found = re.search(r":(\d+)(:\d+)?$", problem.origin)
+    return int(found[1]) if found else 0
+
+
+def _origin_of(origins: Mapping[str, str], path: KeyPath) -> str:
+    """The origin of `path`, or else of the nearest part that holds it."""
+    for end in range(len(path), 0, -1):
+        if (origin := origins.get(path_text(path[:end]))) is not None:
+            return origin
+    return DEFAULT
+
+
+def _interpolate(written: Written) -> dict[str, Any]:
+    """The tree with every `${...}` replaced by what it stands for; problems go to `written`."""
+    pending = [(path, text) for path, text in leaves(written.tree) if isinstance(text, str) and "${" in text]
+    if not pending:
+        return written.tree
+    register_resolvers()
+    tree = written.tree
+    problems = {}
+    for path, text in pending:
+        try:
+            OmegaConf.create({"value": text})
+        except GrammarParseError as error:
+            what = str(error).splitlines()[0]
+            problems[path] = (
+                f"{text!r} is no interpolation: {what}; write ${{key}}, or \\${{ for the characters themselves"
+            )
+            tree = _replaced(tree, path, None)
+    context = OmegaConf.create(_with_defaults(tree, RunConfig))
+    for path, text in pending:
+        if path in problems:
+            continue
+        try:
+            tree = _replaced(tree, path, _resolve(context, path))
+        except (OmegaConfBaseException, RecursionError) as error:
+            problems[path] = _interpolation_message(error, text, context)
+    written.problems += [
+        Problem(path_text(path), message, _origin_of(written.origins, path))
+        for path, message in problems.items()
+    ]
+    return tree
+
+
+def _resolve(context: Any, path: KeyPath) -> Any:
+    for key in path:
+        context = context[key]
+    return OmegaConf.to_container(context, resolve=True) if OmegaConf.is_config(context) else context
+
+
+def _replaced(tree: Any, path: KeyPath, value: Any) -> Any:
+    """A copy of `tree` with `value` at `path`; untouched parts are shared."""
+    if not path:
+        return value
+    copy: Any = tree.copy()
+    copy[path[0]] = _replaced(tree[path[0]], path[1:], value)
+    return copy
+
+
+def _with_defaults(tree: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """What the user wrote over the schema's defaults, so that an interpolation can name either."""
+    fields = section.model_fields
+    filled = {
+        name: plain_data(field.get_default(call_default_factory=True))
+        for name, field in fields.items()
+        if not field.is_required()
+    }
+    for key, value in tree.items():
+        shape = shape_of(fields[key]) if key in fields else None
+        if shape is not None and shape.is_list and isinstance(value, list):
+            filled[key] = [_filled(item, shape) for item in value]
+        else:
+            filled[key] = value if shape is None else _filled(value, shape)
+    return filled
+
+
+def _filled(value: Any, shape: Shape) -> Any:
+    section = shape.section_for(value) if isinstance(value, dict) else None
+    return value if section is None else _with_defaults(value, section)
+
+
+def _interpolation_message(error: Exception, text: str, context: Any) -> str:
+    """Why `text` stands for nothing."""
+    first = str(error).splitlines()[0]
+    quoted = re.findall(r"'([^']*)'", first)
+    if isinstance(error, RecursionError) or "ecursi" in first or "parent node" in first:
+        return f"{text} leads back to itself; break the circle"
+    if "Environment variable" in first:
+        variable = quoted[-1]
+        return f"{text}: the environment variable {variable} is not set; set it, or write ${{oc.env:{variable},default}}"
+    if isinstance(error, InterpolationKeyError):
+        known = [path_text(path) for path, _ in leaves(OmegaConf.to_container(context))]
+        return f"{text}: there is no key {quoted[0]!r}{suggest(quoted[0], known)}"
+    if isinstance(error, UnsupportedInterpolationType):
+        name = first.rpartition(" ")[2]
+        known = [*RESOLVERS, "oc.env", "oc.decode", "oc.select"]
+        return f"{text}: there is no function {name!r}{suggest(name, known)}; known: {', '.join(known)}"
+    if isinstance(error, InterpolationToMissingValueError):
+        return f"{text} refers to a value that must still be given ({MANDATORY})"
+    cause = error.__cause__ or error.__context__
+    reason = re.sub(
+        r"^\w+ raised while resolving interpolation: ", "", str(first if cause is None else cause)
+    )
+    return f"{text} cannot be computed: {reason}"
+
+
+def _validate(tree: dict[str, Any], written: Written) -> RunConfig | None:
+    """The config of `tree`, or None; problems go to `written`, but for keys that have one already."""
+    config = None
+    complaints = list(unlike_numbers(tree))
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        complaints += explain(error, tree)
+    for path, value in leaves(tree):
+        if value == MANDATORY:
+            complaints.insert(
+                0, (path_text(path), f"must be given: {path_text(path)}=VALUE on the command line")
+            )
+    known = {problem.key for problem in written.problems}
+    for key, message in complaints:
+        if key not in known:
+            known.add(key)
+            written.problems.append(Problem(key, message, _origin_of(written.origins, parse_path(key))))
+    return config
+
+
+def _escape(value: Any) -> Any:
+    """Texts that hold `${` written so that loading gives the same text back."""
+    if isinstance(value, dict):
+        return {k: _escape(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_escape(v) for v in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes where source.py would read something else, and lists of plain values on one line."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def represent_text(self, data: str) -> yaml.Node:
+        is_ambiguous = plain_scalar(data) != data
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if is_ambiguous else None)
+
+    def represent_items(self, data: list[Any]) -> yaml.Node:
+        is_plain = not any(isinstance(item, dict | list) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=is_plain)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(list, _Dumper.represent_items)

@@ -1,0 +1,50 @@
+"""Arithmetic in config values: `${mul:${rollout.group_size},2}` and the like, for OmegaConf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from operator import add, floordiv, mul, sub, truediv
+
+from omegaconf import OmegaConf
+
+Number = int | float
+
+
+def _number(value: object) -> Number:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+def _over(operation: Callable[[Number, Number], Number]) -> Callable[..., Number]:
+    def compute(*values: object) -> Number:
+        if len(values) < 2:
+            raise ValueError(f"needs two or more numbers, got {len(values)}")
+        return reduce(operation, [_number(v) for v in values])
+
+    return compute
+
+
+RESOLVERS: dict[str, Callable[..., Number]] = {
+    "add": _over(add),
+    "sub": _over(sub),
+    "subtract": _over(sub),
+    "mul": _over(mul),
+    "multiply": _over(mul),
+    "div": _over(truediv),
+    "int_div": _over(floordiv),
+    "min": _over(min),
+    "max": _over(max),
+}
+"""Name in a config -> function of two or more numbers, taken from left to right. `div` gives 2.5, `int_div` 2."""
+
+
+def register_resolvers() -> None:
+    """Make the resolvers known to OmegaConf; names that are taken already stay as they are."""
+    register = (
+        getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    )  # from 2.4; before
+    for name, function in RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            register(name, function)
