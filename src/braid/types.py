@@ -15,6 +15,16 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+# The names of an algorithm's parts, as a config writes them. algorithms/ gives each its function, recipes their combinations.
+RecipeName = Literal["grpo", "ppo"]
+Advantage = Literal["grpo", "gae"]
+PolicyLoss = Literal["ppo_clip", "policy_gradient"]
+KlEstimator = Literal["k1", "k2", "k3", "abs"]
+KlPlace = Literal["loss", "reward"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant", "prompt_mean"
+]
+
 
 class Message(TypedDict):
     """A chat message in the form that chat templates take."""

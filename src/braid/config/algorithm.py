@@ -6,20 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from .base import Section
+from braid.types import Advantage, Aggregation, KlEstimator, KlPlace, PolicyLoss, RecipeName
 
-Advantage = Literal["grpo", "gae"]
-PolicyLoss = Literal["ppo_clip", "policy_gradient"]
-KlEstimator = Literal["k1", "k2", "k3", "abs"]
-Aggregation = Literal[
-    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant", "prompt_mean"
-]
+from .base import Section
 
 
 class AlgorithmConfig(Section):
     """Parts left null come from the recipe (`braid show` prints them)."""
 
-    recipe: Literal["grpo", "ppo"] = "grpo"
+    recipe: RecipeName = "grpo"
     """Named combination of the parts below."""
     advantage: Advantage | None = None
     """Credit assignment."""
@@ -47,7 +42,7 @@ class AlgorithmConfig(Section):
     """Weight of the KL term against the reference; 0 needs no reference."""
     kl_estimator: KlEstimator | None = None
     """Estimator of the KL term."""
-    kl_in: Literal["loss", "reward"] | None = None
+    kl_in: KlPlace | None = None
     """Whether the KL term is added to the loss or subtracted from each token's reward."""
     kl_clamp: PositiveFloat | Literal["off"] | None = None
     """Bound on the estimator's absolute value per token; off for none."""
