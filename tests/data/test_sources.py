@@ -92,7 +92,7 @@ def test_a_folder_or_unknown_ending_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', "a.jsonl:2: not JSON: Expecting value at column 12"),
+        ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', "a.jsonl:2: not JSON: Expecting value at column 11"),
         ("a.jsonl", '{"prompt": "1"}\n\n[1, 2]\n', "a.jsonl:3: a JSON list where a row must be an object"),
         ("a.json", '[\n{"a": 1},\n{"a" 2}]', "a.json:3: not JSON: Expecting ':' delimiter at column 6"),
         (

@@ -45,6 +45,27 @@ def test_a_function_beside_the_config_writes_responses(
     assert tokenizer.decode(examples[1].response_ids) == "40+50=90</s>"
 
 
+def test_replies_of_an_environment_are_read_but_not_learned(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (folder / "teach.py").write_text(
+        "def write(row):\n    return [('ask', True), ('told', False), ('3', True)]\n"
+    )
+    source = FileSource(path="a.jsonl", response_function="teach.py:write")
+    example, _ = load_examples([source], DataConfig(), tokenizer, base_dir=folder)
+    assert tokenizer.decode(example.response_ids) == "asktold3</s>"
+    assert example.response_mask == (True,) * 3 + (False,) * 4 + (True,) * 2
+
+
+def test_a_response_in_pieces_has_them_all_marked(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (folder / "teach.py").write_text("def write(row):\n    return [('ask', True), 'told']\n")
+    source = FileSource(path="a.jsonl", response_function="teach.py:write")
+    with pytest.raises(
+        DataError, match=r"'told'\], but a response must be text or a list of \(text, is_policy\)"
+    ):
+        load_examples([source], DataConfig(), tokenizer, base_dir=folder)
+
+
 def test_the_worked_answer_of_chain_sum_is_found_by_its_name(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -21,12 +21,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Piece = tuple[str, bool]
+"""A part of a response, and whether the policy is to write it: an environment's replies are only read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What to write (`response_ids`, its end token included) after what is given (`prompt_ids`)."""
+    """What follows (`response_ids`, the end token included) on what is given (`prompt_ids`).
+
+    `response_mask` is True where the policy is to write, False at the replies of an environment.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
 
 
 def load_examples(
@@ -34,8 +42,8 @@ def load_examples(
 ) -> list[Example]:
     """Read `sources` (the config's `sft.data`) and make an Example of every row whose prompt fits.
 
-    Prompts are treated as those of reinforcement are. A response is tokenized apart from its prompt, as sampling
-    would write it. Raises DataError for rows without a response and for tokenizers without an end token.
+    Prompts are treated as those of reinforcement are. A response, and each piece of one with replies in it, is
+    tokenized apart, as sampling would write it. Raises DataError for rows without a response and for tokenizers without an end token.
     """
     end_id: Any = tokenizer.eos_token_id
     if end_id is None:
@@ -46,15 +54,17 @@ def load_examples(
     for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
         encoded, _ = encode(source, config, tokenizer)
         responses = _responses(source, [item.index for item in encoded], base_dir)
-        ids: Any = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
-        examples.extend(
-            Example(item.token_ids, (*of_response, end_id))
-            for item, of_response in zip(encoded, ids, strict=True)
-        )
+        texts = [text for pieces in responses for text, _ in pieces]
+        tokenized: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = iter(tokenized)
+        for item, pieces in zip(encoded, responses, strict=True):
+            response = [(token, is_policy) for _, is_policy in pieces for token in next(ids)]
+            response_ids, mask = zip(*response, (end_id, True), strict=True)
+            examples.append(Example(item.token_ids, response_ids, mask))
     return examples
 
 
-def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> list[str]:
+def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> list[Sequence[Piece]]:
     column, path = source.config.response_key, source.config.response_function
     if (column is None) == (path is None):
         raise DataError(
@@ -62,7 +72,7 @@ def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> li
             f"and {source.key}.response_function (a function of the row)"
         )
     write = load_function(path, base_dir=base_dir, key=f"{source.key}.response_function") if path else None
-    responses: list[str] = []
+    responses: list[Sequence[Piece]] = []
     for index in indices:
         row, where = source.rows[index], f"{source.key} ({source.name}), row {index}"
         if column is not None and column not in row:
@@ -71,11 +81,21 @@ def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> li
             response = write(row) if write else row[str(column)]
         except Exception as error:
             raise DataError(f"{where}: {path} raised {type(error).__name__}: {error}") from error
-        if not isinstance(response, str):
+        if isinstance(response, str):
+            responses.append([(response, True)])
+        elif write and _are_pieces(response):
+            responses.append(response)
+        else:
             origin = f"{path} returned" if write else f"column {column!r} holds"
-            raise DataError(f"{where}: {origin} {response!r}, but a response must be text")
-        responses.append(response)
+            or_pieces = " or a list of (text, is_policy)" if write else ""
+            raise DataError(f"{where}: {origin} {response!r}, but a response must be text{or_pieces}")
     return responses
+
+
+def _are_pieces(response: Any) -> bool:
+    return isinstance(response, list) and all(
+        isinstance(piece, tuple) and list(map(type, piece)) == [str, bool] for piece in response
+    )
 
 
 def chain_sum(row: Mapping[str, Any]) -> str:

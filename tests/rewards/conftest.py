@@ -1,0 +1,51 @@
+"""How tests of rewards make trajectories and score them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.config.reward import RewardConfig
+from braid.rewards.scorer import Scorer, build_scorer
+from braid.types import Prompt, Trajectory
+
+
+@pytest.fixture
+def answered() -> Callable[..., Trajectory]:
+    """Makes the trajectory of an answer to a prompt with the given columns."""
+
+    def answered(text: str, **fields: Any) -> Trajectory:
+        prompt = Prompt("a:0", "a", (1,), ({"role": "user", "content": "the task"},), fields)
+        return Trajectory(prompt, sample=0, text=f"before {text}", answer_text=text)
+
+    return answered
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
+    """Builds scorers from parts and settings, and closes them."""
+    built: list[Scorer] = []
+
+    def build(*parts: dict[str, Any], **settings: Any) -> Scorer:
+        config = RewardConfig.model_validate({"parts": parts, **settings})
+        built.append(build_scorer(config, base_dir=tmp_path))
+        return built[-1]
+
+    yield build
+    for scorer in built:
+        scorer.close()
+
+
+@pytest.fixture
+def score(build: Callable[..., Scorer]) -> Callable[..., list[Trajectory]]:
+    """Scores trajectories with a scorer of their own."""
+
+    def score(trajectories: list[Trajectory], *parts: dict[str, Any], **settings: Any) -> list[Trajectory]:
+        asyncio.run(build(*parts, **settings).score(trajectories))
+        return trajectories
+
+    return score

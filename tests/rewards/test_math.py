@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from braid.rewards.isolated import HEADER
+from braid.types import Trajectory
+
+Answered = Callable[..., Trajectory]
+Score = Callable[..., list[Trajectory]]
+
+EQUAL = [
+    ("1/2", "0.5"),
+    ("1/2", r"so it is \boxed{\frac{1}{2}}"),
+    ("0.5", r"$\frac12$"),
+    (r"\frac{1}{2}", "The answer is 1/2."),
+    ("1,234", "1234"),
+    ("50%", "0.5"),
+    ("x+1", "$1+x$"),
+    ("x^2-1", r"\boxed{(x-1)(x+1)}"),
+    (r"$\sqrt{8}$", r"$2\sqrt{2}$"),
+    ("(1,2)", "$(1, 2)$"),
+    ("-3", "first 3, then \\boxed{-3}"),
+    ("7 times 8 is 56.\n#### 56", r"\boxed{56}"),
+    ("5", "$x = 5$"),
+]
+DIFFERENT = [("1/2", "0.51"), ("5", ""), ("5", "no idea"), ("12", r"\boxed{13}"), ("x+1", "$x-1$")]
+
+
+def test_equal_answers_count_however_they_are_written(answered: Answered, score: Score) -> None:
+    scored = score([answered(text, answer=answer) for answer, text in EQUAL], {"kind": "math"})
+    assert {t.answer_text: t.reward for t in scored} == {text: 1.0 for _, text in EQUAL}
+
+
+def test_different_answers_are_wrong(answered: Answered, score: Score) -> None:
+    scored = score([answered(text, answer=answer) for answer, text in DIFFERENT], {"kind": "math"})
+    assert [t.reward for t in scored] == [0.0] * len(DIFFERENT)
+
+
+def test_a_reference_that_is_no_mathematics_is_no_wrong_answer(answered: Answered, score: Score) -> None:
+    (scored,) = score([answered("5", answer="####")], {"kind": "math"})
+    assert (
+        scored.reason == "reward math: ValueError: the reference answer '####' is no mathematical expression"
+    )
+
+
+@pytest.mark.parametrize("text", ["9^9^9^9", r"\boxed{10^{10^{10^{10}}}}"])
+def test_an_answer_that_keeps_sympy_busy_is_invalid_and_holds_up_no_other(
+    answered: Answered, score: Score, text: str
+) -> None:
+    busy, *others = [answered(text, answer="5"), *(answered("5", answer="5") for _ in range(8))]
+    score([busy, *others], {"kind": "math"}, timeout_s=1.0, retries=0)
+    assert busy.reward is None
+    assert busy.reason.startswith("reward math: ")
+    assert [t.reward for t in others] == [1.0] * 8
+
+
+def test_a_scoring_process_ends_itself_when_nobody_is_left_to_kill_it() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "braid.rewards.isolated", "math"]
+    with ours, theirs, subprocess.Popen(command, stdin=theirs.fileno()) as process:
+        request = pickle.dumps((0.2, ("9^9^9^9", "5")))
+        ours.sendall(HEADER.pack(len(request)) + request)
+        assert process.wait(timeout=60) == -signal.SIGALRM

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from braid.errors import ConfigError
+from braid.types import Trajectory
+
+Answered = Callable[..., Trajectory]
+Score = Callable[..., list[Trajectory]]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "settings", "reward"),
+    [
+        ("42", "42", {}, 1.0),
+        (" 42\n", "42", {}, 1.0),
+        ("42", 42, {}, 1.0),
+        ("is 42", "42", {}, 0.0),
+        ("Paris", "paris", {}, 0.0),
+        ("Paris", "paris", {"ignore_case": True}, 1.0),
+        ("A:1 then A: 42", "42", {"pattern": r"A:\s*(\d+)"}, 1.0),
+        ("A:42 then A:1", "42", {"pattern": r"A:\s*(\d+)"}, 0.0),
+        ("42", "42", {"pattern": r"A:\s*(\d+)"}, 0.0),
+        ("A:", "", {"pattern": r"A:(\d+)?"}, 0.0),
+    ],
+)
+def test_exact_compares_the_answer_with_the_reference(
+    answered: Answered, score: Score, text: str, answer: object, settings: dict[str, Any], reward: float
+) -> None:
+    (scored,) = score([answered(text, answer=answer)], {"kind": "exact", **settings})
+    assert (scored.reward, scored.reward_parts) == (reward, {"exact": reward})
+
+
+@pytest.mark.parametrize("kind", ["exact", "math"])
+def test_a_prompt_without_a_reference_is_no_wrong_answer(answered: Answered, score: Score, kind: str) -> None:
+    (scored,) = score([answered("42")], {"kind": kind})
+    assert scored.reward is None
+    assert scored.reason.startswith(f"reward {kind}: the prompt has no reference answer; set answer_key")
+
+
+@pytest.mark.parametrize(("text", "reward"), [("<think>a\nb</think> 4", 1.0), ("<think>a", 0.0), ("", 0.0)])
+def test_pattern_looks_anywhere_and_over_lines(
+    answered: Answered, score: Score, text: str, reward: float
+) -> None:
+    (scored,) = score([answered(text)], {"kind": "pattern", "pattern": "<think>.*</think>"})
+    assert scored.reward == reward
+
+
+def test_a_pattern_without_end_makes_the_trajectory_invalid(answered: Answered, score: Score) -> None:
+    endless = "(?:a|aa)+$"
+    (scored,) = score(
+        [answered("a" * 60 + "b")], {"kind": "pattern", "pattern": endless}, timeout_s=0.1, retries=0
+    )
+    assert scored.reward is None
+    assert scored.reason.startswith("reward pattern: the pattern found no end within reward.timeout_s=0.1")
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ({"kind": "pattern", "pattern": "("}, "'(' is no regular expression: missing )"),
+        ({"kind": "exact", "pattern": r"A:\d+"}, "has no group; put the answer into one"),
+        ({"kind": "reasoning_gym", "pattern": "x"}, "has no group"),
+    ],
+)
+def test_a_bad_pattern_is_a_problem_of_the_config(
+    build: Callable[..., object], part: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build({"kind": "math"}, part)
+    assert str(caught.value).startswith("reward.parts[1].pattern: ")
+    assert fault in str(caught.value)
+
+
+def _entry(generator: str, **params: Any) -> dict[str, Any]:
+    entry = dict(reasoning_gym.create_dataset(generator, size=1, seed=0, **params)[0])
+    return {**entry, "reasoning_gym": {"generator": generator, "params": params}}
+
+
+def test_the_generators_own_scorer_judges_what_the_pattern_finds(answered: Answered, score: Score) -> None:
+    entry = _entry("chain_sum", max_terms=2)
+    texts = [f"1+1 A:{entry['answer']}", f"A: {entry['answer']}.0", "A:-", "nothing"]
+    scored = score(
+        [answered(text, **entry) for text in texts], {"kind": "reasoning_gym", "pattern": r"A:\s*(.*)"}
+    )
+    assert [t.reward for t in scored] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_scorer_that_evaluates_the_answer_runs_in_a_process_of_its_own(
+    answered: Answered, score: Score
+) -> None:
+    entry = _entry("countdown")
+    killing = "__import__('os').kill(__import__('os').getpid(), 9)"
+    right, attack = score(
+        [answered(entry["metadata"]["expression"], **entry), answered(killing, **entry)],
+        {"kind": "reasoning_gym"},
+        retries=0,
+    )
+    assert right.reward == 1.0
+    assert (
+        attack.reason
+        == "reward reasoning_gym: the scoring process ended without a result (out of memory, or killed)"
+    )
+
+
+def test_a_source_without_a_generator_has_no_generators_scorer(answered: Answered, score: Score) -> None:
+    (scored,) = score([answered("1", answer="1")], {"kind": "reasoning_gym"})
+    assert scored.reason.startswith("reward reasoning_gym: source 'a' is not procedural")

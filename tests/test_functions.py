@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from braid.errors import ConfigError
+from braid.functions import load_function
+
+SOURCE = """
+COUNT = []
+COUNT.append(1)
+VALUE = 3
+
+def score(text):
+    return len(text)
+
+class Judge:
+    @staticmethod
+    def score(text):
+        return 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    (tmp_path / "raising.py").write_text("1 / 0\n")
+    return tmp_path
+
+
+def test_a_dotted_path_names_a_function_or_a_method(folder: Path) -> None:
+    assert load_function("math.sqrt", base_dir=folder, key="k") is math.sqrt
+    assert load_function("pathlib.Path.cwd", base_dir=folder, key="k")() == Path.cwd()
+
+
+def test_a_file_path_is_relative_to_the_config_and_runs_once(folder: Path) -> None:
+    score = load_function("mine.py:score", base_dir=folder, key="k")
+    method = load_function(f"{folder}/mine.py:Judge.score", base_dir=Path("/"), key="k")
+    assert (score("abc"), method("abc")) == (3, 2)
+    assert score.__globals__ is method.__globals__
+    assert score.__globals__["COUNT"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("score", "is no function's path; write package.module.function or file.py:function"),
+        ("mine.txt:score", "is no function's path"),
+        ("mine.py:", "is no function's path"),
+        ("mien.py:score", "mien.py, did you mean 'mine.py'?"),
+        ("mine.py:scroe", "has no 'scroe', did you mean 'score'?"),
+        ("mine.py:VALUE", "'mine.py:VALUE' is a int, not a function"),
+        ("math.sqroot", "'math' has no 'sqroot', did you mean 'sqrt'?"),
+        ("mine.score", "no module named 'mine' can be imported; for a file beside the config write 'mine.py:score'"),
+        ("broken.py:f", "broken.py raised ModuleNotFoundError: No module named 'no_such_package'"),
+        ("raising.py:f", "raising.py raised ZeroDivisionError: division by zero"),
+    ],
+)  # fmt: skip
+def test_a_path_that_leads_nowhere_is_told_with_its_key(folder: Path, path: str, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_function(path, base_dir=folder, key="reward.parts[0].path")
+    assert str(caught.value).startswith("reward.parts[0].path: ")
+    assert fault in str(caught.value)
