@@ -25,7 +25,8 @@ class _Source(Section):
     response_key: str | None = None
     """Column of the response to imitate, for supervised learning."""
     response_function: str | None = None
-    """Dotted path of a function from a data row (a mapping) to the response to imitate."""
+    """Dotted path of a function from a data row (a mapping) to the response to imitate: text, or a list of
+    (text, is_policy) whose parts with False are an environment's replies, not learned."""
 
 
 class FileSource(_Source):
