@@ -45,9 +45,6 @@ class BuildSpec(Section):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs, so make it even")
-        if len(set(self.characters)) < len(self.characters):
-            twice = sorted({c for c in self.characters if self.characters.count(c) > 1})
-            raise ValueError(f"characters has {', '.join(map(repr, twice))} more than once; keep one of each")
         return self
 
 

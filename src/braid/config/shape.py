@@ -115,7 +115,7 @@ def _member_words(member: Any, metadata: list[Any]) -> str:
         return _member_words(inner, [*own, *metadata])
     if get_origin(member) is Literal:
         choices: tuple[Any, ...] = get_args(member)
-        return f"one of {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
+        return f"one of {', '.join(map(str, choices))}" if len(choices) > 1 else repr(*choices)
     if get_origin(member) is tuple:
         items = get_args(member)
         if items[-1] is Ellipsis:

@@ -1,0 +1,382 @@
+"""Whether the keys of a config fit each other, and which of them would have no effect.
+
+Each check is a function from (config, plan) to (key, message) pairs. A problem stops the run before it starts; a warning is
+for what is legal but seldom meant. No accepted key is silently without effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
+from braid.config.schema import RunConfig
+
+from .plan import Plan
+
+Finding = tuple[str, str]
+"""The key that is best changed, and what is wrong."""
+_Check = Callable[[RunConfig, Plan], Iterator[Finding]]
+
+
+def find_problems(config: RunConfig, plan: Plan) -> list[Finding]:
+    """Everything that makes the run impossible."""
+    return [finding for check in _PROBLEMS for finding in check(config, plan)]
+
+
+def find_warnings(config: RunConfig, plan: Plan) -> list[Finding]:
+    """Everything that is legal and suspicious, and every key that has no effect."""
+    return [finding for check in _WARNINGS for finding in check(config, plan)]
+
+
+def _policy_and_env(config: RunConfig, _: Plan) -> Iterator[Finding]:
+    is_simulator = isinstance(config.env, GymnasiumEnv)
+    if config.model.mlp is not None and not is_simulator:
+        yield (
+            "model.mlp",
+            f"a perceptron cannot act in env.kind={config.env.kind}, which speaks in text; "
+            "set env.kind=gymnasium, or give model.path or model.build",
+        )
+    if config.model.mlp is None and is_simulator:
+        yield (
+            "env.kind",
+            "a language model cannot act in a gymnasium environment; give model.mlp in place of "
+            f"model.{'path' if config.model.path else 'build'}",
+        )
+    if is_simulator:
+        for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+            if value:
+                yield key, "a gymnasium environment brings its own reset states; remove the data"
+        if config.reward.parts:
+            yield (
+                "reward.parts",
+                "parts score text; a gymnasium environment gives its own rewards, remove them",
+            )
+        if config.sft is not None:
+            yield "sft", "supervised learning needs a text model; remove it for a gymnasium environment"
+
+
+def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    run = config.run
+    if plan.verb == "train" and run.max_rounds is None and run.max_epochs is None:
+        yield "run.max_rounds", "the run has no end; set run.max_rounds or run.max_epochs"
+    if run.max_epochs is not None and isinstance(config.env, GymnasiumEnv):
+        yield (
+            "run.max_epochs",
+            "a gymnasium environment has no set of prompts to pass over; set run.max_rounds",
+        )
+    warmup = config.critic.warmup_rounds
+    if plan.needs_critic and plan.planned_rounds is not None and warmup >= plan.planned_rounds:
+        yield (
+            "critic.warmup_rounds",
+            f"the policy never learns: the run has {plan.planned_rounds} rounds and the critic's warm-up takes {warmup}",
+        )
+
+
+def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    if isinstance(config.env, GymnasiumEnv):
+        return
+    if plan.verb == "train" and not config.data.train:
+        yield "data.train", "there are no training prompts; list at least one source"
+    if plan.verb == "eval" and not config.data.eval:
+        yield "data.eval", "there is nothing to evaluate on; list at least one source"
+    if plan.verb == "sft" and config.sft is None:
+        yield (
+            "sft",
+            "there is nothing to imitate; give sft.data sources with response_key or response_function",
+        )
+    needs_reward = (plan.verb == "train") or bool(config.data.eval)
+    if needs_reward and not config.reward.parts:
+        yield (
+            "reward.parts",
+            f"nothing scores the answers of env.kind={config.env.kind}; list at least one part",
+        )
+    if config.sft is not None and plan.verb != "eval":
+        if not config.sft.data:
+            yield "sft.data", "there is nothing to imitate; list at least one source"
+        for i, source in enumerate(config.sft.data):
+            if (source.response_key is None) == (source.response_function is None):
+                yield (
+                    f"sft.data[{i}]",
+                    "set exactly one of response_key and response_function: what to imitate",
+                )
+
+
+def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    n, target = config.eval.samples_per_prompt, config.eval.target
+    for i, k in enumerate(config.eval.pass_at):
+        if k > n:
+            yield (
+                f"eval.pass_at[{i}]",
+                f"pass@{k} needs {k} samples of each prompt, and eval.samples_per_prompt={n}; raise it or lower k",
+            )
+    if target.min_final is None and target.min_gain is None:
+        return
+    key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
+    if not config.data.eval and not isinstance(config.env, GymnasiumEnv):
+        yield key, "a target needs something to measure it on; list data.eval sources"
+    if plan.verb != "eval" and not config.eval.at_end:
+        yield key, "a target is measured after the last round; set eval.at_end=true"
+    if plan.verb != "eval" and target.min_gain is not None and not config.eval.before:
+        yield (
+            "eval.target.min_gain",
+            "a gain is counted from the evaluation before training; set eval.before=true",
+        )
+
+
+def _batches(config: RunConfig, _: Plan) -> Iterator[Finding]:
+    prompts, steps = config.rollout.prompts_per_round, config.train.steps_per_pass
+    if steps > prompts:
+        yield (
+            "train.steps_per_pass",
+            f"a round's {prompts} prompts cannot be cut into {steps} mini-batches of whole prompts; "
+            f"lower it to {prompts}, or raise rollout.prompts_per_round to {steps}",
+        )
+
+
+def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    recipe = plan.recipe
+    if plan.verb != "train":
+        return
+    if recipe.advantage == "grpo" and config.rollout.group_size == 1:
+        yield (
+            "rollout.group_size",
+            "grpo compares the answers of a group, so with group_size=1 every advantage is 0; "
+            "raise it to 2 or more, or set algorithm.recipe=ppo",
+        )
+    if plan.old_logprobs == "current" and recipe.kl_in == "reward" and recipe.kl_coef > 0:
+        yield (
+            "algorithm.old_logprobs",
+            "KL in the reward is taken from log-probs before the update, which current does not compute; "
+            "set auto, recompute or behavior",
+        )
+    if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
+        yield (
+            "algorithm.aggregation_constant",
+            "a simulator's episodes have no longest response to divide by; give the constant",
+        )
+
+
+def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Lengths against the model's and the engine's limits, with the arithmetic."""
+    prompt = config.data.max_prompt_tokens
+    limit = None if plan.model_size is None else plan.model_size.max_positions
+    samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
+    if config.eval.sampling is not None:
+        samplings.append(("eval.sampling", config.eval.sampling, plan.eval_max_trajectory_tokens))
+    if isinstance(config.env, ToolEnv):
+        context = config.env.max_context_tokens
+        if prompt >= context:
+            yield (
+                "env.max_context_tokens",
+                f"prompts of up to data.max_prompt_tokens={prompt} tokens leave no room for an answer in a context of "
+                f"{context}; raise it above {prompt}",
+            )
+        samplings = samplings[:1]
+    for key, sampling, total in samplings:
+        if total is None:
+            continue
+        changed, arithmetic = _total(config, key, sampling, total)
+        if limit is not None and total > limit:
+            yield changed, f"{arithmetic}, and the model accepts {limit}; lower one of them"
+        budget = config.rollout.native.kv_budget_tokens
+        if total > budget:
+            yield (
+                "rollout.native.kv_budget_tokens",
+                f"{arithmetic}, which never fits a cache of {budget} tokens; raise it to {total} at least",
+            )
+
+
+def _total(config: RunConfig, key: str, sampling: SamplingConfig, total: int) -> Finding:
+    """(key to change, how long a trajectory gets)."""
+    if isinstance(config.env, ToolEnv):
+        return "env.max_context_tokens", f"a trajectory has up to {total} tokens (env.max_context_tokens)"
+    prompt, new = config.data.max_prompt_tokens, sampling.max_new_tokens
+    changed = f"{key}.max_new_tokens"
+    return changed, f"data.max_prompt_tokens={prompt} + {changed}={new} = {total} tokens"
+
+
+_PROBLEMS: tuple[_Check, ...] = (
+    _policy_and_env,
+    _length,
+    _data,
+    _evaluation,
+    _batches,
+    _algorithm,
+    _contexts,
+)
+
+
+def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    sampling = config.rollout.sampling
+    if plan.verb != "train" or isinstance(config.env, GymnasiumEnv):
+        return
+    if sampling.greedy:
+        yield (
+            "rollout.sampling.greedy",
+            "all answers of a group are the same, so a group has nothing to compare",
+        )
+    truncations = ("top_p", "top_k", "min_p", "repetition_penalty")
+    used = [name for name in truncations if _is_set(sampling, name)]
+    if used:
+        yield (
+            f"rollout.sampling.{used[0]}",
+            "tokens are sampled from another distribution than the one that is trained"
+            + (
+                ", and algorithm.old_logprobs=behavior makes ratios compare the two"
+                if plan.old_logprobs == "behavior"
+                else ""
+            ),
+        )
+
+
+def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    prompts, steps = config.rollout.prompts_per_round, config.train.steps_per_pass
+    if prompts % steps:
+        yield (
+            "train.steps_per_pass",
+            f"{prompts} prompts in {steps} mini-batches: some have {prompts // steps} prompts and some {prompts // steps + 1}",
+        )
+    if plan.old_logprobs == "current" and plan.steps_per_round > 1:
+        yield (
+            "algorithm.old_logprobs",
+            f"current makes every ratio 1, so the {plan.steps_per_round} steps of a round neither clip nor correct",
+        )
+    if plan.num_prompts is not None and 0 < plan.num_prompts < prompts:
+        yield (
+            "rollout.prompts_per_round",
+            f"a round takes {prompts} prompts and there are {plan.num_prompts}, so each comes more than once",
+        )
+
+
+def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    warmup = config.train.optimizer.schedule.warmup_steps
+    if plan.planned_steps is not None and warmup >= plan.planned_steps:
+        yield (
+            "train.optimizer.schedule.warmup_steps",
+            f"the run ends after {plan.planned_steps} steps, before the warm-up of {warmup} does",
+        )
+    if config.sft is not None and config.sft.optimizer.schedule.warmup_steps >= config.sft.steps:
+        yield (
+            "sft.optimizer.schedule.warmup_steps",
+            f"supervised learning ends after {config.sft.steps} steps, before its warm-up does",
+        )
+    if config.model.dtype == "fp16":
+        yield "model.dtype", "fp16 weights lose small updates and gradients; bf16 or fp32 is safer"
+
+
+def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Keys set to other than their default that nothing reads in this run."""
+    for because, is_idle, keys in _IDLE:
+        if is_idle(config, plan):
+            for key in keys:
+                if _is_set(config, key):
+                    yield key, f"has no effect: {because}"
+
+
+def _is_set(section: Any, key: str) -> bool:
+    """Whether the value at `key` differs from its default."""
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = getattr(section, parent, None)
+        if section is None:
+            return False
+    field = type(section).model_fields.get(name)
+    return field is not None and getattr(section, name) != field.get_default(call_default_factory=True)
+
+
+def _has_tokens(config: RunConfig, _: Plan) -> bool:
+    return not isinstance(config.env, GymnasiumEnv)
+
+
+_IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
+    (
+        "the advantage has no critic",
+        lambda _, plan: not plan.needs_critic,
+        (
+            "algorithm.gamma",
+            "algorithm.gae_lambda",
+            "algorithm.value_clip",
+            "algorithm.value_loss_coef",
+            "critic.path",
+            "critic.train",
+            "critic.warmup_rounds",
+        ),
+    ),
+    (
+        "the critic is trained on the mini-batches of `train`",
+        lambda _, plan: plan.needs_critic,
+        ("critic.train.steps_per_pass", "critic.train.passes_per_round", "critic.train.shuffle"),
+    ),
+    (
+        "only the advantage grpo divides by the group's deviation",
+        lambda _, plan: plan.recipe.advantage != "grpo",
+        ("algorithm.normalize_by_std",),
+    ),
+    (
+        "algorithm.policy_loss=policy_gradient has no ratio",
+        lambda _, plan: plan.recipe.policy_loss == "policy_gradient",
+        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+    ),
+    (
+        "the aggregation is not token_sum_constant",
+        lambda _, plan: plan.recipe.aggregation != "token_sum_constant",
+        ("algorithm.aggregation_constant",),
+    ),
+    (
+        "algorithm.kl_coef is 0",
+        lambda _, plan: not plan.needs_reference,
+        ("algorithm.kl_estimator", "algorithm.kl_in", "algorithm.kl_clamp", "reference.path"),
+    ),
+    (
+        "a simulator has no text",
+        lambda config, plan: not _has_tokens(config, plan),
+        (
+            "rollout.sampling",
+            "rollout.native",
+            "data.max_prompt_tokens",
+            "data.overlong",
+            "data.use_chat_template",
+            "train.logprob_chunk_bytes",
+            "train.gradient_checkpointing",
+            "model.tokenizer",
+            "model.chat_template",
+        ),
+    ),
+    (
+        "there are no data.eval sources",
+        lambda config, plan: _has_tokens(config, plan) and not config.data.eval,
+        (
+            "eval.every_rounds",
+            "eval.samples_per_prompt",
+            "eval.pass_at",
+            "eval.success_reward",
+            "eval.sampling",
+        ),
+    ),
+    (
+        "rollout.sampling.greedy takes the likeliest token",
+        lambda config, _: config.rollout.sampling.greedy,
+        ("rollout.sampling.top_p", "rollout.sampling.top_k", "rollout.sampling.min_p"),
+    ),
+    (
+        "data.use_chat_template=never",
+        lambda config, _: config.data.use_chat_template == "never",
+        ("model.chat_template",),
+    ),
+    (
+        "a round has fewer trajectories than that",
+        lambda config, plan: (
+            isinstance(config.env, GymnasiumEnv) and config.env.num_envs > plan.trajectories_per_round
+        ),
+        ("env.num_envs",),
+    ),
+)
+"""(why, when, keys)."""
+
+_WARNINGS: tuple[_Check, ...] = (
+    _suspicious_sampling,
+    _suspicious_batches,
+    _suspicious_schedule,
+    _without_effect,
+)

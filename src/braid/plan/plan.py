@@ -1,0 +1,87 @@
+"""The records of a plan: what follows from a config."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from braid.algorithms.recipes import Recipe
+from braid.errors import Problem
+
+from .sizes import ModelSize
+
+Verb = Literal["train", "sft", "eval"]
+OldLogprobs = Literal["current", "recompute", "behavior"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that one role holds all the time. `parameters` counts its weights."""
+
+    role: str
+    parameters: int
+    weights_bytes: int
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from a config.
+
+    Token counts are upper bounds; None where there are no tokens (simulators). `planned_rounds` and the planned steps
+    are None while they hang on a number of training prompts that is not known. Steps are upper bounds too: a round
+    with fewer valid prompts than mini-batches takes fewer. `memory` is empty when the model's size is not known.
+    """
+
+    verb: Verb
+    recipe: Recipe
+    old_logprobs: OldLogprobs
+    aggregation_constant: float | None
+    needs_critic: bool
+    needs_reference: bool
+    num_prompts: int | None
+    trajectories_per_round: int
+    steps_per_round: int
+    rows_per_step: int
+    planned_rounds: int | None
+    planned_steps: int | None
+    planned_critic_steps: int | None
+    sft_steps: int
+    max_output_tokens: int | None
+    max_trajectory_tokens: int | None
+    eval_max_trajectory_tokens: int | None
+    max_tokens_per_round: int | None
+    max_tokens_per_step: int | None
+    kv_bytes_per_token: int | None
+    kv_budget_bytes: int | None
+    max_concurrent: int | None
+    model_size: ModelSize | None
+    memory: tuple[Memory, ...]
+    warnings: tuple[Problem, ...] = ()
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds in all, once they are known."""
+        assert self.planned_rounds is not None, "max_epochs needs resolve(config, num_prompts)"
+        return self.planned_rounds
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the policy in all, once they are known."""
+        assert self.planned_steps is not None, "max_epochs needs resolve(config, num_prompts)"
+        return self.planned_steps
+
+    @property
+    def num_critic_steps(self) -> int:
+        """Optimizer steps of the critic in all, once they are known."""
+        assert self.planned_critic_steps is not None, "max_epochs needs resolve(config, num_prompts)"
+        return self.planned_critic_steps
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data for json.dump."""
+        return {**asdict(self), "total_bytes": sum(role.total_bytes for role in self.memory) or None}

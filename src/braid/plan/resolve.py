@@ -1,0 +1,169 @@
+"""`resolve(config) -> Plan`: every number that a run derives from its config, in one place.
+
+Nothing later changes the config or the plan. Whether the keys fit each other is checked in checks.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+from braid.algorithms.recipes import RECIPES, Recipe
+from braid.config.algorithm import AlgorithmConfig
+from braid.config.data import ProceduralSource
+from braid.config.load import DEFAULT
+from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
+from braid.config.schema import RunConfig
+from braid.errors import ConfigError, Problem
+
+from .checks import find_problems, find_warnings
+from .plan import Memory, OldLogprobs, Plan, Verb
+from .sizes import BYTES, ModelSize, size_of_folder, size_of_spec
+
+
+def resolve(
+    config: RunConfig,
+    num_prompts: int | None = None,
+    *,
+    verb: Verb = "train",
+    origin_of: Callable[[str], str] = lambda _: DEFAULT,
+) -> Plan:
+    """The plan of `config` for a verb of the command line.
+
+    `num_prompts` counts the training prompts once they are read; before that, those of procedural sources are known.
+    `origin_of` tells where a key was written (Loaded.origin). Raises ConfigError with all that does not fit.
+    """
+    plan = _derive(config, _known_prompts(config) if num_prompts is None else num_prompts, verb)
+    if problems := find_problems(config, plan):
+        raise ConfigError([Problem(key, message, origin_of(key)) for key, message in problems])
+    warnings = [Problem(key, message, origin_of(key)) for key, message in find_warnings(config, plan)]
+    return replace(plan, warnings=tuple(warnings))
+
+
+def merge_recipe(config: AlgorithmConfig) -> Recipe:
+    """The named recipe with the parts that the config sets; `off` is None in a recipe."""
+    names = {field.name for field in fields(Recipe)}
+    given = {name: value for name, value in config if name in names and value is not None}
+    return replace(RECIPES[config.recipe], **{k: None if v == "off" else v for k, v in given.items()})
+
+
+def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
+    rollout, train = config.rollout, config.train
+    recipe = merge_recipe(config.algorithm)
+    steps_per_round = train.steps_per_pass * train.passes_per_round
+    rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
+    trajectories = rollout.prompts_per_round * rollout.group_size
+    output, total = _token_bounds(config, rollout.sampling)
+    _, eval_total = _token_bounds(config, config.eval.sampling or rollout.sampling)
+    rounds = _rounds(config, num_prompts)
+    size = _policy_size(config)
+    kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[_engine_dtype(config)]
+    constant = recipe.aggregation_constant
+    if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
+        constant = float(output)
+    return Plan(
+        verb=verb,
+        recipe=recipe,
+        old_logprobs=_old_logprobs(config, recipe, steps_per_round),
+        aggregation_constant=constant,
+        needs_critic=recipe.advantage == "gae",
+        needs_reference=recipe.kl_coef > 0,
+        num_prompts=num_prompts,
+        trajectories_per_round=trajectories,
+        steps_per_round=steps_per_round,
+        rows_per_step=rows_per_step,
+        planned_rounds=rounds,
+        planned_steps=None if rounds is None else _policy_rounds(config, recipe, rounds) * steps_per_round,
+        planned_critic_steps=None if rounds is None else rounds * steps_per_round,
+        sft_steps=0 if config.sft is None else config.sft.steps,
+        max_output_tokens=output,
+        max_trajectory_tokens=total,
+        eval_max_trajectory_tokens=eval_total,
+        max_tokens_per_round=None if total is None else trajectories * total,
+        max_tokens_per_step=None if total is None else rows_per_step * total,
+        kv_bytes_per_token=kv_per_token,
+        kv_budget_bytes=None if kv_per_token is None else rollout.native.kv_budget_tokens * kv_per_token,
+        max_concurrent=None
+        if total is None
+        else min(trajectories, rollout.native.max_running, rollout.native.kv_budget_tokens // total),
+        model_size=size,
+        memory=_memory(config, recipe, size),
+    )
+
+
+def _known_prompts(config: RunConfig) -> int | None:
+    """The number of training prompts where the config alone tells it."""
+    sources = [source for source in config.data.train if isinstance(source, ProceduralSource)]
+    if not sources or len(sources) < len(config.data.train):
+        return None
+    return sum(min(source.size, source.limit or source.size) for source in sources)
+
+
+def _rounds(config: RunConfig, num_prompts: int | None) -> int | None:
+    limits = [] if config.run.max_rounds is None else [config.run.max_rounds]
+    if config.run.max_epochs is not None:
+        if num_prompts is None:
+            return None
+        limits.append(math.ceil(config.run.max_epochs * num_prompts / config.rollout.prompts_per_round))
+    return min(limits, default=None)
+
+
+def _policy_rounds(config: RunConfig, recipe: Recipe, rounds: int) -> int:
+    return max(0, rounds - config.critic.warmup_rounds) if recipe.advantage == "gae" else rounds
+
+
+def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> OldLogprobs:
+    """auto: nothing to compare with in a round of one step, unless the reward takes KL off, which needs them before."""
+    chosen = config.algorithm.old_logprobs
+    if chosen != "auto":
+        return chosen
+    is_kl_in_reward = recipe.kl_coef > 0 and recipe.kl_in == "reward"
+    return "current" if steps_per_round == 1 and not is_kl_in_reward else "recompute"
+
+
+def _token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | None, int | None]:
+    """The most tokens that the policy writes in a trajectory, and that a trajectory has."""
+    env, prompt, new = config.env, config.data.max_prompt_tokens, sampling.max_new_tokens
+    if isinstance(env, GymnasiumEnv):
+        return None, None
+    if isinstance(env, ToolEnv):
+        return min(env.max_turns * new, max(env.max_context_tokens - 1, 0)), env.max_context_tokens
+    return new, prompt + new
+
+
+def _policy_size(config: RunConfig) -> ModelSize | None:
+    if config.model.build is not None:
+        return size_of_spec(config.model.build)
+    return None if config.model.path is None else size_of_folder(Path(config.model.path))
+
+
+def _engine_dtype(config: RunConfig) -> str:
+    chosen = config.rollout.native.dtype
+    return config.model.dtype if chosen == "auto" else chosen
+
+
+def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tuple[Memory, ...]:
+    """Weights, gradients and AdamW's two moments have the type of the weights."""
+    if policy is None:
+        return ()
+    width = BYTES[config.model.dtype]
+    roles = [_trained("policy", policy.parameters, width)]
+    if recipe.advantage == "gae":
+        backbone = policy if config.critic.path is None else size_of_folder(Path(config.critic.path))
+        if backbone is not None:
+            values = backbone.parameters - backbone.head_parameters + backbone.hidden_size + 1
+            roles.append(_trained("critic", values, width))
+    if recipe.kl_coef > 0:
+        reference = policy if config.reference.path is None else size_of_folder(Path(config.reference.path))
+        if reference is not None:
+            roles.append(Memory("reference", reference.parameters, reference.parameters * width))
+    if _engine_dtype(config) != config.model.dtype:
+        copy = policy.parameters * BYTES[_engine_dtype(config)]
+        roles.append(Memory("engine's copy", policy.parameters, copy))
+    return tuple(roles)
+
+
+def _trained(role: str, parameters: int, width: int) -> Memory:
+    return Memory(role, parameters, parameters * width, parameters * width, 2 * parameters * width)

@@ -1,0 +1,104 @@
+"""How large a model is, from a build spec or a folder's files, without loading it.
+
+A folder's parameters are counted from the headers of its safetensors files (8 bytes of length, then JSON:
+https://huggingface.co/docs/safetensors/metadata_parsing).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from braid.config.model import BuildSpec
+
+SPECIAL_TOKENS = 3
+"""Of the character tokenizer: padding, end, unknown."""
+VOCAB_MULTIPLE = 16
+"""A built model's vocabulary is padded to a multiple of it."""
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Of one number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Counts of a language model. `head_parameters` are those of an output head that is not the embedding's."""
+
+    parameters: int
+    head_parameters: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int | None
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def size_of_spec(spec: BuildSpec) -> ModelSize:
+    """The size of the model that a build spec describes."""
+    vocab = math.ceil((len(set(spec.characters)) + SPECIAL_TOKENS) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    hidden, queries, keys = (
+        spec.hidden_size,
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+    )
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    if spec.architecture == "qwen2":
+        attention += queries + 2 * keys  # biases
+    if spec.architecture in ("qwen3", "gemma3_text"):
+        attention += 2 * spec.head_dim  # norms of queries and keys
+    num_norms = 4 if spec.architecture in ("gemma2", "gemma3_text") else 2
+    layer = attention + 3 * hidden * spec.intermediate_size + num_norms * hidden
+    head = 0 if spec.tie_embeddings else vocab * hidden
+    return ModelSize(
+        parameters=vocab * hidden + spec.num_layers * layer + hidden + head,
+        head_parameters=head,
+        hidden_size=hidden,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_positions=spec.max_positions,
+    )
+
+
+def size_of_folder(folder: Path) -> ModelSize | None:
+    """The size of the model in a Hugging Face folder; None when its files do not tell (the loader says what is wrong
+    with a folder that is no model)."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        shapes = _tensor_shapes(folder)
+        text: Mapping[str, Any] = config.get("text_config", config)
+        heads, hidden = text["num_attention_heads"], text["hidden_size"]
+        head = next((shape for name, shape in shapes.items() if name.endswith("lm_head.weight")), None)
+        return ModelSize(
+            parameters=sum(math.prod(shape) for shape in shapes.values()),
+            head_parameters=math.prod(head) if head else 0,
+            hidden_size=hidden,
+            num_layers=text["num_hidden_layers"],
+            num_kv_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or hidden // heads,
+            max_positions=text.get("max_position_embeddings"),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+
+
+def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Name -> shape of every tensor in the folder's safetensors files. Raises ValueError when there are none."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(length, 100_000_000)))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    if not shapes:
+        raise ValueError(f"no safetensors files in {folder}")
+    return shapes
