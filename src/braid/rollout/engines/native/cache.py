@@ -1,0 +1,180 @@
+"""Keys and values of the running sequences, and attention over them.
+
+Sequence number s keeps its keys and values in slot s of one tensor [slots, Hkv, length, d] per layer. Running sequences
+stay compact in the first slots, so that decoding reads plain views: nothing is gathered, nothing is repeated.
+Layers are allocated when they first bring keys, so no model configuration is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from braid.models.attention import LayerCall, causal_attention
+
+BLOCK = 32
+"""Positions are read in multiples of this. On CPU the attention kernel gives a row the same bits for every multiple."""
+PROMPT_BLOCK = 16
+"""Prompts are padded to multiples of this, so that a row's bits depend on its own length only."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class KVCache:
+    """Slots for keys and values within a budget of tokens.
+
+    `budget_tokens` bounds slots x length; the memory of each token is that of its keys and values in all layers.
+    """
+
+    def __init__(self, budget_tokens: int, max_slots: int, min_slots: int) -> None:
+        """`min_slots` exist whatever the budget (padding rows need a place to write to)."""
+        self._budget, self._max_slots, self._min_slots = budget_tokens, max_slots, min_slots
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.slots, self.length, self.generation = 0, 0, 0
+
+    def fits(self, slots: int, length: int) -> bool:
+        """Whether so many sequences of up to `length` tokens can run together."""
+        return slots <= self._max_slots and slots * round_up(length, BLOCK) <= self._budget
+
+    def reserve(self, slots: int, length: int, num_used: int) -> None:
+        """Make room for what `fits` allowed, keeping the content of the first `num_used` slots.
+
+        Lengths grow by doubling; the slots are as many as the budget then holds. A new layout is a new `generation`.
+        """
+        if slots <= self.slots and length <= self.length:
+            return
+        most = self._budget // slots // BLOCK * BLOCK
+        self.length = min(1 << (round_up(length, BLOCK) - 1).bit_length(), most)
+        self.slots = max(self._min_slots, min(self._max_slots, self._budget // self.length))
+        self.generation += 1
+        for layer, old in self._layers.items():
+            self._layers[layer] = (self._moved(old[0], num_used), self._moved(old[1], num_used))
+
+    def write_prompts(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
+        """Prompts' keys and values [N, Hkv, L, d] into slots first, first + 1, ..."""
+        if layer not in self._layers:
+            # Zeros, since what a mask hides is still multiplied by 0 and must be finite.
+            self._layers[layer] = (self._zeros_like(key), self._zeros_like(value))
+        for store, new in zip(self._layers[layer], (key, value), strict=True):
+            store[first : first + new.shape[0], :, : new.shape[2]].copy_(new)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, each [slots, Hkv, length, d]."""
+        return self._layers[layer]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of slot `source` to slot `target`."""
+        for stores in self._layers.values():
+            for store in stores:
+                store[target, :, :length].copy_(store[source, :, :length])
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot that holds numbers which are not finite."""
+        for stores in self._layers.values():
+            for store in stores:
+                store[slot].zero_()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._layers.clear()
+        self.slots = self.length = 0
+
+    def _zeros_like(self, new: Tensor) -> Tensor:
+        return new.new_zeros(self.slots, new.shape[1], self.length, new.shape[3])
+
+    def _moved(self, old: Tensor, num_used: int) -> Tensor:
+        length = min(old.shape[2], self.length)
+        new = self._zeros_like(old)
+        new[:num_used, :, :length].copy_(old[:num_used, :, :length])
+        return new
+
+
+class PrefillAttention:
+    """Causal attention over right-padded prompts laid end to end; fills the cache.
+
+    A padded position is never attended to by a real one, and its place in the cache is overwritten before the
+    sequence grows long enough to see it.
+    """
+
+    def __init__(self, cache: KVCache, first_slot: int, prompts: Sequence[tuple[int, int]]) -> None:
+        """`prompts`: (padded width, number of sequences that start from it) of each, like widths side by side.
+
+        The sequences of the first prompt take the slots from `first_slot` on, those of the next the slots after.
+        """
+        self._cache = cache
+        self._blocks: list[tuple[int, int, list[int]]] = []
+        for width, same in itertools.groupby(prompts, key=lambda prompt: prompt[0]):
+            copies = [num for _, num in same]
+            self._blocks.append((width, first_slot, copies))
+            first_slot += sum(copies)
+        self._sizes = [width * len(copies) for width, _, copies in self._blocks]
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See models.attention.AttentionContext."""
+        outs: list[Tensor] = []
+        parts = zip(*(x.split(self._sizes) for x in (query, key, value)), strict=True)
+        for (width, slot, copies), qkv in zip(self._blocks, parts, strict=True):
+            q, k, v = (x.unflatten(0, (len(copies), width)) for x in qkv)
+            outs.append(causal_attention(call, q, k, v).flatten(0, 1))
+            if len(copies) < sum(copies):
+                index = [row for row, num in enumerate(copies) for _ in range(num)]
+                k, v = k[index], v[index]
+            self._cache.write_prompts(call.layer, slot, k.transpose(1, 2), v.transpose(1, 2))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+class DecodeAttention:
+    """One new token for each of the first B slots, attending to all before it in its slot.
+
+    Made once per step; every shape is fixed by B and `width`, so that a step can be captured as a CUDA graph.
+    Query heads that share a key head are laid along the query axis: q is [B, Hkv, G, d].
+    """
+
+    def __init__(self, cache: KVCache, positions: Tensor, width: int) -> None:
+        """`positions` [B] of the new tokens, all below `width`, a multiple of BLOCK."""
+        self._cache, self._positions, self._width = cache, positions, width
+        self._masks: dict[int | None, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See models.attention.AttentionContext."""
+        rows, heads, _ = key.shape
+        stores = self._cache.layer(call.layer)
+        place = self._place(heads, key.device)
+        for store, new in zip(stores, (key, value), strict=True):
+            store.view(-1, store.shape[3]).index_copy_(0, place, new.reshape(rows * heads, -1))
+        k, v = (store[:rows, :, : self._width] for store in stores)
+        q = query.unflatten(1, (heads, -1))
+        mask = self._mask(call.sliding_window, q.dtype)
+        if call.softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scaling)
+        else:
+            scores = torch.tanh(q @ k.transpose(2, 3) * (call.scaling / call.softcap)) * call.softcap
+            out = (scores + mask).float().softmax(-1).to(v.dtype) @ v
+        return out.reshape(rows, query.shape[1], -1)
+
+    def _place(self, heads: int, device: torch.device) -> Tensor:
+        """Index [B * Hkv] of the new entries among all (slot, head, position) triples of a layer."""
+        if heads not in self._places:
+            strips = torch.arange(len(self._positions) * heads, device=device) * self._cache.length
+            self._places[heads] = strips + self._positions.repeat_interleave(heads)
+        return self._places[heads]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, [B, 1, 1, width]: 0 where visible, else -inf."""
+        window = window if window is not None and window < self._width else None
+        if window not in self._masks:
+            column = torch.arange(self._width, device=self._positions.device)
+            last = self._positions[:, None]
+            is_hidden = column > last
+            if window is not None:
+                is_hidden |= column <= last - window
+            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+            self._masks[window] = mask.masked_fill_(is_hidden, float("-inf"))[:, None, None]
+        return self._masks[window]

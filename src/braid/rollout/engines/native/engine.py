@@ -1,0 +1,380 @@
+"""The native engine: admits requests, prefills prompts, decodes all running sequences one token at a time.
+
+One asyncio task steps the engine while anything is pending, and lets other tasks run between steps. The schedule is a
+function of the order of requests alone; what a request gets is a function of its prompt, settings and key alone:
+
+* Random numbers come from the request's key and the token's place (rollout.random).
+* On CPU in fp32 every number of a sequence has the same bits whatever runs beside it, for matrix products that the
+  library computes alike for 16 rows and for more (all those of small models; with several threads, of large ones
+  not always). Elsewhere numbers agree up to rounding, which changes a token only where a uniform falls
+  within that rounding of a border between two tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from braid.errors import EngineError
+from braid.rollout.engine import Completion, Request
+from braid.types import StopReason
+
+from .cache import PROMPT_BLOCK, KVCache, PrefillAttention, round_up
+from .decoder import MIN_ROWS, Decoder, LanguageModel
+from .sampler import Sampler
+from .stopping import Decode, StopFinder
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ADMIT_FRACTION = 16
+"""Requests are admitted when they are at least this fraction of those running: a prefill costs about a step,"""
+_ADMIT_PATIENCE_STEPS = 8
+"""or when the first one could have run for so many steps."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine has done since it was made. `seconds` are those spent in steps."""
+
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request on its way. `slot` is -1 while it waits."""
+
+    request: Request
+    future: asyncio.Future[Completion]
+    start_s: float
+    end_tokens: frozenset[int]
+    slot: int = -1
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def padded_prompt(self) -> int:
+        return round_up(len(self.request.prompt_ids), PROMPT_BLOCK)
+
+    @property
+    def longest(self) -> int:
+        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
+
+
+class NativeEngine:
+    """Samples completions with the trainer's own module; see rollout.engine.RolloutEngine for the contract."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        decode: Decode,
+        max_running: int = 256,
+        kv_budget_tokens: int = 131_072,
+        prefill_tokens: int = 8192,
+        dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+        cuda_graphs: bool = True,
+        max_length: int | None = None,
+    ) -> None:
+        """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
+
+        With a `dtype` other than the weights' own, a copy of the weights is held, and renewed by `publish`.
+        """
+        self._source = lm
+        weight = next(lm.model.parameters())
+        is_shared = dtype == "auto" or _DTYPES[dtype] == weight.dtype
+        self._lm = lm if is_shared else _cast_copy(lm, _DTYPES[dtype])
+        self._device = weight.device
+        self._max_running, self._kv_budget_tokens = max_running, kv_budget_tokens
+        self._prefill_tokens, self._max_length = prefill_tokens, max_length
+        slots = max(max_running, MIN_ROWS)
+        self._cache = KVCache(kv_budget_tokens, max_running, MIN_ROWS)
+        self._sampler = Sampler(slots, lm.vocab_size, self._device)
+        self._decoder = Decoder(self._lm, self._cache, self._device, cuda_graphs=cuda_graphs)
+        self._stops = StopFinder(decode)
+        # The next input of each slot and its position; on CPU the model reads these very arrays.
+        self._tokens, self._positions = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._held_steps = 0
+        self._stepper: asyncio.Task[None] | None = None
+        self._version = 0
+        self._is_closed = False
+        self.counters = Counters()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def generate(self, request: Request) -> Completion:
+        """See RolloutEngine. Raises EngineError when the request can never fit or its logits are not finite."""
+        self._check(request)
+        future = asyncio.get_running_loop().create_future()
+        end_tokens = frozenset(request.sampling.stop_token_ids)
+        sequence = _Sequence(request, future, time.perf_counter(), end_tokens)
+        self._waiting.append(sequence)
+        if self._stepper is None:
+            self._stepper = asyncio.create_task(self._run())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._drop(sequence)
+            raise
+
+    def publish(self, version: int) -> None:
+        """See RolloutEngine. Copies nothing when the engine shares the trainer's tensors."""
+        if self._waiting or self._running:
+            pending = len(self._waiting) + len(self._running)
+            raise EngineError(
+                f"cannot publish version {version} while {pending} requests run; await them first"
+            )
+        self._version = version
+        if self._lm is not self._source:
+            _copy_weights(self._source, self._lm)
+
+    def close(self) -> None:
+        """Fail what is pending and give the cache's memory back."""
+        self._is_closed = True
+        if self._stepper is not None:
+            self._stepper.cancel()
+        self._abandon("the engine was closed")
+        self._cache.free()
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never run, before it waits for ever."""
+        sampling, prompt = request.sampling, request.prompt_ids
+        if self._is_closed:
+            raise EngineError("the engine is closed; make a new one")
+        if not prompt or min(prompt) < 0 or max(prompt) >= self._lm.vocab_size:
+            what = f"a token id outside 0..{self._lm.vocab_size - 1}" if prompt else "no token"
+            raise EngineError(f"the prompt has {what}; use the tokenizer that belongs to the model")
+        if sampling.max_new_tokens < 1:
+            raise EngineError(
+                f"max_new_tokens={sampling.max_new_tokens} asks for nothing; it must be at least 1"
+            )
+        longest = len(prompt) + sampling.max_new_tokens
+        sizes = (
+            f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} make {longest} tokens"
+        )
+        if self._max_length is not None and longest > self._max_length:
+            raise EngineError(
+                f"{sizes}, more than the model's {self._max_length} positions; lower rollout.sampling.max_new_tokens or "
+                "data.max_prompt_tokens"
+            )
+        if not self._cache.fits(1, longest):
+            raise EngineError(
+                f"{sizes}, which can never fit rollout.native.kv_budget_tokens={self._kv_budget_tokens}; raise it or "
+                "lower rollout.sampling.max_new_tokens"
+            )
+
+    async def _run(self) -> None:
+        """Step until nothing is pending. An error ends all pending requests; the engine can be used again."""
+        try:
+            while self._waiting or self._running:
+                await asyncio.sleep(0)
+                self._step()
+        except Exception as error:  # whatever the model raises must reach those who wait
+            self._abandon(f"the engine failed with {len(self._running)} sequences running: {error!r}", error)
+        finally:
+            self._stepper = None
+            self._abandon("the engine's task was cancelled")
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        start = time.perf_counter()
+        if admitted := self._admit():
+            self._prefill(admitted)
+        if self._running:
+            self._decode()
+        self.counters.steps += 1
+        self.counters.seconds += time.perf_counter() - start
+
+    def _admit(self) -> list[_Sequence]:
+        """Take from the queue, in order, what fits beside the running sequences at its longest."""
+        num, count = len(self._running), 0
+        longest = max((s.longest for s in self._running), default=0)
+        for sequence in self._waiting:
+            if not self._cache.fits(num + count + 1, max(longest, sequence.longest)):
+                break
+            longest, count = max(longest, sequence.longest), count + 1
+        if count == 0:
+            return []
+        if count < num // _ADMIT_FRACTION and self._held_steps < _ADMIT_PATIENCE_STEPS:
+            self._held_steps += 1
+            return []
+        self._held_steps = 0
+        self._cache.reserve(num + count, longest, num)
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def _prefill(self, admitted: Sequence[_Sequence]) -> None:
+        """Run the distinct prompts, shortest first, in packs up to the limit of tokens."""
+        groups: dict[tuple[int, ...], list[_Sequence]] = {}
+        for sequence in admitted:
+            groups.setdefault(sequence.request.prompt_ids, []).append(sequence)
+        pack: list[list[_Sequence]] = []
+        num_tokens = 0
+        for group in sorted(groups.values(), key=lambda g: g[0].padded_prompt):
+            if pack and num_tokens + group[0].padded_prompt > self._prefill_tokens:
+                self._prefill_pack(pack)
+                pack, num_tokens = [], 0
+            pack.append(group)
+            num_tokens += group[0].padded_prompt
+        self._prefill_pack(pack)
+
+    def _prefill_pack(self, pack: Sequence[Sequence[_Sequence]]) -> None:
+        """Run one prompt per group and draw the first token of each member."""
+        first = len(self._running)
+        tokens: list[int] = []
+        positions: list[int] = []
+        ends: list[int] = []
+        for group in pack:
+            prompt, width = group[0].request.prompt_ids, group[0].padded_prompt
+            ends += [len(tokens) + len(prompt) - 1] * len(group)
+            padding = [0] * (width - len(prompt))
+            tokens += [*prompt, *padding]
+            positions += [*range(len(prompt)), *padding]
+            for sequence in group:
+                self._start(sequence)
+            self.counters.prefilled_tokens += len(prompt)
+        attention = PrefillAttention(self._cache, first, [(g[0].padded_prompt, len(g)) for g in pack])
+        hidden = self._lm.hidden(self._to_device(tokens), self._to_device(positions), attention)
+        num = len(ends)
+        ends += ends[:1] * (MIN_ROWS - num)
+        logits = self._lm.logits(hidden.index_select(0, self._to_device(ends)))
+        self._take(logits[:num], first)
+
+    def _start(self, sequence: _Sequence) -> None:
+        """Give a sequence the next slot. Its next input comes at the position after the prompt."""
+        slot, request = len(self._running), sequence.request
+        self._sampler.put(slot, request.sampling, request.key, request.prompt_ids)
+        self._positions[slot] = len(request.prompt_ids)
+        sequence.slot = slot
+        self._running.append(sequence)
+
+    def _decode(self) -> None:
+        """One more token for every running sequence."""
+        num = len(self._running)
+        rows = self._decoder.rows(num)
+        self._tokens[num:rows] = self._positions[num:rows] = 0  # padding rows write to slots that nobody has
+        longest = int(self._positions[:num].max()) + 1
+        tokens, positions = (torch.from_numpy(a[:rows]) for a in (self._tokens, self._positions))
+        logits = self._decoder.logits(tokens, positions, longest)
+        self._positions[:num] += 1
+        self._take(logits[:num], 0)
+
+    def _take(self, logits: Tensor, first: int) -> None:
+        """Draw one token for each of the slots first, first + 1, ... and end the sequences that are done."""
+        tokens, logprobs = self._sampler.sample(logits, first)
+        self._tokens[first : first + len(tokens)] = tokens
+        self.counters.decoded_tokens += len(tokens)
+        done: list[_Sequence] = []
+        for sequence, token, logprob in zip(self._running[first:], tokens, logprobs, strict=True):
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+            if not math.isfinite(logprob):
+                self._fail(sequence)
+            elif reason := self._reason_to_stop(sequence):
+                self._finish(sequence, reason)
+            else:
+                continue
+            done.append(sequence)
+        for sequence in reversed(done):
+            self._release(sequence)
+
+    def _reason_to_stop(self, sequence: _Sequence) -> StopReason | None:
+        sampling, num_tokens = sequence.request.sampling, len(sequence.token_ids)
+        if sequence.token_ids[-1] in sequence.end_tokens:
+            return "stop"
+        if (
+            sampling.stop_strings
+            and num_tokens >= sampling.min_new_tokens
+            and self._stops.is_completed(sequence.token_ids, sampling.stop_strings)
+        ):
+            return "stop"
+        return "length" if num_tokens >= sampling.max_new_tokens else None
+
+    def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
+        if not sequence.future.done():
+            end = time.perf_counter()
+            sequence.future.set_result(
+                Completion(
+                    sequence.token_ids, sequence.logprobs, reason, self._version, sequence.start_s, end
+                )
+            )
+
+    def _fail(self, sequence: _Sequence) -> None:
+        """The model gave logits that are no numbers. What it left in the cache must not reach another sequence."""
+        self._cache.clear(sequence.slot)
+        place = len(sequence.request.prompt_ids) + len(sequence.token_ids) - 1
+        if not sequence.future.done():
+            sequence.future.set_exception(
+                EngineError(
+                    f"the model's logits at position {place} are not finite (policy version {self._version}); "
+                    "its weights have diverged, or overflow in the engine's dtype"
+                )
+            )
+
+    @torch.inference_mode()
+    def _release(self, sequence: _Sequence) -> None:
+        """Free a slot; the last running sequence moves into it, so that slots stay compact."""
+        slot, last = sequence.slot, self._running.pop()
+        if last is not sequence:
+            self._cache.move(last.slot, slot, int(self._positions[last.slot]))
+            self._sampler.move(last.slot, slot)
+            self._tokens[slot], self._positions[slot] = self._tokens[last.slot], self._positions[last.slot]
+            self._running[slot], last.slot = last, slot
+        sequence.slot = -1
+
+    def _drop(self, sequence: _Sequence) -> None:
+        """Forget a request that nobody awaits any more."""
+        if sequence.slot >= 0:
+            self._release(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def _abandon(self, reason: str, cause: Exception | None = None) -> None:
+        """Fail all pending requests. The cache goes too: it may hold anything."""
+        pending = [*self._running, *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        if pending:
+            self._cache.free()
+        for sequence in pending:
+            sequence.slot = -1
+            if not sequence.future.done():
+                error = EngineError(reason)
+                error.__cause__ = cause
+                sequence.future.set_exception(error)
+
+    def _to_device(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self._device)
+
+
+def _cast_copy(lm: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """The same model with parameters of its own, of another type. Buffers (rotary frequencies) keep theirs."""
+    lm = copy.deepcopy(lm)
+    for parameter in lm.model.requires_grad_(False).parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.to(dtype)
+    return lm
+
+
+@torch.no_grad()
+def _copy_weights(source: LanguageModel, target: LanguageModel) -> None:
+    for old, new in zip(target.model.parameters(), source.model.parameters(), strict=True):
+        old.copy_(new)

@@ -1,0 +1,45 @@
+"""Finding stop strings in the text of tokens that arrive one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class StopFinder:
+    """Tells whether the newest token completed a stop string, whatever tokens the string is spread over.
+
+    Only the tail of the text is decoded, and only when the newest token can have written a string's last character:
+    one that is ASCII and no space always shows in the text of the token that wrote it, taken alone.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._pieces: dict[int, str] = {}
+
+    def is_completed(self, token_ids: Sequence[int], strings: Sequence[str]) -> bool:
+        """Whether the text of `token_ids` contains one of `strings`, given that it did not without the last token."""
+        piece = self._piece(token_ids[-1])
+        possible = [
+            s
+            for s in strings
+            if not (s[-1].isascii() and s[-1].isprintable() and s[-1] != " ") or s[-1] in piece
+        ]
+        if not possible:
+            return False
+        # A tokenizer may decode the first tokens of a tail differently (a space, half a character): keep some before.
+        needed = max(map(len, possible)) + len(piece) + 4
+        num_tokens = needed
+        while True:
+            tail = self._decode(token_ids[-num_tokens:])
+            if any(s in tail for s in possible):
+                return True
+            if len(tail) >= needed or num_tokens >= len(token_ids):
+                return False
+            num_tokens *= 2
+
+    def _piece(self, token_id: int) -> str:
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._decode([token_id])
+        return self._pieces[token_id]
