@@ -75,6 +75,8 @@ class GymnasiumEnv(Section):
     """Passed to gymnasium.make."""
     num_envs: PositiveInt = 8
     """Copies stepped together; more than prompts_per_round * group_size are never all in use."""
+    eval_episodes: PositiveInt = 100
+    """Episodes of one evaluation, each from a reset state of its own."""
 
 
 EnvConfig = Annotated[SingleTurnEnv | ToolEnv | GymnasiumEnv, Field(discriminator="kind")]
