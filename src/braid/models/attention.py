@@ -4,7 +4,7 @@ A model switched to the implementation "braid" calls `_attend` in each attention
 queries, keys and values to the context given to the forward call: `model(input_ids, position_ids=...,
 attention_context=context)`. Training and prefill use `PackedAttention`; the native engine brings contexts that also
 keep a cache. No architecture needs code of its own; one whose layers do not go through the interface is found out by
-`models.causal_lm` when it is loaded.
+`models.selfcheck` when it is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from braid.errors import ModelError
 
@@ -41,12 +41,12 @@ class AttentionContext(Protocol):
         ...
 
 
-def _attend(
+def _attend(  # noqa: PLR0913  # the signature is transformers'
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001  # the context knows better
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
@@ -79,13 +79,9 @@ def _attend(
 
 
 def register() -> None:
-    """Make "braid" known to transformers. Safe to call more than once."""
+    """Make "braid" known to transformers. Safe to call more than once. It brings no mask function, so transformers builds
+    no mask: the context decides who attends to whom."""
     AttentionInterface.register(IMPLEMENTATION, _attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The context decides who attends to whom; transformers builds no mask."""
 
 
 class PackedAttention:

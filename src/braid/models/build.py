@@ -1,0 +1,41 @@
+"""Language models made from sizes, with random weights."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from braid.config.model import BuildSpec
+
+VOCAB_MULTIPLE = 16
+"""Vocabularies are padded to a multiple of it; matrix products like that. The tokens added stand for nothing."""
+
+
+def build_model(
+    spec: BuildSpec, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
+    """A model of the architecture and sizes of `spec`, on the CPU; the same weights for the same seed on every machine."""
+    config = AutoConfig.for_model(
+        spec.architecture,
+        vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=spec.tie_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        **_attention_scale(spec),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+
+
+def _attention_scale(spec: BuildSpec) -> dict[str, int]:
+    """Gemma 2 and 3 do not derive the scale of attention scores from the width of a head."""
+    return {"query_pre_attn_scalar": spec.head_dim} if spec.architecture in ("gemma2", "gemma3_text") else {}

@@ -1,0 +1,209 @@
+"""A Hugging Face causal language model as training and the native engine use it: rows packed end to end, attention plugged in.
+
+Owns the way from token ids to hidden states, logits and log-probs. Building and checking models is `loading`'s; what attends
+to what is up to the attention context of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from braid.errors import ModelError
+
+from . import attention
+from .attention import AttentionContext, PackedAttention
+from .base import Output
+from .batch import PackedBatch
+from .logprobs import DEFAULT_CHUNK_BYTES, Head, token_logprobs
+
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+"""Where configs of transformers keep a number that logits are divided or multiplied by."""
+
+
+class CausalLM:
+    """The policy or the reference. Always in eval mode: dropout would make log-probs random.
+
+    `model` is the Hugging Face module, whose weights the native engine shares; `config` its text config. Log-probs and
+    entropies are those of softmax(logits / temperature).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float = 1.0, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    ) -> None:
+        """Takes `model` over and switches its attention. `chunk_bytes` bounds each [tokens, vocabulary] tensor."""
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ModelError(
+                f"{type(model).__name__} has no linear output head but {type(head).__name__}; "
+                "braid needs a causal language model whose logits are a linear function of its hidden states"
+            )
+        self.model = model.eval()
+        self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
+        self.temperature = temperature
+        self.chunk_bytes = chunk_bytes
+        self._head = head
+        self._logit_scale = _logit_scale(self.config)
+        self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        use_packed_attention(model)
+        _use_sparse_embedding_gradient(model, head)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The model below its head: token ids to hidden states."""
+        return cast("PreTrainedModel", self.model.base_model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._head.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight.device
+
+    @property
+    def head(self) -> Head:
+        """What makes logits of hidden states; its tensors are the model's own."""
+        return Head(self._head.weight, self._head.bias, self._logit_scale, self._softcap)
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states [T, D], after the final norm, of token ids [T] at positions [T] of their sequences."""
+        return hidden_states(self.backbone, input_ids, positions, context)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V] in float32, not yet divided by any temperature; without gradient."""
+        return self.head.logits(hidden)
+
+    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
+        """`logprobs` [T] and `entropy` [T] in float32 (see TrainableModel)."""
+        if unknown := outputs - {"logprobs", "entropy"}:
+            raise AssertionError(f"a policy has no {sorted(unknown)}")
+        written, before = written_positions(batch)
+        states = self.hidden(
+            batch.inputs["input_ids"], batch.positions, PackedAttention(batch.lengths, batch.device)
+        )
+        logprobs, entropy = token_logprobs(
+            states.index_select(0, before),
+            self.head,
+            batch.inputs["input_ids"].index_select(0, written),
+            temperature=self.temperature,
+            with_entropy="entropy" in outputs,
+            chunk_bytes=self.chunk_bytes,
+        )
+        computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
+        return {name: spread(computed[name], written, batch) for name in outputs}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return unique_weights(self.model)
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Recompute each layer in the backward pass, or no longer."""
+        set_gradient_checkpointing(self.model, enabled)
+
+    def frozen_copy(self) -> CausalLM:
+        """The model as it is now, in tensors of its own that are never trained."""
+        copy = CausalLM(deepcopy(self.model), temperature=self.temperature, chunk_bytes=self.chunk_bytes)
+        copy.model.requires_grad_(False)
+        return copy
+
+
+def hidden_states(
+    backbone: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext
+) -> Tensor:
+    """[T], [T] -> [T, D]: the backbone over one flat line of tokens, all attention left to `context`."""
+    out = backbone(
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        attention_context=context,
+    )
+    return out.last_hidden_state[0]
+
+
+def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Where the mask is True, and the positions just before, whose hidden states predict them."""
+    written = batch.mask.nonzero().squeeze(1)
+    lengths = torch.tensor((0, *batch.lengths[:-1]), device=batch.device)
+    assert not batch.mask[lengths.cumsum(0)].any(), "a row's first token has nothing that predicts it"
+    return written, written - 1
+
+
+def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor:
+    """[N] at the written positions -> [T], 0 elsewhere."""
+    assert values is not None, "computed only when asked for"
+    return values.new_zeros(batch.num_positions).index_copy(0, written, values)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch every attention layer to the context given with each call. Raises ModelError when layers want a kind of mask
+    that a context cannot know about."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))}; "
+            "braid runs models whose layers are all full_attention or sliding_attention"
+        )
+    attention.register()
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+
+
+def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers by name, tied ones once."""
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
+    """Wrap or unwrap the forward of each decoder layer. transformers' own switch works in train mode only, where dropout
+    is on as well."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if enabled and not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layers that can be recomputed; set train.gradient_checkpointing=false"
+        )
+    for layer in layers:
+        layer.__dict__.pop("forward", None)
+        if enabled:
+            layer.forward = partial(_recomputed, layer)
+
+
+def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = partial(type(layer).forward, layer)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _use_sparse_embedding_gradient(model: PreTrainedModel, head: nn.Linear) -> None:
+    """Of a tied weight, autograd adds up the head's gradient and the embedding's before it adds both to `.grad`. A sparse one
+    of the embedding goes into the head's in place and saves a second [V, D] tensor."""
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.sparse = embedding.weight is head.weight
+
+
+def _logit_scale(config: PreTrainedConfig) -> float:
+    scale = 1.0
+    for name in _DIVISORS:
+        scale /= getattr(config, name, None) or 1.0
+    for name in _FACTORS:
+        scale *= getattr(config, name, None) or 1.0
+    return scale

@@ -1,0 +1,234 @@
+"""Models and tokenizers from what the config names: a folder, a hub name, or sizes. And back into a folder.
+
+Everything wrong with a folder is found here and told as a ModelError.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from braid.config.model import DType, ModelConfig
+from braid.errors import ModelError, suggest
+
+from .build import build_model
+from .causal_lm import CausalLM
+from .logprobs import DEFAULT_CHUNK_BYTES
+from .selfcheck import check_against_plain
+from .tokenizer import character_tokenizer
+
+_log = logging.getLogger(__name__)
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+"""What transformers raises over a folder that it cannot use."""
+
+
+def load_policy(
+    config: ModelConfig,
+    *,
+    temperature: float,
+    seed: int,
+    device: torch.device,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    key: str = "model",
+) -> CausalLM:
+    """The language model that `config` names, checked, on `device`. `seed` is that of random weights (`build`); `key` is the
+    section of the run's config that errors should name.
+
+    Raises ModelError when there is none, when it cannot be read, or when braid cannot run its architecture.
+    """
+    if config.build is not None:
+        model = build_model(config.build, load_tokenizer(config), dtype=TORCH_DTYPES[config.dtype], seed=seed)
+    else:
+        model = _pretrained(config, f"{key}.path")
+        _note_dropout(model)
+    lm = CausalLM(model.to(device), temperature=temperature, chunk_bytes=chunk_bytes)  # pyright: ignore[reportArgumentType]
+    check_against_plain(lm)
+    return lm
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that goes with the model, or the one of `model.tokenizer`, with the template of `model.chat_template`.
+
+    Raises ModelError when there is none, when it has no end token, or when it has tokens that the model does not know.
+    """
+    if config.tokenizer is not None:
+        tokenizer = _pretrained_tokenizer(
+            _expand(config.tokenizer), "model.tokenizer", config.trust_remote_code
+        )
+    elif config.build is not None:
+        tokenizer = character_tokenizer(config.build.characters)
+    else:
+        tokenizer = _pretrained_tokenizer(_path(config), "model.path", config.trust_remote_code)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _chat_template(config.chat_template)
+    name = config.tokenizer or config.path or "model.build"
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {name} has no end token, so answers would never end; set eos_token in its "
+            "tokenizer_config.json or model.tokenizer to another tokenizer"
+        )
+    _check_fits(tokenizer, name, _vocab_size(config))
+    return tokenizer
+
+
+def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; nothing of braid is left in it."""
+    lm.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _pretrained(config: ModelConfig, key: str) -> PreTrainedModel:
+    path = _path(config)
+    _check_folder(path, key, needs_weights=True)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=TORCH_DTYPES[config.dtype],
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except _UNREADABLE as error:
+        raise ModelError(_unusable(path, key, "causal language model", error)) from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{key}={path}: its files lack {len(missing)} of the weights of {type(model).__name__}, among them "
+            f"{missing[0]}; they would start at random. Complete the folder or choose another"
+        )
+    return model
+
+
+def _pretrained_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    _check_folder(path, key, needs_weights=False)
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{key}={path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; "
+            "set model.tokenizer to the folder or hub name of one"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except _UNREADABLE as error:
+        raise ModelError(_unusable(path, key, "tokenizer", error)) from error
+
+
+def _path(config: ModelConfig) -> str:
+    if config.path is None:
+        raise ModelError(
+            "this run's model is no language model; set model.path or model.build instead of model.mlp"
+        )
+    return _expand(config.path)
+
+
+def _expand(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _check_folder(path: str, key: str, *, needs_weights: bool) -> None:
+    """Raise for a folder that is not there or is no model's. A hub name passes."""
+    folder = Path(path)
+    if folder.is_file():
+        raise ModelError(f"{key}={path} is a file; give the folder that it is in")
+    if not folder.is_dir():
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
+            return
+        beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise ModelError(f"{key}={path}: there is no such folder{suggest(folder.name, beside)}")
+    if not needs_weights:
+        return
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        missing.append("weights (model.safetensors)")
+    if missing:
+        has = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(
+            f"{key}={path} is no Hugging Face model folder: it lacks {' and '.join(missing)}; it has {has}"
+        )
+
+
+def _unusable(path: str, key: str, kind: str, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if Path(path).is_dir():
+        return f"{key}={path} cannot be loaded as a {kind}: {reason}"
+    return (
+        f"{key}={path} is no local folder and could not be loaded as a {kind} from the Hugging Face hub: {reason}. "
+        "Give an existing folder, or a hub name while online"
+    )
+
+
+def _chat_template(given: str) -> str:
+    """Jinja text, from a file when `given` names one."""
+    if not given.endswith(".jinja"):
+        return given
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise ModelError(
+            f"model.chat_template={given}: there is no such file; give Jinja text or a .jinja file"
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def _vocab_size(config: ModelConfig) -> int | None:
+    """Of the model with which the tokenizer is used; None where the model is made to fit its own tokenizer."""
+    if config.build is not None:
+        return None
+    path = _path(config)
+    _check_folder(path, "model.path", needs_weights=True)
+    try:
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=config.trust_remote_code
+        )
+    except _UNREADABLE as error:
+        raise ModelError(_unusable(path, "model.path", "causal language model", error)) from error
+    return loaded.get_text_config(decoder=True).vocab_size
+
+
+def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int | None) -> None:
+    """Every token must have a row in the model's embedding. Special tokens past its end that mean nothing to a language
+    model (Gemma's image token) are let pass."""
+    if vocab_size is None:
+        return
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    outside = sorted(i for i in tokenizer.get_vocab().values() if i >= vocab_size)
+    used: tuple[Any, ...] = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    if all(i in added and added[i].special and i not in used for i in outside):
+        return
+    raise ModelError(
+        f"the tokenizer of {name} has {len(tokenizer)} tokens (ids up to {outside[-1]}), the model knows {vocab_size}; "
+        "use the tokenizer that belongs to the model, or resize the model's embeddings"
+    )
+
+
+def _note_dropout(model: PreTrainedModel) -> None:
+    """Say that dropout stays off; the same tokens must have the same log-probs in rollout and in training."""
+    values = model.config.get_text_config(decoder=True).to_dict()
+    rates = {
+        k: v for k, v in values.items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0
+    }
+    if rates:
+        _log.info(
+            "the model's %s stays off: log-probs must not be random",
+            ", ".join(f"{k}={v}" for k, v in rates.items()),
+        )

@@ -1,0 +1,245 @@
+"""Log-probs and entropies from hidden states, with logits for one chunk of tokens and vocabulary at a time.
+
+Owns everything between the last hidden state and a token's log-prob. With N tokens, D hidden, V vocabulary, the full logits
+would be an [N, V] tensor (5 GB at 8,192 x 151,936); here they exist tile by tile, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+DEFAULT_CHUNK_BYTES = 64 * 2**20
+_MIN_COLUMNS = 256
+"""Narrower tiles make slow matrix products; tokens are split before columns get narrower."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How hidden states become logits: `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
+
+    `weight` [V, D], `bias` [V] or None; no tanh when `softcap` is None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V] in float32 (float64 for float64 weights); the product itself in the type of `hidden`, or
+        autocast's. Not differentiable: the logits are changed in place."""
+        with torch.no_grad():
+            return _cap(F.linear(hidden, self.weight, self.bias), self.scale, self.softcap)
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and the entropy [N] of that distribution
+    when asked for; both in nats, in float32 (float64 for float64 hidden states), both differentiable.
+
+    `hidden` is [N, D]. No [tokens, vocabulary] tensor takes more than `chunk_bytes`, at least one float. With logits z,
+    p = softmax(z) and H the entropy, the gradients are d log p_t / dz_j = [j = t] - p_j and
+    dH / dz_j = -p_j (log p_j + H). When all logits fit one chunk they are kept for the backward pass; else each tile is
+    computed again there.
+    """
+    rule = _Rule(head.scale, head.softcap, temperature, with_entropy, chunk_bytes)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, rule)
+    return logprobs, entropy
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    scale: float
+    softcap: float | None
+    temperature: float
+    with_entropy: bool
+    chunk_bytes: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Of one tile, divided by the temperature."""
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        logits = _cap(F.linear(hidden, weight, bias), self.scale, self.softcap)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def grad_raw(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """From the gradient of one tile's logits to that of hidden @ weight.T + bias; in place."""
+        if self.softcap is not None:
+            squashed = logits * (self.temperature / self.softcap)
+            grad.mul_(squashed.square_().neg_().add_(1.0))
+        factor = self.scale / self.temperature
+        return grad if factor == 1.0 else grad.mul_(factor)
+
+    def tiles(self, num_tokens: int, vocab: int, item_bytes: int) -> Iterator[tuple[slice, list[slice]]]:
+        """Slices of tokens, each with the slices of the vocabulary; as many tokens as possible, since the gradient of
+        `weight` is read and written once per slice of tokens."""
+        room = max(1, self.chunk_bytes // item_bytes)
+        width = min(vocab, room, max(_MIN_COLUMNS, room // max(1, num_tokens)))
+        height = max(1, room // width)
+        columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+        for start in range(0, num_tokens, height):
+            yield slice(start, min(start + height, num_tokens)), columns
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: _Rule
+    ) -> tuple[Tensor, Tensor | None]:
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        exact = torch.float64 if ctx.dtype == torch.float64 else torch.float32
+        states = hidden.to(ctx.dtype)
+        target_logits, log_total = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(2))
+        entropy = torch.zeros_like(log_total) if rule.with_entropy else None
+        vocab, kept = len(weight), None
+        with torch.autocast(device, enabled=False):
+            for tokens, slices in rule.tiles(len(targets), vocab, exact.itemsize):
+                running = _RunningSoftmax(states[tokens], targets[tokens], exact, rule.with_entropy)
+                for columns in slices:
+                    logits = rule.logits(
+                        states[tokens], weight[columns], None if bias is None else bias[columns]
+                    )
+                    running.add(logits, columns)
+                    if logits.shape == (len(targets), vocab):
+                        kept = logits
+                target_logits[tokens], log_total[tokens] = running.target, running.log_total()
+                if entropy is not None:
+                    entropy[tokens] = running.entropy()
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(states, weight, bias, targets, log_total, entropy, kept)
+        return target_logits - log_total, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        states, weight, bias, targets, log_total, entropy, kept = ctx.saved_tensors
+        rule: _Rule = ctx.rule
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 5
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(states, dtype=log_total.dtype) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_bias = log_total.new_zeros(len(weight)) if wants_bias else None
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_total)
+        with torch.autocast(states.device.type, enabled=False):
+            for tokens, slices in rule.tiles(len(targets), len(weight), log_total.itemsize):
+                state = states[tokens]
+                for columns in slices:
+                    part = weight[columns].to(ctx.dtype)
+                    logits = kept
+                    if logits is None:
+                        logits = rule.logits(state, part, None if bias is None else bias[columns])
+                    grad = _grad_logits(
+                        logits,
+                        log_total[tokens],
+                        grad_logprobs[tokens],
+                        None if grad_entropy is None else (grad_entropy[tokens], entropy[tokens]),
+                    )
+                    inside, column = _place(targets[tokens], columns)
+                    grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[tokens], 0.0).unsqueeze(1))
+                    grad = rule.grad_raw(grad, logits)
+                    del logits
+                    if grad_bias is not None:
+                        grad_bias[columns] += grad.sum(0)
+                    grad = grad.to(ctx.dtype)
+                    if grad_hidden is not None:
+                        _add_product(grad_hidden[tokens], grad, part)
+                    if grad_weight is not None:
+                        _add_product(grad_weight[columns], grad.t(), state)
+        return (
+            None if grad_hidden is None else grad_hidden.to(ctx.dtype),
+            grad_weight,
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+        )
+
+
+class _RunningSoftmax:
+    """Sums over the vocabulary of tiles seen one after the other, for N tokens: with m the largest logit so far,
+    sum exp(z - m), and for the entropy sum exp(z - m) (z - m)."""
+
+    def __init__(self, states: Tensor, targets: Tensor, dtype: torch.dtype, with_entropy: bool) -> None:
+        self._targets = targets
+        self._largest = states.new_full((len(targets),), torch.finfo(dtype).min, dtype=dtype)
+        self._total = torch.zeros_like(self._largest)
+        self._moment = torch.zeros_like(self._largest) if with_entropy else None
+        self.target = torch.zeros_like(self._largest)
+
+    def add(self, logits: Tensor, columns: slice) -> None:
+        inside, column = _place(self._targets, columns)
+        self.target = torch.where(inside, logits.gather(1, column).squeeze(1), self.target)
+        largest = torch.maximum(self._largest, logits.amax(1))
+        drop = self._largest - largest
+        decay = drop.exp()
+        shifted = logits - largest.unsqueeze(1)
+        if self._moment is None:
+            self._total = self._total * decay + shifted.exp_().sum(1)
+        else:
+            weights = shifted.exp()
+            self._moment = (self._moment + self._total * drop) * decay + torch.linalg.vecdot(weights, shifted)
+            self._total = self._total * decay + weights.sum(1)
+        self._largest = largest
+
+    def log_total(self) -> Tensor:
+        """Logarithm of the sum of exponentials."""
+        return self._largest + self._total.log()
+
+    def entropy(self) -> Tensor:
+        """H = log sum exp(z - m) - sum p (z - m)."""
+        assert self._moment is not None, "built without entropy"
+        return self._total.log() - self._moment / self._total
+
+
+def _grad_logits(
+    logits: Tensor, log_total: Tensor, grad_logprobs: Tensor, entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The part of the gradient of one tile's logits that does not depend on the target: -p_j g for log-probs with gradient
+    g, -p_j (log p_j + H) h for entropies H with gradient h. A new tensor."""
+    logp = logits - log_total.unsqueeze(1)
+    if entropy is None:
+        return logp.exp_().mul_(-grad_logprobs.unsqueeze(1))
+    grad_entropy, value = entropy
+    probs = logp.exp()
+    logp.mul_(-grad_entropy.unsqueeze(1)).add_(-(grad_logprobs + grad_entropy * value).unsqueeze(1))
+    return probs.mul_(logp)
+
+
+def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Which targets are in the slice, and the place there ([N, 1]; any place for the others)."""
+    inside = (targets >= columns.start) & (targets < columns.stop)
+    return inside, (targets - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the type of `total`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _cap(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """float32 logits from the raw product; in place where it is float32 already."""
+    logits = raw if raw.dtype == torch.float64 else raw.float()
+    if scale != 1.0:
+        logits.mul_(scale)
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
