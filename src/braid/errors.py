@@ -8,7 +8,8 @@
     ├── EnvError (RuntimeError)        an environment failed; recorded on the trajectory, never scored
     ├── EngineError (RuntimeError)     the rollout engine failed
     ├── TrainingError (RuntimeError)   optimization cannot go on (non-finite steps in a row, no valid rows)
-    └── CheckpointError (RuntimeError) a checkpoint cannot be written, or none can be read
+    ├── CheckpointError (RuntimeError) a checkpoint cannot be written, or none can be read
+    └── RunInterrupted                 Ctrl-C or SIGTERM; says where the run stands
 
 A message says what is wrong with which value, what is allowed, what to do, and where the value came from.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class BraidError(Exception):
@@ -40,9 +42,7 @@ class ConfigError(BraidError, ValueError):
     """One or more problems of a config, reported together."""
 
     def __init__(self, problems: Sequence[Problem] | str) -> None:
-        self.problems = (
-            (Problem("config", problems),) if isinstance(problems, str) else tuple(problems)
-        )
+        self.problems = (Problem("config", problems),) if isinstance(problems, str) else tuple(problems)
         lines = [str(p) for p in self.problems]
         head = f"{len(lines)} problems in the config:\n  - " if len(lines) > 1 else ""
         super().__init__(head + "\n  - ".join(lines))
@@ -77,6 +77,22 @@ class TrainingError(BraidError, RuntimeError):
 
 class CheckpointError(BraidError, RuntimeError):
     """A checkpoint could not be written or read."""
+
+
+class RunInterrupted(BraidError):
+    """A run was told to stop (Ctrl-C or SIGTERM). `checkpoint` is the newest one, None when nothing was saved."""
+
+    def __init__(self, run_dir: Path, checkpoint: Path | None) -> None:
+        super().__init__(run_dir, checkpoint)
+        self.run_dir, self.checkpoint = run_dir, checkpoint
+
+    def __str__(self) -> str:
+        saved = (
+            "nothing was saved yet"
+            if self.checkpoint is None
+            else f"the newest checkpoint is {self.checkpoint}"
+        )
+        return f"interrupted; the run is in {self.run_dir}, {saved}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

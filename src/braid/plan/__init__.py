@@ -1,6 +1,7 @@
 """What follows from a config: derived numbers, checks across keys, memory. Imports no torch."""
 
+from .checks import idle_keys
 from .plan import Memory, Plan, Verb
-from .resolve import resolve
+from .resolve import merge_recipe, resolve
 
-__all__ = ["Memory", "Plan", "Verb", "resolve"]
+__all__ = ["Memory", "Plan", "Verb", "idle_keys", "merge_recipe", "resolve"]

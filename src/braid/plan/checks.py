@@ -274,6 +274,11 @@ def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                     yield key, f"has no effect: {because}"
 
 
+def idle_keys(config: RunConfig, plan: Plan) -> frozenset[str]:
+    """Keys that nothing reads in this run, whatever they are set to."""
+    return frozenset(key for _, is_idle, keys in _IDLE if is_idle(config, plan) for key in keys)
+
+
 def _is_set(section: Any, key: str) -> bool:
     """Whether the value at `key` differs from its default."""
     *parents, name = key.split(".")

@@ -1,0 +1,190 @@
+"""The derived numbers of a plan in words, each with the arithmetic that gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from braid.config.rollout import ToolEnv
+from braid.config.schema import RunConfig
+from braid.plan import Plan
+
+UNKNOWN = "not known yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that follows from the config. `how` is its arithmetic or its reason."""
+
+    name: str
+    value: str
+    how: str
+
+
+def figures(config: RunConfig, plan: Plan) -> list[Figure]:
+    """Every derived number, in the order in which a run meets them."""
+    parts = {"train": (_lengths, _rollout, _training, _ends), "sft": (_lengths, _ends), "eval": (_lengths,)}
+    return [figure for part in parts[plan.verb] for figure in part(config, plan)]
+
+
+def human_bytes(count: int) -> str:
+    """1536 as "1.5 KiB"."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def human_count(count: int) -> str:
+    """2960128 as "2.96 M"."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
+    if plan.max_trajectory_tokens is None:
+        return
+    total = f"at most {plan.max_trajectory_tokens:,}"
+    if isinstance(config.env, ToolEnv):
+        yield Figure("tokens per trajectory", total, "env.max_context_tokens: prompt, turns and replies")
+        return
+    prompt = f"{config.data.max_prompt_tokens} of the prompt"
+    if plan.verb != "eval":
+        yield Figure(
+            "tokens per trajectory", total, f"{prompt} + {config.rollout.sampling.max_new_tokens} new"
+        )
+    if plan.eval_max_trajectory_tokens is not None and (config.data.eval or plan.verb == "eval"):
+        sampling = config.eval.sampling or config.rollout.sampling
+        yield Figure(
+            "tokens per evaluation answer",
+            f"at most {plan.eval_max_trajectory_tokens:,}",
+            f"{prompt} + {sampling.max_new_tokens} new",
+        )
+
+
+def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
+    rollout = config.rollout
+    yield Figure(
+        "trajectories per round",
+        f"{plan.trajectories_per_round:,}",
+        f"{rollout.prompts_per_round} prompts x {rollout.group_size} per group",
+    )
+    if plan.max_tokens_per_round is not None:
+        yield Figure(
+            "tokens per round",
+            f"at most {plan.max_tokens_per_round:,}",
+            f"{plan.trajectories_per_round:,} trajectories x {plan.max_trajectory_tokens:,}",
+        )
+    if plan.max_concurrent is not None:
+        native = rollout.native
+        yield Figure(
+            "sampled side by side",
+            f"{plan.max_concurrent:,} at full length",
+            f"least of {plan.trajectories_per_round:,} trajectories, max_running {native.max_running:,}, "
+            f"{native.kv_budget_tokens:,} cached tokens / {plan.max_trajectory_tokens:,}",
+        )
+    if plan.kv_budget_bytes is not None:
+        yield Figure(
+            "key/value cache",
+            f"at most {human_bytes(plan.kv_budget_bytes)}",
+            f"{rollout.native.kv_budget_tokens:,} tokens x {human_bytes(plan.kv_bytes_per_token or 0)}",
+        )
+
+
+def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
+    train, rollout = config.train, config.rollout
+    yield Figure(
+        "optimizer steps per round",
+        f"{plan.steps_per_round}",
+        f"{train.steps_per_pass} per pass x {train.passes_per_round} {_plural('pass', train.passes_per_round)}",
+    )
+    prompts, is_even = (
+        plan.rows_per_step // rollout.group_size,
+        rollout.prompts_per_round % train.steps_per_pass == 0,
+    )
+    upto = "" if is_even else "up to "
+    yield Figure(
+        "rows per step",
+        f"{upto}{plan.rows_per_step:,}",
+        f"{rollout.prompts_per_round} prompts / {train.steps_per_pass} = {upto}{prompts} prompts x {rollout.group_size}",
+    )
+    if plan.max_tokens_per_step is not None:
+        yield Figure(
+            "tokens per step",
+            f"at most {plan.max_tokens_per_step:,}",
+            f"{plan.rows_per_step:,} rows x {plan.max_trajectory_tokens:,}, "
+            f"in micro-batches of {train.micro_batch_tokens:,}",
+        )
+    yield Figure("old log-probs", plan.old_logprobs, _why_old_logprobs(config, plan))
+    if plan.aggregation_constant is not None:
+        given = config.algorithm.aggregation_constant is not None
+        why = "algorithm.aggregation_constant" if given else "longest possible response"
+        yield Figure("aggregation constant", f"{plan.aggregation_constant:g}", why)
+    critic = ("yes", "gae needs values") if plan.needs_critic else ("no", "the advantage needs no values")
+    yield Figure("critic", *critic)
+    kl = f"algorithm.kl_coef is {plan.recipe.kl_coef:g}"
+    yield Figure("reference model", "yes" if plan.needs_reference else "no", kl)
+
+
+def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:
+    if config.algorithm.old_logprobs != "auto":
+        return "algorithm.old_logprobs"
+    if plan.old_logprobs == "current":
+        return "auto: a round has one step, so the ratio is 1"
+    if plan.steps_per_round == 1:
+        return "auto: KL in the reward needs them before the update"
+    return f"auto: the policy moves within a round of {plan.steps_per_round} steps"
+
+
+def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
+    if config.sft is not None:
+        rows = plan.sft_steps * config.sft.rows_per_step
+        yield Figure(
+            "supervised steps",
+            f"{plan.sft_steps:,}",
+            f"sft.steps; {rows:,} examples at {config.sft.rows_per_step} a step",
+        )
+    if plan.verb == "sft":
+        return
+    if plan.num_prompts is not None:
+        yield Figure(
+            "training prompts",
+            f"{plan.num_prompts:,}",
+            "sizes of data.train, before over-long ones are dropped",
+        )
+    yield Figure("rounds", *_rounds(config, plan))
+    if plan.planned_rounds is None or plan.planned_steps is None:
+        yield Figure("optimizer steps", UNKNOWN, f"rounds x {plan.steps_per_round}")
+        return
+    warmup = config.critic.warmup_rounds if plan.needs_critic else 0
+    arithmetic = f"{plan.planned_rounds - warmup:,} rounds x {plan.steps_per_round}"
+    if warmup:
+        arithmetic += f" ({warmup} rounds warm up the critic, which takes {plan.planned_critic_steps:,})"
+    yield Figure("optimizer steps", f"{plan.planned_steps:,}", arithmetic)
+    total = plan.planned_rounds * plan.trajectories_per_round
+    yield Figure(
+        "trajectories in all",
+        f"{total:,}",
+        f"{plan.planned_rounds:,} rounds x {plan.trajectories_per_round:,}",
+    )
+
+
+def _rounds(config: RunConfig, plan: Plan) -> tuple[str, str]:
+    run, per_round = config.run, config.rollout.prompts_per_round
+    if plan.planned_rounds is None:
+        return (
+            UNKNOWN,
+            f"run.max_epochs={run.max_epochs} x training prompts / {per_round}, counted when the data is read",
+        )
+    parts = [] if run.max_rounds is None else [f"run.max_rounds={run.max_rounds:,}"]
+    if run.max_epochs is not None:
+        parts.append(f"run.max_epochs={run.max_epochs} x {plan.num_prompts:,} prompts / {per_round}")
+    elif plan.num_prompts:
+        parts[-1] += f", {plan.planned_rounds * per_round / plan.num_prompts:.2g} passes over the prompts"
+    return f"{plan.planned_rounds:,}", ("least of " if len(parts) > 1 else "") + " and ".join(parts)
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}es"

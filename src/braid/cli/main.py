@@ -1,0 +1,282 @@
+"""The command line: `braid VERB ...`.
+
+Owns arguments, exit codes and what is said on errors. Each verb loads the config, resolves the plan, so that a config's
+problems are told before anything heavy is imported, and hands over to braid.controller.commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import braid
+from braid.errors import BraidError, ConfigError, RunInterrupted, suggest
+
+if TYPE_CHECKING:
+    from braid.config.load import Loaded
+    from braid.plan import Verb
+
+OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
+
+_HELP = """\
+braid trains language models, agents and policies with reinforcement learning.
+One YAML file describes a run; key=value on the command line changes any part of it.
+
+verbs:
+  train   CONFIG.yaml [key=value ...]   reinforcement learning, after supervised learning where `sft` is set
+  sft     CONFIG.yaml [key=value ...]   supervised learning alone
+  eval    CONFIG.yaml|RUN [key=value ...]   score a model, or a run's newest checkpoint, on data.eval
+  show    CONFIG.yaml [key=value ...]   every value with where it came from, and every number that follows
+  export  RUN [--output DIR]            a checkpoint as a Hugging Face folder
+  schema                                JSON schema of the config, for completion in editors
+
+start here:
+  braid train examples/quickstart.yaml                  a small model learns arithmetic, in minutes, on a CPU
+  braid show examples/quickstart.yaml rollout.group_size=16      what would change, before running it
+  braid train examples/quickstart.yaml run.resume=latest         go on after an interruption
+
+where to look:
+  docs/config.md      every key          RUN/summary.json   how a run ended
+  examples/           configs to copy    RUN/samples/       what the model wrote
+  braid VERB --help   options of a verb
+
+exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, 3 eval.target was not reached, 130 interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Errors are told on standard error, with a traceback under --debug."""
+    try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
+    except SystemExit as end:  # argparse has said why
+        return end.code if isinstance(end.code, int) else USAGE
+    try:
+        with _sigterm_as_interrupt():
+            return args.run(args)
+    except KeyboardInterrupt:
+        return _say(INTERRUPTED, "interrupted before the run began; nothing was written", args)
+    except RunInterrupted as stop:
+        return _say(INTERRUPTED, f"{stop}\nto go on: {_resume_command(args, stop)}", args)
+    except ConfigError as error:
+        return _say(USAGE, str(error), args)
+    except BraidError as error:
+        return _say(FAILED, f"{type(error).__name__}: {error}", args)
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _train(args: argparse.Namespace) -> int:
+    loaded = _load(args, "train")
+    from braid.controller import commands
+
+    return OK if commands.train(loaded).is_target_reached else MISSED
+
+
+def _sft(args: argparse.Namespace) -> int:
+    loaded = _load(args, "sft")
+    from braid.controller import commands
+
+    return OK if commands.sft(loaded).is_target_reached else MISSED
+
+
+def _eval(args: argparse.Namespace) -> int:
+    loaded = _load(args, "eval")
+    from braid.controller import commands
+
+    run_dir = Path(args.config) if Path(args.config).is_dir() else None
+    return OK if commands.evaluate(loaded, run_dir=run_dir).is_target_reached else MISSED
+
+
+def _export(args: argparse.Namespace) -> int:
+    run_dir = Path(args.run_dir)
+    _run_config(run_dir)
+    from braid.controller import commands
+
+    folder = commands.export(
+        run_dir, output=None if args.output is None else Path(args.output), step=args.step
+    )
+    sys.stdout.write(f"{folder}\n")
+    return OK
+
+
+def _show(args: argparse.Namespace) -> int:
+    from braid.cli import show
+    from braid.config.load import load_config
+    from braid.plan import resolve
+
+    loaded = load_config(_config_path(args.config), args.overrides)
+    verb = args.verb or ("sft" if loaded.config.sft and not loaded.config.data.train else "train")
+    plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
+    if args.json:
+        sys.stdout.write(show.as_json(loaded, plan))
+    else:
+        show.print_plan(loaded, plan, show_defaults=args.all)
+    return OK
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from braid.config.json_schema import schema_text
+    from braid.config.reference import reference_text
+
+    sys.stdout.write(reference_text() if args.markdown else schema_text())
+    return OK
+
+
+def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
+    """The config of a verb, checked; its warnings are told."""
+    from braid.config.load import load_config
+    from braid.plan import resolve
+
+    loaded = load_config(_config_path(args.config), args.overrides)
+    for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
+        sys.stderr.write(f"braid: warning: {warning}\n")
+    return loaded
+
+
+def _config_path(text: str) -> Path:
+    """The config file that is meant: itself, or that of a run."""
+    path = Path(text)
+    return _run_config(path) if path.is_dir() and (path / "config.yaml").exists() else path
+
+
+def _run_config(run_dir: Path) -> Path:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        what = "has no config.yaml, so it is no run" if run_dir.is_dir() else "is no folder"
+        raise ConfigError(f"{run_dir} {what}; give the folder of a run, such as runs/quickstart")
+    return path
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with near names for mistyped verbs."""
+
+    def error(self, message: str) -> NoReturn:
+        if "argument VERB: invalid choice" in message:
+            wrong = message.split("'")[1]
+            hint = suggest(wrong, _VERBS) or ", the verbs are " + ", ".join(_VERBS)
+            if wrong.endswith((".yaml", ".yml")):
+                hint = f", did you mean 'braid train {wrong}'?"
+            message = f"there is no verb {wrong!r}{hint}"
+        elif message.startswith("the following arguments are required: "):
+            message = f"give a {message.split(': ')[1].split(',')[0]}"
+        sys.stderr.write(f"braid: {message}\ntry: {self.prog} --help\n")
+        raise SystemExit(USAGE)
+
+
+_VERBS = ("train", "sft", "eval", "show", "export", "schema")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="braid", usage="braid VERB ...", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="version", version=f"braid {braid.__version__}")
+    verbs = parser.add_subparsers(dest="verb_name", metavar="VERB")
+    _add_run_verb(
+        verbs,
+        "train",
+        _train,
+        "Reinforcement learning, after supervised learning where the config has `sft`.",
+    )
+    _add_run_verb(verbs, "sft", _sft, "Supervised learning on the examples of `sft.data`.")
+    _add_run_verb(verbs, "eval", _eval, "Score a model, or the newest checkpoint of a run, on `data.eval`.")
+    show = _add_run_verb(
+        verbs, "show", _show, "What a config means: values, origins, derived numbers, memory, warnings."
+    )
+    show.add_argument("--all", action="store_true", help="show defaults too")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.add_argument("--for", dest="verb", choices=("train", "sft", "eval"), help="the verb to plan for")
+    export = _add_verb(verbs, "export", _export, "Write a checkpoint as a folder that transformers loads.")
+    export.add_argument("run_dir", metavar="RUN", help="folder of a run")
+    export.add_argument("--output", metavar="DIR", help="where to write; RUN/export by default")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint; the newest by default")
+    schema = _add_verb(verbs, "schema", _schema, "The JSON schema of the config.")
+    schema.add_argument("--markdown", action="store_true", help="print the reference page instead")
+    args, extra = parser.parse_known_args(argv)
+    if args.verb_name is None:
+        sys.stdout.write(_HELP)
+        raise SystemExit(OK if args.help or not argv else USAGE)
+    _take_extra(args, extra, verbs.choices[args.verb_name])
+    return args
+
+
+def _take_extra(args: argparse.Namespace, extra: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Overrides may stand after options; anything else left over is a mistake."""
+    for text in extra:
+        if not text.startswith("-") and hasattr(args, "overrides"):
+            args.overrides.append(text)
+        elif "=" in text:
+            parser.error(f"unknown option {text!r}; settings have no dashes: {text.lstrip('-')}")
+        else:
+            parser.error(f"unknown option {text!r}")
+
+
+def _add_verb(
+    verbs: argparse._SubParsersAction, name: str, run: object, text: str
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, prog=f"braid {name}", description=text, allow_abbrev=False)
+    verb.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _add_run_verb(
+    verbs: argparse._SubParsersAction, name: str, run: object, text: str
+) -> argparse.ArgumentParser:
+    verb = _add_verb(verbs, name, run, text)
+    verb.add_argument(
+        "config", metavar="CONFIG.yaml", help="the config; or the folder of a run, for the config it had"
+    )
+    verb.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="changes, for example run.seed=1 data.train.0.size=5",
+    )
+    return verb
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does. Does nothing outside the main thread, where handlers cannot be set."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:
+    """What to type to go on; from the start when nothing was saved."""
+    overrides = [o for o in args.overrides if not o.startswith(("run.resume=", "run.name="))]
+    if stop.checkpoint is not None:
+        overrides += [f"run.name={stop.run_dir.name}", "run.resume=latest"]
+    return shlex.join(["braid", args.verb_name, args.config, *overrides])
+
+
+def _say(code: int, message: str, args: argparse.Namespace) -> int:
+    if args.debug and code in (FAILED, USAGE):
+        traceback.print_exc()
+    else:
+        sys.stderr.write(f"braid: {message}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

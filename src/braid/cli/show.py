@@ -1,0 +1,158 @@
+"""`braid show`: a config with the origin of each value, then everything that follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from itertools import groupby, takewhile
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from braid.config.explain import show_value
+from braid.config.load import DEFAULT, Loaded, leaves, path_text, plain_data
+from braid.config.schema import RunConfig
+from braid.config.source import OVERRIDE, KeyPath
+from braid.plan import Plan, idle_keys, merge_recipe
+
+from .figures import figures, human_bytes, human_count
+
+
+def as_json(loaded: Loaded, plan: Plan) -> str:
+    """Everything that `print_plan` shows, as JSON text."""
+    data = {
+        "config": plain_data(loaded.config),
+        "origins": dict(loaded.origins),
+        "plan": plan.to_json(),
+        "figures": [asdict(figure) for figure in figures(loaded.config, plan)],
+    }
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Console | None = None) -> None:
+    """Print the config (values that the user set; with `show_defaults` all of them), derived numbers, the
+    algorithm's parts, memory and warnings."""
+    console = console or Console(highlight=False, soft_wrap=False)
+    parts = [
+        (
+            "config",
+            "" if show_defaults else "what you set; --all shows defaults too",
+            _config(loaded, show_defaults),
+        ),
+        ("what follows", f"braid {plan.verb}", _figures(loaded.config, plan)),
+    ]
+    if plan.verb == "train":
+        parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
+    parts.append(("memory", "held all the time, without activations", _memory(loaded.config, plan)))
+    if plan.warnings:
+        parts.append(("warnings", "", _warnings(plan)))
+    for title, note, body in parts:
+        console.print(Text.assemble((title, "bold cyan"), "  ", (note, "dim")))
+        console.print(Padding(body, (0, 0, 1, 2)))
+
+
+def _table(*justify: Any) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for side in justify:
+        table.add_column(justify=side, overflow="fold")
+    return table
+
+
+def _config(loaded: Loaded, show_defaults: bool) -> RenderableType:
+    """The config as an indented tree: key, value, origin."""
+    table = _table("left", "left", "left")
+    shown: KeyPath = ()
+    for path, value, origin in _lines(loaded):
+        if origin == DEFAULT and not show_defaults:
+            continue
+        common = len(
+            list(takewhile(lambda pair: pair[0] == pair[1], zip(shown[:-1], path[:-1], strict=False)))
+        )
+        for depth in range(common, len(path) - 1):
+            table.add_row(Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), "", "")
+        dim = "dim" if origin == DEFAULT else ""
+        key = Text(f"{'  ' * (len(path) - 1)}{_key(path[-1])}", style=dim)
+        style = "yellow" if origin == OVERRIDE else "dim"
+        table.add_row(key, Text(value, style=dim), Text(origin, style=style))
+        shown = path
+    return table
+
+
+def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
+    """(key path, value, origin) of every leaf, a list of plain values being one."""
+    entries = (
+        (path, value, loaded.origins[path_text(path)]) for path, value in leaves(plain_data(loaded.config))
+    )
+    for (path, is_item), group in groupby(entries, key=_line_of):
+        found = list(group)
+        values = [_value(value) for _, value, _ in found]
+        yield path, f"[{', '.join(values)}]" if is_item else values[0], found[0][2]
+
+
+def _line_of(entry: tuple[KeyPath, Any, str]) -> tuple[KeyPath, bool]:
+    """The path of the line that an entry is shown on, and whether it is an item of a list there."""
+    path = entry[0]
+    is_item = isinstance(path[-1], int)
+    return (path[:-1] if is_item else path), is_item
+
+
+def _key(key: str | int) -> str:
+    return f"- {key}" if isinstance(key, int) else key
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) and value and value == value.strip() else show_value(value)
+
+
+def _figures(config: RunConfig, plan: Plan) -> RenderableType:
+    table = _table("left", "left", "left")
+    for figure in figures(config, plan):
+        table.add_row(figure.name, Text(figure.value, style="bold"), Text(figure.how, style="dim"))
+    return table
+
+
+def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
+    """The recipe's parts, with the origin of those that the config set; dim where this run does not read them."""
+    recipe, config = merge_recipe(loaded.config.algorithm), loaded.config.algorithm
+    idle = idle_keys(loaded.config, plan)
+    table = _table("left", "left", "left")
+    for field in fields(recipe):
+        key, value = f"algorithm.{field.name}", getattr(recipe, field.name)
+        is_set = getattr(config, field.name) is not None
+        style = "dim" if key in idle else "bold" if is_set else ""
+        origin = (loaded.origins[key] if is_set else "recipe") + (", not used" if key in idle else "")
+        table.add_row(
+            Text(field.name, style="dim" if key in idle else ""),
+            Text("off" if value is None else _value(value), style=style),
+            Text(origin, style="dim"),
+        )
+    return table
+
+
+def _memory(config: RunConfig, plan: Plan) -> RenderableType:
+    if not plan.memory:
+        what = (
+            "a perceptron: next to nothing"
+            if config.model.mlp
+            else "not known: the model's files are not in a local folder"
+        )
+        return Text(what, style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    for name in ("parameters", "weights", "gradients", "AdamW", "total"):
+        table.add_column(name, justify="right")
+    for role in plan.memory:
+        sizes = (role.weights_bytes, role.gradients_bytes, role.optimizer_bytes, role.total_bytes)
+        table.add_row(role.role, human_count(role.parameters), *[human_bytes(n) if n else "" for n in sizes])
+    total = sum(role.total_bytes for role in plan.memory)
+    if len(plan.memory) > 1:
+        table.add_row("all", "", "", "", "", Text(human_bytes(total), style="bold"))
+    return Group(table, Text(f"weights in {config.model.dtype}", style="dim"))
+
+
+def _warnings(plan: Plan) -> RenderableType:
+    return Group(*[Text(f"{w.key}: {w.message} [{w.origin}]", style="yellow") for w in plan.warnings])

@@ -1,0 +1,42 @@
+"""The JSON schema of the config, for completion and checks in editors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .schema import RunConfig
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a config file, with a description of every key.
+
+    Every value may also be an interpolation, so each place takes text of the form `${...}` too.
+    """
+    found = RunConfig.model_json_schema(mode="validation")
+    for definition in (found, *found.get("$defs", {}).values()):
+        for name, value in definition.get("properties", {}).items():
+            definition["properties"][name] = _or_interpolation(value)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "braid config"}
+
+
+def schema_text() -> str:
+    """The schema as the file docs/schema.json holds it."""
+    return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _or_interpolation(value: dict[str, Any]) -> dict[str, Any]:
+    """A property that also takes `${...}`, unless it takes any text already, or tells kinds apart."""
+    if (
+        value.get("type") == "string"
+        and "enum" not in value
+        and "pattern" not in value
+        and "const" not in value
+    ):
+        return value
+    if "const" in value:
+        return value
+    outer = {key: value[key] for key in ("title", "description", "default") if key in value}
+    inner = {key: item for key, item in value.items() if key not in outer}
+    options = inner.pop("anyOf", None) or [inner]
+    return {**outer, "anyOf": [*options, {"type": "string", "pattern": r"\$\{"}]}
