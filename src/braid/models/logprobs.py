@@ -119,7 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 target_logits[tokens], log_total[tokens] = running.target, running.log_total()
                 if entropy is not None:
                     entropy[tokens] = running.entropy()
-        ctx.rule = rule
+        ctx.rule, ctx.hidden_dtype = rule, hidden.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(states, weight, bias, targets, log_total, entropy, kept)
         return target_logits - log_total, entropy
@@ -165,7 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     if grad_weight is not None:
                         _add_product(grad_weight[columns], grad.t(), state)
         return (
-            None if grad_hidden is None else grad_hidden.to(ctx.dtype),
+            None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
             grad_weight,
             None if grad_bias is None else grad_bias.to(weight.dtype),
             None,

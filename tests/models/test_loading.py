@@ -1,0 +1,216 @@
+"""Folders in and out, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from braid.config.model import MlpSpec, ModelConfig
+from braid.errors import ModelError
+from braid.models.causal_lm import CausalLM
+from braid.models.loading import load_policy, load_tokenizer, save_pretrained
+from braid.models.tokenizer import character_tokenizer
+
+Make = Callable[..., PreTrainedModel]
+CPU = torch.device("cpu")
+CHARACTERS = "".join(map(chr, range(33, 117)))
+
+
+def _load(path: Path | str, **settings: Any) -> CausalLM:
+    return load_policy(ModelConfig(path=str(path), **settings), temperature=1.0, seed=0, device=CPU)
+
+
+def _edit(file: Path, **changes: Any) -> None:
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Make) -> Path:
+    """A whole model folder: Qwen3 and a tokenizer of 87 tokens."""
+    save_pretrained(CausalLM(tiny_model("qwen3")), character_tokenizer(CHARACTERS), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_an_exported_folder_loads_in_transformers_with_equal_logits(
+    architecture: str, tmp_path: Path, tiny_model: Make
+) -> None:
+    lm = CausalLM(tiny_model(architecture))
+    plain = tiny_model(architecture)
+    save_pretrained(lm, character_tokenizer("abc"), tmp_path)
+    assert "braid" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(loaded(ids).logits, plain(ids).logits, rtol=0, atol=0)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("cab") == [5, 3, 4]
+
+
+def test_an_exported_folder_loads_again_with_equal_log_probs(
+    architecture: str, tmp_path: Path, tiny_model: Make, packed: Any
+) -> None:
+    lm, batch = CausalLM(tiny_model(architecture)), packed()
+    save_pretrained(lm, character_tokenizer("abc"), tmp_path)
+    outputs = frozenset({"logprobs"})
+    torch.testing.assert_close(
+        _load(tmp_path).forward(batch, outputs), lm.forward(batch, outputs), rtol=0, atol=0
+    )
+
+
+def test_the_type_asked_for_overrides_the_one_saved(folder: Path) -> None:
+    assert _load(folder, dtype="bf16").model.dtype == torch.bfloat16
+
+
+def test_dropout_in_the_folder_is_left_off_and_noted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _edit(folder / "config.json", attention_dropout=0.1)
+    with caplog.at_level(logging.INFO, "braid"):
+        lm = _load(folder)
+    assert "the model's attention_dropout=0.1 stays off: log-probs must not be random" in caplog.text
+    assert not lm.module.training
+
+
+def test_a_missing_folder_is_named_with_its_nearest_neighbour(folder: Path) -> None:
+    wrong = folder.with_name("modle")
+    with pytest.raises(ModelError) as caught:
+        _load(wrong)
+    assert str(caught.value) == f"model.path={wrong}: there is no such folder, did you mean 'model'?"
+
+
+def test_a_hub_name_that_cannot_be_fetched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ModelError, match="is no local folder and could not be loaded as a causal language model from the"
+    ):
+        _load("nobody/no-such-model")
+
+
+def test_a_file_in_place_of_a_folder(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is a file; give the folder that it is in"):
+        _load(folder / "config.json")
+
+
+def test_a_folder_that_is_no_model_lists_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelError) as caught:
+        _load(tmp_path)
+    assert str(caught.value) == (
+        f"model.path={tmp_path} is no Hugging Face model folder: it lacks config.json and weights (model.safetensors); "
+        "it has notes.txt"
+    )
+
+
+def test_a_folder_without_weights_lists_them(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"it lacks weights \(model\.safetensors\); it has config\.json"):
+        _load(folder)
+
+
+def test_a_folder_of_another_kind_of_model(folder: Path) -> None:
+    _edit(folder / "config.json", model_type="vit", architectures=["ViTModel"])
+    with pytest.raises(
+        ModelError, match="cannot be loaded as a causal language model: Unrecognized configuration class"
+    ):
+        _load(folder)
+
+
+def test_a_damaged_weights_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
+        _load(folder)
+
+
+def test_a_weights_file_that_lacks_some(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        _load(folder)
+    assert str(caught.value) == (
+        f"model.path={folder}: its files lack 1 of the weights of Qwen3ForCausalLM, among them "
+        "model.layers.1.mlp.up_proj.weight; they would start at random. Complete the folder or choose another"
+    )
+
+
+def test_errors_name_the_section_that_asked(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^critic\.path=.*: there is no such folder"):
+        load_policy(
+            ModelConfig(path=str(tmp_path / "gone")), temperature=1.0, seed=0, device=CPU, key="critic"
+        )
+
+
+def test_a_perceptron_is_no_language_model() -> None:
+    config = ModelConfig(mlp=MlpSpec())
+    with pytest.raises(ModelError, match=r"set model\.path or model\.build instead of model\.mlp"):
+        load_policy(config, temperature=1.0, seed=0, device=CPU)
+    with pytest.raises(ModelError, match=r"set model\.path or model\.build instead of model\.mlp"):
+        load_tokenizer(config)
+
+
+def test_a_folder_without_a_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(ModelConfig(path=str(folder)))
+    assert str(caught.value) == (
+        f"model.path={folder} has no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json, tokenizer_config.json "
+        "is there; set model.tokenizer to the folder or hub name of one"
+    )
+
+
+def test_a_damaged_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be loaded as a tokenizer"):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_tokenizer_without_an_end_token(folder: Path) -> None:
+    _edit(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(
+        ModelError, match="has no end token, so answers would never end; set eos_token in its"
+    ):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_tokenizer_larger_than_the_model(folder: Path, tmp_path: Path) -> None:
+    character_tokenizer("".join(map(chr, range(200, 300)))).save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(ModelConfig(path=str(folder), tokenizer=str(tmp_path / "other")))
+    assert str(caught.value) == (
+        f"the tokenizer of {tmp_path / 'other'} has 103 tokens (ids up to 102), the model knows 96; "
+        "use the tokenizer that belongs to the model, or resize the model's embeddings"
+    )
+
+
+def test_special_tokens_beyond_the_model_are_let_pass_unless_they_end_or_begin_texts(
+    tmp_path: Path, folder: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image_{i}>" for i in range(12)]})
+    tokenizer.save_pretrained(folder)
+    assert len(load_tokenizer(ModelConfig(path=str(folder)))) == 99
+    tokenizer.bos_token = "<image_11>"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"has 99 tokens \(ids up to 98\), the model knows 96"):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_chat_template_comes_as_text_or_from_a_file(folder: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    for given in (template, str(tmp_path / "chat.jinja")):
+        tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=given))
+        messages = [{"role": "user", "content": "hi"}]
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == "[hi]"
+    with pytest.raises(
+        ModelError, match=r"none\.jinja: there is no such file; give Jinja text or a \.jinja file"
+    ):
+        load_tokenizer(ModelConfig(path=str(folder), chat_template="none.jinja"))
