@@ -7,8 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# Properties are tried on the same examples each time, however slow the machine is.
+settings.register_profile("braid", deadline=None, derandomize=True)
+settings.load_profile("braid")
 
 
 @pytest.fixture(autouse=True)

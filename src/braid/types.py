@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-# The names of an algorithm's parts, as a config writes them. algorithms/ gives each its function, recipes their combinations.
+# The names of an algorithm's parts, as a config writes them. algorithms/ gives each its function and recipes.
 RecipeName = Literal["grpo", "ppo"]
 Advantage = Literal["grpo", "gae"]
 PolicyLoss = Literal["ppo_clip", "policy_gradient"]

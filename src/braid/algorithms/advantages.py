@@ -1,7 +1,7 @@
 """Credit: from rewards to per-row or per-token advantages.
 
-Owns the estimators and whitening. Placing rewards on positions, taking KL off them and spreading row advantages over tokens
-is the caller's. Statistics are taken in float64 and given back in the dtype of the input.
+Owns the estimators and whitening. Placing rewards on positions, taking KL off them and spreading the advantage of
+a row over its tokens are the caller's. Statistics are taken in float64 and given back in the dtype of the input.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def group_advantages(
         A_b = r_b - mean_g(r)                            normalize_by_std = False (Dr. GRPO, arXiv 2503.20783)
         A_b = (r_b - mean_g(r)) / (std_g(r) + 1e-6)      normalize_by_std = True  (GRPO, arXiv 2402.03300)
 
-    std is the unbiased one (divisor n - 1). Any integers number the groups, in any order, of any sizes. A group of one, and
-    a group whose rewards are all equal, get exactly 0. Only valid rows belong in here.
+    std is the unbiased one (divisor n - 1). Any integers number the groups, in any order, of any sizes. A
+    group of one, and a group whose rewards are all equal, get exactly 0. Only valid rows belong in here.
 
-    The mean includes the row itself, so for a group of G the expected gradient without std is (G - 1) / G of the true
-    one. RLinf and ROLL use the same formula; SkyRL gives a group of one its raw reward.
+    The mean includes the row itself, so for a group of G the expected gradient without std is (G - 1) / G of
+    the true one. RLinf and ROLL use the same formula; SkyRL gives a group of one its raw reward.
     """
     _, group = groups.unique(return_inverse=True)
     zeros = torch.zeros(len(groups), dtype=torch.float64, device=rewards.device)  # at most one group a row
@@ -62,22 +62,26 @@ def gae(
 
     Over the positions k = 1..K of a row that the policy wrote:
 
-        delta_k = r_k + gamma V_{k+1} - V_k        A_k = delta_k + gamma lam A_{k+1}        returns_k = A_k + V_k
+        delta_k = r_k + gamma V_{k+1} - V_k
+        A_k     = delta_k + gamma lam A_{k+1}        A_{K+1} = 0
+        R_k     = A_k + V_k
 
-    with V_{K+1} = bootstrap of the row (the value of the state after its last position, 0 when that is terminal) and
-    A_{K+1} = 0. Environment tokens between two turns are skipped: a turn's last token is followed by the next turn's first
-    one, and what rewards and values hold outside the mask is not read. `values[t]` is of the state just before position t.
+    V_k is of the state just before position k; V_{K+1} is the row's bootstrap, the value of the state after
+    its last position, 0 when that is terminal. Environment tokens between turns are skipped: the last token
+    of a turn is followed by the first of the next, and what rewards and values hold outside the mask is not
+    read.
 
-    About log2(longest row) operations on [T], so 10^5 positions take milliseconds. RLinf, ROLL and SkyRL run over the padded
-    width with whatever values padding and environment tokens have; RLinf puts the reward of a text on the last padded place.
+    Takes about log2(longest row) operations on [T]. RLinf, ROLL and SkyRL run over the padded width with
+    whatever values padding and environment tokens have; RLinf puts a text's reward on the last padded
+    position.
     """
-    row = torch.repeat_interleave(torch.tensor(lengths, device=mask.device))[mask]
+    row = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=mask.device))[mask]
     reward, value = rewards[mask].double(), values[mask].double()
     is_last = torch.ones_like(row, dtype=torch.bool)
     is_last[:-1] = row[1:] != row[:-1]
     next_value = torch.where(is_last, bootstrap.double()[row], value.roll(-1))
     delta = reward + gamma * next_value - value
-    advantage = _discounted_suffix_sums(delta, gamma * lam * ~is_last, max(lengths, default=0))
+    advantage = _discounted_suffix_sums(delta, gamma * lam * (~is_last).double(), max(lengths, default=0))
 
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     advantages[mask] = advantage.to(values.dtype)
@@ -101,13 +105,13 @@ def _discounted_suffix_sums(x: Tensor, decay: Tensor, longest: int) -> Tensor:
 
 
 def whiten(advantages: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """(A - mean) / sqrt(var + 1e-8) over the masked positions, with the unbiased variance; 0 outside the mask.
+    """(A - mean) / sqrt(variance + 1e-8) over the masked positions, variance unbiased; 0 outside the mask.
 
-    All given positions are taken together, so give the whole round: the result then does not depend on how it is cut. A
-    single position, and advantages that are all equal, become 0.
+    Give it all positions of a round at once: the result then does not depend on how a round is cut. A single
+    position, and advantages that are all equal, become 0.
 
-    ROLL: the same formula, per domain. RLinf adds 1e-5 to the standard deviation, also on top of GRPO. SkyRL whitens after
-    GAE always; its batch normalisation takes the mean over padding too.
+    ROLL: the same, per domain. RLinf adds 1e-5 to the standard deviation instead, and whitens on top of GRPO
+    too. SkyRL always whitens after GAE; its own normalisation of the batch takes the mean over padding too.
     """
     exact = torch.where(mask, advantages, 0.0).double()
     count = mask.sum()

@@ -2,10 +2,11 @@
 
 Owns the reductions. In every mode all positions of a row share one weight, so that
 
-    loss = sum over the step's rows b, positions t of  w_b * m_t * l_t        (m: mask, l: per-token loss)
+    loss = sum over rows b and their positions t of  w_b * m_t * l_t        m mask, l per-token loss
 
-`row_weights` counts w over the whole optimizer step before the first forward pass; `aggregate` sums one micro-batch. The
-shares of the micro-batches add up to the loss and their gradients to its gradient, whatever the cut, order or rank.
+`row_weights` counts w over the whole optimizer step before the first forward pass; `aggregate` sums one
+micro-batch. The shares of the micro-batches add up to the loss, and their gradients to its gradient, whatever the
+cut, the order or the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ def row_weights(
     mode: Aggregation,
     constant: float | None,
 ) -> list[float]:
-    """The weight [B] of each row's positions in the loss of one optimizer step.
+    """What each position of a row counts in the loss of one optimizer step, for each of the step's rows.
 
-    `token_counts[b]` = n_b positions that the policy wrote in row b, `groups[b]` numbers its prompt. A row without tokens
-    weighs 0 and is not counted; with B rows, N = sum n_b tokens and P prompts that do have tokens:
+    Row b has n_b = `token_counts[b]` positions that the policy wrote; `groups[b]` numbers its prompt. Rows
+    and prompts without tokens weigh 0 and are not counted. With B rows, P prompts and N tokens in the step:
 
-        token_mean                1 / N                  every token counts alike (DAPO, arXiv 2503.14476)
-        sequence_mean_token_mean  1 / (B n_b)            every answer counts alike (GRPO, arXiv 2402.03300)
-        sequence_mean_token_sum   1 / B                  the policy gradient of the mean return
-        token_sum_constant        1 / (B constant)       the same, scaled by a fixed length (Dr. GRPO, arXiv 2503.20783)
-        prompt_mean               1 / (P N_group(b))     every prompt counts alike, and tokens within it
+        token_mean                1 / N               every token alike (DAPO, arXiv 2503.14476)
+        sequence_mean_token_mean  1 / (B n_b)         every row alike (GRPO, arXiv 2402.03300)
+        sequence_mean_token_sum   1 / B               the gradient of the mean return, unscaled
+        token_sum_constant        1 / (B constant)    the same, by a constant (Dr. GRPO, arXiv 2503.20783)
+        prompt_mean               1 / (P N_prompt)    every prompt alike, and every token within it
 
-    Where others differ: RLinf averages micro-batch means, so its token-mean depends on the cut, and divides by zero on a row
-    without tokens. ROLL counts over the global mini-batch but leaves the mask out of token-mean's numerator. SkyRL scales
-    the advantages by these weights, so losses that look at advantages see scaled ones, and weighs KL and entropy otherwise
-    than the policy term; here one weight serves all three.
+    RLinf averages the means of micro-batches, so its token mean depends on the cut, and it divides by zero on
+    a row without tokens. ROLL counts over the step but leaves the mask out of token_mean's numerator. SkyRL
+    scales the advantages instead, so losses that look at advantages see scaled ones, and it weighs KL and
+    entropy in its own way; here one weight serves all terms.
     """
     tokens_of_group: Counter[int] = Counter()
     for count, group in zip(token_counts, groups, strict=True):
@@ -50,24 +51,23 @@ def row_weights(
     num_prompts = sum(count > 0 for count in tokens_of_group.values())
     num_tokens = sum(token_counts)
 
-    def divisor(count: int, group: int) -> float:
+    def weight(count: int, group: int) -> float:
+        if count == 0:
+            return 0.0
         match mode:
             case "token_mean":
-                return num_tokens
+                return 1.0 / num_tokens
             case "sequence_mean_token_mean":
-                return num_rows * count
+                return 1.0 / (num_rows * count)
             case "sequence_mean_token_sum":
-                return num_rows
+                return 1.0 / num_rows
             case "token_sum_constant":
                 assert constant is not None, "token_sum_constant needs a constant: the plan derives it"
-                return num_rows * constant
+                return 1.0 / (num_rows * constant)
             case "prompt_mean":
-                return num_prompts * tokens_of_group[group]
+                return 1.0 / (num_prompts * tokens_of_group[group])
 
-    return [
-        1.0 / divisor(count, group) if count else 0.0
-        for count, group in zip(token_counts, groups, strict=True)
-    ]
+    return [weight(count, group) for count, group in zip(token_counts, groups, strict=True)]
 
 
 def aggregate(
@@ -75,7 +75,7 @@ def aggregate(
 ) -> Float[Tensor, ""]:
     """sum_t weights_t * mask_t * values_t: this micro-batch's share of the step's loss.
 
-    `weights` holds each position's row weight. What `values` holds outside the mask is not read: NaN there reaches
-    neither the sum nor the gradient.
+    `weights` holds each position's row weight. What `values` holds outside the mask is not read: a NaN there
+    reaches neither the sum nor the gradient.
     """
     return (torch.where(mask, values, 0.0) * weights).sum()

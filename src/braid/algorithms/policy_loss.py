@@ -1,7 +1,7 @@
 """Policy losses: per-token surrogates whose gradient moves the policy.
 
-Owns the formulas. Aggregation, the KL term and the entropy bonus are added by the composition (training/losses.py). A loss is
-a function of [T] tensors that gives a [T] tensor, to be minimised; diagnostics are detached [T] tensors to be averaged over
+Owns the formulas. Aggregation, the KL term and the entropy bonus are left to the composition. A loss is a function
+of [T] tensors that gives a [T] tensor, to be minimised; diagnostics are detached [T] tensors, to be averaged over
 the mask.
 """
 
@@ -30,15 +30,16 @@ def ppo_clip(
         loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
         loss = min(loss, -dual_clip A)  where A < 0, unless dual_clip is None
 
-    Unequal bounds are DAPO's clip-higher (arXiv 2503.14476). The dual clip, a constant c > 1, bounds the loss of a bad token
-    that has become much likelier (Ye et al. 2020, arXiv 1912.09729). Where a bound binds, the gradient is 0. The log-ratio is
-    bounded at +-20; within, the value is exact.
+    Unequal bounds are DAPO's clip-higher (arXiv 2503.14476). The dual clip, a constant c > 1, bounds the loss
+    of a bad token that has become much likelier (Ye et al. 2020, arXiv 1912.09729). Where a bound binds, the
+    gradient is 0. The log-ratio is bounded at +-20; within, the value is exact.
 
-    Diagnostics: `ratio`; `clip_fraction`, 1 where the clipped term is the larger loss, else 0; `dual_clip_fraction`, likewise
-    (only with dual_clip); `approx_kl`, k3 of the move from the old policy to this one, in nats.
+    Diagnostics: `ratio`; `clip_fraction`, 1 where the clipped term is the larger loss, else 0;
+    `dual_clip_fraction`, likewise (only with dual_clip); `approx_kl`, k3 of the move from the old policy to
+    this one, in nats.
 
-    RLinf bounds the log-ratio only when told to, and its absent dual clip means 3. ROLL's dual clip is 1 + 2 * pg_clip, not
-    settable. SkyRL: the same, c = 3, as a loss of its own name.
+    RLinf bounds the log-ratio only when told to, and its dual clip is 3 unless null. ROLL's dual clip is
+    always 1 + 2 pg_clip. SkyRL: the same, with 3, as a loss of its own name.
     """
     log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
@@ -58,8 +59,8 @@ def ppo_clip(
 
 
 def policy_gradient(logprobs: Float[Tensor, "T"], advantages: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """-A log pi: REINFORCE (Williams 1992), per token. Its gradient is the policy gradient for tokens of this very policy only.
+    """-A log pi, per token: REINFORCE (Williams 1992). Right for tokens of this very policy only.
 
-    ROLL calls it vanilla; RLinf and SkyRL have no unweighted form (theirs multiply by the ratio to the sampling policy).
+    ROLL calls it vanilla; the nearest of RLinf and SkyRL multiply by the ratio to the old policy.
     """
     return -advantages * logprobs

@@ -1,7 +1,7 @@
 """Recipes: named combinations of algorithm parts.
 
-Owns the table from a name to its parts. A new recipe is one line here, as a change to the nearest one; a new part is one
-function beside this file and its name in braid.types. Imports neither torch nor the config, so that a plan is cheap.
+Owns the table from a name to its parts. A new recipe is one line here, as a change to the nearest one; a new part
+is one function beside this file, with its name in braid.types. Imports no torch, so that a plan is cheap.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Recipe:
     value_loss_coef: float
 
 
-# Shao et al. 2024, DeepSeekMath (arXiv 2402.03300): group baseline and standard deviation, k3 in the loss. Tokens are averaged
-# over the step, not per answer, and the KL term is off, as in DAPO (arXiv 2503.14476). The bound of 10 on k3 is customary.
+# Shao et al. 2024, DeepSeekMath (arXiv 2402.03300): group baseline and standard deviation, k3 in the loss.
+# Tokens are averaged over the step, not per answer, and the KL term is off, as in DAPO (arXiv 2503.14476).
+# The bound of 10 on k3 is customary.
 _GRPO = Recipe(
     advantage="grpo",
     normalize_by_std=True,
@@ -64,7 +65,8 @@ _GRPO = Recipe(
 
 RECIPES: Mapping[RecipeName, Recipe] = {
     "grpo": _GRPO,
-    # Schulman et al. 2017 (arXiv 1707.06347), as language models are trained with it: whitening, value clip 0.2 and k1 in the
-    # reward from Huang et al. 2024 (arXiv 2403.17031); gamma = lambda = 1 from Hu et al. 2025 (arXiv 2503.24290).
+    # Schulman et al. 2017 (arXiv 1707.06347), as language models are trained with it: whitening, value clip
+    # 0.2 and k1 in the reward from Huang et al. 2024 (arXiv 2403.17031); gamma = lambda = 1 from Hu et al.
+    # 2025 (arXiv 2503.24290).
     "ppo": replace(_GRPO, advantage="gae", whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
 }

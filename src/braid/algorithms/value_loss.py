@@ -18,9 +18,9 @@ def value_loss(
 
         loss = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2);  clip None: 1/2 (V - R)^2
 
-    A value that has moved further than `clip` towards its return gets no gradient; one that has moved away keeps it. From the
-    code of Schulman et al. 2017 (see Engstrom et al. 2020, arXiv 2005.12729). ROLL and SkyRL: the same. RLinf takes a Huber
-    loss, with a threshold of 10000 by default in place of the square's, and no factor for it.
+    A value that has moved further than `clip` towards its return gets no gradient; one that has moved away
+    keeps it. From the code of Schulman et al. 2017 (see Engstrom et al. 2020, arXiv 2005.12729). ROLL and
+    SkyRL: the same. RLinf takes a Huber loss in place of the square.
     """
     error = (values - returns).square()
     if clip is not None:

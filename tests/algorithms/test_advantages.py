@@ -1,0 +1,141 @@
+"""What group advantages, GAE and whitening hold to, whatever the numbers."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.algorithms.advantages import gae, group_advantages, whiten
+
+finite = st.floats(-100, 100, width=32)
+
+
+def _gae_by_definition(rewards, values, mask, lengths, bootstrap, gamma, lam):
+    """The recursion as the paper has it, a position at a time."""
+    advantages, returns, start = [0.0] * len(rewards), [0.0] * len(rewards), 0
+    for length, last_value in zip(lengths, bootstrap, strict=True):
+        advantage, next_value = 0.0, last_value
+        for t in reversed(range(start, start + length)):
+            if mask[t]:
+                advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * advantage
+                advantages[t], returns[t], next_value = advantage, advantage + values[t], values[t]
+        start += length
+    return torch.tensor([advantages, returns], dtype=torch.float64)
+
+
+@given(data=st.data(), gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_gae_equals_the_recursion_on_ragged_rows_with_environment_tokens(data, gamma, lam):
+    lengths = data.draw(st.lists(st.integers(0, 12), max_size=5))
+    total = sum(lengths)
+    rewards, values = (data.draw(st.lists(finite, min_size=total, max_size=total)) for _ in range(2))
+    mask = data.draw(st.lists(st.booleans(), min_size=total, max_size=total))
+    bootstrap = data.draw(st.lists(finite, min_size=len(lengths), max_size=len(lengths)))
+    got = gae(
+        torch.tensor(rewards).double(),
+        torch.tensor(values).double(),
+        torch.tensor(mask, dtype=torch.bool),
+        tuple(lengths),
+        torch.tensor(bootstrap).double(),
+        gamma=gamma,
+        lam=lam,
+    )
+    expected = _gae_by_definition(rewards, values, mask, lengths, bootstrap, gamma, lam)
+    # float64; the scan adds in another order, over at most 12 terms of at most 400
+    torch.testing.assert_close(torch.stack(got), expected, atol=1e-10, rtol=1e-12)
+
+
+def test_gae_over_environment_tokens_equals_gae_without_them():
+    rewards, values = torch.tensor([0.0, 0.5, 1.0]), torch.tensor([0.2, 0.4, 0.6])
+    plain = gae(rewards, values, torch.ones(3).bool(), (3,), torch.zeros(1), gamma=0.9, lam=0.8)
+    mask = torch.tensor([False, True, True, False, False, True, False])
+    nan = torch.full((7,), torch.nan)  # what lies outside the mask is not read
+    spread = gae(
+        nan.masked_scatter(mask, rewards),
+        nan.masked_scatter(mask, values),
+        mask,
+        (7,),
+        torch.zeros(1),
+        gamma=0.9,
+        lam=0.8,
+    )
+    for with_gaps, without in zip(spread, plain, strict=True):
+        assert torch.equal(with_gaps[mask], without)
+        assert torch.equal(with_gaps[~mask], torch.zeros(4))
+
+
+def test_a_row_does_not_feel_its_neighbours():
+    def run(first_row):
+        rewards = torch.tensor([*first_row, 1.0, 2.0])
+        return gae(
+            rewards,
+            rewards,
+            torch.ones(5).bool(),
+            (3, 2),
+            torch.tensor([first_row[0], 0.0]),
+            gamma=1.0,
+            lam=1.0,
+        )[0][3:]
+
+    assert torch.equal(run([1.0, 2.0, 3.0]), run([1e6, -1e6, 7.0]))
+
+
+def test_a_long_row_of_float32_keeps_its_digits():
+    torch.manual_seed(1)
+    n = 100_000
+    rewards, values = torch.rand(n), torch.rand(n)
+    mask = torch.rand(n) < 0.9
+    advantages, _ = gae(rewards, values, mask, (n,), torch.zeros(1), gamma=1.0, lam=1.0)
+    expected = _gae_by_definition(rewards.tolist(), values.tolist(), mask.tolist(), (n,), (0.0,), 1.0, 1.0)[0]
+    # one rounding to float32 of sums up to 5e4 (half a unit in the last place: 2^-24), no matter how long the
+    # row
+    torch.testing.assert_close(advantages.double(), expected, atol=1e-7, rtol=2**-23)
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+@given(rewards=st.lists(finite, min_size=1, max_size=12), data=st.data())
+def test_group_advantages_sum_to_zero_in_each_group_and_follow_the_rows(normalize_by_std, rewards, data):
+    groups = data.draw(st.lists(st.integers(-3, 3), min_size=len(rewards), max_size=len(rewards)))
+    order = data.draw(st.permutations(range(len(rewards))))
+    r, g, permuted = torch.tensor(rewards).double(), torch.tensor(groups), torch.tensor(order)
+    advantages = group_advantages(r, g, normalize_by_std=normalize_by_std)
+    for group in set(groups):
+        # float64 rounding of rewards up to 100, enlarged by at most 1 / epsilon = 1e6 where a group hardly
+        # varies
+        assert abs(float(advantages[g == group].sum())) < (1e-6 if normalize_by_std else 1e-11)
+    moved = group_advantages(r[permuted], g[permuted], normalize_by_std=normalize_by_std)
+    torch.testing.assert_close(moved, advantages[permuted], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(reward=finite, sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_groups_of_one_and_groups_of_equal_rewards_get_exactly_zero(normalize_by_std, dtype, reward, sizes):
+    groups = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    rewards = torch.full((sum(sizes),), reward / 3, dtype=dtype)
+    advantages = group_advantages(rewards, groups, normalize_by_std=normalize_by_std)
+    assert torch.equal(advantages, torch.zeros_like(rewards))
+
+
+@given(values=st.lists(finite, max_size=12), data=st.data())
+def test_whitening_does_not_depend_on_order_or_on_what_lies_outside_the_mask(values, data):
+    mask = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
+    order = torch.tensor(data.draw(st.permutations(range(len(values)))), dtype=torch.long)
+    a, m = torch.tensor(values).double(), torch.tensor(mask, dtype=torch.bool)
+    whitened = whiten(a, m)
+    assert torch.equal(whitened[~m], torch.zeros_like(a[~m]))
+    # variance epsilon 1e-8: rounding of values up to 100 (1e-14) is enlarged by 1e4 at most
+    torch.testing.assert_close(whiten(a[order], m[order]), whitened[order], atol=1e-9, rtol=0)
+    assert torch.equal(whiten(a.masked_fill(~m, torch.nan), m), whitened)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_equal_advantages_whiten_to_exactly_zero(count):
+    whitened = whiten(torch.full((count,), 0.1), torch.ones(count, dtype=torch.bool))
+    assert torch.equal(whitened, torch.zeros(count))
+
+
+def test_no_rows_give_no_advantages():
+    empty, nothing = torch.empty(0), torch.empty(0, dtype=torch.bool)
+    assert gae(empty, empty, nothing, (), empty, gamma=1.0, lam=1.0)[0].shape == (0,)
+    assert group_advantages(empty, torch.empty(0, dtype=torch.long), normalize_by_std=True).shape == (0,)
+    assert whiten(empty, nothing).shape == (0,)

@@ -1,0 +1,64 @@
+"""Every reduction against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from braid.algorithms.aggregate import aggregate, row_weights
+
+# Row  prompt  losses of policy tokens   sum   tokens
+#  0     7     4                           4     1
+#  1     7     1 2 3                       6     3
+#  2     9     4 6                        10     2
+#  3     9     -                           -     0      counts nowhere
+#  4     2     -                           -     0      nor does its prompt
+LOSSES = [[4.0], [1.0, 2.0, 3.0], [4.0, 6.0], [], []]
+PROMPTS = [7, 7, 9, 9, 2]
+EXPECTED = {
+    # all 20 over 6 tokens
+    "token_mean": 20 / 6,
+    # row means 4, 2, 5 over 3 rows
+    "sequence_mean_token_mean": 11 / 3,
+    # row sums 4, 6, 10 over 3 rows
+    "sequence_mean_token_sum": 20 / 3,
+    # the same, over a length of 8
+    "token_sum_constant": 20 / 24,
+    # prompt 7: (4 + 6) / 4 = 2.5, prompt 9: 10 / 2 = 5, over 2 prompts
+    "prompt_mean": 3.75,
+}
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_reductions_equal_hand_computed_values(mode):
+    counts = [len(row) for row in LOSSES]
+    weights = row_weights(counts, PROMPTS, mode=mode, constant=8.0)
+    values = torch.tensor([loss for row in LOSSES for loss in row])
+    per_position = torch.repeat_interleave(torch.tensor(weights), torch.tensor(counts))
+    total = aggregate(values, torch.ones(6, dtype=torch.bool), per_position)
+    torch.testing.assert_close(total, torch.tensor(EXPECTED[mode]), atol=1e-6, rtol=0)  # float32 sums of six
+
+
+def test_weights_equal_hand_computed_values():
+    counts = [len(row) for row in LOSSES]
+    assert row_weights(counts, PROMPTS, mode="token_mean", constant=None) == [1 / 6, 1 / 6, 1 / 6, 0, 0]
+    assert row_weights(counts, PROMPTS, mode="sequence_mean_token_mean", constant=None) == [
+        1 / 3,
+        1 / 9,
+        1 / 6,
+        0,
+        0,
+    ]
+    assert row_weights(counts, PROMPTS, mode="sequence_mean_token_sum", constant=None) == [
+        1 / 3,
+        1 / 3,
+        1 / 3,
+        0,
+        0,
+    ]
+    assert row_weights(counts, PROMPTS, mode="token_sum_constant", constant=8.0) == [
+        1 / 24,
+        1 / 24,
+        1 / 24,
+        0,
+        0,
+    ]
+    assert row_weights(counts, PROMPTS, mode="prompt_mean", constant=None) == [1 / 8, 1 / 8, 1 / 4, 0, 0]

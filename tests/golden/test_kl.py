@@ -1,0 +1,46 @@
+"""KL estimators against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from braid.algorithms.kl import kl_estimate
+
+# A token of probability 1/2 where the reference has 1/4, and one of 1/4 where the reference has 1/2:
+#   d  = log pi - log ref          ln 2 =  0.693147                  -0.693147
+#   k1 = d                                 0.693147                  -0.693147
+#   k2 = d^2 / 2                   0.480453 / 2 = 0.240227            0.240227
+#   k3 = exp(-d) - 1 + d           1/2 - 1 + 0.693147 = 0.193147      2 - 1 - 0.693147 = 0.306853
+POLICY, REFERENCE = [0.5, 0.25], [0.25, 0.5]
+EXPECTED = {
+    "k1": [0.693147, -0.693147],
+    "k2": [0.240227, 0.240227],
+    "k3": [0.193147, 0.306853],
+    "abs": [0.693147, 0.693147],
+}
+
+
+@pytest.mark.parametrize("estimator", EXPECTED)
+def test_estimators_equal_hand_computed_values(estimator):
+    kl = kl_estimate(
+        torch.tensor(POLICY).log(), torch.tensor(REFERENCE).log(), estimator=estimator, clamp=None
+    )
+    torch.testing.assert_close(kl, torch.tensor(EXPECTED[estimator]), atol=1e-6, rtol=0)  # six digits given
+
+
+@pytest.mark.parametrize("estimator", EXPECTED)
+def test_the_clamp_bounds_the_absolute_value(estimator):
+    kl = kl_estimate(
+        torch.tensor(POLICY).log(), torch.tensor(REFERENCE).log(), estimator=estimator, clamp=0.25
+    )
+    bounded = [min(max(value, -0.25), 0.25) for value in EXPECTED[estimator]]
+    torch.testing.assert_close(kl, torch.tensor(bounded), atol=1e-6, rtol=0)
+
+
+def test_the_mean_of_k1_and_of_k3_under_the_policy_is_the_divergence():
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    # 0.5 ln(0.5/0.2) + 0.3 ln(0.3/0.2) + 0.2 ln(0.2/0.6) = 0.458145 + 0.121640 - 0.219722 = 0.360062
+    for estimator in ("k1", "k3"):
+        kl = kl_estimate(policy.log(), reference.log(), estimator=estimator, clamp=None)
+        assert math.isclose(float((policy * kl).sum()), 0.360062, abs_tol=1e-6)
