@@ -79,6 +79,10 @@ class CheckpointError(BraidError, RuntimeError):
     """A checkpoint could not be written or read."""
 
 
+class ReportError(BraidError, RuntimeError):
+    """The run's own record could not be written."""
+
+
 class RunInterrupted(BraidError):
     """A run was told to stop (Ctrl-C or SIGTERM). `checkpoint` is the newest one, None when nothing was saved."""
 

@@ -1,0 +1,38 @@
+"""Writing small files so that a reader, or a run killed at any moment, finds the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file at `path`. On an OSError, which is passed on, the old file stays."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON: numbers that are not finite become null, and what JSON has no form for becomes text."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

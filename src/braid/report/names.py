@@ -1,0 +1,131 @@
+"""Every metric that braid reports: name, unit and meaning, in one table. What is not declared here cannot be logged.
+
+A name may hold places: `<k>` and `<n>` are whole numbers, any other `<word>` is a name the user or the code gives (a
+source, a reward part, a verb). The first line that fits a name describes it, so that plain names go before patterns.
+docs/metrics.md is `as_markdown()`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from braid.errors import suggest
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One line of the table. An empty unit is a plain number (a ratio, a score, a count)."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether the same run gives the same value on another day: false for times, rates and memory."""
+        return self.unit not in ("s", "tokens/s", "bytes")
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """What the names of this line look like."""
+        parts = re.split(r"(<\w+>)", self.name)
+        return re.compile("".join(_place(p) if p.startswith("<") else re.escape(p) for p in parts))
+
+
+def _place(text: str) -> str:
+    return r"\d+" if text in ("<k>", "<n>") else ".+"
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("round", "", "Rollout rounds so far; 0 is the state before the first."),
+    Metric("step", "", "Optimizer steps of the policy so far."),
+    # what was rewarded
+    Metric("reward/mean", "", "Mean reward of the round's valid trajectories."),
+    Metric("reward/std", "", "Standard deviation of the same rewards."),
+    Metric("reward/same_in_group_fraction", "", "Share of groups whose valid trajectories all have one reward: they teach nothing."),
+    Metric("reward/kl", "nats", "Mean KL of policy from reference per token, taken off the reward."),
+    Metric("reward/source/<source>", "", "Mean reward on one source."),
+    Metric("reward/part/<part>", "", "Mean score of one reward part, before its weight."),
+    Metric("advantage/mean", "", "Mean advantage per position that the policy wrote."),
+    Metric("advantage/std", "", "Standard deviation of the same advantages."),
+    # what was sampled
+    Metric("rollout/epoch", "", "Complete passes over the training prompts."),
+    Metric("rollout/trajectories", "", "Trajectories sampled, invalid ones counted."),
+    Metric("rollout/tokens", "tokens", "Tokens (or env steps) that the policy wrote."),
+    Metric("rollout/tokens_per_s", "tokens/s", "The same per second of collecting."),
+    Metric("rollout/output_length_mean", "tokens", "Mean tokens that the policy wrote in a trajectory."),
+    Metric("rollout/output_length_max", "tokens", "Most tokens that the policy wrote in a trajectory."),
+    Metric("rollout/truncated_fraction", "", "Share of trajectories cut by a limit on length, turns or time."),
+    Metric("status/<status>", "", "Trajectories that ended finished, truncated or invalid."),
+    Metric("invalid/<boundary>", "", "Invalid trajectories by what failed: environment, engine or reward."),
+    # the policy
+    Metric("policy/loss", "", "The policy's loss, KL and entropy terms included."),
+    Metric("policy/surrogate", "", "The part of the policy's loss that comes from advantages."),
+    Metric("policy/entropy", "nats", "Mean entropy of the distribution sampled from, per token."),
+    Metric("policy/kl", "nats", "Mean KL of the policy from the reference, per token, by the config's estimator."),
+    Metric("policy/approx_kl", "nats", "Mean KL of the policy from itself before the round's first step (k3)."),
+    Metric("policy/ratio_mean", "", "Mean probability ratio of the policy to itself before the round's first step."),
+    Metric("policy/ratio_max", "", "Greatest such ratio."),
+    Metric("policy/clip_fraction", "", "Share of tokens where the clip of the ratio binds."),
+    Metric("policy/dual_clip_fraction", "", "Share of tokens where the dual clip binds."),
+    Metric("policy/logprob_mismatch_kl", "nats", "KL between the sampling engine's and the trainer's log-probs (k3)."),
+    Metric("policy/logprob_mismatch_max", "nats", "Greatest difference between the two."),
+    Metric("policy/grad_norm", "", "Norm of the policy's gradient before clipping."),
+    Metric("policy/lr", "", "Learning rate of the policy."),
+    Metric("policy/skipped_steps", "", "Policy steps of the round left out for a loss or gradient that was not finite."),
+    # the critic
+    Metric("critic/loss", "", "The value loss."),
+    Metric("critic/value_mean", "", "Mean value given by the critic."),
+    Metric("critic/return_mean", "", "Mean return that the critic learns from."),
+    Metric("critic/explained_variance", "", "1 - var(return - value) / var(return): 1 is perfect, 0 knows nothing."),
+    Metric("critic/clip_fraction", "", "Share of positions where the clip of the value binds."),
+    Metric("critic/grad_norm", "", "Norm of the critic's gradient before clipping."),
+    Metric("critic/lr", "", "Learning rate of the critic."),
+    Metric("critic/skipped_steps", "", "Critic steps of the round left out for a loss or gradient that was not finite."),
+    # supervised learning
+    Metric("sft/loss", "nats", "Cross-entropy per token of what is to be imitated."),
+    Metric("sft/accuracy", "", "Share of tokens to imitate that the model ranks first."),
+    Metric("sft/grad_norm", "", "Norm of the gradient before clipping."),
+    Metric("sft/lr", "", "Learning rate."),
+    Metric("sft/skipped_steps", "", "Steps left out for a loss or gradient that was not finite."),
+    # evaluation; the source `all` is every source together
+    Metric("eval/<source>/mean@<n>", "", "Mean reward of a source's valid answers, n per prompt; `all` for every source together."),
+    Metric("eval/<source>/pass@<k>", "", "Chance that at least one of k answers to a prompt passes (unbiased estimate)."),
+    Metric("eval/<source>/num", "", "Prompts evaluated."),
+    Metric("eval/<source>/invalid", "", "Trajectories of the evaluation that are invalid."),
+    # what it cost
+    Metric("train/tokens_per_s", "tokens/s", "Tokens trained on per second of improving, prompts and repeated passes counted."),
+    Metric("time/round_s", "s", "Since the line before, all included."),
+    Metric("time/<verb>_s", "s", "Time in one verb: warm_up, collect, score, credit, improve, publish, evaluate, save."),
+    Metric("memory/peak_rss_bytes", "bytes", "Most memory that the process has held."),
+    Metric("memory/peak_gpu_bytes", "bytes", "Most GPU memory that the process has held."),
+)  # fmt: skip
+
+
+@cache
+def position(name: str) -> int:
+    """The line of the table that describes `name`. Undeclared names are a bug."""
+    for i, metric in enumerate(METRICS):
+        if metric.pattern.fullmatch(name):
+            return i
+    near = suggest(name, [m.name for m in METRICS])
+    raise AssertionError(f"metric {name!r} is not declared{near}; add a line for it to braid/report/names.py")
+
+
+def describe(name: str) -> Metric:
+    """Unit and meaning of a metric."""
+    return METRICS[position(name)]
+
+
+def as_markdown() -> str:
+    """The table as docs/metrics.md."""
+    head = (
+        "# Metrics\n\n"
+        "Every name in `metrics.jsonl`, TensorBoard and the trackers. This page is made from `braid/report/names.py`;\n"
+        "a test holds it to that. `null` stands for a value that is not finite. Means are over the whole round, however\n"
+        "it was cut into batches.\n\n"
+        "| name | unit | meaning |\n|---|---|---|\n"
+    )
+    return head + "".join(f"| `{m.name}` | {m.unit} | {m.meaning} |\n" for m in METRICS)

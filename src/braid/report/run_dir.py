@@ -1,0 +1,168 @@
+"""The folder of a run: which one it is, what lies where, and going back to a checkpoint's round.
+
+    config.yaml  plan.json  metrics.jsonl  summary.json  samples/  checkpoints/  tensorboard/
+
+docs/run_directory.md describes each file for other tools. Checkpoints are written by checkpoint/, metrics.jsonl by its
+sink.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from braid.errors import ConfigError, Problem, ReportError
+
+from .files import to_json, write_atomically
+
+logger = logging.getLogger(__name__)
+
+WORTH_KEEPING = ("metrics.jsonl", "checkpoints")
+"""A folder with one of these holds a run; one without is of a start that failed, and is used again."""
+
+
+class RunDir:
+    """A run's folder, held by this process until `close`.
+
+    Raises ConfigError when another process holds it, or when it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.samples.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path / ".lock")
+        except BlockingIOError:
+            raise _problem(
+                "run.name",
+                f"the run in {path} is still going on in another process; wait for it, or give another name",
+            ) from None
+        except OSError as error:
+            raise _problem(
+                "run.output_dir", f"the folder {path} cannot be used for the run: {error.strerror}"
+            ) from error
+
+    @classmethod
+    def open(cls, parent: Path, name: str, *, if_exists: Literal["refuse", "new"], resume: bool) -> RunDir:
+        """The folder `parent/name` for a new run, or to go on with one when `resume`.
+
+        Raises ConfigError when it holds a run that is neither resumed nor to be left alone (`if_exists` new, which
+        takes the first free of name-2, name-3, ...).
+        """
+        path = parent / name
+        if resume or not holds_run(path):
+            return cls(path)
+        if if_exists == "refuse":
+            raise _problem(
+                "run.name",
+                f"{path} holds a run already. To go on with it, set run.resume=latest; to keep it and start beside it, "
+                f"set run.if_exists=new or another run.name; or delete the folder",
+            )
+        number = 2
+        while holds_run(parent / f"{name}-{number}"):
+            number += 1
+        return cls(parent / f"{name}-{number}")
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def describe(self, config_yaml: str, plan: dict[str, Any]) -> None:
+        """Write what the run is to do: the resolved config as YAML, and its plan."""
+        self._write(self.config, config_yaml)
+        self._write(self.plan, to_json(plan, indent=2) + "\n")
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self._write(self.summary, to_json(summary, indent=2) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl. A line that is no JSON (half-written when a run was killed) is left out."""
+        try:
+            lines = self.metrics.read_text("utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        return [record for line in lines if (record := _parse(line)) is not None]
+
+    def rewind(self, last_round: int | None) -> None:
+        """Take back everything that was written after `last_round`; None is before the first line.
+
+        The run that goes on from there writes it anew, so that its files end up as those of a run never broken off.
+        """
+        kept = [r for r in self.read_metrics() if last_round is not None and r["round"] <= last_round]
+        if self.metrics.exists():
+            self._write(self.metrics, "".join(to_json(record) + "\n" for record in kept))
+        for path in self.samples.glob("*.jsonl"):
+            found = re.fullmatch(r"\w+?_(\d+)", path.stem)
+            if found and (last_round is None or int(found[1]) > last_round):
+                path.unlink()
+
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        self._lock.close()
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            raise ReportError(f"cannot write {path}: {error.strerror}; the file is as it was") from error
+
+
+def holds_run(path: Path) -> bool:
+    """Whether the folder has something of a run that a new one would destroy."""
+    return any((path / name).exists() for name in WORTH_KEEPING)
+
+
+def _lock(path: Path) -> TextIO:
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("round"), int):
+        logger.warning("left out a line of metrics.jsonl that is no record of a round: %.60r", line)
+        return None
+    return record
+
+
+def _problem(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem(key, message, "file system")])

@@ -1,0 +1,173 @@
+"""Trajectories on disk: one JSON object a line, so that a person, or a tool, can read later what a round did.
+
+`write_samples` and `read_samples` mirror each other; docs/run_directory.md describes the lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from braid.types import EnvSteps, Group, Prompt, Row, Status, Trajectory, Turn
+
+from .files import to_json
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """A trajectory as stored. `context_texts` and `output_texts` have the text of each turn (empty without a tokenizer).
+
+    `training` has what training made of it: name -> one number for each position that the policy wrote, over all turns
+    (advantages, old_logprobs, rewards, ...); empty for a trajectory that was not trained on.
+    """
+
+    trajectory: Trajectory
+    context_texts: list[str] = field(default_factory=list)
+    output_texts: list[str] = field(default_factory=list)
+    training: dict[str, list[float]] = field(default_factory=dict)
+
+
+def write_samples(
+    path: Path, groups: Sequence[Group], rows: Iterable[Row] = (), *, decode: Decode | None = None
+) -> None:
+    """Write every trajectory of `groups`, with what `rows` say of it. The file is there whole or not at all.
+
+    An OSError is passed on.
+    """
+    row_of = {row.trajectory: row for row in rows}
+    trajectories = [t for group in groups for t in group.trajectories]
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            for place, trajectory in enumerate(trajectories):
+                file.write(to_json(_record(trajectory, row_of.get(place), decode)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def read_samples(path: Path) -> Iterator[Sample]:
+    """The samples of one file, in order. Numbers that were not finite come back as nan; values of prompt fields that
+    JSON has no form for, as text."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield _sample(json.loads(line))
+
+
+def _record(trajectory: Trajectory, row: Row | None, decode: Decode | None) -> dict[str, Any]:
+    prompt = trajectory.prompt
+    training = (
+        {name: values[row.mask].tolist() for name, values in row.fields.items()} if row is not None else {}
+    )
+    return {
+        "uid": prompt.uid,
+        "source": prompt.source,
+        "sample": trajectory.sample,
+        "status": str(trajectory.status),
+        "reason": trajectory.reason,
+        "attempts": trajectory.attempts,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "facts": trajectory.facts,
+        "prompt": {
+            "text": decode(prompt.token_ids) if decode and prompt.token_ids else "",
+            "messages": prompt.messages,
+            "fields": dict(prompt.fields),
+            "token_ids": prompt.token_ids,
+        },
+        "text": trajectory.text,
+        "answer_text": trajectory.answer_text,
+        "turns": [_turn_record(turn, decode) for turn in trajectory.turns],
+        "env_steps": None if trajectory.env_steps is None else _env_steps_record(trajectory.env_steps),
+        "training": training,
+    }
+
+
+def _turn_record(turn: Turn, decode: Decode | None) -> dict[str, Any]:
+    return {
+        "context_text": decode(turn.context_ids) if decode else "",
+        "output_text": decode(turn.output_ids) if decode else "",
+        "stop_reason": turn.stop_reason,
+        "reward": turn.reward,
+        "policy_version": turn.policy_version,
+        "start_s": turn.start_s,
+        "end_s": turn.end_s,
+        "context_ids": turn.context_ids,
+        "output_ids": turn.output_ids,
+        "logprobs": turn.logprobs,
+    }
+
+
+def _env_steps_record(steps: EnvSteps) -> dict[str, Any]:
+    return {
+        "policy_version": steps.policy_version,
+        "rewards": steps.rewards.tolist(),
+        "logprobs": steps.logprobs.tolist(),
+        "actions": steps.actions.tolist(),
+        "observations": steps.observations.tolist(),
+    }
+
+
+def _sample(record: dict[str, Any]) -> Sample:
+    prompt = record["prompt"]
+    trajectory = Trajectory(
+        prompt=Prompt(
+            uid=record["uid"],
+            source=record["source"],
+            token_ids=tuple(prompt["token_ids"]),
+            messages=tuple(prompt["messages"]),
+            fields=prompt["fields"],
+        ),
+        sample=record["sample"],
+        status=Status(record["status"]),
+        reason=record["reason"],
+        turns=[_turn(turn) for turn in record["turns"]],
+        env_steps=None if record["env_steps"] is None else _env_steps(record["env_steps"]),
+        text=record["text"],
+        answer_text=record["answer_text"],
+        reward=record["reward"],
+        reward_parts={name: _number(value) for name, value in record["reward_parts"].items()},
+        facts={name: _number(value) for name, value in record["facts"].items()},
+        attempts=record["attempts"],
+    )
+    return Sample(
+        trajectory,
+        context_texts=[turn["context_text"] for turn in record["turns"]],
+        output_texts=[turn["output_text"] for turn in record["turns"]],
+        training={name: [_number(x) for x in values] for name, values in record["training"].items()},
+    )
+
+
+def _turn(record: dict[str, Any]) -> Turn:
+    texts = ("context_text", "output_text")
+    turn = Turn(**{name: value for name, value in record.items() if name not in texts})
+    turn.logprobs = [_number(x) for x in turn.logprobs]
+    return turn
+
+
+def _env_steps(record: dict[str, Any]) -> EnvSteps:
+    """Choices come back as int64, everything else as float32; null turns into nan."""
+    actions = np.array(record["actions"])
+    return EnvSteps(
+        observations=np.array(record["observations"], np.float32),
+        actions=actions if actions.dtype.kind == "i" else np.array(record["actions"], np.float32),
+        logprobs=np.array(record["logprobs"], np.float32),
+        rewards=np.array(record["rewards"], np.float32),
+        policy_version=record["policy_version"],
+    )
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value

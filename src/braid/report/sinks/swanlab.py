@@ -1,0 +1,67 @@
+"""SwanLab (extra `swanlab`). The only file that imports it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Literal
+
+from braid.errors import ConfigError, Problem
+
+from .base import Tracker, run_id
+
+MODES: dict[str, Literal["online", "local", "offline"]] = {
+    "cloud": "online",
+    "local": "local",
+    "offline": "offline",
+}
+"""The config's words -> the library's."""
+
+
+class SwanlabSink:
+    """Logs to a run of SwanLab whose files lie in `folder`/swanlab; `offline` writes there and talks to nobody
+    (`swanlab sync` uploads it later). A resumed cloud run goes on under the id that it began with. Its messages are
+    kept off the terminal, which is the run's own display.
+
+    Raises ConfigError when swanlab is not installed, or does not take the run.
+    """
+
+    name = "swanlab"
+
+    def __init__(self, tracker: Tracker, *, run_name: str, folder: Path) -> None:
+        try:
+            import swanlab  # an extra
+        except ImportError:
+            raise _problem(
+                "swanlab is not installed; run: pip install 'braid-rl[swanlab]', or take report.swanlab out"
+            ) from None
+        is_online = tracker.mode == "cloud"
+        try:
+            with redirect_stdout(io.StringIO()):
+                self._run = swanlab.init(
+                    project=tracker.project,
+                    name=run_name,
+                    id=run_id(folder / "swanlab") if is_online else None,
+                    resume="allow" if is_online else "never",
+                    log_dir=str(folder / "swanlab"),
+                    mode=MODES[tracker.mode],
+                    config=tracker.config,
+                    settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
+                )
+        except Exception as error:
+            raise _problem(
+                f"swanlab does not take the run: {error}; log in with `swanlab login`, or set report.swanlab.mode=offline"
+            ) from error
+
+    def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **flat}, step=round_)
+
+    def close(self) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
+def _problem(message: str) -> ConfigError:
+    return ConfigError([Problem("report.swanlab", message, "report")])

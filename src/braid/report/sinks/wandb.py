@@ -1,0 +1,59 @@
+"""Weights & Biases (extra `wandb`). The only file that imports it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from braid.errors import ConfigError, Problem
+
+from .base import Tracker, run_id
+
+
+class WandbSink:
+    """Logs to a run of wandb whose files lie in `folder`/wandb; `offline` writes there and talks to nobody
+    (`wandb sync` uploads it later). A resumed run goes on under the id that it began with.
+
+    Raises ConfigError when wandb is not installed, or does not take the run.
+    """
+
+    name = "wandb"
+
+    def __init__(self, tracker: Tracker, *, run_name: str, folder: Path) -> None:
+        try:
+            import wandb  # an extra
+        except ImportError:
+            raise _problem(
+                "wandb is not installed; run: pip install 'braid-rl[wandb]', or take report.wandb out"
+            ) from None
+        is_offline = tracker.mode == "offline"
+        if is_offline:  # its service would report its own health over the network
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        try:
+            self._run = wandb.init(
+                project=tracker.project,
+                name=run_name,
+                id=run_id(folder / "wandb"),
+                dir=str(folder),
+                mode="offline" if is_offline else "online",
+                config=tracker.config,
+                resume=None if is_offline else "allow",
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+            )
+        except (wandb.Error, OSError) as error:
+            raise _problem(
+                f"wandb does not take the run: {error}; log in with `wandb login`, or set report.wandb.mode=offline"
+            ) from error
+        self._run.define_metric("round")
+        self._run.define_metric("*", step_metric="round")
+
+    def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
+        self._run.log({"round": round_, "step": step, **flat})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _problem(message: str) -> ConfigError:
+    return ConfigError([Problem("report.wandb", message, "report")])
