@@ -52,7 +52,7 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
         parts.append(("warnings", "", _warnings(plan)))
     for title, note, body in parts:
         console.print(Text.assemble((title, "bold cyan"), "  ", (note, "dim")))
-        console.print(Padding(body, (0, 0, 1, 2)))
+        console.print(Padding(body, (0, 0, 1, 2), expand=False))
 
 
 def _table(*justify: Any) -> Table:
@@ -90,7 +90,11 @@ def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
     for (path, is_item), group in groupby(entries, key=_line_of):
         found = list(group)
         values = [_value(value) for _, value, _ in found]
-        yield path, f"[{', '.join(values)}]" if is_item else values[0], found[0][2]
+        yield (
+            path,
+            f"[{', '.join(values)}]" if is_item else values[0],
+            ", ".join(dict.fromkeys(o for *_, o in found)),
+        )
 
 
 def _line_of(entry: tuple[KeyPath, Any, str]) -> tuple[KeyPath, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -113,25 +113,15 @@ def _message(kind: str, context: Mapping[str, Any], spot: _Spot) -> str:
     if kind == "union_tag_not_found":
         return f"has no `kind`; add one of {', '.join(kinds)}"
     if kind == "union_tag_invalid":
-        wrong = spot.value["kind"]
-        near = suggest(wrong, kinds) if isinstance(wrong, str) else ""
-        return f"kind: {_not_allowed(wrong, 'one of ' + ', '.join(kinds))}{near}"
+        return f"kind: {_not_allowed(spot.value['kind'], 'one of ' + ', '.join(kinds))}"
     if spot.value is None and shape_of(spot.field).sections:
         return f"is empty; remove it, or give {words}"
-    return _not_allowed(spot.value, words) + _near_choice(spot)
+    return _not_allowed(spot.value, words)
 
 
 def _not_allowed(value: Any, words: str) -> str:
     needs_quotes = words.startswith("text") and isinstance(value, bool | int | float)
     return f"{show_value(value)} is not {words}" + ("; put it in quotes" if needs_quotes else "")
-
-
-def _near_choice(spot: _Spot) -> str:
-    if spot.field is None or not isinstance(spot.value, str):
-        return ""
-    annotations = [spot.field.annotation, *get_args(spot.field.annotation)]
-    choices = [str(c) for a in annotations if get_origin(a) is Literal for c in get_args(a)]
-    return suggest(spot.value, choices)
 
 
 def _unknown(spot: _Spot) -> str:

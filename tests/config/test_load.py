@@ -1,0 +1,412 @@
+"""Loading: interpolation, validation, origins, and every complaint with its text."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from braid.config.load import Loaded, leaves, load_config, path_text, plain_data, to_yaml
+from braid.errors import ConfigError
+
+BASE = """\
+run: {max_rounds: 5}
+model:
+  build: {hidden_size: 64}
+data:
+  train:
+    - {kind: procedural, generator: chain_sum}
+    - kind: file
+      path: data.jsonl
+reward:
+  parts:
+    - {kind: exact}
+env: {kind: tools}
+"""
+
+
+def load(tmp_path: Path, text: str = BASE, *overrides: str) -> Loaded:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def complaints(tmp_path: Path, text: str = BASE, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, *overrides)
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_a_config_knows_where_each_value_came_from(tmp_path: Path) -> None:
+    loaded = load(tmp_path, BASE, "run.seed=3", "data.train.1.limit=7")
+    assert loaded.config.run.max_rounds == 5
+    assert loaded.origins["run.max_rounds"] == "c.yaml:1"
+    assert loaded.origins["run.seed"] == "override"
+    assert loaded.origins["data.train[1].path"] == "c.yaml:8"
+    assert loaded.origins["data.train[1].limit"] == "override"
+    assert loaded.origins["model.build.num_layers"] == "default"
+    assert loaded.base_dir == tmp_path.resolve()
+
+
+def test_origins_cover_every_leaf_of_the_config(tmp_path: Path) -> None:
+    loaded = load(tmp_path)
+    assert set(loaded.origins) == {path_text(path) for path, _ in leaves(plain_data(loaded.config))}
+
+
+def test_a_part_has_the_origin_of_what_the_user_wrote_in_it(tmp_path: Path) -> None:
+    loaded = load(tmp_path)
+    assert loaded.origin("data.train") == "c.yaml:6"
+    assert loaded.origin("rollout") == "default"
+
+
+def test_a_config_of_overrides_alone_needs_no_file() -> None:
+    loaded = load_config(None, ["model.path=some/folder", "run.max_rounds=1"])
+    assert loaded.config.model.path == "some/folder"
+    assert loaded.path is None
+    assert loaded.base_dir == Path.cwd()
+
+
+def test_a_config_cannot_be_written_to(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(tmp_path).config.run.seed = 4
+
+
+def test_interpolations_name_other_keys_defaults_and_lists(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        BASE,
+        "rollout.native.max_running=${mul:${rollout.prompts_per_round},${rollout.group_size}}",
+        "run.name=seed-${run.seed}",
+        "eval.sampling=${rollout.sampling}",
+        "eval.samples_per_prompt=${data.train[0].size}",
+        "rollout.sampling.max_new_tokens=17",
+    ).config
+    assert config.rollout.native.max_running == 32 * 8
+    assert config.run.name == "seed-0"
+    assert config.eval.sampling == config.rollout.sampling
+    assert config.eval.samples_per_prompt == 10_000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${add:1,2,3}", 6),
+        ("${sub:5,2}", 3),
+        ("${subtract:5,2}", 3),
+        ("${mul:2,3}", 6),
+        ("${multiply:2,3}", 6),
+        ("${div:6,4}", 1.5),
+        ("${int_div:7,2}", 3),
+        ("${min:4,2,3}", 2),
+        ("${max:4,2,3}", 4),
+        ("${add:${mul:2,3},1}", 7),
+    ],
+)
+def test_resolvers_compute(tmp_path: Path, text: str, value: float) -> None:
+    assert load(tmp_path, BASE, f"eval.success_reward={text}").config.eval.success_reward == value
+
+
+def test_the_environment_gives_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAID_TEST_SEED", "12")
+    assert load(tmp_path, BASE, "run.seed=${oc.env:BRAID_TEST_SEED}").config.run.seed == 12
+    assert load(tmp_path, BASE, "run.seed=${oc.env:BRAID_TEST_UNSET,4}").config.run.seed == 4
+
+
+def test_an_escaped_interpolation_is_text_and_other_text_is_untouched(tmp_path: Path) -> None:
+    text = BASE + r"""rollout: {sampling: {stop_strings: ['\${x}', '\d{2}$', '\\']}}"""
+    assert load(tmp_path, text).config.rollout.sampling.stop_strings == ("${x}", r"\d{2}$", "\\\\")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=${nope}", "run.seed: ${nope}: there is no key 'nope' [override]"),
+        (
+            "run.seed=${rollout.groop_size}",
+            "run.seed: ${rollout.groop_size}: there is no key 'rollout.groop_size', did you mean 'rollout.group_size'?",
+        ),
+        ("run.seed=${run.seed}", "run.seed: ${run.seed} leads back to itself; break the circle [override]"),
+        (
+            "run.seed=${oc.env:BRAID_TEST_UNSET}",
+            "run.seed: ${oc.env:BRAID_TEST_UNSET}: the environment variable BRAID_TEST_UNSET is not set; "
+            "set it, or write ${oc.env:BRAID_TEST_UNSET,default} [override]",
+        ),
+        (
+            "run.seed=${ad:1,2}",
+            "run.seed: ${ad:1,2}: there is no function 'ad', did you mean 'add'?; known: add, sub",
+        ),
+        ("run.seed=${div:1,0}", "run.seed: ${div:1,0} cannot be computed: division by zero [override]"),
+        ("run.seed=${add:a,1}", "run.seed: ${add:a,1} cannot be computed: 'a' is not a number [override]"),
+        (
+            "run.seed=${add:1}",
+            "run.seed: ${add:1} cannot be computed: needs two or more numbers, got 1 [override]",
+        ),
+        ("run.seed=${", "run.seed: '${' is no interpolation:"),
+        ("run.seed=???", "run.seed: must be given: run.seed=VALUE on the command line [override]"),
+    ],
+)
+def test_an_interpolation_that_fails_says_why(tmp_path: Path, override: str, message: str) -> None:
+    (complaint,) = complaints(tmp_path, BASE, override)
+    assert complaint.startswith(message)
+
+
+def test_circles_of_several_keys_are_told_for_each(tmp_path: Path) -> None:
+    found = complaints(tmp_path, BASE, "run.seed=${eval.every_rounds}", "eval.every_rounds=${run.seed}")
+    assert found == [
+        "run.seed: ${eval.every_rounds} leads back to itself; break the circle [override]",
+        "eval.every_rounds: ${run.seed} leads back to itself; break the circle [override]",
+    ]
+
+
+def test_a_value_that_must_be_given_can_be_given(tmp_path: Path) -> None:
+    text = BASE.replace("max_rounds: 5", 'max_rounds: "???"')
+    assert complaints(tmp_path, text) == [
+        "run.max_rounds: must be given: run.max_rounds=VALUE on the command line [c.yaml:1]"
+    ]
+    assert load(tmp_path, text, "run.max_rounds=9").config.run.max_rounds == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("modle.path=x", "modle: unknown key, did you mean 'model'? [override]"),
+        ("run.sed=1", "run.sed: unknown key, did you mean 'seed'? [override]"),
+        (
+            "train.optimizer.schedule.warmup=1",
+            "train.optimizer.schedule.warmup: unknown key, did you mean 'warmup_steps'? [override]",
+        ),
+        (
+            "model.build.hiden_size=1",
+            "model.build.hiden_size: unknown key, did you mean 'hidden_size'? [override]",
+        ),
+        ("data.train.0.sizes=1", "data.train[0].sizes: unknown key, did you mean 'size'? [override]"),
+        ("env.max_turn=1", "env.max_turn: unknown key, did you mean 'max_turns'? [override]"),
+        (
+            "reward.parts.0.ignorecase=1",
+            "reward.parts[0].ignorecase: unknown key, did you mean 'ignore_case'?",
+        ),
+        ("report.wandb.projet=x", "report.wandb.projet: unknown key, did you mean 'project'? [override]"),
+        (
+            "data.train.0.path=x",
+            "data.train[0].path: unknown key for kind procedural; it belongs to kind file and hub [override]",
+        ),
+        ("group_size=4", "group_size: unknown key here; there is rollout.group_size [override]"),
+        ("run.zzz=4", "run.zzz: unknown key; known here: name, output_dir, seed, device"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override: str, message: str) -> None:
+    (complaint,) = complaints(tmp_path, BASE, override)
+    assert complaint.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=x", "run.seed: 'x' is not a whole number of at least 0 [override]"),
+        ("run.seed=-1", "run.seed: -1 is not a whole number of at least 0 [override]"),
+        ("run.seed=1.5", "run.seed: 1.5 is not a whole number of at least 0 [override]"),
+        ("run.seed=true", "run.seed: true is not a whole number of at least 0 [override]"),
+        ("run.seed=null", "run.seed: null is not a whole number of at least 0 [override]"),
+        ("run.seed=[1]", "run.seed: [1] is not a whole number of at least 0 [override]"),
+        ("run.max_rounds=0", "run.max_rounds: 0 is not a whole number above 0, or null [override]"),
+        ("run.name=5", "run.name: 5 is not text matching ^[A-Za-z0-9_.-]+$; put it in quotes [override]"),
+        ("run.name=a/b", "run.name: 'a/b' is not text matching ^[A-Za-z0-9_.-]+$ [override]"),
+        ("run.device=gpu", "run.device: 'gpu' is not one of auto, cpu, cuda [override]"),
+        (
+            "model.dtype=bf17",
+            "model.dtype: 'bf17' is not one of fp32, bf16, fp16 [override]",
+        ),
+        ("data.shuffle=2", "data.shuffle: 2 is not true or false [override]"),
+        (
+            "rollout.sampling.top_p=1.5",
+            "rollout.sampling.top_p: 1.5 is not a number above 0 and at most 1 [override]",
+        ),
+        (
+            "rollout.sampling.temperature=.inf",
+            "rollout.sampling.temperature: inf is not a number above 0 [override]",
+        ),
+        ("algorithm.entropy_coef=.nan", "algorithm.entropy_coef: nan is not a number, or null [override]"),
+        (
+            "algorithm.dual_clip=1",
+            "algorithm.dual_clip: 1 is not a number above 1, or 'off', or null [override]",
+        ),
+        (
+            "rollout.sampling.stop_token_ids=[1,x]",
+            "rollout.sampling.stop_token_ids[1]: 'x' is not a whole number [override]",
+        ),
+        (
+            "rollout.sampling.stop_token_ids=[1,true]",
+            "rollout.sampling.stop_token_ids[1]: true is not a whole number [override]",
+        ),
+        (
+            "rollout.sampling.stop_strings=x",
+            "rollout.sampling.stop_strings: 'x' is not a list, each text [override]",
+        ),
+        (
+            "train.optimizer.betas=[0.9]",
+            "train.optimizer.betas: [0.9] is not a list of 2, each a number of at least 0 and below 1 [override]",
+        ),
+        (
+            "env.tools=[calc]",
+            "env.tools[0]: 'calc' is not 'calculator' [override]",
+        ),
+        (
+            "data.train.0.params=3",
+            "data.train[0].params: 3 is not a mapping of keys to values [override]",
+        ),
+        (
+            "data.train.1.path=3",
+            "data.train[1].path: 3 is not text, or a list, each text; put it in quotes [override]",
+        ),
+        ("eval=3", "eval: 3 is not a mapping with keys before, every_rounds, at_end"),
+        ("eval=null", "eval: is empty; remove it, or give a mapping with keys before, every_rounds"),
+        (
+            "env.kind=tool",
+            "env: kind: 'tool' is not one of single_turn, tools, gymnasium",
+        ),
+        ("env={max_turns: 3}", "env: has no `kind`; add one of single_turn, tools, gymnasium [override]"),
+        (
+            "env=tools",
+            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, gymnasium [override]",
+        ),
+        (
+            "data.train=x",
+            "data.train: 'x' is not a list, each a mapping whose `kind` is one of file, hub, procedural",
+        ),
+        (
+            "data.train.2={kind: hub}",
+            "data.train[2].path: missing; it is required: Name of the data set [override]",
+        ),
+        (
+            "sft.steps=3",
+            "sft.data: missing; it is required: Sources whose response_key or response_function gives",
+        ),
+        ("model.path=x", "model: give exactly one of path, build and mlp, not path and build [c.yaml:2]"),
+        ("model.build=null", "model: give exactly one of path, build and mlp, not none of them [c.yaml:2]"),
+        (
+            "model.build.num_kv_heads=3",
+            "model.build: num_heads=4 is not a multiple of num_kv_heads=3; set num_kv_heads to a divisor of num_heads",
+        ),
+        (
+            "model.build.head_dim=7",
+            "model.build: head_dim=7 is odd; rotary positions turn pairs, so make it even",
+        ),
+        (
+            "rollout.sampling.min_new_tokens=999",
+            "rollout.sampling: min_new_tokens=999 is more than max_new_tokens=256; lower it [override]",
+        ),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_is_allowed(tmp_path: Path, override: str, message: str) -> None:
+    (complaint,) = complaints(tmp_path, BASE, override)
+    assert complaint.startswith(message)
+
+
+def test_a_config_without_a_model_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"^model: missing; it is required: The policy \[default\]$"):
+        load_config(None)
+
+
+def test_all_problems_are_told_together_from_top_to_bottom(tmp_path: Path) -> None:
+    text = "run: {seed: -1}\nmodle: {}\nmodel: {path: x}\nmodel: {path: y}\neval:\n  every_rounds: ${nope}\n"
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, "train.steps_per_pass=no", "oops")
+    assert str(error.value) == (
+        "6 problems in the config:\n"
+        "  - config: 'oops' is not an override; write key=value, for example run.seed=1 [override]\n"
+        "  - train.steps_per_pass: 'no' is not a whole number above 0 [override]\n"
+        "  - run.seed: -1 is not a whole number of at least 0 [c.yaml:1]\n"
+        "  - modle: unknown key, did you mean 'model'? [c.yaml:2]\n"
+        "  - model: the key is given twice, first at c.yaml:3; keep one [c.yaml:4]\n"
+        "  - eval.every_rounds: ${nope}: there is no key 'nope' [c.yaml:6]"
+    )
+
+
+def test_numbers_may_be_quoted_and_whole_floats_count_as_whole(tmp_path: Path) -> None:
+    run = load(tmp_path, BASE, "run.seed='7'", "run.max_rounds=3.0").config.run
+    assert (run.seed, run.max_rounds) == (7, 3)
+
+
+def test_true_and_false_are_free_in_parameters_of_functions(tmp_path: Path) -> None:
+    loaded = load(tmp_path, BASE, "data.train.0.params={a: true, b: [false]}")
+    assert plain_data(loaded.config.data.train[0])["params"] == {"a": True, "b": [False]}
+
+
+def test_paths_start_from_the_config_or_from_base_dir(tmp_path: Path) -> None:
+    assert load(tmp_path, BASE, "run.base_dir=sub").base_dir == tmp_path.resolve() / "sub"
+    assert load(tmp_path, BASE, "run.base_dir=/abs").base_dir == Path("/abs")
+
+
+def test_a_written_config_loads_as_the_same_config_from_anywhere(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        BASE,
+        r"rollout.sampling.stop_strings=['\${x}', '\\\${y}', yes, '1e-3', '017', '', ' a ', '#', 'ö', '???x']",
+        "report.wandb={}",
+    )
+    (tmp_path / "run").mkdir()
+    copy = tmp_path / "run" / "config.yaml"
+    copy.write_text(to_yaml(loaded), "utf-8")
+    again = load_config(copy)
+    assert again.base_dir == loaded.base_dir
+    assert again.config.model_copy(update={"run": loaded.config.run}) == loaded.config
+
+
+@given(
+    st.lists(st.text(max_size=8), max_size=4),
+    st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+def test_any_text_survives_being_written_and_loaded(
+    tmp_path: Path, texts: list[str], params: dict[str, str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    data = yaml.safe_load(BASE)
+    data["rollout"] = {"sampling": {"stop_strings": ["x"]}}
+    path.write_text(yaml.safe_dump(data))
+    loaded = load_config(path)
+    sampling = loaded.config.rollout.sampling.model_copy(update={"stop_strings": tuple(texts)})
+    rollout = loaded.config.rollout.model_copy(update={"sampling": sampling})
+    train = (loaded.config.data.train[0].model_copy(update={"params": params}),)
+    config = loaded.config.model_copy(
+        update={"rollout": rollout, "data": loaded.config.data.model_copy(update={"train": train})}
+    )
+    path.write_text(to_yaml(Loaded(config, loaded.origins, loaded.base_dir, path)), "utf-8")
+    again = load_config(path).config
+    assert again.rollout.sampling.stop_strings == tuple(texts)
+    assert plain_data(again.data.train[0])["params"] == params
+
+
+_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_a_wrong_type_anywhere_is_a_config_error_and_nothing_else(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    tree = plain_data(load(tmp_path).config)
+    paths = [path[:end] for path, _ in leaves(tree) for end in range(1, len(path) + 1)]
+    for path in data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=3)):
+        at: Any = tree
+        for key in path[:-1]:
+            at = (
+                at[key]
+                if isinstance(at, dict | list) and (key in at if isinstance(at, dict) else True)
+                else {}
+            )
+        if isinstance(at, dict | list) and at:
+            at[path[-1]] = data.draw(_VALUES)
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    with contextlib.suppress(ConfigError):
+        load_config(path)

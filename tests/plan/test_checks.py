@@ -1,0 +1,264 @@
+"""Keys that do not fit each other, with the text of each complaint."""
+
+from __future__ import annotations
+
+import pytest
+
+from braid.config.load import load_config
+from braid.errors import ConfigError
+from braid.plan import Verb, resolve
+
+TEXT = [
+    "model.build={}",
+    "run.max_rounds=10",
+    "data.train=[{kind: procedural, generator: chain_sum, size: 100}]",
+    "data.eval=[{kind: procedural, generator: chain_sum, size: 10}]",
+    "reward.parts=[{kind: exact}]",
+]
+SIMULATOR = [
+    "model.mlp={}",
+    "env={kind: gymnasium, id: CartPole-v1}",
+    "algorithm.recipe=ppo",
+    "run.max_rounds=10",
+]
+
+
+def complaints(base: list[str], *overrides: str, verb: Verb = "train") -> list[str]:
+    config = load_config(None, [*base, *overrides]).config
+    with pytest.raises(ConfigError) as error:
+        resolve(config, verb=verb)
+    return [f"{problem.key}: {problem.message}" for problem in error.value.problems]
+
+
+def warnings(base: list[str], *overrides: str, verb: Verb = "train") -> list[str]:
+    config = load_config(None, [*base, *overrides]).config
+    return [f"{warning.key}: {warning.message}" for warning in resolve(config, verb=verb).warnings]
+
+
+@pytest.mark.parametrize("base", [TEXT, SIMULATOR])
+def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
+    assert warnings(base) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["train.steps_per_pass=64"],
+            "train.steps_per_pass: a round's 32 prompts cannot be cut into 64 mini-batches of whole prompts; "
+            "lower it to 32, or raise rollout.prompts_per_round to 64",
+        ),
+        (
+            ["eval.pass_at=[1,4]", "eval.samples_per_prompt=2"],
+            "eval.pass_at[1]: pass@4 needs 4 samples of each prompt, and eval.samples_per_prompt=2; "
+            "raise it or lower k",
+        ),
+        (
+            ["run.max_rounds=null"],
+            "run.max_rounds: the run has no end; set run.max_rounds or run.max_epochs",
+        ),
+        (
+            ["rollout.group_size=1"],
+            "rollout.group_size: grpo compares the answers of a group, so with group_size=1 every advantage is 0; "
+            "raise it to 2 or more, or set algorithm.recipe=ppo",
+        ),
+        (
+            ["algorithm.old_logprobs=current", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "algorithm.old_logprobs: KL in the reward is taken from log-probs before the update, which current does not "
+            "compute; set auto, recompute or behavior",
+        ),
+        (
+            ["model={mlp: {}}"],
+            "model.mlp: a perceptron cannot act in env.kind=single_turn, which speaks in text; "
+            "set env.kind=gymnasium, or give model.path or model.build",
+        ),
+        (["data.train=[]"], "data.train: there are no training prompts; list at least one source"),
+        (
+            ["reward.parts=[]"],
+            "reward.parts: nothing scores the answers of env.kind=single_turn; list at least one part",
+        ),
+        (
+            ["model.build.max_positions=1200"],
+            "rollout.sampling.max_new_tokens: data.max_prompt_tokens=1024 + rollout.sampling.max_new_tokens=256 = "
+            "1280 tokens, and the model accepts 1200; lower one of them",
+        ),
+        (
+            ["model.build.max_positions=1300", "eval.sampling.max_new_tokens=300"],
+            "eval.sampling.max_new_tokens: data.max_prompt_tokens=1024 + eval.sampling.max_new_tokens=300 = "
+            "1324 tokens, and the model accepts 1300; lower one of them",
+        ),
+        (
+            ["rollout.native.kv_budget_tokens=1000"],
+            "rollout.native.kv_budget_tokens: data.max_prompt_tokens=1024 + rollout.sampling.max_new_tokens=256 = "
+            "1280 tokens, which never fits a cache of 1000 tokens; raise it to 1280 at least",
+        ),
+        (
+            ["env={kind: tools, max_context_tokens: 1024}"],
+            "env.max_context_tokens: prompts of up to data.max_prompt_tokens=1024 tokens leave no room for an answer in "
+            "a context of 1024; raise it above 1024",
+        ),
+        (
+            ["env={kind: tools, max_context_tokens: 4096}"],
+            "env.max_context_tokens: a trajectory has up to 4096 tokens (env.max_context_tokens), and the model accepts "
+            "2048; lower one of them",
+        ),
+        (
+            ["eval.target.min_final=0.5", "data.eval=[]"],
+            "eval.target.min_final: a target needs something to measure it on; list data.eval sources",
+        ),
+        (
+            ["eval.target.min_final=0.5", "eval.at_end=false"],
+            "eval.target.min_final: a target is measured after the last round; set eval.at_end=true",
+        ),
+        (
+            ["eval.target.min_gain=0.5", "eval.before=false"],
+            "eval.target.min_gain: a gain is counted from the evaluation before training; set eval.before=true",
+        ),
+        (
+            ["sft.data=[]"],
+            "sft.data: there is nothing to imitate; list at least one source",
+        ),
+        (
+            ["sft.data=[{kind: file, path: x.jsonl}]"],
+            "sft.data[0]: set exactly one of response_key and response_function: what to imitate",
+        ),
+        (
+            ["algorithm.recipe=ppo", "critic.warmup_rounds=10"],
+            "critic.warmup_rounds: the policy never learns: the run has 10 rounds and the critic's warm-up takes 10",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_arithmetic(overrides: list[str], complaint: str) -> None:
+    assert complaints(TEXT, *overrides) == [complaint]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["model={build: {}}"],
+            "env.kind: a language model cannot act in a gymnasium environment; give model.mlp in place of model.build",
+        ),
+        (
+            ["data.train=[{kind: file, path: x}]"],
+            "data.train: a gymnasium environment brings its own reset states; remove the data",
+        ),
+        (
+            ["reward.parts=[{kind: exact}]"],
+            "reward.parts: parts score text; a gymnasium environment gives its own rewards, remove them",
+        ),
+        (
+            ["sft.data=[{kind: file, path: x, response_key: y}]"],
+            "sft: supervised learning needs a text model; remove it for a gymnasium environment",
+        ),
+        (
+            ["run.max_epochs=3"],
+            "run.max_epochs: a gymnasium environment has no set of prompts to pass over; set run.max_rounds",
+        ),
+        (
+            ["algorithm.aggregation=token_sum_constant"],
+            "algorithm.aggregation_constant: a simulator's episodes have no longest response to divide by; "
+            "give the constant",
+        ),
+    ],
+)
+def test_what_a_simulator_cannot_do_is_refused(overrides: list[str], complaint: str) -> None:
+    assert complaints(SIMULATOR, *overrides) == [complaint]
+
+
+def test_problems_of_several_keys_come_together() -> None:
+    found = complaints(TEXT, "data.train=[]", "run.max_rounds=null", "train.steps_per_pass=64")
+    assert [complaint.split(":")[0] for complaint in found] == [
+        "run.max_rounds",
+        "data.train",
+        "train.steps_per_pass",
+    ]
+
+
+def test_each_verb_needs_its_own_parts() -> None:
+    bare = ["model.build={}"]
+    assert complaints(bare, verb="eval") == [
+        "data.eval: there is nothing to evaluate on; list at least one source",
+    ]
+    assert complaints(bare, verb="sft") == [
+        "sft: there is nothing to imitate; give sft.data sources with response_key or response_function"
+    ]
+    assert warnings([*bare, "sft.data=[{kind: file, path: x, response_key: y}]"], verb="sft") == []
+    assert warnings([*bare, *TEXT[3:]], verb="eval") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (
+            ["train.steps_per_pass=5"],
+            "train.steps_per_pass: 32 prompts in 5 mini-batches: some have 6 prompts and some 7",
+        ),
+        (
+            ["algorithm.old_logprobs=current", "train.passes_per_round=2"],
+            "algorithm.old_logprobs: current makes every ratio 1, so the 2 steps of a round neither clip nor correct",
+        ),
+        (
+            ["rollout.prompts_per_round=200"],
+            "rollout.prompts_per_round: a round takes 200 prompts and there are 100, so each comes more than once",
+        ),
+        (
+            ["rollout.sampling.top_p=0.9"],
+            "rollout.sampling.top_p: tokens are sampled from another distribution than the one that is trained",
+        ),
+        (
+            ["rollout.sampling.min_p=0.1", "algorithm.old_logprobs=behavior"],
+            "rollout.sampling.min_p: tokens are sampled from another distribution than the one that is trained, "
+            "and algorithm.old_logprobs=behavior makes ratios compare the two",
+        ),
+        (
+            ["rollout.sampling.greedy=true"],
+            "rollout.sampling.greedy: all answers of a group are the same, so a group has nothing to compare",
+        ),
+        (
+            ["train.optimizer.schedule.warmup_steps=10"],
+            "train.optimizer.schedule.warmup_steps: the run ends after 10 steps, before the warm-up of 10 does",
+        ),
+        (
+            ["model.dtype=fp16"],
+            "model.dtype: fp16 weights lose small updates and gradients; bf16 or fp32 is safer",
+        ),
+        (["algorithm.gamma=0.9"], "algorithm.gamma: has no effect: the advantage has no critic"),
+        (["critic.warmup_rounds=1"], "critic.warmup_rounds: has no effect: the advantage has no critic"),
+        (["algorithm.kl_in=reward"], "algorithm.kl_in: has no effect: algorithm.kl_coef is 0"),
+        (["reference.path=x"], "reference.path: has no effect: algorithm.kl_coef is 0"),
+        (
+            ["algorithm.policy_loss=policy_gradient", "algorithm.dual_clip=3"],
+            "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient has no ratio",
+        ),
+        (
+            ["algorithm.aggregation_constant=3"],
+            "algorithm.aggregation_constant: has no effect: the aggregation is not token_sum_constant",
+        ),
+        (
+            ["algorithm.recipe=ppo", "algorithm.normalize_by_std=false"],
+            "algorithm.normalize_by_std: has no effect: only the advantage grpo divides by the group's deviation",
+        ),
+        (
+            ["algorithm.recipe=ppo", "critic.train.passes_per_round=2"],
+            "critic.train.passes_per_round: has no effect: the critic is trained on the mini-batches of `train`",
+        ),
+        (
+            ["data.eval=[]", "eval.every_rounds=5"],
+            "eval.every_rounds: has no effect: there are no data.eval sources",
+        ),
+        (
+            ["data.use_chat_template=never", "model.chat_template=x"],
+            "model.chat_template: has no effect: data.use_chat_template=never",
+        ),
+    ],
+)
+def test_what_is_seldom_meant_is_warned_about(overrides: list[str], warning: str) -> None:
+    assert warnings(TEXT, *overrides) == [warning]
+
+
+def test_a_simulator_warns_of_keys_for_text() -> None:
+    assert warnings(SIMULATOR, "rollout.sampling.top_p=0.9", "env.num_envs=1000") == [
+        "rollout.sampling: has no effect: a simulator has no text",
+        "env.num_envs: has no effect: a round has fewer trajectories than that",
+    ]

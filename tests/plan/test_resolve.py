@@ -1,0 +1,202 @@
+"""What a plan derives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from braid.config.load import load_config
+from braid.config.schema import RunConfig
+from braid.errors import ConfigError
+from braid.plan import Plan, resolve
+
+BASE = [
+    "model.build={}",
+    "run.max_rounds=10",
+    "data.train=[{kind: procedural, generator: chain_sum, size: 100}]",
+    "data.eval=[{kind: procedural, generator: chain_sum, size: 10}]",
+    "reward.parts=[{kind: exact}]",
+]
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(None, [*BASE, *overrides]).config
+
+
+def plan(*overrides: str) -> Plan:
+    return resolve(config(*overrides))
+
+
+def test_counts_of_a_round_and_its_steps() -> None:
+    found = plan(
+        "rollout.prompts_per_round=12",
+        "rollout.group_size=4",
+        "train.steps_per_pass=3",
+        "train.passes_per_round=2",
+    )
+    assert found.trajectories_per_round == 48  # 12 x 4
+    assert found.steps_per_round == 6  # 3 x 2
+    assert found.rows_per_step == 16  # 12 / 3 prompts x 4
+    assert found.num_rounds == 10
+    assert found.num_steps == 60
+
+
+def test_rows_per_step_are_those_of_the_largest_mini_batch() -> None:
+    assert plan("rollout.prompts_per_round=10", "train.steps_per_pass=3").rows_per_step == 4 * 8
+
+
+def test_token_bounds_of_a_single_turn() -> None:
+    found = plan(
+        "data.max_prompt_tokens=100", "rollout.sampling.max_new_tokens=20", "rollout.prompts_per_round=4"
+    )
+    assert (found.max_output_tokens, found.max_trajectory_tokens) == (20, 120)
+    assert found.max_tokens_per_round == 32 * 120
+    assert found.eval_max_trajectory_tokens == 120
+    longer = plan("data.max_prompt_tokens=100", "eval.sampling.max_new_tokens=50")
+    assert longer.eval_max_trajectory_tokens == 150
+
+
+def test_token_bounds_of_a_conversation_are_its_context() -> None:
+    found = plan(
+        "env={kind: tools, max_turns: 3, max_context_tokens: 500}",
+        "data.max_prompt_tokens=100",
+        "rollout.sampling.max_new_tokens=50",
+    )
+    assert (found.max_output_tokens, found.max_trajectory_tokens) == (150, 500)
+
+
+def test_a_simulator_has_no_token_counts() -> None:
+    found = resolve(load_config(None, SIMULATOR).config)
+    assert found.max_trajectory_tokens is None
+    assert found.memory == ()
+    assert found.trajectories_per_round == 32 * 8
+
+
+SIMULATOR = [
+    "model.mlp={}",
+    "env={kind: gymnasium, id: CartPole-v1}",
+    "algorithm.recipe=ppo",
+    "run.max_rounds=3",
+]
+
+
+def test_rounds_follow_from_epochs_and_prompts() -> None:
+    unlimited = config("run.max_rounds=null", "run.max_epochs=2", "rollout.prompts_per_round=30")
+    assert resolve(unlimited).num_rounds == 7  # ceil(2 x 100 / 30), sizes of procedural sources being known
+    assert resolve(unlimited, 50).num_rounds == 4  # ceil(2 x 50 / 30)
+
+
+def test_of_rounds_and_epochs_the_smaller_counts() -> None:
+    assert plan("run.max_epochs=1", "rollout.prompts_per_round=50").num_rounds == 2
+    assert plan("run.max_epochs=100").num_rounds == 10
+
+
+def test_rounds_of_unread_files_are_not_known_yet() -> None:
+    files = config("run.max_rounds=null", "run.max_epochs=1", "data.train=[{kind: file, path: x.jsonl}]")
+    found = resolve(files)
+    assert (found.planned_rounds, found.planned_steps) == (None, None)
+    with pytest.raises(AssertionError, match="num_prompts"):
+        _ = found.num_rounds
+    assert resolve(files, 64).num_rounds == 2
+
+
+def test_a_source_with_a_limit_counts_up_to_it() -> None:
+    limited = "data.train=[{kind: procedural, generator: a, size: 100, limit: 40}, {kind: procedural, generator: b, size: 5}]"
+    assert plan(limited).num_prompts == 45
+
+
+def test_the_config_changes_parts_of_a_recipe() -> None:
+    recipe = plan("algorithm.clip_high=0.3", "algorithm.kl_clamp=off").recipe
+    assert (recipe.clip_low, recipe.clip_high) == (0.2, 0.3)
+    assert recipe.kl_clamp is None
+
+
+def test_critic_and_reference_follow_from_the_recipe() -> None:
+    assert not plan().needs_critic
+    assert not plan().needs_reference
+    both = plan("algorithm.recipe=ppo", "algorithm.kl_coef=0.1")
+    assert both.needs_critic
+    assert both.needs_reference
+
+
+def test_the_policy_takes_no_steps_while_the_critic_warms_up() -> None:
+    found = plan("algorithm.recipe=ppo", "critic.warmup_rounds=4", "train.passes_per_round=2")
+    assert found.num_steps == (10 - 4) * 2
+    assert found.num_critic_steps == 10 * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ([], "current"),
+        (["train.passes_per_round=2"], "recompute"),
+        (["train.steps_per_pass=2"], "recompute"),
+        (["algorithm.old_logprobs=behavior"], "behavior"),
+        (["algorithm.kl_coef=0.1"], "current"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "recompute"),
+    ],
+)
+def test_old_logprobs_are_recomputed_where_the_round_needs_them(overrides: list[str], mode: str) -> None:
+    assert plan(*overrides).old_logprobs == mode
+
+
+def test_the_aggregation_constant_is_the_longest_response() -> None:
+    constant = ["algorithm.aggregation=token_sum_constant", "rollout.sampling.max_new_tokens=77"]
+    assert plan(*constant).aggregation_constant == 77.0
+    assert plan(*constant, "algorithm.aggregation_constant=5").aggregation_constant == 5.0
+    assert plan().aggregation_constant is None
+
+
+def test_memory_counts_weights_gradients_and_two_moments() -> None:
+    (policy,) = plan().memory
+    assert policy.weights_bytes == 4 * policy.parameters
+    assert policy.gradients_bytes == 4 * policy.parameters
+    assert policy.optimizer_bytes == 8 * policy.parameters
+    assert policy.total_bytes == 16 * policy.parameters
+
+
+def test_memory_has_a_row_for_each_role() -> None:
+    overrides = ["algorithm.recipe=ppo", "algorithm.kl_coef=0.1", "rollout.native.dtype=bf16"]
+    policy, critic, reference, copy = plan(*overrides).memory
+    assert [policy.role, critic.role, reference.role, copy.role] == [
+        "policy",
+        "critic",
+        "reference",
+        "engine's copy",
+    ]
+    assert (
+        critic.parameters == policy.parameters + 256 + 1
+    )  # a tied head is the embedding; the value head is new
+    assert reference.total_bytes == 4 * policy.parameters
+    assert copy.total_bytes == 2 * policy.parameters
+
+
+def test_the_cache_counts_keys_and_values_of_all_layers() -> None:
+    found = plan("rollout.native.kv_budget_tokens=4000", "rollout.native.dtype=bf16")
+    assert found.kv_bytes_per_token == 2 * 4 * 2 * 64 * 2  # K and V, 4 layers, 2 heads of 64, 2 bytes
+    assert found.kv_budget_bytes == 4000 * 2048
+    assert found.max_concurrent == 4000 // (1024 + 256)
+
+
+def test_a_plan_is_plain_data() -> None:
+    found = json.loads(json.dumps(plan("algorithm.recipe=ppo").to_json()))
+    assert found["trajectories_per_round"] == 256
+    assert found["recipe"]["advantage"] == "gae"
+    assert found["total_bytes"] == sum(role.total_bytes for role in plan("algorithm.recipe=ppo").memory)
+
+
+def test_problems_carry_the_origin_of_their_key(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train:\n  steps_per_pass: 99\n")
+    loaded = load_config(path, BASE)
+    with pytest.raises(ConfigError, match=r"\[c\.yaml:2\]$"):
+        resolve(loaded.config, origin_of=loaded.origin)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, braid.plan, braid.config.load; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
