@@ -163,6 +163,8 @@ def record(metrics: Metrics, role: str, report: StepReport) -> None:
     metrics.add(f"{role}/skipped_steps", int(report.is_skipped))
     for name, (total, count) in report.metrics.items():
         metrics.mean(name, total, count)
+    for name, value in report.maxima.items():
+        metrics.max(name, value)
 
 
 def publish(parts: Parts) -> None:

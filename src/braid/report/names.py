@@ -62,7 +62,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("invalid/<boundary>", "", "Invalid trajectories by what failed: environment, engine or reward."),
     # the policy
     Metric("policy/loss", "", "The policy's loss, KL and entropy terms included."),
-    Metric("policy/surrogate", "", "The part of the policy's loss that comes from advantages."),
     Metric("policy/entropy", "nats", "Mean entropy of the distribution sampled from, per token."),
     Metric("policy/kl", "nats", "Mean KL of the policy from the reference, per token, by the config's estimator."),
     Metric("policy/approx_kl", "nats", "Mean KL of the policy from itself before the round's first step (k3)."),
@@ -86,7 +85,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("critic/skipped_steps", "", "Critic steps of the round left out for a loss or gradient that was not finite."),
     # supervised learning
     Metric("sft/loss", "nats", "Cross-entropy per token of what is to be imitated."),
-    Metric("sft/accuracy", "", "Share of tokens to imitate that the model ranks first."),
+    Metric("sft/token_probability", "", "Mean probability that the model gives to the tokens to imitate."),
     Metric("sft/grad_norm", "", "Norm of the gradient before clipping."),
     Metric("sft/lr", "", "Learning rate."),
     Metric("sft/skipped_steps", "", "Steps left out for a loss or gradient that was not finite."),

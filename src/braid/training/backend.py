@@ -17,8 +17,16 @@ from braid.models.base import Output
 from braid.models.batch import PackedBatch
 from braid.types import Row
 
-Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Name -> (sum, count), each a scalar tensor: adding both over micro-batches gives the step's mean."""
+
+@dataclass(frozen=True, slots=True)
+class Diagnostics:
+    """Metrics of one micro-batch, in a form that merges over micro-batches: scalar tensors on its device.
+
+    `means` are name -> (sum, count), `maxima` name -> the greatest (-inf over nothing).
+    """
+
+    means: dict[str, tuple[Tensor, Tensor]]
+    maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +39,13 @@ class Loss:
     """
 
     outputs: frozenset[Output]
-    compute: Callable[[dict[str, Tensor], PackedBatch], tuple[Tensor, Metrics]]
+    compute: Callable[[dict[str, Tensor], PackedBatch], tuple[Tensor, Diagnostics]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did. `metrics` are name -> (sum, count); `is_skipped` when loss or gradient was not
-    finite (then weights and optimizer are as before). `grad_norm` is before clipping."""
+    """What one optimizer step did. `metrics` are name -> (sum, count), `maxima` name -> greatest. `grad_norm` is before
+    clipping. `is_skipped` when loss or gradient was not finite: then weights and optimizer are as before."""
 
     loss: float
     grad_norm: float
@@ -45,6 +53,7 @@ class StepReport:
     is_skipped: bool
     num_tokens: int
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
 
 
 class TrainingBackend(Protocol):
@@ -64,7 +73,11 @@ class TrainingBackend(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer, step counters: all that `load` needs to go on to the bit. Tensors and plain data."""
+        """Weights, optimizer, step counters: all that `load` needs to go on to the bit. Tensors and plain data.
+
+        The tensors are the live ones: write or copy them before the next step."""
         ...
 
-    def load(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over copies of what `state` gave. Raises CheckpointError when it is of another model."""
+        ...

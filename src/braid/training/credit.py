@@ -18,7 +18,7 @@ def assign_credit(rows: Sequence[Row], recipe: Recipe) -> dict[str, float]:
     """Write `advantages` (and `returns` for gae) into each row, from its rewards and values.
 
     KL in the reward is taken off first: `rewards[t] -= kl_coef * kl(old, ref)[t]`. Returns plain facts about what was
-    assigned: mean KL per position, and the share of groups whose rewards do not differ.
+    assigned, by metric name: mean KL per position, and how much of the returns' variance the critic's values explain.
     """
     facts: dict[str, float] = {}
     if recipe.kl_coef > 0 and recipe.kl_in == "reward":
@@ -26,6 +26,7 @@ def assign_credit(rows: Sequence[Row], recipe: Recipe) -> dict[str, float]:
     mask = _flat(rows, [row.mask for row in rows]).bool()
     if recipe.advantage == "gae":
         advantages = _gae(rows, mask, recipe)
+        facts["critic/explained_variance"] = _explained_variance(rows)
     else:
         advantages = _grouped(rows, mask, recipe)
     if recipe.whiten_advantages:
@@ -43,8 +44,8 @@ def _subtract_kl(rows: Sequence[Row], recipe: Recipe) -> float:
             estimator=recipe.kl_estimator,
             clamp=recipe.kl_clamp,
         ).numpy()
-        kl = np.where(row.mask, kl, 0.0).astype(np.float32)
-        row.fields["rewards"] = row.fields["rewards"] - recipe.kl_coef * kl
+        kl = np.where(row.mask, kl, np.float32(0.0))
+        row.fields["rewards"] = row.fields["rewards"] - np.float32(recipe.kl_coef) * kl
         total, count = total + float(kl.sum()), count + row.num_tokens
     return total / max(count, 1)
 
@@ -71,6 +72,16 @@ def _gae(rows: Sequence[Row], mask: Tensor, recipe: Recipe) -> Tensor:
     )
     _unflatten(rows, "returns", returns)
     return advantages
+
+
+def _explained_variance(rows: Sequence[Row]) -> float:
+    """1 - var(return - value) / var(return) over the positions that the policy wrote; nan when all returns are equal."""
+    returns, values = (
+        np.concatenate([row.fields[name][row.mask] for row in rows]).astype(np.float64)
+        for name in ("returns", "values")
+    )
+    variance = returns.var()
+    return float(1.0 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
 def _flat(rows: Sequence[Row], arrays: Sequence[np.ndarray]) -> Tensor:

@@ -1,0 +1,193 @@
+"""Training in this process, on one device."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from braid.config.train import TrainConfig
+from braid.errors import CheckpointError, TrainingError
+from braid.models.base import Output, TrainableModel
+from braid.training.backend import Diagnostics, Loss, StepReport
+from braid.training.optimizer import build_optimizer, load_optimizer_state, lr_factor, optimizer_state
+from braid.training.packing import micro_batches, pack, unpack
+from braid.types import Row
+
+logger = logging.getLogger(__name__)
+
+
+class SingleBackend:
+    """One model, its optimizer and its schedule. See training.backend.TrainingBackend.
+
+    A step whose loss or gradient is not finite changes neither weights nor optimizer (its moments and step count), but does
+    count for the schedule, which belongs to the run's steps. Gradients exist only while a step runs.
+    """
+
+    def __init__(
+        self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
+    ) -> None:
+        """`total_steps` is the length of the schedule; 0 for a model that is never trained, which has no optimizer."""
+        self._model = model
+        self._config = config
+        self._total_steps = total_steps
+        self._device = device
+        self._optimizer = build_optimizer(model.module, config.optimizer) if total_steps else None
+        self._num_steps = 0
+        self._skipped_in_row = 0
+
+    def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
+        """See TrainingBackend."""
+        results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
+        with torch.no_grad(), self._autocast():
+            for indices in self._micro_batches(rows):
+                batch = pack([rows[i] for i in indices], self._device, with_fields=False)
+                for name, flat in self._model.forward(batch, outputs).items():
+                    for index, array in zip(indices, unpack(flat, batch.lengths), strict=True):
+                        results[index][name] = array
+        return results
+
+    def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
+        """See TrainingBackend. Raises TrainingError after `max_skipped_steps` skipped steps in a row."""
+        running = _Running(self._device)
+        try:
+            for indices in self._micro_batches(rows):
+                batch = pack([rows[i] for i in indices], self._device, weights=[weights[i] for i in indices])
+                with self._autocast():
+                    outputs = self._model.forward(batch, loss.outputs)
+                share, diagnostics = loss.compute(outputs, batch)
+                share.backward()
+                running.add(share.detach(), diagnostics)
+            report = running.report(self._grad_norm(), self._lr(), sum(row.num_tokens for row in rows))
+            if not report.is_skipped:
+                self._update(report)
+        finally:
+            self._model.module.zero_grad(set_to_none=True)
+        self._count(report)
+        return report
+
+    def _micro_batches(self, rows: Sequence[Row]) -> list[list[int]]:
+        return micro_batches([len(row) for row in rows], self._config.micro_batch_tokens)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        kind = self._config.autocast
+        if kind == "none" or (kind == "auto" and self._device.type != "cuda"):
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)  # pyright: ignore[reportReturnType]
+
+    def _lr(self) -> float:
+        optimizer = self._config.optimizer
+        return optimizer.lr * lr_factor(self._num_steps, self._total_steps, optimizer.schedule)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._model.module.parameters() if p.grad is not None]
+
+    def _grad_norm(self) -> Tensor:
+        """Euclidean norm over all gradients together."""
+        return torch.nn.utils.get_total_norm(self._gradients())
+
+    def _update(self, report: StepReport) -> None:
+        assert self._optimizer is not None, "a model without steps is not trained"
+        limit = self._config.max_grad_norm
+        if limit is not None and report.grad_norm > limit:
+            torch._foreach_mul_(self._gradients(), limit / report.grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = report.lr
+        self._optimizer.step()
+
+    def _count(self, report: StepReport) -> None:
+        self._num_steps += 1
+        if not report.is_skipped:
+            self._skipped_in_row = 0
+            return
+        self._skipped_in_row += 1
+        what = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
+        logger.warning("step %d of %d skipped: %s", self._num_steps, self._total_steps, what)
+        if self._skipped_in_row >= self._config.max_skipped_steps:
+            finite = self._num_steps - self._skipped_in_row
+            raise TrainingError(
+                f"{self._skipped_in_row} optimizer steps in a row had a loss or gradient that is not finite, as many as "
+                f"train.max_skipped_steps allows. The last was step {self._num_steps} of {self._total_steps} ({what}); "
+                f"{f'the last finite one was step {finite}' if finite else 'no step was finite'}. Lower train.optimizer.lr, "
+                "or look for rewards out of range in the stored samples"
+            )
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainingBackend."""
+        return self._model.named_weights()
+
+    def state(self) -> dict[str, Any]:
+        """See TrainingBackend."""
+        optimizer = self._optimizer
+        return {
+            "weights": {name: tensor.detach() for name, tensor in self.named_weights()},
+            "optimizer": None if optimizer is None else optimizer_state(optimizer, self._model.module),
+            "num_steps": self._num_steps,
+            "skipped_in_row": self._skipped_in_row,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See TrainingBackend."""
+        _copy_weights(dict(self.named_weights()), state["weights"])
+        if self._optimizer is not None:
+            load_optimizer_state(self._optimizer, self._model.module, state["optimizer"])
+        self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
+
+
+class _Running:
+    """Loss and metrics of a step, gathered on the device; reading them is the step's one wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._means: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, share: Tensor, diagnostics: Diagnostics) -> None:
+        self._loss += share
+        for name, pair in diagnostics.means.items():
+            pair = torch.stack([x.double() for x in pair])
+            self._means[name] = self._means[name] + pair if name in self._means else pair
+        for name, value in diagnostics.maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def report(self, grad_norm: Tensor, lr: float, num_tokens: int) -> StepReport:
+        """The numbers on the host."""
+        parts = [
+            self._loss[None],
+            grad_norm[None],
+            *self._means.values(),
+            *(x[None] for x in self._maxima.values()),
+        ]
+        loss, norm, *rest = torch.cat([part.double() for part in parts]).tolist()
+        pairs, greatest = rest[: 2 * len(self._means)], rest[2 * len(self._means) :]
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            is_skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            num_tokens=num_tokens,
+            metrics=dict(zip(self._means, zip(pairs[::2], pairs[1::2], strict=True), strict=True)),
+            maxima=dict(zip(self._maxima, greatest, strict=True)),
+        )
+
+
+def _copy_weights(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """In place, so that whoever shares the tensors sees the new weights."""
+    wrong = sorted(mine.keys() ^ saved.keys()) or [n for n in mine if mine[n].shape != saved[n].shape]
+    if wrong:
+        name = wrong[0]
+        here, there = (f"{tuple(of[name].shape)}" if name in of else "absent" for of in (mine, saved))
+        raise CheckpointError(
+            f"the saved weights are of another model: {name} is {here} in this run's model and {there} in the checkpoint "
+            f"({len(wrong)} such weights); resume with the model that the checkpoint was made with, or start a new run"
+        )
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(saved[name])
