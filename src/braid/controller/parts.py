@@ -85,3 +85,10 @@ class Parts:
     def is_due(self, every: int, is_end: bool = False) -> bool:
         """Whether this round is one of each `every` (0 for none), or the end that counts anyway."""
         return is_end or (every > 0 and self.progress.round % every == 0)
+
+    def close(self) -> None:
+        """End what runs beside the loop: engine, environments, reward processes."""
+        self.driver.close()
+        self.eval_driver.close()
+        self.scorer.close()
+        self.loop.close()

@@ -1,0 +1,261 @@
+"""From a loaded config to the parts of a run: the one place that knows which class serves which setting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from braid.checkpoint.store import CheckpointStore
+from braid.config.load import Loaded
+from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
+from braid.config.schema import RunConfig
+from braid.data.prompts import PromptSet, load_prompts
+from braid.data.sampler import PromptSampler
+from braid.data.worked import Example, load_examples
+from braid.envs.simulators.base import reset_prompts
+from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.envs.text.build import text_env_maker
+from braid.errors import ConfigError
+from braid.models.base import TrainableModel
+from braid.models.causal_lm import CausalLM
+from braid.models.loading import load_policy, load_tokenizer
+from braid.models.mlp import MlpPolicy, MlpValue
+from braid.models.value import ValueModel
+from braid.plan import Plan, Verb
+from braid.report.reporter import Reporter
+from braid.rewards.scorer import build_scorer
+from braid.rollout.drivers.simulators import SimulatorDriver
+from braid.rollout.drivers.text import TextDriver
+from braid.rollout.engine import Sampling
+from braid.rollout.engines.native import NativeEngine
+from braid.training.backends.single import SingleBackend
+from braid.types import Row
+
+from .parts import Parts
+from .supervised import Supervised
+
+NUM_RESET_STATES = 2**20
+"""Reset states that count as one epoch of a simulator."""
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device that run.device names; auto takes CUDA when there is a GPU."""
+    name = config.run.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device=cuda, but torch sees no GPU; set run.device=cpu or auto")
+    return torch.device(name)
+
+
+def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """The engine's form of the sampling settings, with the tokenizer's end token."""
+    values = config.model_dump()
+    eos = tokenizer.eos_token_id
+    values["stop_token_ids"] = tuple(dict.fromkeys([*([eos] if eos is not None else []), *config.stop_token_ids]))
+    return Sampling(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class TextInputs:
+    """What a run with text reads before anything is built: the tokenizer and all data."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet
+    eval: PromptSet
+    examples: list[Example]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids to text, special tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
+    """Tokenizer and data of a run with text; None for simulators. Raises ModelError and DataError."""
+    config, base_dir = loaded.config, loaded.base_dir
+    if isinstance(config.env, GymnasiumEnv):
+        return None
+    tokenizer, data = load_tokenizer(config.model), config.data
+    train = data.train if verb == "train" else ()
+    examples = config.sft.data if config.sft is not None and verb != "eval" else ()
+    return TextInputs(
+        tokenizer,
+        load_prompts(train, data, tokenizer, base_dir=base_dir, role="train"),
+        load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval"),
+        load_examples(examples, data, tokenizer, base_dir=base_dir),
+    )
+
+
+def build(
+    loaded: Loaded, plan: Plan, inputs: TextInputs | None, reporter: Reporter, store: CheckpointStore
+) -> Parts:
+    """All parts of a run, in the state that a fresh start has."""
+    if inputs is None:
+        return _build_simulator(loaded, plan, reporter, store)
+    return _build_text(loaded, plan, inputs, reporter, store)
+
+
+def _build_text(
+    loaded: Loaded, plan: Plan, inputs: TextInputs, reporter: Reporter, store: CheckpointStore
+) -> Parts:
+    config, device = loaded.config, device_of(loaded.config)
+    assert isinstance(config.env, SingleTurnEnv | ToolEnv), "simulators are built elsewhere"
+    tokenizer = inputs.tokenizer
+    lm = load_policy(
+        config.model,
+        temperature=config.rollout.sampling.temperature,
+        seed=config.run.seed,
+        device=device,
+        chunk_bytes=config.train.logprob_chunk_bytes,
+    )
+    engine = NativeEngine(
+        lm,
+        decode=inputs.decode,
+        max_length=getattr(lm.config, "max_position_embeddings", None),
+        **config.rollout.native.model_dump(),
+    )
+
+    def driver(sampling: SamplingConfig) -> TextDriver:
+        context = plan.max_trajectory_tokens if sampling is config.rollout.sampling else plan.eval_max_trajectory_tokens
+        assert context is not None, "text has a bound on its context"
+        return TextDriver(
+            engine,
+            text_env_maker(config.env),  # pyright: ignore[reportArgumentType]  # narrowed above
+            tokenizer,
+            sampling_of(sampling, tokenizer),
+            seed=config.run.seed,
+            retries=config.rollout.retries,
+            max_context_tokens=context,
+        )
+
+    critic = None
+    if plan.needs_critic:
+        critic = _critic_of(config, lm, device)
+    reference = None
+    if plan.needs_reference:
+        reference = _reference_of(config, lm, device)
+    supervised = _supervised_of(config, plan, inputs.examples, lm, device)
+    policy = (
+        supervised.backend
+        if plan.verb == "sft" and supervised
+        else SingleBackend(lm, config.train, total_steps=plan.num_steps, device=device)
+    )
+    return Parts(
+        config=config,
+        plan=plan,
+        reporter=reporter,
+        store=store,
+        sampler=supervised.sampler if plan.verb == "sft" and supervised else _sampler(config, len(inputs.train.prompts)),
+        train_prompts=inputs.train.prompts,
+        eval_prompts=inputs.eval.by_source(),
+        driver=driver(config.rollout.sampling),
+        eval_driver=driver(config.eval.sampling or config.rollout.sampling),
+        scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
+        policy=policy,
+        critic=None if critic is None else _critic_backend(config, plan, critic, device),
+        reference=None if reference is None else SingleBackend(reference, config.train, total_steps=0, device=device),
+        supervised=supervised,
+        follow_policy=partial(_follow, config, lm, critic, reference),
+        loop=asyncio.Runner(),
+    )
+
+
+def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: CheckpointStore) -> Parts:
+    config, device = loaded.config, device_of(loaded.config)
+    env, spec = config.env, config.model.mlp
+    assert isinstance(env, GymnasiumEnv) and spec is not None, "the plan checks that they go together"
+    simulator = GymnasiumSimulator(env.id, env.num_envs, env.kwargs)
+    policy = MlpPolicy(spec, simulator.observation_size, simulator.action_space, seed=config.run.seed)
+    policy.module.to(device)
+    critic = None
+    if plan.needs_critic:
+        critic = MlpValue(spec, simulator.observation_size, seed=config.run.seed + 1)
+        critic.module.to(device)
+
+    def driver(sampling: SamplingConfig) -> SimulatorDriver:
+        return SimulatorDriver(
+            simulator, policy, seed=config.run.seed, retries=config.rollout.retries, greedy=sampling.greedy
+        )
+
+    return Parts(
+        config=config,
+        plan=plan,
+        reporter=reporter,
+        store=store,
+        sampler=_sampler(config, NUM_RESET_STATES),
+        train_prompts=reset_prompts(env.id, NUM_RESET_STATES),
+        eval_prompts={env.id: reset_prompts(env.id, env.eval_episodes)},
+        driver=driver(config.rollout.sampling),
+        eval_driver=driver(config.eval.sampling or config.rollout.sampling),
+        scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
+        policy=SingleBackend(policy, config.train, total_steps=plan.num_steps, device=device),
+        critic=None if critic is None else _critic_backend(config, plan, critic, device),
+        reference=None,
+        supervised=None,
+        follow_policy=lambda: None,
+        loop=asyncio.Runner(),
+    )
+
+
+def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
+    return PromptSampler(num_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+
+
+def _critic_of(config: RunConfig, lm: CausalLM, device: torch.device) -> ValueModel:
+    if config.critic.path is None:
+        return ValueModel.copy_of(lm)
+    model = config.model.model_copy(update={"path": config.critic.path, "build": None})
+    return ValueModel.copy_of(load_policy(model, temperature=1.0, seed=0, device=device, key="critic"))
+
+
+def _critic_backend(config: RunConfig, plan: Plan, critic: TrainableModel, device: torch.device) -> SingleBackend:
+    train = config.critic.train or config.train
+    return SingleBackend(critic, train, total_steps=plan.num_critic_steps, device=device)
+
+
+def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> CausalLM:
+    if config.reference.path is None:
+        return lm.frozen_copy()
+    model = config.model.model_copy(update={"path": config.reference.path, "build": None})
+    temperature, chunk = config.rollout.sampling.temperature, config.train.logprob_chunk_bytes
+    reference = load_policy(
+        model, temperature=temperature, seed=0, device=device, chunk_bytes=chunk, key="reference"
+    )
+    reference.module.requires_grad_(False)
+    return reference
+
+
+def _follow(config: RunConfig, lm: CausalLM, critic: ValueModel | None, reference: CausalLM | None) -> None:
+    """Copy the policy's weights into the reference and the critic's backbone, where they have no path of their own."""
+    if reference is not None and config.reference.path is None:
+        reference.module.load_state_dict(lm.module.state_dict())
+    if critic is not None and config.critic.path is None:
+        critic.backbone.load_state_dict(lm.backbone.state_dict())
+
+
+def _supervised_of(
+    config: RunConfig, plan: Plan, examples: Sequence[Example], lm: CausalLM, device: torch.device
+) -> Supervised | None:
+    sft = config.sft
+    if sft is None or plan.verb == "eval":
+        return None
+    train = config.train.model_copy(update={"optimizer": sft.optimizer})
+    return Supervised(
+        rows=[_row_of(example, i) for i, example in enumerate(examples)],
+        sampler=PromptSampler(len(examples), seed=config.run.seed, shuffle=True),
+        backend=SingleBackend(lm, train, total_steps=plan.sft_steps, device=device),
+        num_steps=plan.sft_steps,
+        rows_per_step=sft.rows_per_step,
+    )
+
+
+def _row_of(example: Example, number: int) -> Row:
+    ids = np.array(example.prompt_ids + example.response_ids, np.int64)
+    mask = np.array((False,) * len(example.prompt_ids) + example.response_mask)
+    return Row({"input_ids": ids}, mask, group=number, trajectory=number)
