@@ -22,7 +22,7 @@ from braid.envs.simulators.base import reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.text.build import text_env_maker
 from braid.errors import ConfigError
-from braid.models.base import TrainableModel
+from braid.models.base import TrainableModel, copy_weights
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.models.mlp import MlpPolicy, MlpValue
@@ -40,7 +40,7 @@ from braid.types import Row
 from .parts import Parts
 from .supervised import Supervised
 
-NUM_RESET_STATES = 2**20
+NUM_RESET_STATES = 2**12
 """Reset states that count as one epoch of a simulator."""
 
 
@@ -58,7 +58,9 @@ def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> S
     """The engine's form of the sampling settings, with the tokenizer's end token."""
     values = config.model_dump()
     eos = tokenizer.eos_token_id
-    values["stop_token_ids"] = tuple(dict.fromkeys([*([eos] if eos is not None else []), *config.stop_token_ids]))
+    values["stop_token_ids"] = tuple(
+        dict.fromkeys([*([eos] if eos is not None else []), *config.stop_token_ids])
+    )
     return Sampling(**values)
 
 
@@ -114,6 +116,7 @@ def _build_text(
         device=device,
         chunk_bytes=config.train.logprob_chunk_bytes,
     )
+    lm.set_gradient_checkpointing(config.train.gradient_checkpointing)
     engine = NativeEngine(
         lm,
         decode=inputs.decode,
@@ -122,7 +125,11 @@ def _build_text(
     )
 
     def driver(sampling: SamplingConfig) -> TextDriver:
-        context = plan.max_trajectory_tokens if sampling is config.rollout.sampling else plan.eval_max_trajectory_tokens
+        context = (
+            plan.max_trajectory_tokens
+            if sampling is config.rollout.sampling
+            else plan.eval_max_trajectory_tokens
+        )
         assert context is not None, "text has a bound on its context"
         return TextDriver(
             engine,
@@ -151,7 +158,9 @@ def _build_text(
         plan=plan,
         reporter=reporter,
         store=store,
-        sampler=supervised.sampler if plan.verb == "sft" and supervised else _sampler(config, len(inputs.train.prompts)),
+        sampler=supervised.sampler
+        if plan.verb == "sft" and supervised
+        else _sampler(config, max(1, len(inputs.train.prompts))),
         train_prompts=inputs.train.prompts,
         eval_prompts=inputs.eval.by_source(),
         driver=driver(config.rollout.sampling),
@@ -159,7 +168,9 @@ def _build_text(
         scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
         policy=policy,
         critic=None if critic is None else _critic_backend(config, plan, critic, device),
-        reference=None if reference is None else SingleBackend(reference, config.train, total_steps=0, device=device),
+        reference=None
+        if reference is None
+        else SingleBackend(reference, config.train, total_steps=0, device=device),
         supervised=supervised,
         follow_policy=partial(_follow, config, lm, critic, reference),
         loop=asyncio.Runner(),
@@ -169,7 +180,8 @@ def _build_text(
 def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: CheckpointStore) -> Parts:
     config, device = loaded.config, device_of(loaded.config)
     env, spec = config.env, config.model.mlp
-    assert isinstance(env, GymnasiumEnv) and spec is not None, "the plan checks that they go together"
+    assert isinstance(env, GymnasiumEnv)
+    assert spec is not None, "the plan checks that it is there"
     simulator = GymnasiumSimulator(env.id, env.num_envs, env.kwargs)
     policy = MlpPolicy(spec, simulator.observation_size, simulator.action_space, seed=config.run.seed)
     policy.module.to(device)
@@ -214,7 +226,9 @@ def _critic_of(config: RunConfig, lm: CausalLM, device: torch.device) -> ValueMo
     return ValueModel.copy_of(load_policy(model, temperature=1.0, seed=0, device=device, key="critic"))
 
 
-def _critic_backend(config: RunConfig, plan: Plan, critic: TrainableModel, device: torch.device) -> SingleBackend:
+def _critic_backend(
+    config: RunConfig, plan: Plan, critic: TrainableModel, device: torch.device
+) -> SingleBackend:
     train = config.critic.train or config.train
     return SingleBackend(critic, train, total_steps=plan.num_critic_steps, device=device)
 
@@ -233,10 +247,11 @@ def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> Caus
 
 def _follow(config: RunConfig, lm: CausalLM, critic: ValueModel | None, reference: CausalLM | None) -> None:
     """Copy the policy's weights into the reference and the critic's backbone, where they have no path of their own."""
+    weights = dict(lm.named_weights())
     if reference is not None and config.reference.path is None:
-        reference.module.load_state_dict(lm.module.state_dict())
+        copy_weights(weights, reference.named_weights())
     if critic is not None and config.critic.path is None:
-        critic.backbone.load_state_dict(lm.backbone.state_dict())
+        copy_weights(weights, critic.named_weights())
 
 
 def _supervised_of(
