@@ -24,13 +24,15 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(slots=True)
 class Sample:
-    """A trajectory as stored. `context_texts` and `output_texts` have the text of each turn (empty without a tokenizer).
+    """A trajectory as stored. `prompt_text` is what the model read; `context_texts` and `output_texts` have the text of
+    each turn (all empty without a tokenizer).
 
     `training` has what training made of it: name -> one number for each position that the policy wrote, over all turns
     (advantages, old_logprobs, rewards, ...); empty for a trajectory that was not trained on.
     """
 
     trajectory: Trajectory
+    prompt_text: str = ""
     context_texts: list[str] = field(default_factory=list)
     output_texts: list[str] = field(default_factory=list)
     training: dict[str, list[float]] = field(default_factory=dict)
@@ -144,6 +146,7 @@ def _sample(record: dict[str, Any]) -> Sample:
     )
     return Sample(
         trajectory,
+        prompt_text=prompt["text"],
         context_texts=[turn["context_text"] for turn in record["turns"]],
         output_texts=[turn["output_text"] for turn in record["turns"]],
         training={name: [_number(x) for x in values] for name, values in record["training"].items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from braid.report.run_dir import RunDir
+
 from .base import Sink, Tracker
 from .jsonl import JsonlSink
 from .swanlab import SwanlabSink

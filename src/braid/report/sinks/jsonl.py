@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from braid.errors import ReportError
-
 from braid.report.files import to_json
 
 
@@ -31,6 +31,8 @@ class JsonlSink:
             self._file.write(to_json({"round": round_, "step": step, **flat}) + "\n")
             self._file.flush()
         except OSError as error:
+            with suppress(OSError):
+                self.close()
             raise ReportError(
                 f"cannot write round {round_} to {self._path}: {error.strerror}; make room, then go on from the last "
                 "checkpoint with run.resume=latest"

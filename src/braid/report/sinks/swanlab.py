@@ -32,7 +32,7 @@ class SwanlabSink:
 
     def __init__(self, tracker: Tracker, *, run_name: str, folder: Path) -> None:
         try:
-            import swanlab  # an extra
+            import swanlab  # noqa: TID251  # an extra
         except ImportError:
             raise _problem(
                 "swanlab is not installed; run: pip install 'braid-rl[swanlab]', or take report.swanlab out"

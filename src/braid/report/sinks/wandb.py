@@ -22,7 +22,7 @@ class WandbSink:
 
     def __init__(self, tracker: Tracker, *, run_name: str, folder: Path) -> None:
         try:
-            import wandb  # an extra
+            import wandb  # noqa: TID251  # an extra
         except ImportError:
             raise _problem(
                 "wandb is not installed; run: pip install 'braid-rl[wandb]', or take report.wandb out"

@@ -1,0 +1,239 @@
+"""One place for all that a run tells: metrics to the sinks, samples and summary to the folder, progress to the console.
+
+Owns what is written when, and what a failure to write means; each sink owns its form. Trajectories and metrics come
+from the loop, which knows nothing of where they go.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from braid.errors import ReportError
+from braid.types import Group, Row
+
+from .closing import answers, closing, what_was_learned
+from .metrics import Metrics
+from .run_dir import RunDir
+from .samples import Decode, write_samples
+from .sinks.base import Sink
+from .sinks.console import Console, clock
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["running", "finished", "failed", "interrupted", "not_learned"]
+
+
+class SourceCounts(Protocol):
+    """What became of one source's rows (data.prompts has the record)."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def dropped_overlong(self) -> int: ...
+    @property
+    def truncated(self) -> int: ...
+
+
+class PromptSet(Protocol):
+    """Prompts that were read, counted by source."""
+
+    @property
+    def counts(self) -> Mapping[str, SourceCounts]: ...
+
+
+class Reporter:
+    """Tells what a run does. Built before the run's parts, so that they can tell of themselves.
+
+    `decode` turns token ids into the text of stored samples; it may be set once there is a tokenizer. A sink that fails
+    is reported once and left out from there on; metrics.jsonl and summary.json raise ReportError.
+    """
+
+    def __init__(self, run_dir: RunDir, console: Console, sinks: Sequence[Sink] = ()) -> None:
+        self.run_dir = run_dir
+        self.console = console
+        self.decode: Decode | None = None
+        self._sinks: list[Sink] = [*sinks, console]
+        self._round: int | None = None
+        self._step = 0
+        self._first_eval = _NO_EVAL
+        self._last_eval = _NO_EVAL
+        self._data: dict[str, dict[str, dict[str, int]]] = {}
+        self._earlier_s = 0.0
+        self._start_s = self._line_s = time.monotonic()
+        self._is_begun = False
+
+    def phase(self, verb: str) -> AbstractContextManager[None]:
+        """Show that the run is busy with `verb`, for as long as the context lasts."""
+        return self.console.phase(verb)
+
+    def progress(self, verb: str, done: int, total: int) -> None:
+        """Show how far a long phase has come."""
+        self.console.progress(verb, done, total)
+
+    def count_prompts(self, train: PromptSet, evaluation: PromptSet) -> None:
+        """Tell how many prompts each source has, and how many were too long."""
+        for role, prompts in (("train", train), ("eval", evaluation)):
+            self._data[role] = {}
+            for source, counts in prompts.counts.items():
+                self._data[role][source] = {
+                    "rows": counts.rows,
+                    "dropped_overlong": counts.dropped_overlong,
+                    "truncated": counts.truncated,
+                }
+                left_out = (
+                    f", {counts.dropped_overlong:,} dropped as too long" if counts.dropped_overlong else ""
+                )
+                shortened = f", {counts.truncated:,} shortened" if counts.truncated else ""
+                self.console.say(f"{role} data  {source}: {counts.rows:,} rows{left_out}{shortened}")
+
+    def log(self, round_: int, step: int, metrics: Metrics) -> None:
+        """Write a round's line everywhere, and the summary."""
+        self._begin()
+        now = time.monotonic()
+        metrics.add("time/round_s", now - self._line_s)
+        self._line_s = now
+        flat = metrics.flat()
+        self._round, self._step = round_, step
+        if results := _eval_results(flat):
+            self._last_eval = {"round": round_, "results": results}
+            if self._first_eval["round"] is None:
+                self._first_eval = self._last_eval
+        for sink in tuple(self._sinks):
+            self._try(sink, lambda sink=sink: sink.log(round_, step, flat))
+        self._summarize("running")
+
+    def store_samples(self, name: str, groups: Sequence[Group], rows: Sequence[Row] = ()) -> None:
+        """Keep trajectories, with what training made of them, as samples/`name`.jsonl. A full disk is told, no more."""
+        self._begin()
+        path = self._samples(name)
+        try:
+            write_samples(path, groups, rows, decode=self.decode)
+        except OSError as error:
+            logger.warning("samples were not stored: cannot write %s: %s", path, error.strerror)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on telling: the round, the time, the first and last evaluation."""
+        return {
+            "round": self._round,
+            "step": self._step,
+            "wall_s": self._wall_s,
+            "first_eval": self._first_eval,
+            "last_eval": self._last_eval,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: what the folder has of later rounds is taken back before the next line."""
+        self._round, self._step = state["round"], state["step"]
+        self._earlier_s = state["wall_s"]
+        self._first_eval, self._last_eval = state["first_eval"], state["last_eval"]
+        self._begin()
+
+    def finish(self, status: Status, error: BaseException | None = None) -> None:
+        """Write the last summary, close every sink and show what came of the run. After an error of the run, one of
+        writing its summary is told, not raised."""
+        try:
+            self._summarize(status, error)
+        except ReportError as failure:
+            if error is None:
+                raise
+            logger.error("%s", failure)
+        finally:
+            for sink in tuple(self._sinks):
+                self._try(sink, sink.close)
+            self._sinks = []
+        if self.console.mode != "none":
+            self.console.screen.print(self._closing(status))
+        self.run_dir.close()
+
+    @property
+    def first_eval(self) -> dict[str, dict[str, float]]:
+        """Results of the first evaluation: source -> name -> value; empty before it."""
+        return self._first_eval["results"]
+
+    @property
+    def last_eval(self) -> dict[str, dict[str, float]]:
+        """Results of the newest evaluation."""
+        return self._last_eval["results"]
+
+    @property
+    def _wall_s(self) -> float:
+        return self._earlier_s + time.monotonic() - self._start_s
+
+    def _begin(self) -> None:
+        """Before the first thing that is written: bring the folder back to the round that this run goes on from."""
+        if self._is_begun:
+            return
+        self._is_begun = True
+        self.run_dir.rewind(self._round)
+        self.console.go_on(self.run_dir.read_metrics())
+
+    def _try(self, sink: Sink, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except ReportError:
+            raise
+        except Exception as error:  # whatever a tracker raises, the run is worth more
+            self._sinks.remove(sink)
+            logger.warning(
+                "%s failed and is left out from here on: %s: %s", sink.name, type(error).__name__, error
+            )
+
+    def _summarize(self, status: Status, error: BaseException | None = None) -> None:
+        self.run_dir.write_summary(
+            {
+                "status": status,
+                "round": self._round or 0,
+                "num_rounds": self.console.num_rounds,
+                "steps": self._step,
+                "wall_s": round(self._wall_s, 3),
+                "eval": {
+                    "first": self._first_eval["results"],
+                    "last": self._last_eval["results"],
+                    "first_round": self._first_eval["round"],
+                    "last_round": self._last_eval["round"],
+                },
+                "data": self._data,
+                "error": None if error is None else f"{type(error).__name__}: {error}",
+            }
+        )
+
+    def _closing(self, status: Status) -> Any:
+        first, last = self._first_eval, self._last_eval
+        shown = None
+        if first["round"] is not None:
+            shown = answers(*(self._samples(f"eval_{of['round']:06d}") for of in (first, last)))
+        run, folder = self.run_dir, self.run_dir.path
+        files = {
+            "run": folder,
+            "metrics": run.metrics,
+            "samples": run.samples,
+            "checkpoints": run.checkpoints,
+        }
+        return closing(
+            status,
+            time_text=clock(self._wall_s),
+            learned=what_was_learned(first["results"], last["results"]) if last["results"] else None,
+            shown=shown,
+            files={what: str(path) for what, path in files.items() if path.exists()},
+        )
+
+    def _samples(self, name: str) -> Path:
+        return self.run_dir.samples / f"{name}.jsonl"
+
+
+_NO_EVAL: dict[str, Any] = {"round": None, "results": {}}
+
+
+def _eval_results(flat: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """source -> name -> value, of a round's line."""
+    results: dict[str, dict[str, float]] = {}
+    for name, value in flat.items():
+        if name.startswith("eval/"):
+            source, _, what = name.removeprefix("eval/").rpartition("/")
+            results.setdefault(source, {})[what] = value
+    return results

@@ -1,0 +1,323 @@
+"""The run on a terminal: a live display, or a line a round where there is none; and the log messages above it.
+
+Owns what is shown while a run goes on. What is shown at its end is closing.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
+
+from rich.console import Console as RichConsole
+from rich.console import Group as Stack
+from rich.console import RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+Mode = Literal["auto", "live", "plain", "none"]
+
+MAX_WIDTH = 100
+"""Columns of the live display on wide terminals."""
+ROUNDS_FOR_RATE = 20
+"""Newest rounds that the time left is reckoned from."""
+
+EVAL_MEAN = "eval/all/mean"
+"""Stands for eval/all/mean@n, whatever n is. Left out where it says the same as the accuracy."""
+
+
+class Shown(NamedTuple):
+    """A metric on display: its label, name, form and unit."""
+
+    label: str
+    name: str
+    form: Callable[[float], str]
+    unit: str = ""
+
+
+SHOWN = (
+    Shown("reward", "reward/mean", "{:.3f}".format),
+    Shown("loss", "sft/loss", "{:.4f}".format),
+    Shown("accuracy", "eval/all/pass@1", "{:.1%}".format),
+    Shown("eval", EVAL_MEAN, "{:.3f}".format),
+    Shown("length", "rollout/output_length_mean", "{:.1f}".format, "tokens"),
+    Shown("KL", "policy/kl", "{:.4f}".format, "nats"),
+    Shown("entropy", "policy/entropy", "{:.3f}".format, "nats"),
+    Shown("value loss", "critic/loss", "{:.4f}".format),
+    Shown("sampled", "rollout/tokens_per_s", "{:,.0f}".format, "tokens/s"),
+    Shown("trained", "train/tokens_per_s", "{:,.0f}".format, "tokens/s"),
+)
+"""A metric that a run does not have has no place in its display; evaluations stay until the next."""
+
+CURVES = ("reward/mean", "sft/loss")
+"""Metrics with a curve over the run."""
+
+
+_LOGGER = logging.getLogger("braid")
+
+
+class Console:
+    """Shows rounds as they end and phases as they run. A context manager: the display is there within it.
+
+    `auto` is live on a terminal of UTF-8 and plain elsewhere; `none` shows log messages only. `num_rounds` may be set
+    once it is known. `screen` is the rich console to draw on, of standard output by default.
+    """
+
+    name = "the console"
+
+    def __init__(self, mode: Mode, *, title: str, folder: Path, screen: RichConsole | None = None) -> None:
+        self.screen = screen or RichConsole(highlight=False)
+        self.title = title
+        self.num_rounds: int | None = None
+        if mode == "auto":
+            can_draw = self.screen.is_terminal and not self.screen.is_dumb_terminal
+            mode = "live" if can_draw and self.screen.encoding.startswith("utf") else "plain"
+        self.mode = mode
+        self._folder = folder
+        self._start_s = time.monotonic()
+        self._round = self._step = 0
+        self._ends_s: deque[float] = deque(maxlen=ROUNDS_FOR_RATE + 1)
+        self._first: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
+        self._curves: dict[str, list[float]] = {name: [] for name in CURVES}
+        self._times: list[tuple[str, float]] = []
+        self._phase: _Phase | None = None
+        self._live: Live | None = None
+        self._handler = _Handler(self.screen)
+        self._old_level = logging.NOTSET
+
+    def __enter__(self) -> Self:
+        logging.getLogger().addHandler(self._handler)
+        logging.captureWarnings(capture=True)
+        self._old_level = _LOGGER.level
+        _LOGGER.setLevel(logging.INFO)
+        if self.mode == "live":
+            self._live = Live(get_renderable=self._draw, console=self.screen, refresh_per_second=5)
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the display as it is, and stop drawing."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        if self._handler in logging.getLogger().handlers:
+            logging.getLogger().removeHandler(self._handler)
+            logging.captureWarnings(capture=False)
+            _LOGGER.setLevel(self._old_level)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the display where there is one."""
+        if self.mode != "none":
+            self.screen.print(Text(printable(text)), soft_wrap=True)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show that the run is busy with `name`."""
+        outer, self._phase = self._phase, _Phase(name)
+        try:
+            yield
+        finally:
+            self._phase = outer
+
+    def progress(self, name: str, done: int, total: int) -> None:
+        """Show how far a long phase has come; elsewhere than on a live display, a line for each tenth."""
+        if self._phase is not None:
+            self._phase.done, self._phase.total = done, total
+        if self.mode == "plain" and done * 10 // total > (done - 1) * 10 // total:
+            self.say(f"{_words(name)} {done}/{total}")
+
+    def go_on(self, records: Sequence[Mapping[str, float | None]]) -> None:
+        """Take up what a resumed run has shown before: the lines of metrics.jsonl so far."""
+        for record in records:
+            self._take({name: value for name, value in record.items() if value is not None})
+        if records:
+            self._round, self._step = int(records[-1]["round"] or 0), int(records[-1]["step"] or 0)
+
+    def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
+        """A round has ended."""
+        self._take(flat)
+        self._round, self._step = round_, step
+        self._ends_s.append(time.monotonic())
+        self._times = [
+            (_words(name.removeprefix("time/").removesuffix("_s")), seconds)
+            for name, seconds in flat.items()
+            if name.startswith("time/") and name != "time/round_s"
+        ]
+        if self.mode == "plain":
+            self.say(self._line(flat))
+
+    def _take(self, flat: Mapping[str, float]) -> None:
+        values = _shown(flat)
+        self._latest.update(values)
+        self._first = values | self._first
+        for name, curve in self._curves.items():
+            if name in flat:
+                curve.append(flat[name])
+
+    @property
+    def _left_s(self) -> float | None:
+        """Seconds to the last round, at the mean pace of the newest rounds."""
+        if self.num_rounds is None or len(self._ends_s) < 2 or self._round == self.num_rounds:
+            return None
+        pace = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        since = time.monotonic() - self._ends_s[-1]
+        return max(pace * (self.num_rounds - self._round) - since, 0.0)
+
+    def _line(self, flat: Mapping[str, float]) -> str:
+        of = "" if self.num_rounds is None else f"/{self.num_rounds}"
+        values = _shown(flat)
+        shown = [f"{s.label} {s.form(values[s.name])} {s.unit}".rstrip() for s in SHOWN if s.name in values]
+        if (seconds := flat.get("time/round_s")) is not None:
+            shown.append(f"{seconds:.1f} s")
+        if (left := self._left_s) is not None:
+            shown.append(f"{clock(left)} left")
+        return "  ".join([f"round {self._round}{of}", *shown])
+
+    def _draw(self) -> RenderableType:
+        width = min(self.screen.width, MAX_WIDTH)
+        parts: list[RenderableType] = [Text(), self._head(width), self._bar(width), self._activity(), Text()]
+        if self._latest:
+            parts += [self._table(width), Text()]
+        return Stack(*parts)
+
+    def _head(self, width: int) -> RenderableType:
+        head = Table.grid(expand=True)
+        head.width = width
+        head.add_column(no_wrap=True)
+        head.add_column(justify="right", no_wrap=True, overflow="ellipsis", style="dim")
+        head.add_row(Text.assemble(("braid ", "bold cyan"), (self.title, "bold")), str(self._folder))
+        return head
+
+    def _bar(self, width: int) -> RenderableType:
+        left = self._left_s
+        times = f"step {self._step}, {clock(time.monotonic() - self._start_s)} elapsed"
+        if left is not None:
+            times += f", {clock(left)} left"
+        row = Table.grid(padding=(0, 2, 0, 0))
+        if self.num_rounds is None:
+            row.add_row(f"round {self._round}", Text(times, "dim"))
+            return row
+        label = f"round {self._round}/{self.num_rounds}"
+        room = max(width - len(label) - len(times) - 4, 10)
+        row.add_row(
+            label, ProgressBar(total=self.num_rounds, completed=self._round, width=room), Text(times, "dim")
+        )
+        return row
+
+    def _activity(self) -> RenderableType:
+        """What runs now, and where the time of the last round went."""
+        cells: list[RenderableType] = []
+        if (phase := self._phase) is not None:
+            of = f" {phase.done}/{phase.total}" if phase.total else ""
+            text = f"{_words(phase.name)}{of}  {time.monotonic() - phase.start_s:.1f} s"
+            phase.spinner.update(text=Text(text, "cyan"))
+            cells.append(phase.spinner)
+        spent = sorted(self._times, key=lambda item: -item[1])[:3]
+        if spent:
+            last = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent)
+            cells.append(Text(f"last round: {last}", "dim"))
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(*cells)
+        return line
+
+    def _table(self, width: int) -> RenderableType:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="dim", no_wrap=True, min_width=11)
+        table.add_column(justify="right", no_wrap=True, min_width=8, style="bold")
+        table.add_column(no_wrap=True)
+        for shown in SHOWN:
+            if (value := self._latest.get(shown.name)) is not None:
+                table.add_row(shown.label, shown.form(value), self._note(shown, width - 26))
+        return table
+
+    def _note(self, shown: Shown, room: int) -> Text:
+        """What stands behind a value: its curve, what it was at first, or its unit."""
+        if curve := self._curves.get(shown.name):
+            return Text(sparkline(curve, max(room, 8)), "cyan")
+        if shown.name.startswith("eval/") and (first := self._first[shown.name]) != self._latest[shown.name]:
+            return Text(f"{shown.form(first)} at first", "dim")
+        return Text(shown.unit, "dim")
+
+
+def _shown(flat: Mapping[str, float]) -> dict[str, float]:
+    """The values that SHOWN names."""
+    values = {s.name: flat[s.name] for s in SHOWN if s.name in flat}
+    mean = next((value for name, value in flat.items() if name.startswith(f"{EVAL_MEAN}@")), None)
+    if mean is not None and mean != values.get("eval/all/pass@1"):
+        values[EVAL_MEAN] = mean
+    return values
+
+
+class _Phase:
+    """A phase under way. `total` is 0 while it is not known how far it goes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.start_s = time.monotonic()
+        self.done = self.total = 0
+        self.spinner = Spinner("dots", style="cyan")
+
+
+class _Handler(logging.Handler):
+    """Prints log messages on the screen, above a live display: warnings and worse, and what braid itself tells."""
+
+    def __init__(self, screen: RichConsole) -> None:
+        super().__init__(logging.INFO)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if record.levelno < logging.WARNING and not record.name.startswith("braid"):
+                return
+            head = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+            body = self.format(record)
+            if record.name == "py.warnings":  # after the first line comes the source text
+                body = body.splitlines()[0]
+            style = "yellow" if record.levelno == logging.WARNING else "bold red"
+            self._screen.print(Text.assemble((head, style), printable(body, keep_lines=True)), soft_wrap=True)
+        except Exception:  # as logging asks of handlers: a broken message is no reason to end the run
+            self.handleError(record)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The curve of `values` in at most `width` characters, each the mean of its share; gaps where nothing is finite."""
+    num = min(width, len(values))
+    shares = [values[i * len(values) // num : (i + 1) * len(values) // num] for i in range(num)]
+    finite = [[v for v in share if abs(v) < float("inf")] for share in shares]  # nan compares as false
+    means = [sum(share) / len(share) if share else None for share in finite]
+    known = [m for m in means if m is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    marks = "▁▂▃▄▅▆▇█"
+    return "".join(" " if m is None else marks[round((m - low) / span * 7) if span else 3] for m in means)
+
+
+def clock(seconds: float) -> str:
+    """`0:42`, `12:05`, `3:01:44`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def printable(text: str, *, keep_lines: bool = False) -> str:
+    """`text` without characters that steer a terminal: a model may write anything. Line ends become ↵ unless kept."""
+    if not keep_lines:
+        text = text.replace("\r\n", "\n").replace("\n", "↵")
+    return "".join(c for c in text if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
