@@ -53,7 +53,8 @@ format: setup
 	$(BIN)/ruff format
 
 docs: setup
-	$(BIN)/python -m braid.cli.main schema > docs/schema.json
+	$(BIN)/braid schema > docs/schema.json
+	$(BIN)/braid schema --markdown > docs/config.md
 
 bench: setup
 	$(BIN)/pip install -q -r requirements/bench.lock

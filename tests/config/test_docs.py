@@ -11,7 +11,7 @@ from braid.config.json_schema import schema, schema_text
 from braid.config.load import load_config
 from braid.config.reference import reference_text
 from braid.config.schema import RunConfig
-from braid.config.shape import fields_of
+from braid.config.shape import fields_of, shape_of
 from braid.plan import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -32,11 +32,13 @@ def test_every_key_has_a_description() -> None:
 
 def test_every_key_is_on_the_reference_page() -> None:
     page = reference_text()
-    repeated = ("critic.train.", "sft.optimizer.")  # under train and train.optimizer
-    for path, _ in fields_of(RunConfig):
-        name = path.rpartition(".")[2]
-        is_told = f"`{name}`" in page or f"## {path}" in page or f"`{path}[]`" in page
-        assert is_told or path.startswith(repeated), path
+    for path, field in fields_of(RunConfig):
+        is_section = bool(shape_of(field).sections)
+        assert (
+            f"## {path}" if is_section else f"| `{path.rpartition('.')[2]}` |"
+        ) in page or path.startswith(
+            ("critic.train.", "sft.optimizer.")  # which refer to train
+        ), path
 
 
 def test_the_schema_is_json_with_a_description_of_every_section() -> None:

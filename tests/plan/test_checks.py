@@ -152,6 +152,10 @@ def test_what_cannot_run_is_refused_with_the_arithmetic(overrides: list[str], co
             "sft: supervised learning needs a text model; remove it for a gymnasium environment",
         ),
         (
+            ["algorithm.kl_coef=0.1"],
+            "algorithm.kl_coef: a perceptron has no reference model to stay near; set algorithm.kl_coef=0",
+        ),
+        (
             ["run.max_epochs=3"],
             "run.max_epochs: a gymnasium environment has no set of prompts to pass over; set run.max_rounds",
         ),
@@ -259,6 +263,6 @@ def test_what_is_seldom_meant_is_warned_about(overrides: list[str], warning: str
 
 def test_a_simulator_warns_of_keys_for_text() -> None:
     assert warnings(SIMULATOR, "rollout.sampling.top_p=0.9", "env.num_envs=1000") == [
-        "rollout.sampling: has no effect: a simulator has no text",
+        "rollout.sampling.top_p: has no effect: a simulator has no text",
         "env.num_envs: has no effect: a round has fewer trajectories than that",
     ]

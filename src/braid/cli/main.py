@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -53,14 +53,20 @@ exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, 3 ev
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors are told on standard error, with a traceback under --debug."""
+    """Run one command; returns its exit code."""
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as end:  # argparse has said why
         return end.code if isinstance(end.code, int) else USAGE
+    return guarded(lambda: args.run(args), args)
+
+
+def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
+    """The exit code of `action`. Errors are told on standard error, with a traceback under --debug; SIGTERM counts as
+    Ctrl-C; bugs go through."""
     try:
         with _sigterm_as_interrupt():
-            return args.run(args)
+            return action()
     except KeyboardInterrupt:
         return _say(INTERRUPTED, "interrupted before the run began; nothing was written", args)
     except RunInterrupted as stop:

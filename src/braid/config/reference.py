@@ -40,15 +40,12 @@ def _sections(section: type[Section], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         shape = shape_of(field)
         path = f"{prefix}{name}" + ("[]" if shape.is_list else "")
-        if not shape.sections or _is_repeated(path):
+        if not shape.sections:
             continue
-        yield f"## {path}\n"
-        yield (
-            _text(field.description)
-            + _repeats(path)
-            + (" Absent by default." if field.default is None else "")
-            + "\n"
-        )
+        absent = " Absent by default." if field.default is None else ""
+        yield f"## {path}\n\n{_text(field.description)}{_repeated(path, field)}{absent}\n"
+        if path in _REPEATED:
+            continue
         for member in shape.sections:
             if len(shape.sections) > 1:
                 yield f"### kind: {kind_of(member)}\n\n{_text(member.__doc__)}\n"
@@ -66,13 +63,20 @@ _REPEATED = {
 """Sections that have the keys of another, which is written out."""
 
 
-def _is_repeated(path: str) -> bool:
-    return path in _REPEATED
-
-
-def _repeats(path: str) -> str:
-    twins = [f"`{twin}`" for twin, original in _REPEATED.items() if original == path]
-    return f" The same keys stand in {' and '.join(twins)}." if twins else ""
+def _repeated(path: str, field: FieldInfo) -> str:
+    """Where the keys of `path` are written out, and which defaults differ from there."""
+    if path not in _REPEATED:
+        return ""
+    default = field.get_default(call_default_factory=True)
+    fields = type(default).model_fields if isinstance(default, Section) else {}
+    differing = [
+        f"{name}: {getattr(default, name)}"
+        for name in fields
+        if getattr(default, name) != fields[name].default
+    ]
+    return f" The keys are those of `{_REPEATED[path]}`" + (
+        f", by default with {', '.join(differing)}." if differing else "."
+    )
 
 
 def _table(section: type[Section]) -> Iterator[str]:

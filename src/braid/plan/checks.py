@@ -29,7 +29,7 @@ def find_warnings(config: RunConfig, plan: Plan) -> list[Finding]:
     return [finding for check in _WARNINGS for finding in check(config, plan)]
 
 
-def _policy_and_env(config: RunConfig, _: Plan) -> Iterator[Finding]:
+def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     is_simulator = isinstance(config.env, GymnasiumEnv)
     if config.model.mlp is not None and not is_simulator:
         yield (
@@ -51,6 +51,11 @@ def _policy_and_env(config: RunConfig, _: Plan) -> Iterator[Finding]:
             yield (
                 "reward.parts",
                 "parts score text; a gymnasium environment gives its own rewards, remove them",
+            )
+        if plan.needs_reference:
+            yield (
+                "algorithm.kl_coef",
+                "a perceptron has no reference model to stay near; set algorithm.kl_coef=0",
             )
         if config.sft is not None:
             yield "sft", "supervised learning needs a text model; remove it for a gymnasium environment"
@@ -251,12 +256,16 @@ def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     warmup = config.train.optimizer.schedule.warmup_steps
-    if plan.planned_steps is not None and warmup >= plan.planned_steps:
+    if plan.verb == "train" and plan.planned_steps is not None and warmup >= plan.planned_steps:
         yield (
             "train.optimizer.schedule.warmup_steps",
             f"the run ends after {plan.planned_steps} steps, before the warm-up of {warmup} does",
         )
-    if config.sft is not None and config.sft.optimizer.schedule.warmup_steps >= config.sft.steps:
+    if (
+        plan.verb != "eval"
+        and config.sft is not None
+        and config.sft.optimizer.schedule.warmup_steps >= config.sft.steps
+    ):
         yield (
             "sft.optimizer.schedule.warmup_steps",
             f"supervised learning ends after {config.sft.steps} steps, before its warm-up does",
@@ -293,6 +302,9 @@ def _is_set(section: Any, key: str) -> bool:
 def _has_tokens(config: RunConfig, _: Plan) -> bool:
     return not isinstance(config.env, GymnasiumEnv)
 
+
+_OF_TEXT = tuple(name for name in SamplingConfig.model_fields if name != "greedy")
+"""Settings of sampling that only text has."""
 
 _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
     (
@@ -337,8 +349,9 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         "a simulator has no text",
         lambda config, plan: not _has_tokens(config, plan),
         (
-            "rollout.sampling",
+            *(f"{where}.sampling.{name}" for where in ("rollout", "eval") for name in _OF_TEXT),
             "rollout.native",
+            "critic.path",
             "data.max_prompt_tokens",
             "data.overlong",
             "data.use_chat_template",

@@ -34,7 +34,7 @@ class Plan:
     """What follows from a config.
 
     Token counts are upper bounds; None where there are no tokens (simulators). `planned_rounds` and the planned steps
-    are None while they hang on a number of training prompts that is not known. Steps are upper bounds too: a round
+    are None while they hang on a number of training prompts that is not known, and 0 for other verbs than train. Steps are upper bounds too: a round
     with fewer valid prompts than mini-batches takes fewer. `memory` is empty when the model's size is not known.
     """
 

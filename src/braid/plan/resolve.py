@@ -57,7 +57,7 @@ def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
     trajectories = rollout.prompts_per_round * rollout.group_size
     output, total = _token_bounds(config, rollout.sampling)
     _, eval_total = _token_bounds(config, config.eval.sampling or rollout.sampling)
-    rounds = _rounds(config, num_prompts)
+    rounds = _rounds(config, num_prompts) if verb == "train" else 0
     size = _policy_size(config)
     kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[_engine_dtype(config)]
     constant = recipe.aggregation_constant

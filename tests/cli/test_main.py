@@ -1,0 +1,217 @@
+"""Arguments, exit codes, and what is said."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from braid.cli.main import guarded, main
+from braid.config.json_schema import schema_text
+from braid.config.reference import reference_text
+from braid.errors import BraidError, ConfigError, Problem, RunInterrupted, TrainingError
+
+QUICKSTART = str(Path(__file__).parents[2] / "examples/quickstart.yaml")
+CONFIG = """\
+run: {max_rounds: 3}
+model: {build: {}}
+data: {train: [{kind: procedural, generator: chain_sum, size: 64}]}
+reward: {parts: [{kind: exact}]}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def args(**values: object) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"debug": False, "verb_name": "train", "config": "c.yaml", "overrides": [], **values}
+    )
+
+
+def raising(error: BaseException) -> Callable[[], NoReturn]:
+    def action() -> NoReturn:
+        raise error
+
+    return action
+
+
+def test_help_teaches_verbs_a_first_command_and_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for verb in ("train", "sft", "eval", "show", "export", "schema"):
+        assert f"\n  {verb} " in text
+    assert "braid train examples/quickstart.yaml" in text
+    assert "docs/config.md" in text
+    assert "exit codes: 0 done, 1 the run failed, 2" in text
+
+
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "start here:" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("braid 0.")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "braid: there is no verb 'trian', did you mean 'train'?\ntry: braid --help\n"),
+        (
+            ["zzz"],
+            "braid: there is no verb 'zzz', the verbs are train, sft, eval, show, export, schema\ntry: braid --help\n",
+        ),
+        (
+            ["c.yaml"],
+            "braid: there is no verb 'c.yaml', did you mean 'braid train c.yaml'?\ntry: braid --help\n",
+        ),
+        (["train"], "braid: give a CONFIG.yaml\ntry: braid train --help\n"),
+        (["export"], "braid: give a RUN\ntry: braid export --help\n"),
+        (
+            ["train", "c.yaml", "--run.seed=1"],
+            "braid: unknown option '--run.seed=1'; settings have no dashes: run.seed=1\ntry: braid train --help\n",
+        ),
+        (["show", "c.yaml", "--al"], "braid: unknown option '--al'\ntry: braid show --help\n"),
+        (["schema", "x"], "braid: unknown option 'x'\ntry: braid schema --help\n"),
+    ],
+)
+def test_a_wrong_command_says_what_to_type(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_config_problems_end_with_2_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    assert main(["train", config, "run.sed=1"]) == 2
+    assert capsys.readouterr().err == "braid: run.sed: unknown key, did you mean 'seed'? [override]\n"
+
+
+def test_cross_key_problems_end_with_2_too(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    assert main(["train", config, "run.max_rounds=null"]) == 2
+    assert capsys.readouterr().err == (
+        "braid: run.max_rounds: the run has no end; set run.max_rounds or run.max_epochs [override]\n"
+    )
+
+
+def test_overrides_may_stand_after_options(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    assert main(["show", config, "run.seed=1", "--json", "run.max_rounds=9"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["config"]["run"]["seed"], shown["plan"]["planned_rounds"]) == (1, 9)
+
+
+def test_a_failed_run_ends_with_1_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raising(TrainingError("no valid rows")), args()) == 1
+    assert capsys.readouterr().err == "braid: TrainingError: no valid rows\n"
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raising(BraidError("broken")), args(debug=True)) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_config_errors_of_a_run_under_way_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raising(ConfigError([Problem("run.name", "is taken")])), args()) == 2
+    assert capsys.readouterr().err == "braid: run.name: is taken [default]\n"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        guarded(raising(ZeroDivisionError()), args())
+
+
+def test_ctrl_c_before_a_run_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raising(KeyboardInterrupt()), args()) == 130
+    assert capsys.readouterr().err == "braid: interrupted before the run began; nothing was written\n"
+
+
+def test_an_interrupted_run_says_where_it_stands_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    stop = RunInterrupted(Path("runs/a-2"), Path("runs/a-2/checkpoints/step_40"))
+    assert guarded(raising(stop), args(overrides=["run.seed=1", "run.name=a", "data.train=[ ]"])) == 130
+    assert capsys.readouterr().err == (
+        "braid: interrupted; the run is in runs/a-2, the newest checkpoint is runs/a-2/checkpoints/step_40\n"
+        "to go on: braid train c.yaml run.seed=1 'data.train=[ ]' run.name=a-2 run.resume=latest\n"
+    )
+
+
+def test_an_interrupted_run_without_a_checkpoint_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(raising(RunInterrupted(Path("runs/a"), None)), args()) == 130
+    assert capsys.readouterr().err == (
+        "braid: interrupted; the run is in runs/a, nothing was saved yet\nto go on: braid train c.yaml\n"
+    )
+
+
+def test_sigterm_counts_as_ctrl_c() -> None:
+    code = (
+        "import argparse, sys, time\n"
+        "from braid.cli.main import guarded\n"
+        "def wait():\n"
+        "    print('waiting', flush=True)\n"
+        "    time.sleep(60)\n"
+        "sys.exit(guarded(wait, argparse.Namespace(debug=False)))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "waiting\n"
+        run.send_signal(signal.SIGTERM)
+        _, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert err == "braid: interrupted before the run began; nothing was written\n"
+
+
+def test_handlers_of_signals_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    guarded(lambda: 0, args())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_is_no_run_cannot_be_exported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["export", str(tmp_path)]) == 2
+    assert "has no config.yaml, so it is no run; give the folder of a run" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "nope")]) == 2
+    assert "is no folder; give the folder of a run" in capsys.readouterr().err
+
+
+def test_the_schema_and_the_reference_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert capsys.readouterr().out == schema_text()
+    assert main(["schema", "--markdown"]) == 0
+    assert capsys.readouterr().out == reference_text()
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["show", QUICKSTART], ["schema"]], ids=["help", "show", "schema"]
+)
+def test_looking_around_imports_no_torch(argv: list[str]) -> None:
+    code = (
+        "import sys; from braid.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error(config: str) -> None:
+    command = f"{sys.executable} -m braid.cli.main show {config} --all | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("config")
+    assert done.stderr == ""

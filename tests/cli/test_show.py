@@ -1,0 +1,166 @@
+"""`braid show`: origins, arithmetic, memory, warnings."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from braid.cli.figures import figures, human_bytes, human_count
+from braid.cli.show import as_json, print_plan
+from braid.config.load import load_config
+from braid.plan import Verb, resolve
+
+CONFIG = """\
+run: {max_rounds: 10}
+model: {build: {}}
+data: {train: [{kind: procedural, generator: chain_sum, size: 64}]}
+reward: {parts: [{kind: exact}]}
+rollout:
+  prompts_per_round: 16
+  group_size: 4
+"""
+
+
+def show(
+    tmp_path: Path, *overrides: str, show_defaults: bool = False, width: int = 120, verb: Verb = "train"
+) -> str:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    loaded = load_config(path, overrides)
+    plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
+    out = StringIO()
+    print_plan(
+        loaded, plan, show_defaults=show_defaults, console=Console(file=out, width=width, highlight=False)
+    )
+    return out.getvalue()
+
+
+def line(text: str, start: str) -> str:
+    """The line that starts with `start`, with single spaces."""
+    lines = (" ".join(found.split()) for found in text.splitlines())
+    return next(found for found in lines if found.startswith(start))
+
+
+def test_values_come_with_their_origin_and_defaults_are_hidden(tmp_path: Path) -> None:
+    text = show(tmp_path, "run.seed=5")
+    assert line(text, "group_size") == "group_size 4 c.yaml:7"
+    assert line(text, "seed") == "seed 5 override"
+    assert "output_dir" not in text
+
+
+def test_all_shows_defaults_too(tmp_path: Path) -> None:
+    assert line(show(tmp_path, show_defaults=True), "output_dir") == "output_dir runs default"
+
+
+def test_lists_of_plain_values_take_one_line(tmp_path: Path) -> None:
+    assert line(show(tmp_path, "eval.pass_at=[1,1]"), "pass_at") == "pass_at [1, 1] override"
+
+
+def test_derived_numbers_come_with_their_arithmetic(tmp_path: Path) -> None:
+    text = show(
+        tmp_path, "train.steps_per_pass=2", "train.passes_per_round=3", "rollout.sampling.max_new_tokens=100"
+    )
+    assert line(text, "trajectories per round") == "trajectories per round 64 16 prompts x 4 per group"
+    assert (
+        line(text, "tokens per trajectory")
+        == "tokens per trajectory at most 1,124 1024 of the prompt + 100 new"
+    )
+    assert line(text, "tokens per round") == "tokens per round at most 71,936 64 trajectories x 1,124"
+    assert line(text, "optimizer steps per round") == "optimizer steps per round 6 2 per pass x 3 passes"
+    assert line(text, "rows per step") == "rows per step 32 16 prompts / 2 = 8 prompts x 4"
+    assert line(text, "tokens per step").startswith("tokens per step at most 35,968 32 rows x 1,124")
+    assert line(text, "rounds") == "rounds 10 run.max_rounds=10, 2.5 passes over the prompts"
+    assert line(text, "optimizer steps 60") == "optimizer steps 60 10 rounds x 6"
+    assert line(text, "trajectories in all") == "trajectories in all 640 10 rounds x 64"
+    assert line(text, "old log-probs").startswith(
+        "old log-probs recompute auto: the policy moves within a round of 6"
+    )
+
+
+def test_uneven_mini_batches_say_up_to(tmp_path: Path) -> None:
+    text = show(tmp_path, "train.steps_per_pass=3")
+    assert line(text, "rows per step") == "rows per step up to 24 16 prompts / 3 = up to 6 prompts x 4"
+
+
+def test_rounds_that_hang_on_unread_data_say_so(tmp_path: Path) -> None:
+    text = show(tmp_path, "run={max_epochs: 2}", "data.train=[{kind: file, path: x.jsonl}]")
+    assert line(text, "rounds") == (
+        "rounds not known yet run.max_epochs=2 x training prompts / 16, counted when the data is read"
+    )
+
+
+def test_the_critics_warm_up_is_taken_off_the_policys_steps(tmp_path: Path) -> None:
+    text = show(tmp_path, "algorithm.recipe=ppo", "critic.warmup_rounds=4", width=160)
+    assert line(text, "optimizer steps 6") == (
+        "optimizer steps 6 6 rounds x 1 (4 rounds warm up the critic, which takes 10)"
+    )
+
+
+def test_the_recipes_parts_say_what_the_config_changed_and_what_is_not_used(tmp_path: Path) -> None:
+    text = show(tmp_path, "algorithm.clip_high=0.3", "algorithm.kl_clamp=off")
+    algorithm = text[text.index("algorithm  recipe grpo") :]
+    assert line(algorithm, "clip_high") == "clip_high 0.3 override"
+    assert line(algorithm, "clip_low") == "clip_low 0.2 recipe"
+    assert line(algorithm, "kl_clamp") == "kl_clamp off override, not used"
+
+
+def test_memory_adds_up(tmp_path: Path) -> None:
+    text = show(tmp_path, "algorithm.kl_coef=0.1", "algorithm.kl_in=loss")
+    assert line(text, "policy 2") == "policy 2.98 M 11.4 MiB 11.4 MiB 22.7 MiB 45.4 MiB"
+    assert line(text, "reference 2") == "reference 2.98 M 11.4 MiB 11.4 MiB"
+    assert line(text, "all") == "all 56.8 MiB"
+
+
+def test_warnings_are_shown_with_key_and_origin(tmp_path: Path) -> None:
+    text = show(tmp_path, "algorithm.gamma=0.5")
+    assert "algorithm.gamma: has no effect: the advantage has no critic [override]" in text
+
+
+def test_a_simulator_shows_no_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("run: {max_rounds: 2}\nmodel: {mlp: {}}\nenv: {kind: gymnasium, id: CartPole-v1}\n")
+    loaded = load_config(path, ["algorithm.recipe=ppo"])
+    names = [figure.name for figure in figures(loaded.config, resolve(loaded.config))]
+    assert not [name for name in names if "token" in name or "cache" in name]
+
+
+@pytest.mark.parametrize("verb", ["sft", "eval"])
+def test_other_verbs_show_what_concerns_them(tmp_path: Path, verb: Verb) -> None:
+    sources = ["sft.data=[{kind: file, path: x, response_key: y}]", "data.eval=[{kind: file, path: x}]"]
+    text = show(tmp_path, *sources, verb=verb)
+    assert f"what follows  braid {verb}" in text
+    assert "trajectories per round" not in text
+    assert ("supervised steps" in text) == (verb == "sft")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
+    text = show(tmp_path, "algorithm.recipe=ppo", "algorithm.gamma=0.5", show_defaults=True, width=width)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_json_has_config_origins_plan_and_figures(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    loaded = load_config(path)
+    found = json.loads(as_json(loaded, resolve(loaded.config)))
+    assert found["config"]["rollout"]["group_size"] == 4
+    assert found["origins"]["rollout.group_size"] == "c.yaml:7"
+    assert found["plan"]["trajectories_per_round"] == 64
+    assert {"name": "trajectories per round", "value": "64", "how": "16 prompts x 4 per group"} in found[
+        "figures"
+    ]
+
+
+def test_sizes_are_rounded_for_reading() -> None:
+    assert [human_bytes(n) for n in (12, 1536, 5 * 2**20, 3 * 2**30)] == [
+        "12 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.0 GiB",
+    ]
+    assert [human_count(n) for n in (12, 1500, 2_960_128, 7 * 10**9)] == ["12", "1.5 k", "2.96 M", "7 B"]
