@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,19 @@ import torch
 
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded, load_config, to_yaml
-from braid.errors import CheckpointError, ConfigError, Problem, RunInterrupted
+from braid.config.schema import RunConfig
+from braid.errors import ConfigError, RunInterrupted, TargetMissed
+from braid.models.base import copy_weights
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
-from braid.plan import Plan, Verb, resolve
+from braid.plan import Verb, resolve
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
+from braid.report.sinks.base import Tracker
+from braid.report.sinks.build import build_sinks
+from braid.report.sinks.console import Console
 
 from . import build, on_policy, steps, supervised
-from .parts import Parts, Progress
+from .parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +36,7 @@ class Outcome:
     """How a run ended. `is_target_reached` is True when eval.target asks for nothing."""
 
     run_dir: Path
-    steps: int
-    first_eval: dict[str, dict[str, float]]
-    last_eval: dict[str, dict[str, float]]
-    missed: str
-
-    @property
-    def is_target_reached(self) -> bool:
-        return not self.missed
+    is_target_reached: bool
 
 
 def train(loaded: Loaded) -> Outcome:
@@ -62,11 +59,10 @@ def evaluate(loaded: Loaded, *, run_dir: Path | None = None) -> Outcome:
     config = loaded.config.model_copy(
         update={"run": run.model_copy(update={"name": name, "if_exists": "new", "resume": "none"})}
     )
-    weights = None if run_dir is None else _newest(run_dir)
+    weights = {} if run_dir is None else _weights_of(run_dir)
 
     def loop(parts: Parts) -> None:
-        if weights is not None:
-            parts.policy.load_weights(weights["policy"]["weights"])
+        copy_weights(weights, parts.policy.named_weights())
         steps.publish(parts)
         steps.evaluate(parts, is_due=True)
         steps.report(parts)
@@ -83,21 +79,19 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
             f"{run_dir} trained a perceptron (model.mlp), which has no Hugging Face form; its weights are in "
             f"{run_dir / 'checkpoints'} as safetensors"
         )
-    state = _newest(run_dir, step)
+    weights = _weights_of(run_dir, step)
     lm = load_policy(model, temperature=1.0, seed=loaded.config.run.seed, device=torch.device("cpu"))
-    weights = state["policy"]["weights"]
-    with torch.no_grad():
-        for name, tensor in lm.named_weights():
-            tensor.copy_(weights[name])
+    copy_weights(weights, lm.named_weights())
     folder = output or run_dir / "export"
     save_pretrained(lm, load_tokenizer(model), folder)
     return folder
 
 
-def _newest(run_dir: Path, step: int | None = None) -> dict[str, Any]:
+def _weights_of(run_dir: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    """The policy's weights in the newest checkpoint, or in that of `step`."""
     store = CheckpointStore(run_dir / "checkpoints", keep=None)
     _, state = store.load("latest" if step is None else run_dir / "checkpoints" / f"step_{step}")
-    return state
+    return state["policy"]["weights"]
 
 
 def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
@@ -107,68 +101,76 @@ def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
     inputs = build.read_inputs(loaded, verb)
     num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
     plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
-    is_resumed = config.run.resume != "none"
     run_dir = RunDir.open(
-        Path(config.run.output_dir), config.run.name, if_exists=config.run.if_exists, resume=is_resumed
+        Path(config.run.output_dir),
+        config.run.name,
+        if_exists=config.run.if_exists,
+        resume=config.run.resume != "none",
     )
-    reporter = Reporter(run_dir, config.report, plan, decode=inputs.decode if inputs else None)
     run_dir.describe(to_yaml(loaded), plan.to_json())
     store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
-    with _told(reporter, run_dir, store) as progress:
-        parts = build.build(loaded, plan, inputs, reporter, store)
-        try:
-            parts.progress = progress
-            if is_resumed:
-                _resume(parts, run_dir, config.run.resume)
-            loop(parts)
-        finally:
-            parts.close()
-        missed = _missed(parts)
-        reporter.finish("not_learned" if missed else "finished", progress, missed)
-        return Outcome(run_dir.path, progress.step, progress.first_eval, progress.last_eval, missed)
+    with Console(config.report.console, title=f"{verb} {run_dir.path.name}", folder=run_dir.path) as console:
+        console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
+        reporter = Reporter(run_dir, console, build_sinks(run_dir, **_trackers(config)))
+        if inputs is not None:
+            reporter.decode = inputs.decode
+            reporter.count_prompts(inputs.train, inputs.eval)
+        with _told(reporter, store):
+            with reporter.phase("build"):
+                parts = build.build(loaded, plan, inputs, reporter, store)
+            with closing(parts):
+                if config.run.resume != "none":
+                    _resume(parts, config.run.resume)
+                loop(parts)
+            missed = _missed(config, reporter)
+            reporter.finish("not_learned" if missed else "finished", missed)
+    return Outcome(run_dir.path, missed is None)
 
 
-def _resume(parts: Parts, run_dir: RunDir, which: str) -> None:
+def _trackers(config: RunConfig) -> dict[str, Any]:
+    report = config.report
+    shown = config.model_dump(mode="json")
+    trackers = {"wandb": report.wandb, "swanlab": report.swanlab}
+    return {"tensorboard": report.tensorboard} | {
+        name: Tracker(section.project, section.mode, shown) for name, section in trackers.items() if section
+    }
+
+
+def _resume(parts: Parts, which: str) -> None:
     """Go back to a checkpoint; with `latest` and none there, to the beginning."""
     if which == "latest" and not parts.store.steps():
-        logger.warning("there is no checkpoint in %s yet; the run starts from the beginning", run_dir.checkpoints)
-        run_dir.rewind(None)
+        logger.warning(
+            "there is no checkpoint yet in %s; the run starts from the beginning", parts.store.folder
+        )
         return
     _, state = parts.store.load("latest" if which == "latest" else Path(which))
     steps.restore(parts, state)
-    run_dir.rewind(parts.progress.round)
 
 
 @contextmanager
-def _told(reporter: Reporter, run_dir: RunDir, store: CheckpointStore) -> Iterator[Progress]:
+def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
     """Whatever ends the run, its summary says so."""
-    progress = Progress()
     try:
-        yield progress
+        yield
     except KeyboardInterrupt:
-        reporter.finish("interrupted", progress)
-        newest = store.steps()
-        raise RunInterrupted(run_dir.path, run_dir.checkpoints / f"step_{newest[-1]}" if newest else None) from None
+        reporter.finish("interrupted")
+        saved = store.steps()
+        folder = reporter.run_dir.path
+        raise RunInterrupted(folder, store.folder / f"step_{saved[-1]}" if saved else None) from None
     except BaseException as error:
-        reporter.finish("failed", progress, f"{type(error).__name__}: {error}")
+        reporter.finish("failed", error)
         raise
-    finally:
-        run_dir.close()
 
 
-def _missed(parts: Parts) -> str:
-    """What of eval.target was not reached; empty when all was."""
-    target, progress = parts.config.eval.target, parts.progress
-    if target.min_final is None and target.min_gain is None:
-        return ""
-    name = f"mean@{parts.config.eval.samples_per_prompt}"
-    first = progress.first_eval.get("all", {}).get(name, math.nan)
-    last = progress.last_eval.get("all", {}).get(name, math.nan)
+def _missed(config: RunConfig, reporter: Reporter) -> TargetMissed | None:
+    """What of eval.target was not reached."""
+    target, name = config.eval.target, f"mean@{config.eval.samples_per_prompt}"
+    first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
     problems = []
     if target.min_final is not None and not last >= target.min_final:
-        problems.append(f"{name} is {last:.3f} at the end, eval.target.min_final asks for {target.min_final:g}")
+        problems.append(f"{name} is {last:.3f} at the end, below eval.target.min_final={target.min_final:g}")
     if target.min_gain is not None and not last - first >= target.min_gain:
         problems.append(
-            f"{name} went from {first:.3f} to {last:.3f}, eval.target.min_gain asks for a gain of {target.min_gain:g}"
+            f"{name} went from {first:.3f} to {last:.3f}, less than eval.target.min_gain={target.min_gain:g}"
         )
-    return "; ".join(problems)
+    return TargetMissed("; ".join(problems)) if problems else None

@@ -36,9 +36,13 @@ def run(parts: Parts) -> None:
         steps.improve(parts, rows)
         steps.publish(parts)
         steps.store_samples(parts, groups, rows)
-        steps.evaluate(parts, is_due=parts.is_due(parts.config.eval.every_rounds, is_last and parts.config.eval.at_end))
+        steps.evaluate(
+            parts, is_due=parts.is_due(parts.config.eval.every_rounds, is_last and parts.config.eval.at_end)
+        )
         steps.report(parts)
         steps.save(
             parts,
-            is_due=parts.is_due(parts.config.checkpoint.every_rounds, is_last and parts.config.checkpoint.at_end),
+            is_due=parts.is_due(
+                parts.config.checkpoint.every_rounds, is_last and parts.config.checkpoint.at_end
+            ),
         )

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class Driver(Protocol):
     """Turns prompts into groups of trajectories: an engine with a text environment, or a simulator."""
 
-    async def run(self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]) -> list[Group]: ...
+    async def run(
+        self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]
+    ) -> list[Group]: ...
 
     def publish(self, version: int) -> None:
         """Take the policy's weights as they are now."""
@@ -37,15 +39,12 @@ class Driver(Protocol):
 class Progress:
     """How far the run has come; saved with every checkpoint.
 
-    `round` counts rollout rounds and `step` optimizer steps of the policy in them. `first_eval` and `last_eval` are the
-    results by source of the first and the newest evaluation.
+    `round` counts rollout rounds and `step` optimizer steps of the policy in them; `is_warm` after the warm-up.
     """
 
     round: int = 0
     step: int = 0
     is_warm: bool = False
-    first_eval: dict[str, dict[str, float]] = field(default_factory=dict)
-    last_eval: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

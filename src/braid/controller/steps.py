@@ -131,7 +131,9 @@ def improve(parts: Parts, rows: Sequence[Row]) -> None:
     with _timed(parts, "improve"):
         for batch in _batches(parts, rows):
             counts, groups = [row.num_tokens for row in batch], [row.group for row in batch]
-            weights = row_weights(counts, groups, mode=recipe.aggregation, constant=parts.plan.aggregation_constant)
+            weights = row_weights(
+                counts, groups, mode=recipe.aggregation, constant=parts.plan.aggregation_constant
+            )
             if parts.critic is not None:
                 record(parts.metrics, "critic", parts.critic.train(batch, weights, value_loss_of(recipe)))
             if is_policy_due:
@@ -187,8 +189,6 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
     with _timed(parts, "evaluate"):
         results, groups = _evaluate(parts)
     parts.reporter.store_samples(f"eval_{parts.progress.round:06d}", groups, ())
-    parts.progress.last_eval = results
-    parts.progress.first_eval = parts.progress.first_eval or results
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
@@ -202,7 +202,9 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
     for group in groups:
         by_source[group.prompt.source].append(group)
-    results = {name: summarize_eval(of, config.pass_at, config.success_reward) for name, of in by_source.items()}
+    results = {
+        name: summarize_eval(of, config.pass_at, config.success_reward) for name, of in by_source.items()
+    }
     results["all"] = summarize_eval(groups, config.pass_at, config.success_reward)
     return results, groups
 

@@ -55,4 +55,6 @@ def run(parts: Parts) -> None:
         steps.publish(parts)
         steps.evaluate(parts, is_due=parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end))
         steps.report(parts)
-        steps.save(parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end))
+        steps.save(
+            parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end)
+        )

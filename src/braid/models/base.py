@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .batch import PackedBatch
@@ -30,3 +31,11 @@ class TrainableModel(Protocol):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the names a checkpoint folder has."""
         ...
+
+
+@torch.no_grad()
+def copy_weights(source: Mapping[str, Tensor], target: Iterable[tuple[str, Tensor]]) -> None:
+    """Write into each tensor of `target` the one of its name in `source`; those without one stay as they are."""
+    for name, tensor in target:
+        if name in source:
+            tensor.copy_(source[name])
