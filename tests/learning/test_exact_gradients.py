@@ -1,7 +1,8 @@
 """The algorithms' expected gradients, by enumeration, against the gradients that they stand for.
 
 Everything that can be sampled is enumerated and weighted with its probability, so nothing here is random and
-float64 rounding is the only error. J is the expected reward; a loss descends, so the gradient of a right loss is -grad J.
+float64 rounding is the only error. J is the expected reward; a loss descends, so the gradient of a right loss
+is -grad J.
 """
 
 from itertools import product

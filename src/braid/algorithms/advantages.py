@@ -1,7 +1,8 @@
 """Credit: from rewards to per-row or per-token advantages.
 
-Owns the estimators and whitening. Placing rewards on positions, taking KL off them and spreading the advantage of
-a row over its tokens are the caller's. Statistics are taken in float64 and given back in the dtype of the input.
+Owns the estimators and whitening. Placing rewards on positions, taking KL off them and spreading the
+advantage of a row over its tokens are the caller's. Statistics are taken in float64 and given back in the
+dtype of the input.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Owns the reductions. In every mode all positions of a row share one weight, so t
     loss = sum over rows b and their positions t of  w_b * m_t * l_t        m mask, l per-token loss
 
 `row_weights` counts w over the whole optimizer step before the first forward pass; `aggregate` sums one
-micro-batch. The shares of the micro-batches add up to the loss, and their gradients to its gradient, whatever the
-cut, the order or the number of ranks.
+micro-batch. The shares of the micro-batches add up to the loss, and their gradients to its gradient, whatever
+the cut, the order or the number of ranks.
 """
 
 from __future__ import annotations

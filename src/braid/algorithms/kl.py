@@ -1,8 +1,8 @@
 """KL divergence from the reference policy, estimated per token from the log-probs of sampled tokens.
 
-Owns the estimators. Whether one enters the loss or the reward is the composition's choice (`Recipe.kl_in`), and
-it matters: an estimator of the right value need not have the right gradient. With x sampled from pi, the policy
-now, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() a constant:
+Owns the estimators. Whether one enters the loss or the reward is the composition's choice (`Recipe.kl_in`),
+and it matters: an estimator of the right value need not have the right gradient. With x sampled from pi, the
+policy now, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() a constant:
 
          value            its mean         in the loss: E[grad value]     in the reward: E[sg(value) S]
     k1   d                KL(pi|ref)       0: noise, no pull at all       grad KL(pi|ref)
@@ -10,14 +10,14 @@ now, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() a constant:
     k3   exp(-d) - 1 + d  KL(pi|ref)       grad KL(ref|pi)                grad KL(pi|ref) - grad KL(ref|pi)
     abs  |d|              not KL           grad sum_x |pi(x) - ref(x)|    E[|d| S], no divergence's
 
-So what regularises by KL(pi|ref) is k1 in the reward or k2 in the loss. k3 in the loss, as in the published GRPO,
-pulls by the forward KL, which agrees with the reverse one to first order in d; in the reward, k3's pull cancels
-to first order. A loss term acts on its own token only, a reward term also on the tokens before it, so over a
-sequence only the latter gives the gradient of the sequence's KL.
+So what regularises by KL(pi|ref) is k1 in the reward or k2 in the loss. k3 in the loss, as in the published
+GRPO, pulls by the forward KL, which agrees with the reverse one to first order in d; in the reward, k3's pull
+cancels to first order. A loss term acts on its own token only, a reward term also on the tokens before it, so
+over a sequence only the latter gives the gradient of the sequence's KL.
 
 Sources: Schulman 2020, joschu.net/blog/kl-approx.html, for k1, k2, k3 as values; Tang & Munos 2025 (arXiv
-2506.09477) and Liu et al. 2025 (arXiv 2510.01555) for the gradients. tests/learning/test_exact_gradients.py shows
-them by enumeration.
+2506.09477) and Liu et al. 2025 (arXiv 2510.01555) for the gradients. tests/learning/test_exact_gradients.py
+shows them by enumeration.
 """
 
 from __future__ import annotations

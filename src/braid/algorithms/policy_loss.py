@@ -1,8 +1,8 @@
 """Policy losses: per-token surrogates whose gradient moves the policy.
 
-Owns the formulas. Aggregation, the KL term and the entropy bonus are left to the composition. A loss is a function
-of [T] tensors that gives a [T] tensor, to be minimised; diagnostics are detached [T] tensors, to be averaged over
-the mask.
+Owns the formulas. Aggregation, the KL term and the entropy bonus are left to the composition. A loss is a
+function of [T] tensors that gives a [T] tensor, to be minimised; diagnostics are detached [T] tensors, to be
+averaged over the mask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Recipes: named combinations of algorithm parts.
 
-Owns the table from a name to its parts. A new recipe is one line here, as a change to the nearest one; a new part
-is one function beside this file, with its name in braid.types. Imports no torch, so that a plan is cheap.
+Owns the table from a name to its parts. A new recipe is one line here, as a change to the nearest one; a new
+part is one function beside this file, with its name in braid.types. Imports no torch, so that a plan is
+cheap.
 """
 
 from __future__ import annotations
