@@ -16,14 +16,35 @@ from torch import Tensor
 
 from braid.models.attention import LayerCall, causal_attention
 
-BLOCK = 32
-"""Positions are read in multiples of this. On CPU the attention kernel gives a row the same bits for every multiple."""
-PROMPT_BLOCK = 16
-"""Prompts are padded to multiples of this, so that a row's bits depend on its own length only."""
+_LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
+_ROW_MULTIPLE, _MIN_ROWS, _PROMPT_MULTIPLE = 4, 16, 16
 
 
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def padded_length(length: int) -> int:
+    """Positions to read for a sequence of `length`, chosen so that on CPU the bits of its result depend on nothing else.
+
+    The attention kernel works in blocks of 512 positions. It sums up to 384 of them in order, more in two halves, and
+    512 in order again; what is masked adds zeros, which change a sum's bits only where they change its halves.
+    """
+    padded = round_up(length, _LENGTH_MULTIPLE)
+    return padded if padded % _KERNEL_BLOCK <= _WHOLE_SUMS else round_up(padded, _KERNEL_BLOCK)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows to compute for `num_rows`, chosen so that on CPU in fp32 a row's bits do not depend on their number.
+
+    Matrix products take other code below 16 rows; element-wise functions where a tensor ends within a vector register.
+    """
+    return max(_MIN_ROWS, round_up(num_rows, _ROW_MULTIPLE))
+
+
+def padded_prompt(length: int) -> int:
+    """Positions to prefill for a prompt of `length`; a function of it alone, for the same reason."""
+    return round_up(length, _PROMPT_MULTIPLE)
 
 
 class KVCache:
@@ -32,15 +53,15 @@ class KVCache:
     `budget_tokens` bounds slots x length; the memory of each token is that of its keys and values in all layers.
     """
 
-    def __init__(self, budget_tokens: int, max_slots: int, min_slots: int) -> None:
-        """`min_slots` exist whatever the budget (padding rows need a place to write to)."""
-        self._budget, self._max_slots, self._min_slots = budget_tokens, max_slots, min_slots
+    def __init__(self, budget_tokens: int, max_slots: int) -> None:
+        """Beyond both limits there are slots for padding rows to write to."""
+        self._budget, self._max_slots = budget_tokens, max_slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.slots, self.length, self.generation = 0, 0, 0
 
     def fits(self, slots: int, length: int) -> bool:
         """Whether so many sequences of up to `length` tokens can run together."""
-        return slots <= self._max_slots and slots * round_up(length, BLOCK) <= self._budget
+        return slots <= self._max_slots and slots * padded_length(length) <= self._budget
 
     def reserve(self, slots: int, length: int, num_used: int) -> None:
         """Make room for what `fits` allowed, keeping the content of the first `num_used` slots.
@@ -49,9 +70,9 @@ class KVCache:
         """
         if slots <= self.slots and length <= self.length:
             return
-        most = self._budget // slots // BLOCK * BLOCK
-        self.length = min(1 << (round_up(length, BLOCK) - 1).bit_length(), most)
-        self.slots = max(self._min_slots, min(self._max_slots, self._budget // self.length))
+        most = self._budget // slots // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE
+        self.length = min(1 << (padded_length(length) - 1).bit_length(), most)
+        self.slots = padded_rows(min(self._max_slots, self._budget // self.length))
         self.generation += 1
         for layer, old in self._layers.items():
             self._layers[layer] = (self._moved(old[0], num_used), self._moved(old[1], num_used))
@@ -137,7 +158,7 @@ class DecodeAttention:
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, width: int) -> None:
-        """`positions` [B] of the new tokens, all below `width`, a multiple of BLOCK."""
+        """`positions` [B] of the new tokens, all below `width`, a `padded_length`."""
         self._cache, self._positions, self._width = cache, positions, width
         self._masks: dict[int | None, Tensor] = {}
         self._places: dict[int, Tensor] = {}

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from braid.models.attention import AttentionContext
 
-from .cache import BLOCK, DecodeAttention, KVCache, round_up
-
-MIN_ROWS = 16
-"""Least rows of a matrix product. On CPU in fp32 a row then has the same bits however many rows there are."""
+from .cache import DecodeAttention, KVCache, padded_length, padded_rows
 
 
 class LanguageModel(Protocol):
@@ -54,15 +51,15 @@ class Decoder:
     def rows(self, num_running: int) -> int:
         """Rows to compute for so many sequences; those beyond are padding."""
         if self._device.type == "cpu":
-            return max(MIN_ROWS, num_running)
-        return min(self._cache.slots, max(MIN_ROWS, 1 << (num_running - 1).bit_length()))
+            return padded_rows(num_running)
+        return min(self._cache.slots, padded_rows(1 << (num_running - 1).bit_length()))
 
     def logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Logits [B, V] after `tokens` [B] at `positions` [B], the largest of which is below `longest`.
 
         Tensors come from the host. The result may be overwritten by the next call.
         """
-        width = round_up(longest, BLOCK)
+        width = padded_length(longest)
         if self._device.type == "cpu":
             return self._compute(tokens, positions, width)
         width = min(self._cache.length, 1 << max(8, (width - 1).bit_length()))

@@ -29,8 +29,8 @@ from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request
 from braid.types import StopReason
 
-from .cache import PROMPT_BLOCK, KVCache, PrefillAttention, round_up
-from .decoder import MIN_ROWS, Decoder, LanguageModel
+from .cache import KVCache, PrefillAttention, padded_prompt, padded_rows
+from .decoder import Decoder, LanguageModel
 from .sampler import Sampler
 from .stopping import Decode, StopFinder
 
@@ -65,7 +65,7 @@ class _Sequence:
 
     @property
     def padded_prompt(self) -> int:
-        return round_up(len(self.request.prompt_ids), PROMPT_BLOCK)
+        return padded_prompt(len(self.request.prompt_ids))
 
     @property
     def longest(self) -> int:
@@ -98,8 +98,8 @@ class NativeEngine:
         self._device = weight.device
         self._max_running, self._kv_budget_tokens = max_running, kv_budget_tokens
         self._prefill_tokens, self._max_length = prefill_tokens, max_length
-        slots = max(max_running, MIN_ROWS)
-        self._cache = KVCache(kv_budget_tokens, max_running, MIN_ROWS)
+        slots = padded_rows(max_running)
+        self._cache = KVCache(kv_budget_tokens, max_running)
         self._sampler = Sampler(slots, lm.vocab_size, self._device)
         self._decoder = Decoder(self._lm, self._cache, self._device, cuda_graphs=cuda_graphs)
         self._stops = StopFinder(decode)
@@ -254,7 +254,7 @@ class NativeEngine:
         attention = PrefillAttention(self._cache, first, [(g[0].padded_prompt, len(g)) for g in pack])
         hidden = self._lm.hidden(self._to_device(tokens), self._to_device(positions), attention)
         num = len(ends)
-        ends += ends[:1] * (MIN_ROWS - num)
+        ends += ends[:1] * (padded_rows(num) - num)
         logits = self._lm.logits(hidden.index_select(0, self._to_device(ends)))
         self._take(logits[:num], first)
 

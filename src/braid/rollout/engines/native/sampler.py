@@ -7,6 +7,8 @@ depends on the order in which a sort leaves equal values. What no row asks for c
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -80,10 +82,12 @@ class Sampler:
             logits = logits / self._column(settings["temperature"])
         uniforms = unit_interval(absorb(settings["stream"], settings["num_tokens"]))
         settings["num_tokens"] += 1
-        tokens, logprobs = self._draw(logits, settings, uniforms, choices)
+        tokens, probs = self._draw(logits, settings, uniforms, choices)
         if self._seen is not None:
             self._seen[rows].scatter_(1, tokens, True)
-        return tokens.squeeze(1).tolist(), logprobs.squeeze(1).tolist()
+        # One at a time: a vectorised log gives other bits at the end of a tensor than in its middle.
+        logprobs = [math.log(p) if p > 0 else math.nan for p in probs.squeeze(1).tolist()]
+        return tokens.squeeze(1).tolist(), logprobs
 
     def _shaped(self, logits: Tensor, settings: NDArray[np.void], rows: slice) -> Tensor:
         """Logits after repetition penalty and with end tokens forbidden where it is too early for them."""
@@ -106,7 +110,7 @@ class Sampler:
         uniforms: NDArray[np.float64],
         choices: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, each [N, 1], from logits at temperature 1, in chunks of rows."""
+        """Tokens and their probabilities, each [N, 1], from logits at temperature 1, in chunks of rows."""
         size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
         drawn = [
             self._draw_chunk(
@@ -119,8 +123,8 @@ class Sampler:
         ]
         if len(drawn) == 1:
             return drawn[0]
-        tokens, logprobs = zip(*drawn, strict=True)
-        return torch.cat(tokens), torch.cat(logprobs)
+        tokens, probs = zip(*drawn, strict=True)
+        return torch.cat(tokens), torch.cat(probs)
 
     def _draw_chunk(
         self, logits: Tensor, settings: NDArray[np.void], uniforms: Tensor, choices: Tensor | None
@@ -138,11 +142,11 @@ class Sampler:
         tokens = torch.searchsorted(mass, uniforms * total, right=True).clamp_(max=self._vocab_size - 1)
         if choices is not None:
             tokens = torch.where(self._column(settings["is_greedy"]), choices, tokens)
-        return tokens, (probs.gather(1, tokens) / total).log()
+        return tokens, probs.gather(1, tokens) / total
 
     def _column(self, values: NDArray[np.generic]) -> Tensor:
         """[N] on the host -> [N, 1] on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)[:, None]
+        return torch.from_numpy(values.copy()).to(self._device)[:, None]
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:

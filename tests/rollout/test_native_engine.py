@@ -1,0 +1,373 @@
+"""The native engine against the plain Hugging Face model, and against itself in other company."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from braid.errors import EngineError
+from braid.models.causal_lm import CausalLM
+from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.native import NativeEngine
+
+Run = Callable[[NativeEngine, Sequence[Request]], list[Completion]]
+TinyLM = Callable[..., CausalLM]
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    """One character per token, from 'A' on."""
+    return "".join(chr(ord("A") + t) for t in token_ids)
+
+
+def make_engine(lm: CausalLM, **limits: int | str) -> NativeEngine:
+    return NativeEngine(lm, decode=letters, **limits)  # pyright: ignore[reportArgumentType]
+
+
+def prompts(num: int, vocab_size: int = 64, longest: int = 40) -> list[tuple[int, ...]]:
+    draw = random.Random(0)
+    return [tuple(draw.randrange(2, vocab_size) for _ in range(draw.randint(1, longest))) for _ in range(num)]
+
+
+async def let_run(turns: int) -> None:
+    """Let the engine take about so many steps."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+def plain(lm: CausalLM) -> PreTrainedModel:
+    model = deepcopy(lm.model)
+    model.set_attn_implementation("eager")
+    return model
+
+
+@torch.no_grad()
+def full_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int], temperature: float
+) -> torch.Tensor:
+    """Log-probs of `output` by one plain forward over the whole sequence."""
+    logits = model(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0]
+    logps = (logits[len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
+    return logps.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def test_greedy_tokens_are_those_of_generate(architecture: str, tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm(architecture)
+    model = plain(lm)
+    sampling = Sampling(max_new_tokens=20, greedy=True, stop_token_ids=(1,))
+    requests = [Request(p, sampling, (i,)) for i, p in enumerate(prompts(6))]
+    done = run_all(make_engine(lm, max_running=2), requests)
+    for request, completion in zip(requests, done, strict=True):
+        ids = torch.tensor([request.prompt_ids])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20
+        )  # pyright: ignore[reportCallIssue]
+        assert completion.token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_logprobs_are_those_of_a_plain_forward(architecture: str, tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm(architecture)
+    model = plain(lm)
+    sampling = Sampling(max_new_tokens=24, temperature=0.7)
+    requests = [Request(p, sampling, (i,)) for i, p in enumerate(prompts(8))]
+    requests += [replace(r, key=(9, *r.key), sampling=replace(sampling, greedy=True)) for r in requests[:2]]
+    for request, completion in zip(requests, run_all(make_engine(lm), requests), strict=True):
+        expected = full_logprobs(model, request.prompt_ids, completion.token_ids, 0.7)
+        # float32 forward passes in two orders of summation
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-5)
+
+
+def mixed_requests(num: int) -> list[Request]:
+    """Every kind of sampling, ragged prompts and limits, some prompts shared."""
+    kinds = [
+        Sampling(max_new_tokens=30),
+        Sampling(max_new_tokens=9, temperature=0.6, top_k=5),
+        Sampling(max_new_tokens=25, top_p=0.8),
+        Sampling(max_new_tokens=12, min_p=0.1, temperature=1.5),
+        Sampling(max_new_tokens=40, repetition_penalty=1.3, stop_token_ids=(5, 6, 7), min_new_tokens=4),
+        Sampling(max_new_tokens=33, stop_strings=("AB", "Z", "xKy")),
+        Sampling(max_new_tokens=21, greedy=True, repetition_penalty=1.2),
+        Sampling(max_new_tokens=1),
+    ]
+    texts = prompts(num)
+    return [Request(texts[i // 3 * 3 if i % 2 else i], kinds[i % len(kinds)], (1, i)) for i in range(num)]
+
+
+def facts(completion: Completion) -> tuple[list[int], list[float], str]:
+    return completion.token_ids, completion.logprobs, completion.stop_reason
+
+
+def test_a_request_gets_the_same_bits_in_any_company_and_order(
+    architecture: str, tiny_lm: TinyLM, run_all: Run
+) -> None:
+    lm = tiny_lm(architecture)
+    requests = mixed_requests(24)
+    together = [facts(c) for c in run_all(make_engine(lm), requests)]
+    alone_engine = make_engine(lm)
+    assert [facts(run_all(alone_engine, [r])[0]) for r in requests[:8]] == together[:8]
+    order = random.Random(1).sample(range(24), 24)
+    for limits in ({"max_running": 5}, {"prefill_tokens": 16, "kv_budget_tokens": 400}):
+        shuffled = run_all(make_engine(lm, **limits), [requests[i] for i in order])
+        assert [facts(c) for c in shuffled] == [together[i] for i in order]
+
+
+def test_requests_that_arrive_while_others_run_change_nothing(tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm()
+    requests = mixed_requests(20)
+    together = [facts(c) for c in run_all(make_engine(lm), requests)]
+    engine = make_engine(lm, max_running=8)
+
+    async def late(index: int) -> Completion:
+        await let_run(2 * index)
+        return await engine.generate(requests[index])
+
+    async def gather() -> list[Completion]:
+        return await asyncio.gather(*(late(i) for i in range(20)))
+
+    assert [facts(c) for c in asyncio.run(gather())] == together
+
+
+def test_prompts_of_a_group_are_prefilled_once(tiny_lm: TinyLM, run_all: Run) -> None:
+    engine = make_engine(tiny_lm())
+    texts = prompts(3)
+    sampling = Sampling(max_new_tokens=5)
+    done = run_all(engine, [Request(texts[i % 3], sampling, (i,)) for i in range(12)])
+    assert engine.counters.prefilled_tokens == sum(map(len, texts))
+    assert engine.counters.decoded_tokens == 12 * 5
+    assert engine.counters.steps == 4, "the first tokens come with the prefill"
+    assert engine.counters.seconds > 0
+    assert len({tuple(c.token_ids) for c in done}) == 12, "keys differ, so samples do"
+
+
+def test_lengths_stop_tokens_and_least_lengths_are_kept(tiny_lm: TinyLM, run_all: Run) -> None:
+    every_token = tuple(range(64))
+    requests = [
+        Request((3, 4), Sampling(max_new_tokens=7), (0,)),
+        Request((3, 4), Sampling(max_new_tokens=7, stop_token_ids=every_token), (1,)),
+        Request((3, 4), Sampling(max_new_tokens=30, stop_token_ids=every_token[:63], min_new_tokens=5), (2,)),
+        Request((3, 4), Sampling(max_new_tokens=6, stop_strings=("A",), min_new_tokens=6), (3,)),
+    ]
+    free, first, least, barred = run_all(make_engine(tiny_lm()), requests)
+    assert (len(free.token_ids), free.stop_reason) == (7, "length")
+    assert (len(first.token_ids), first.stop_reason) == (1, "stop")
+    assert least.token_ids[:5] == [63] * 5, "the only token that does not end the answer"
+    assert least.logprobs[:5] == [0.0] * 5
+    assert least.stop_reason == "stop"
+    assert len(barred.token_ids) == 6
+
+
+def test_a_stop_string_ends_the_answer_and_is_kept(tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm()
+    request = Request((3, 4, 5), Sampling(max_new_tokens=40), (0,))
+    (free,) = run_all(make_engine(lm), [request])
+    text = letters(free.token_ids)
+    stop = text[17:20]
+    (cut,) = run_all(make_engine(lm), [replace(request, sampling=Sampling(40, stop_strings=("~~", stop)))])
+    assert letters(cut.token_ids) == text[: text.index(stop) + 3]
+    assert cut.stop_reason == "stop"
+    assert cut.logprobs == free.logprobs[: len(cut.logprobs)]
+
+
+def test_cancelling_frees_the_place_at_once_and_disturbs_nobody(tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm()
+    requests = [Request(p, Sampling(max_new_tokens=30), (i,)) for i, p in enumerate(prompts(4))]
+    expected = [facts(c) for c in run_all(make_engine(lm), requests)]
+    engine = make_engine(lm, max_running=2)
+
+    async def scenario() -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await let_run(6)
+        assert (engine.num_running, engine.num_waiting) == (2, 2)
+        tasks[0].cancel()
+        tasks[3].cancel()
+        await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
+        assert (engine.num_running, engine.num_waiting) == (2, 0), "the next one took the place"
+        return await asyncio.gather(*tasks[1:3])
+
+    assert [facts(c) for c in asyncio.run(scenario())] == expected[1:3]
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(("limits", "most"), [({"max_running": 3}, 3), ({"kv_budget_tokens": 4 * 64}, 4)])
+def test_no_more_runs_than_the_budget_allows(limits: dict[str, int], most: int, tiny_lm: TinyLM) -> None:
+    engine = make_engine(tiny_lm(), **limits)
+    requests = [Request((2, 3), Sampling(max_new_tokens=40 + i % 5), (i,)) for i in range(9)]
+
+    async def peak() -> int:
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        running = 0
+        while not all(t.done() for t in tasks):
+            await asyncio.sleep(0)
+            running = max(running, engine.num_running)
+        return running
+
+    assert asyncio.run(peak()) == most
+
+
+def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, run_all: Run) -> None:
+    engine = make_engine(tiny_lm(), kv_budget_tokens=96, max_length=80)
+    for prompt, sampling, text in [
+        (
+            (2,) * 70,
+            Sampling(max_new_tokens=11),
+            r"70 prompt tokens \+ max_new_tokens=11 make 81 tokens, more than",
+        ),
+        ((), Sampling(max_new_tokens=1), "the prompt has no token"),
+        ((64,), Sampling(max_new_tokens=1), r"a token id outside 0\.\.63"),
+        ((2,), Sampling(max_new_tokens=0), "max_new_tokens=0"),
+    ]:
+        with pytest.raises(EngineError, match=text):
+            run_all(engine, [Request(prompt, sampling, (0,))])
+    small = make_engine(tiny_lm(), kv_budget_tokens=64)
+    with pytest.raises(EngineError, match=r"can never fit rollout\.native\.kv_budget_tokens=64"):
+        run_all(small, [Request((2,) * 60, Sampling(max_new_tokens=5), (0,))])
+
+
+def test_shared_weights_are_read_in_place_and_copies_wait_for_publish(tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm()
+    shared, copied = make_engine(lm), make_engine(lm, dtype="bf16")
+    request = Request((3, 4, 5), Sampling(max_new_tokens=20), (0,))
+    before = [run_all(e, [request])[0] for e in (shared, copied)]
+    with torch.no_grad():
+        for parameter in lm.model.parameters():
+            parameter.mul_(1.5)
+    changed, same = (run_all(e, [request])[0] for e in (shared, copied))
+    assert changed.token_ids != before[0].token_ids
+    assert facts(same) == facts(before[1])
+    for engine in (shared, copied):
+        engine.publish(7)
+    after = [run_all(e, [request])[0] for e in (shared, copied)]
+    assert [c.policy_version for c in after] == [7, 7]
+    assert facts(after[0]) == facts(changed)
+    assert after[1].token_ids != same.token_ids
+    assert next(lm.model.parameters()).dtype == torch.float32
+
+
+def test_a_bf16_copy_keeps_rotary_frequencies_exact_and_stays_near(tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm(initializer_range=0.1)
+    request = Request(prompts(1)[0], Sampling(max_new_tokens=60), (0,))
+    (completion,) = run_all(make_engine(lm, dtype="bf16"), [request])
+    expected = full_logprobs(plain(lm), request.prompt_ids, completion.token_ids, 1.0)
+    # bfloat16 keeps 8 bits: errors of a few 2**-8 on logits of size 1
+    torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=0.05)
+
+
+def test_weights_are_not_taken_while_requests_run(tiny_lm: TinyLM) -> None:
+    engine = make_engine(tiny_lm())
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate(Request((2,), Sampling(max_new_tokens=9), (0,))))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="cannot publish version 1 while 1 requests run"):
+            engine.publish(1)
+        await task
+
+    asyncio.run(scenario())
+
+
+def test_logits_that_are_no_numbers_fail_the_request_and_nothing_else(tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm(tie_word_embeddings=False)
+    engine = make_engine(lm)
+    good = [Request((3, 4, 5, i), Sampling(max_new_tokens=12), (i,)) for i in range(3)]
+    expected = [facts(c) for c in run_all(engine, good)]
+    unused = next(t for t in range(6, 64) if not any(t in ids for ids, *_ in expected))
+    with torch.no_grad():
+        lm.model.get_input_embeddings().weight[unused] = float("nan")  # pyright: ignore[reportIndexIssue]
+    bad = Request((3, unused), Sampling(max_new_tokens=12), (0,))
+
+    async def scenario() -> list[Completion | BaseException]:
+        return await asyncio.gather(*(engine.generate(r) for r in (bad, *good)), return_exceptions=True)
+
+    for _ in range(2):  # the second time, good requests take the slot that the bad one had
+        failed, *rest = asyncio.run(scenario())
+        assert isinstance(failed, EngineError)
+        assert "logits at position 2 are not finite" in str(failed)
+        assert [facts(c) for c in rest if isinstance(c, Completion)] == expected
+
+
+class FailsOnce(CausalLM):
+    """Runs out of memory in one call of the head."""
+
+    calls = 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 4:
+            raise MemoryError("no memory left")
+        return super().logits(hidden)
+
+
+def test_an_error_of_the_model_reaches_all_who_wait_and_the_engine_lives_on(
+    tiny_lm: TinyLM, run_all: Run
+) -> None:
+    requests = [Request((3, 4), Sampling(max_new_tokens=9), (i,)) for i in range(4)]
+    expected = [facts(c) for c in run_all(make_engine(tiny_lm()), requests)]
+    engine = make_engine(FailsOnce(tiny_lm().model), max_running=2)
+
+    async def scenario() -> list[Completion | BaseException]:
+        return await asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
+
+    failed = asyncio.run(scenario())
+    assert all(isinstance(e, EngineError) and "no memory left" in str(e) for e in failed)
+    assert [facts(c) for c in run_all(engine, requests)] == expected
+
+
+def test_closing_fails_what_is_pending_and_refuses_more(tiny_lm: TinyLM) -> None:
+    engine = make_engine(tiny_lm(), max_running=1)
+
+    async def scenario() -> list[Completion | BaseException]:
+        tasks = [
+            asyncio.create_task(engine.generate(Request((2, i), Sampling(max_new_tokens=50), (i,))))
+            for i in (3, 4)
+        ]
+        await let_run(3)
+        assert engine.num_running > 0
+        engine.close()
+        return await asyncio.gather(
+            *tasks, engine.generate(Request((2,), Sampling(1), (0,))), return_exceptions=True
+        )
+
+    running, waiting, late = asyncio.run(scenario())
+    assert all(isinstance(e, EngineError) for e in (running, waiting, late))
+    assert "the engine was closed" in str(running)
+    assert "the engine is closed" in str(late)
+
+
+def test_an_interrupted_event_loop_leaves_an_engine_that_works(tiny_lm: TinyLM, run_all: Run) -> None:
+    engine = make_engine(tiny_lm())
+    request = Request((2, 3), Sampling(max_new_tokens=30), (0,))
+
+    async def interrupted() -> None:
+        tasks = [asyncio.create_task(engine.generate(request)) for _ in range(3)]
+        await let_run(3)
+        assert engine.num_running > 0
+        del tasks
+
+    asyncio.run(interrupted())
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    assert len(run_all(engine, [request])[0].token_ids) == 30
+
+
+def test_longer_requests_after_shorter_ones_get_room(tiny_lm: TinyLM, run_all: Run) -> None:
+    lm = tiny_lm()
+    requests = [
+        Request((2, 3, i), Sampling(max_new_tokens=n), (i,)) for i, n in enumerate([5, 60, 9, 150, 4, 30], 4)
+    ]
+    expected = [facts(run_all(make_engine(lm), [r])[0]) for r in requests]
+    engine = make_engine(lm, kv_budget_tokens=320)
+    assert [facts(c) for c in run_all(engine, requests)] == expected
+
+    async def staggered() -> list[Completion]:
+        tasks = []
+        for request in requests:
+            tasks.append(asyncio.create_task(engine.generate(request)))
+            await let_run(2)
+        return await asyncio.gather(*tasks)
+
+    assert [facts(c) for c in asyncio.run(staggered())] == expected
