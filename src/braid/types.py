@@ -141,10 +141,13 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """Trajectories that share a prompt (or a reset state). Baselines are taken within it."""
+    """Trajectories that share a prompt (or a reset state). Baselines are taken within it.
+
+    Left out of its repr: asyncio.Runner takes the repr of each result, which took seconds for long episodes.
+    """
 
     prompt: Prompt
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = field(repr=False)
 
     @property
     def valid(self) -> list[Trajectory]:
