@@ -9,6 +9,7 @@
     ├── EngineError (RuntimeError)     the rollout engine failed
     ├── TrainingError (RuntimeError)   optimization cannot go on (non-finite steps in a row, no valid rows)
     ├── CheckpointError (RuntimeError) a checkpoint cannot be written, or none can be read
+    ├── TargetMissed                   the run ended without reaching eval.target
     └── RunInterrupted                 Ctrl-C or SIGTERM; says where the run stands
 
 A message says what is wrong with which value, what is allowed, what to do, and where the value came from.
@@ -28,14 +29,14 @@ class BraidError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a config: the key, what is wrong, and where the value was written."""
+    """One thing wrong with a config: the key, what is wrong, and where the value was written (empty: not known)."""
 
     key: str
     message: str
-    origin: str = "default"
+    origin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.message} [{self.origin}]"
+        return f"{self.key}: {self.message}" + (f" [{self.origin}]" if self.origin else "")
 
 
 class ConfigError(BraidError, ValueError):
@@ -81,6 +82,10 @@ class CheckpointError(BraidError, RuntimeError):
 
 class ReportError(BraidError, RuntimeError):
     """The run's own record could not be written."""
+
+
+class TargetMissed(BraidError):
+    """The run ended without reaching eval.target."""
 
 
 class RunInterrupted(BraidError):

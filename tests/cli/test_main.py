@@ -15,6 +15,7 @@ import pytest
 
 from braid.cli.main import guarded, main
 from braid.config.json_schema import schema_text
+from braid.config.load import load_config
 from braid.config.reference import reference_text
 from braid.errors import BraidError, ConfigError, Problem, RunInterrupted, TrainingError
 
@@ -128,7 +129,21 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_config_errors_of_a_run_under_way_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(raising(ConfigError([Problem("run.name", "is taken")])), args()) == 2
-    assert capsys.readouterr().err == "braid: run.name: is taken [default]\n"
+    assert capsys.readouterr().err == "braid: run.name: is taken\n"
+
+
+def test_config_errors_of_a_run_are_placed_where_the_key_was_written(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    found = args(loaded=load_config(config, ["run.name=a"]))
+    problems = [Problem("reward.parts[0].path", "no such file", "reward"), Problem("run.name", "is taken")]
+    assert guarded(raising(ConfigError([*problems, Problem("train", "odd")])), found) == 2
+    assert capsys.readouterr().err == (
+        "braid: 3 problems in the config:\n"
+        "  - reward.parts[0].path: no such file [c.yaml:4]\n"
+        "  - run.name: is taken [override]\n"
+        "  - train: odd\n"
+    )
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -72,7 +72,11 @@ def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     except RunInterrupted as stop:
         return _say(INTERRUPTED, f"{stop}\nto go on: {_resume_command(args, stop)}", args)
     except ConfigError as error:
-        return _say(USAGE, str(error), args)
+        loaded: Loaded | None = getattr(args, "loaded", None)
+        placed = (
+            error if loaded is None else ConfigError([loaded.placed(problem) for problem in error.problems])
+        )
+        return _say(USAGE, str(placed), args)
     except BraidError as error:
         return _say(FAILED, f"{type(error).__name__}: {error}", args)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
@@ -138,11 +142,11 @@ def _schema(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
-    """The config of a verb, checked; its warnings are told."""
+    """The config of a verb, checked; its warnings are told. Kept in `args`, to place problems found later."""
     from braid.config.load import load_config
     from braid.plan import resolve
 
-    loaded = load_config(_config_path(args.config), args.overrides)
+    args.loaded = loaded = load_config(_config_path(args.config), args.overrides)
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
     return loaded

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,24 @@ class Loaded:
     path: Path | None = None
 
     def origin(self, key: str) -> str:
-        """Where `key` was written; for a part of the config, the first of its values that the user wrote."""
-        below = (
-            origin
-            for name, origin in self.origins.items()
-            if name == key or name.startswith((f"{key}.", f"{key}["))
-        )
-        return next((origin for origin in below if origin != DEFAULT), DEFAULT)
+        """Where `key` was written; for a part of the config, the first of its values that the user wrote; for a key that
+        the config does not have, where the part around it was written."""
+        path = parse_path(key)
+        for end in range(len(path), 0, -1):
+            near = path_text(path[:end])
+            found = [
+                o
+                for name, o in self.origins.items()
+                if name == near or name.startswith((f"{near}.", f"{near}["))
+            ]
+            if found:
+                return next((origin for origin in found if origin != DEFAULT), DEFAULT)
+        return DEFAULT
+
+    def placed(self, problem: Problem) -> Problem:
+        """The problem with the place where its key was written, if it was; for parts that know keys but no places."""
+        origin = self.origin(problem.key)
+        return problem if origin == DEFAULT else replace(problem, origin=origin)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
