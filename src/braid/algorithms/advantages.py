@@ -72,9 +72,9 @@ def gae(
     of a turn is followed by the first of the next, and what rewards and values hold outside the mask is not
     read.
 
-    Takes about log2(longest row) operations on [T]. RLinf, ROLL and SkyRL run over the padded width with
-    whatever values padding and environment tokens have; RLinf puts a text's reward on the last padded
-    position.
+    Takes about log2(longest row) operations on [T]. ROLL and SkyRL run over the padded width with whatever
+    values padding and environment tokens have. RLinf puts a text's reward on the last padded position, so
+    that its discount depends on the padding.
     """
     row = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=mask.device))[mask]
     reward, value = rewards[mask].double(), values[mask].double()
