@@ -1,0 +1,106 @@
+"""The native engine on CUDA: graphs and eager decoding are one, and both are the plain model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from copy import deepcopy
+
+import pytest
+import torch
+
+from braid.config.model import ModelConfig
+from braid.models.causal_lm import CausalLM
+from braid.models.loading import load_policy
+from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.native import NativeEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+
+
+@pytest.fixture
+def lm() -> CausalLM:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "head_dim": 32,
+        "max_positions": 1024,
+    }
+    config = ModelConfig.model_validate({"build": sizes})
+    return load_policy(config, temperature=1.0, seed=0, device=torch.device("cuda"))
+
+
+def make_engine(lm: CausalLM, *, cuda_graphs: bool = True) -> NativeEngine:
+    return NativeEngine(lm, decode=str, max_running=24, kv_budget_tokens=24 * 512, cuda_graphs=cuda_graphs)
+
+
+def requests(num: int, **how: float | bool) -> list[Request]:
+    return [
+        Request(tuple(range(3, 8 + i % 5)), Sampling(max_new_tokens=20 + i, **how), (i,))  # pyright: ignore[reportArgumentType]
+        for i in range(num)
+    ]
+
+
+def run_all(engine: NativeEngine, work: Sequence[Request]) -> list[Completion]:
+    async def gather() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(r) for r in work))
+
+    return asyncio.run(gather())
+
+
+def plain_logprobs(lm: CausalLM, request: Request, completion: Completion) -> torch.Tensor:
+    model = deepcopy(lm.model)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device="cuda")
+    with torch.no_grad():
+        logps = model(ids, use_cache=False).logits[0].double().log_softmax(-1).cpu()
+    before = slice(len(request.prompt_ids) - 1, -1)
+    return logps[before].gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_logprobs_are_those_of_a_plain_forward(cuda_graphs: bool, lm: CausalLM) -> None:
+    work = requests(40, top_k=0)
+    for request, completion in zip(
+        work, run_all(make_engine(lm, cuda_graphs=cuda_graphs), work), strict=True
+    ):
+        expected = plain_logprobs(lm, request, completion)
+        # float32 products, summed in other orders
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_graphs_and_eager_decoding_give_the_same_greedy_tokens(lm: CausalLM) -> None:
+    work = requests(30, greedy=True)
+    graphs, eager = (
+        [c.token_ids for c in run_all(make_engine(lm, cuda_graphs=on), work)] for on in (True, False)
+    )
+    assert graphs == eager
+
+
+def test_graphs_see_weights_changed_in_place_and_weights_replaced(lm: CausalLM) -> None:
+    engine, work = make_engine(lm), requests(8)
+    for replaces in (False, True):
+        with torch.no_grad():
+            for parameter in lm.model.parameters():
+                changed = parameter * 1.2
+                if replaces:
+                    parameter.data = changed
+                else:
+                    parameter.copy_(changed)
+        engine.publish(1)
+        for request, completion in zip(work, run_all(engine, work), strict=True):
+            expected = plain_logprobs(lm, request, completion)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4
+            )
+
+
+def test_every_kind_of_sampling_runs_on_the_device(lm: CausalLM) -> None:
+    how = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+    done = run_all(make_engine(lm), requests(20, **how))
+    assert [len(c.token_ids) for c in done] == [20 + i for i in range(20)]
+    assert all(p <= 0 for c in done for p in c.logprobs)

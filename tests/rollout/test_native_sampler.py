@@ -1,0 +1,202 @@
+"""What is drawn follows exactly the distribution that the settings describe."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braid.models.causal_lm import CausalLM
+from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.sampler import Sampler
+from braid.rollout.engines.native.stopping import StopFinder
+
+PROMPT = (3, 1, 4)
+NUM_SAMPLES = 6000
+
+
+def reference(logits: np.ndarray, seen: set[int], how: Sampling) -> np.ndarray:
+    """The distribution of one token, in plain words and float64: [V] -> [V]."""
+    scores = logits.astype(np.float64).copy()
+    for token in seen:
+        scores[token] *= how.repetition_penalty if scores[token] < 0 else 1 / how.repetition_penalty
+    probs = np.exp(scores / how.temperature - (scores / how.temperature).max())
+    order = np.argsort(-probs, kind="stable")
+    if how.top_k:
+        probs[order[how.top_k :]] = 0
+    probs /= probs.sum()
+    num_kept = 1 + int(np.searchsorted(np.cumsum(probs[order]), how.top_p))
+    probs[order[num_kept:]] = 0
+    probs[probs < how.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+HOWS = {
+    "plain": Sampling(max_new_tokens=3),
+    "cold": Sampling(max_new_tokens=3, temperature=0.5),
+    "top-k": Sampling(max_new_tokens=2, top_k=3),
+    "top-p": Sampling(max_new_tokens=2, top_p=0.7),
+    "min-p": Sampling(max_new_tokens=2, min_p=0.3),
+    "penalty": Sampling(max_new_tokens=3, repetition_penalty=2.0),
+    "all": Sampling(
+        max_new_tokens=3, temperature=1.6, top_k=4, top_p=0.9, min_p=0.15, repetition_penalty=0.6
+    ),
+}
+
+
+@pytest.mark.parametrize("how", list(HOWS.values()), ids=list(HOWS))
+def test_sampled_frequencies_are_those_of_the_enumerated_distribution(
+    how: Sampling,
+    tiny_lm: Callable[..., CausalLM],
+    run_all: Callable[[NativeEngine, Sequence[Request]], list[Completion]],
+) -> None:
+    lm = tiny_lm(vocab_size=5, initializer_range=0.25)
+    model = deepcopy(lm.model)
+    model.set_attn_implementation("eager")
+    outcomes = list(itertools.product(range(5), repeat=how.max_new_tokens))
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*PROMPT, *o] for o in outcomes]), use_cache=False).logits.numpy()
+    exact = {
+        outcome: [
+            reference(logits[i, len(PROMPT) + t - 1], {*PROMPT, *outcome[:t]}, how)[token]
+            for t, token in enumerate(outcome)
+        ]
+        for i, outcome in enumerate(outcomes)
+    }
+    engine = NativeEngine(lm, decode=str, max_running=1000)
+    drawn = run_all(engine, [Request(PROMPT, how, (0, i)) for i in range(NUM_SAMPLES)])
+    for completion in drawn[:300]:
+        # float32 forward passes in two orders of summation
+        assert np.exp(completion.logprobs) == pytest.approx(exact[tuple(completion.token_ids)], abs=1e-5)
+    counts = Counter(tuple(c.token_ids) for c in drawn)
+    expected = {outcome: NUM_SAMPLES * math.prod(p) for outcome, p in exact.items()}
+    assert all(expected[outcome] > 0 for outcome in counts), "nothing impossible was drawn"
+    # Cells expecting fewer than 5 are pooled, as the chi-square approximation asks for.
+    cells = [(counts[o], e) for o, e in expected.items() if e >= 5]
+    pooled = NUM_SAMPLES - sum(c for c, _ in cells), NUM_SAMPLES - sum(e for _, e in cells)
+    cells += [pooled] if pooled[1] >= 5 else []
+    statistic = sum((c - e) ** 2 / e for c, e in cells)
+    freedom = len(cells) - 1
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 6, (
+        "about the 1 - 1e-4 quantile; the keys are fixed"
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            Sampling,
+            max_new_tokens=st.just(9),
+            temperature=st.sampled_from([0.3, 1.0, 2.0]),
+            top_k=st.sampled_from([0, 1, 3, 50, 1000]),
+            top_p=st.sampled_from([1.0, 0.9, 0.5, 1e-6]),
+            min_p=st.sampled_from([0.0, 0.05, 0.6]),
+            repetition_penalty=st.sampled_from([1.0, 1.4]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 1000),
+)
+def test_rows_with_settings_of_their_own_share_a_batch(rows: list[Sampling], seed: int) -> None:
+    vocab_size, prompt = 97, (5, 6, 90)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), vocab_size, generator=generator) * 2
+    sampler = Sampler(8, vocab_size, torch.device("cpu"))
+    for slot, how in enumerate(rows):
+        sampler.put(slot, how, (seed, slot), prompt)
+    tokens, logprobs = sampler.sample(logits.clone(), 0)
+    for row, how in enumerate(rows):
+        exact = reference(logits[row].numpy(), set(prompt), how)
+        assert math.exp(logprobs[row]) == pytest.approx(exact[tokens[row]], rel=1e-4)
+        alone = Sampler(8, vocab_size, torch.device("cpu"))
+        alone.put(3, how, (seed, row), prompt)
+        assert alone.sample(logits[row : row + 1].clone(), 3) == ([tokens[row]], [logprobs[row]])
+
+
+def test_a_uniform_goes_through_the_inverse_of_the_cumulative_distribution() -> None:
+    from braid.rollout.random import uniforms
+
+    sampler = Sampler(4, 4, torch.device("cpu"))
+    probs = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    sampler.put(0, Sampling(max_new_tokens=500), (7, 8), ())
+    drawn = [sampler.sample(probs.log()[None], 0)[0][0] for _ in range(500)]
+    numbers = uniforms([(7, 8, position) for position in range(500)])
+    assert drawn == np.searchsorted([0.1, 0.1, 0.7, 1.0], numbers, side="right").tolist()
+
+
+def test_a_large_vocabulary_is_drawn_from_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
+
+    def draw() -> tuple[list[int], list[float]]:
+        sampler = Sampler(10, 50, torch.device("cpu"))
+        for slot in range(10):
+            how = Sampling(max_new_tokens=1, top_k=slot, greedy=slot % 3 == 0, top_p=0.9)
+            sampler.put(slot, how, (slot,), ())
+        return sampler.sample(logits.clone(), 0)
+
+    whole = draw()
+    monkeypatch.setattr("braid.rollout.engines.native.sampler._CHUNK_ELEMENTS", 150)
+    assert draw() == whole
+
+
+def test_ties_at_a_border_are_kept_whole() -> None:
+    sampler = Sampler(2, 6, torch.device("cpu"))
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0]])
+    drawn: dict[str, set[int]] = {"top_k": set(), "top_p": set()}
+    for name, how in {"top_k": Sampling(1, top_k=2), "top_p": Sampling(1, top_p=0.5)}.items():
+        for i in range(200):
+            sampler.put(0, how, (i,), ())
+            drawn[name].update(sampler.sample(logits.clone(), 0)[0])
+    assert drawn == {"top_k": {0, 1, 2, 3}, "top_p": {0, 1, 2, 3}}
+
+
+def test_top_p_finds_its_border_beyond_the_likeliest_tokens_it_first_looks_at() -> None:
+    sampler = Sampler(2, 3000, torch.device("cpu"))
+    sampler.put(0, Sampling(1, top_p=0.9), (0,), ())
+    logits = torch.linspace(0, 1e-3, 3000)[None]
+    _, logprobs = sampler.sample(logits.clone(), 0)
+    num_kept = math.exp(-logprobs[0])
+    assert num_kept == pytest.approx(2700, rel=2e-3), "nearly flat: 90 % of the mass are 90 % of the tokens"
+
+
+PIECES = ["a", "b", "ab", "<", "/", ">", "</", " a", "a ", "", "\n", "é", "User", ":", "aab", "#"]
+
+
+def sentence(token_ids: Sequence[int]) -> str:
+    """Like a sentencepiece tokenizer, the first space of a text is dropped; two tokens are halves of one character."""
+    text = b"".join({16: b"\xc3", 17: b"\xa9"}.get(t) or PIECES[t].encode() for t in token_ids)
+    return text.decode(errors="replace").removeprefix(" ")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 17), min_size=1, max_size=40),
+    st.lists(
+        st.sampled_from(["ab", "</a>", "a a", "\n", "é", "aé", "User:", "baab", " a b", "# "]), min_size=1
+    ),
+)
+def test_a_stop_string_is_found_with_the_token_that_completes_it(
+    token_ids: list[int], strings: list[str]
+) -> None:
+    finder = StopFinder(sentence)
+    for end in range(1, len(token_ids) + 1):
+        contains = any(s in sentence(token_ids[:end]) for s in strings)
+        assert finder.is_completed(token_ids[:end], strings) == contains
+        if contains:
+            break
+
+
+def test_a_stop_string_is_found_across_many_tokens_without_text() -> None:
+    finder = StopFinder(sentence)
+    assert finder.is_completed([0] * 50 + [3] + [9] * 100 + [5], ["<>"])
