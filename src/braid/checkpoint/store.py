@@ -1,0 +1,278 @@
+"""Checkpoints of a run: written beside and renamed, checked before they are used, the newest kept.
+
+    checkpoints/step_120/
+        state.json            the state's tree (tree.py)
+        tensors.safetensors   its tensors
+        manifest.json         step, and size and SHA-256 of the other two; written last
+
+A folder named step_N is whole: it was written as .saving_step_N, flushed to the disk with everything in it, then
+renamed. Whatever moment a process is killed at, each step_N is there as it was before or as it is after. Names with a
+dot are leftovers, which the next writer clears.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from braid.errors import CheckpointError
+
+from .tensors import read_tensors, write_tensors
+from .tree import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
+FORMAT = 1
+"""Version of the layout."""
+_SAVING, _REPLACED, _REMOVING = ".saving_", ".replaced_", ".removing_"
+_READ_BYTES = 2**22
+
+
+class CheckpointStore:
+    """The checkpoints in `folder`; `keep` newest ones stay, all for None. One process writes; any may read."""
+
+    def __init__(self, folder: Path, keep: int | None = None) -> None:
+        assert keep is None or keep >= 1, f"keep={keep} would keep no checkpoint"
+        self.folder = folder
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, damaged ones included, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = (re.fullmatch(r"step_(\d+)", path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Write `state` as the checkpoint of `step`, in the place of an earlier one of that step, and return its folder.
+
+        Then the oldest beyond `keep` go, and those of later steps: they are of a future that a resume has given up.
+        Raises CheckpointError when it cannot be written; then every checkpoint is as before.
+        """
+        data, tensors = pack(state)
+        text = json.dumps(data, allow_nan=False).encode()
+        saving = self.folder / f"{_SAVING}step_{step}"
+        needed = len(text) + sum(tensor.nbytes for tensor in tensors.values())
+        try:
+            self.clean()
+            saving.mkdir(parents=True)
+            files = {
+                STATE: _write(saving / STATE, lambda write: write(text)),
+                TENSORS: _write(saving / TENSORS, lambda write: write_tensors(write, tensors)),
+            }
+            manifest = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2).encode()
+            _write(saving / MANIFEST, lambda write: write(manifest))
+            _sync(saving)
+            self._put_in_place(saving, step)
+        except OSError as error:
+            raise self._cannot_save(step, needed, error) from error
+        finally:
+            shutil.rmtree(saving, ignore_errors=True)
+        self._prune(step)
+        return self.path(step)
+
+    def load(self, which: str | Path = "latest") -> tuple[int, dict[str, Any]]:
+        """(step, state) of the newest checkpoint that is whole, or of the one in the folder `which`.
+
+        Raises CheckpointError when there is none. A damaged one is passed over with a warning by `latest`, and an error
+        when it was asked for by path.
+        """
+        if which != "latest":
+            return read_checkpoint(Path(which))
+        problems: list[str] = []
+        for path in self._candidates():
+            try:
+                step, state = read_checkpoint(path)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                logger.warning("%s; going on from the one before it, %s", problem, path)
+            return step, state
+        if problems:
+            raise CheckpointError(
+                "no checkpoint is whole:\n  - "
+                + "\n  - ".join(problems)
+                + "\nStart anew with run.resume=none"
+            )
+        raise CheckpointError(
+            f"there is no checkpoint in {self.folder}; start anew with run.resume=none, or give the folder of one"
+        )
+
+    def forget_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, when a run goes on from `step`."""
+        for later in self.steps():
+            if later > step:
+                self._remove(later)
+
+    def clean(self) -> None:
+        """Clear what killed saves have left. For the process that writes."""
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.iterdir():
+            if path.name.startswith((_SAVING, _REMOVING)):
+                shutil.rmtree(path)
+            elif path.name.startswith(_REPLACED):
+                home = self.folder / path.name.removeprefix(_REPLACED)
+                if home.exists():
+                    shutil.rmtree(path)
+                else:
+                    path.rename(home)
+
+    def _candidates(self) -> list[Path]:
+        """Folders to load from, newest first. One that a save was about to replace when it was killed counts too."""
+        steps = {step: self.path(step) for step in self.steps()}
+        for path in self.folder.glob(f"{_REPLACED}step_*"):
+            steps.setdefault(int(path.name.rpartition("_")[2]), path)
+        return [steps[step] for step in sorted(steps, reverse=True)]
+
+    def _put_in_place(self, saving: Path, step: int) -> None:
+        home = self.path(step)
+        replaced = self.folder / f"{_REPLACED}{home.name}"
+        if home.exists():
+            home.rename(replaced)
+        saving.rename(home)
+        _sync(self.folder)
+        _sync(self.folder.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _prune(self, newest: int) -> None:
+        self.forget_after(newest)
+        if self.keep is not None:
+            for step in self.steps()[: -self.keep]:
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Take a checkpoint away at once, then its bytes. What is left over by an error goes with the next clearing."""
+        removing = self.folder / f"{_REMOVING}step_{step}"
+        try:
+            self.path(step).rename(removing)
+            shutil.rmtree(removing)
+        except OSError as error:
+            logger.warning("the old checkpoint %s could not be removed: %s", self.path(step), error)
+
+    def _cannot_save(self, step: int, needed: int, error: OSError) -> CheckpointError:
+        with suppress(OSError):
+            self.clean()
+        steps = self.steps()
+        before = (
+            f"the newest checkpoint is still {self.path(steps[-1])}"
+            if steps
+            else "there is no checkpoint before it"
+        )
+        return CheckpointError(
+            f"cannot write the checkpoint of step {step} to {self.folder}: {error.strerror or error}; it needs "
+            f"{_size(needed)}, {_size(_free(self.folder))} are free. Temporary files were removed, {before}. Make room "
+            "(checkpoint.keep says how many are kept), then go on with run.resume=latest"
+        )
+
+
+def read_checkpoint(path: Path) -> tuple[int, dict[str, Any]]:
+    """(step, state) of the checkpoint in the folder `path`. Raises CheckpointError when it is missing or damaged."""
+    manifest = _manifest_of(path)
+    for name in (STATE, TENSORS):
+        _check(path / name, manifest["files"][name])
+    try:
+        data = json.loads((path / STATE).read_bytes())
+        return manifest["step"], unpack(data, read_tensors(path / TENSORS))
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read ({error.strerror or error})") from error
+
+
+def _manifest_of(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint folder {path}")
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        version, _, _ = (
+            manifest["format"],
+            manifest["step"],
+            [manifest["files"][name] for name in (STATE, TENSORS)],
+        )
+    except FileNotFoundError:
+        inside = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        if steps := inside.steps():
+            raise CheckpointError(
+                f"{path} is no checkpoint but a folder with some; give one, for example {inside.path(steps[-1])}"
+            ) from None
+        raise _damaged(path, f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, f"{MANIFEST} cannot be read ({error})") from error
+    if version != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint {path} is of format {version}, this version of braid reads {FORMAT}; use the braid that wrote it"
+        )
+    return manifest
+
+
+def _check(file: Path, expected: Mapping[str, Any]) -> None:
+    try:
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            raise _damaged(file.parent, f"{file.name} has {size} bytes instead of {expected['bytes']}")
+        digest = hashlib.sha256()
+        with file.open("rb", buffering=0) as opened:
+            while chunk := opened.read(_READ_BYTES):
+                digest.update(chunk)
+    except FileNotFoundError:
+        raise _damaged(file.parent, f"{file.name} is missing") from None
+    except OSError as error:
+        raise _damaged(file.parent, f"{file.name} cannot be read ({error.strerror})") from error
+    if digest.hexdigest() != expected["sha256"]:
+        raise _damaged(file.parent, f"the content of {file.name} has changed (its SHA-256 differs)")
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {path} is damaged: {what}")
+
+
+def _write(path: Path, fill: Callable[[Callable[[bytes | memoryview], object]], object]) -> dict[str, Any]:
+    """Write a file by what `fill` hands over, down to the disk. Returns its line of the manifest."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def write(data: bytes | memoryview) -> None:
+            file.write(data)
+            digest.update(data)
+
+        fill(write)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _sync(folder: Path) -> None:
+    """Have the folder's names on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _free(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
