@@ -273,10 +273,9 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:
-    """What to type to go on; from the start when nothing was saved."""
+    """What to type to go on; with nothing saved, the run begins again in its folder."""
     overrides = [o for o in args.overrides if not o.startswith(("run.resume=", "run.name="))]
-    if stop.checkpoint is not None:
-        overrides += [f"run.name={stop.run_dir.name}", "run.resume=latest"]
+    overrides += [f"run.name={stop.run_dir.name}", "run.resume=latest"]
     return shlex.join(["braid", args.verb_name, args.config, *overrides])
 
 

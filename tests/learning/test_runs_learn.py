@@ -1,0 +1,57 @@
+"""Small tasks with a known optimum, learned through the whole loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from braid.config.load import load_config
+from braid.controller import commands
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+LETTERS = {
+    "run": {"name": "letters", "max_rounds": 40, "device": "cpu", "output_dir": "runs"},
+    "model": {
+        "build": {
+            "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1,
+            "head_dim": 16, "characters": "abcd",
+        }
+    },
+    "data": {
+        "train": [{"kind": "file", "name": "letters", "path": "letters.jsonl"}],
+        "eval": [{"kind": "file", "name": "letters", "path": "letters.jsonl"}],
+    },
+    "reward": {"parts": [{"kind": "pattern", "pattern": "^b"}]},
+    "rollout": {"prompts_per_round": 4, "group_size": 16, "sampling": {"max_new_tokens": 2}},
+    "train": {"optimizer": {"lr": 3e-3}},
+    "eval": {"samples_per_prompt": 16},
+    "report": {"console": "none", "tensorboard": False, "samples_every_rounds": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_language_model_learns_to_write_one_letter(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("letters.jsonl").write_text("".join(f'{{"prompt": "{c}", "answer": ""}}\n' for c in "abcd"))
+    Path("letters.yaml").write_text(yaml.safe_dump(LETTERS))
+    outcome = commands.train(load_config("letters.yaml", [f"algorithm.recipe={recipe}"]))
+    evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
+    # The optimum is 1; chance is one in about sixteen tokens.
+    assert evals["first"]["all"]["mean@16"] < 0.4
+    assert evals["last"]["all"]["mean@16"] > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", ["calculator", "cartpole"])
+def test_an_example_learns(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config(EXAMPLES / f"{example}.yaml", ["run.output_dir=runs", "report.console=none"])
+    assert loaded.config.eval.target.min_final is not None, "an example says what it is to reach"
+    assert commands.train(loaded).is_target_reached
