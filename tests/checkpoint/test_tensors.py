@@ -32,7 +32,9 @@ def test_shapes_and_layouts_of_all_kinds_come_back(tmp_path: Path) -> None:
     tensors = {
         "scalar": torch.tensor(3.0),
         "empty": torch.empty(0, 4),
-        "byte": torch.tensor([1, 2, 3], dtype=torch.uint8),  # leaves what follows at an odd place, if not sorted
+        "byte": torch.tensor(
+            [1, 2, 3], dtype=torch.uint8
+        ),  # leaves what follows at an odd place, if not sorted
         "turned": turned,
         "every_second": torch.arange(10)[::2],
         "conjugate": torch.tensor([1 + 2j]).to(torch.complex64).conj(),

@@ -1,9 +1,9 @@
 """Checkpoints of a run: written beside and renamed, checked before they are used, the newest kept.
 
     checkpoints/step_120/
-        state.json            the state's tree (tree.py)
+        state.json            the step and the state's tree (tree.py)
         tensors.safetensors   its tensors
-        manifest.json         step, and size and SHA-256 of the other two; written last
+        manifest.json         size and SHA-256 of the other two; written last
 
 A folder named step_N is whole: it was written as .saving_step_N, flushed to the disk with everything in it, then
 renamed. Whatever moment a process is killed at, each step_N is there as it was before or as it is after. Names with a
@@ -62,7 +62,7 @@ class CheckpointStore:
         Raises CheckpointError when it cannot be written; then every checkpoint is as before.
         """
         data, tensors = pack(state)
-        text = json.dumps(data, allow_nan=False).encode()
+        text = json.dumps({"step": step, "state": data}, allow_nan=False).encode()
         saving = self.folder / f"{_SAVING}step_{step}"
         needed = len(text) + sum(tensor.nbytes for tensor in tensors.values())
         try:
@@ -72,7 +72,7 @@ class CheckpointStore:
                 STATE: _write(saving / STATE, lambda write: write(text)),
                 TENSORS: _write(saving / TENSORS, lambda write: write_tensors(write, tensors)),
             }
-            manifest = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2).encode()
+            manifest = json.dumps({"format": FORMAT, "files": files}, indent=2).encode()
             _write(saving / MANIFEST, lambda write: write(manifest))
             _sync(saving)
             self._put_in_place(saving, step)
@@ -187,7 +187,7 @@ def read_checkpoint(path: Path) -> tuple[int, dict[str, Any]]:
         _check(path / name, manifest["files"][name])
     try:
         data = json.loads((path / STATE).read_bytes())
-        return manifest["step"], unpack(data, read_tensors(path / TENSORS))
+        return data["step"], unpack(data["state"], read_tensors(path / TENSORS))
     except OSError as error:
         raise _damaged(path, f"it cannot be read ({error.strerror or error})") from error
 
@@ -197,11 +197,7 @@ def _manifest_of(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint folder {path}")
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        version, _, _ = (
-            manifest["format"],
-            manifest["step"],
-            [manifest["files"][name] for name in (STATE, TENSORS)],
-        )
+        version, _ = manifest["format"], [manifest["files"][name] for name in (STATE, TENSORS)]
     except FileNotFoundError:
         inside = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         if steps := inside.steps():
@@ -232,7 +228,7 @@ def _check(file: Path, expected: Mapping[str, Any]) -> None:
     except OSError as error:
         raise _damaged(file.parent, f"{file.name} cannot be read ({error.strerror})") from error
     if digest.hexdigest() != expected["sha256"]:
-        raise _damaged(file.parent, f"the content of {file.name} has changed (its SHA-256 differs)")
+        raise _damaged(file.parent, f"{file.name} has not the SHA-256 that {MANIFEST} says")
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -1,0 +1,285 @@
+"""Saving, loading, damage, full disks and killed writers, on real files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.checkpoint.store import CheckpointStore, read_checkpoint
+from braid.errors import CheckpointError
+
+
+def state(step: int, num: int = 1000) -> dict[str, Any]:
+    weights = torch.full((num,), float(step))
+    return {"progress": {"round": step}, "policy": {"w": weights, "tied": weights}, "rng": (1 << 100, b"\0x")}
+
+
+def value_of(loaded: dict[str, Any]) -> float:
+    return float(loaded["policy"]["w"].unique())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def test_the_newest_checkpoint_comes_back(store: CheckpointStore) -> None:
+    for step in (2, 10):
+        assert store.save(step, state(step)) == store.folder / f"step_{step}"
+    step, back = store.load()
+    assert step == 10
+    assert back["rng"] == (1 << 100, b"\0x")
+    assert back["policy"]["w"] is back["policy"]["tied"]
+    assert value_of(back) == 10
+    assert store.load(store.path(2))[0] == 2
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    keeps_two, keeps_all = CheckpointStore(tmp_path / "two", keep=2), CheckpointStore(tmp_path / "all")
+    for step in (1, 2, 9, 10):
+        keeps_two.save(step, state(step))
+        keeps_all.save(step, state(step))
+    assert keeps_two.steps() == [9, 10]
+    assert keeps_all.steps() == [1, 2, 9, 10]
+    assert sorted(os.listdir(keeps_two.folder)) == ["step_10", "step_9"]
+
+
+def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
+    store.save(3, state(1))
+    store.save(3, state(2))
+    assert value_of(store.load()[1]) == 2
+    assert os.listdir(store.folder) == ["step_3"]
+
+
+def test_a_save_removes_the_checkpoints_of_a_future_given_up(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        store.save(step, state(step))
+    store.save(12, state(12))
+    assert store.steps() == [10, 12]
+
+
+def test_going_on_from_a_step_can_forget_the_later_ones(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        store.save(step, state(step))
+    store.forget_after(10)
+    assert store.steps() == [10]
+
+
+def test_nothing_to_load_is_an_error_that_says_what_to_do(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*run\.resume=none"):
+        store.load()
+    with pytest.raises(CheckpointError, match="there is no checkpoint folder nowhere/step_1"):
+        store.load("nowhere/step_1")
+
+
+def test_a_run_folder_given_for_a_checkpoint_leads_to_the_newest_in_it(store: CheckpointStore) -> None:
+    store.save(7, state(7))
+    for folder in (store.folder, store.folder.parent):
+        with pytest.raises(CheckpointError, match=r"is no checkpoint but a folder with some; .*step_7"):
+            store.load(folder)
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", [flip_byte, cut, Path.unlink])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, name: str, damage: Any
+) -> None:
+    for step in (10, 20):
+        store.save(step, state(step))
+    damage(store.path(20) / name)
+    with caplog.at_level(logging.WARNING):
+        step, back = store.load()
+    assert (step, value_of(back)) == (10, 10)
+    assert f"checkpoint {store.path(20)} is damaged: " in caplog.text
+    assert name in caplog.text
+    assert f"going on from the one before it, {store.path(10)}" in caplog.text
+    with pytest.raises(CheckpointError, match="is damaged"):
+        store.load(store.path(20))
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save(1, state(1, num=4))
+    original = {file.name: file.read_bytes() for file in path.iterdir()}
+    rng = random.Random(0)
+    for name in ("state.json", "tensors.safetensors"):
+        for place in rng.sample(range(len(original[name])), 40):
+            changed = bytearray(original[name])
+            changed[place] ^= 1 << rng.randrange(8)
+            (path / name).write_bytes(changed)
+            with pytest.raises(CheckpointError, match=f"{name} has not the SHA-256 that manifest.json says"):
+                read_checkpoint(path)
+        (path / name).write_bytes(original[name])
+    assert read_checkpoint(path)[0] == 1
+
+
+def test_when_all_are_damaged_each_is_told(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        store.save(step, state(step))
+    cut(store.path(20) / "tensors.safetensors")
+    (store.path(10) / "manifest.json").unlink()
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)no checkpoint is whole:.*step_20.*bytes.*step_10.*manifest.json is missing",
+    ):
+        store.load()
+
+
+def test_a_checkpoint_of_another_format_is_told_apart_from_a_damaged_one(store: CheckpointStore) -> None:
+    manifest = store.save(1, state(1)) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(CheckpointError, match="is of format 99, this version of braid reads 1"):
+        store.load(store.path(1))
+
+
+def test_what_cannot_be_saved_leaves_everything_as_it_was(store: CheckpointStore) -> None:
+    store.save(1, state(1))
+    with pytest.raises(CheckpointError, match="policy holds a set"):
+        store.save(2, {"policy": {1}})
+    with pytest.raises(CheckpointError, match=r"is of torch\.complex128"):
+        store.save(2, {"policy": torch.ones(1, dtype=torch.complex128)})
+    assert os.listdir(store.folder) == ["step_1"]
+
+
+def test_leftovers_of_killed_saves_are_cleared_and_a_replaced_checkpoint_is_put_back(
+    store: CheckpointStore,
+) -> None:
+    store.save(1, state(1))
+    store.save(2, state(2))
+    (store.folder / ".saving_step_3").mkdir()
+    (store.folder / ".saving_step_3" / "state.json").write_text("{")
+    (store.folder / ".removing_step_0").mkdir()
+    store.path(2).rename(store.folder / ".replaced_step_2")  # killed between the two renames of a replacement
+    assert store.load()[0] == 2
+    store.clean()
+    assert sorted(os.listdir(store.folder)) == ["step_1", "step_2"]
+    store.path(2).rename(store.folder / ".replaced_step_2")
+    store.save(2, state(5))
+    assert value_of(store.load()[1]) == 5
+    assert sorted(os.listdir(store.folder)) == ["step_1", "step_2"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
+def test_a_full_disk_keeps_the_checkpoint_before_and_says_what_is_missing(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk / "checkpoints", keep=1)
+    store.save(1, state(1, num=250_000))  # 1 MB of 2 MiB
+    for _ in range(2):  # the second shows that the first left nothing behind
+        with pytest.raises(CheckpointError) as caught:
+            store.save(2, state(2, num=400_000))
+        text = str(caught.value)
+        assert f"cannot write the checkpoint of step 2 to {store.folder}: No space left on device" in text
+        assert "it needs 1.5 MiB, 1.0 MiB are free" in text
+        assert f"the newest checkpoint is still {store.path(1)}" in text
+        assert "run.resume=latest" in text
+        assert os.listdir(store.folder) == ["step_1"]
+    assert value_of(store.load()[1]) == 1
+    store.save(2, state(2, num=200_000))
+    assert store.steps() == [2]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"cannot write the checkpoint of step 1 to .*file/checkpoints: Not a directory"
+    ):
+        CheckpointStore(tmp_path / "file" / "checkpoints").save(1, state(1))
+
+
+KILLS = textwrap.dedent(
+    """
+    import os, random, signal, sys, time, torch
+    from pathlib import Path
+    from braid.checkpoint.store import CheckpointStore
+
+    folder, stride = Path(sys.argv[1]), int(sys.argv[2])
+
+    def write(pipe):
+        store = CheckpointStore(folder, keep=2)
+        step = store.load()[0] if store.steps() else 1
+        for count in range(10**6):
+            step += stride
+            weights = {str(i): torch.full((20_000,), float(count)) for i in range(8)}
+            store.save(step, {"count": count, "weights": weights})
+            os.write(pipe, f"{step}\\n".encode())
+
+    rng, leftovers = random.Random(0), 0
+    for _ in range(40):
+        ours, theirs = os.pipe()
+        writer = os.fork()
+        if writer == 0:
+            write(theirs)
+        os.close(theirs)
+        with open(ours) as pipe:
+            assert pipe.readline(), "the writer saves once before it is killed"
+            time.sleep(rng.uniform(0.0, 0.02))
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+            reported = [int(line) for line in pipe if line.endswith("\\n")]
+        leftovers += any(name.startswith(".") for name in os.listdir(folder))
+        step, back = CheckpointStore(folder).load()
+        assert {float(w.unique()) for w in back["weights"].values()} == {float(back["count"])}
+        assert not reported or step in (reported[-1], reported[-1] + stride), (step, reported)
+        assert len(CheckpointStore(folder).steps()) <= 3
+    print(leftovers)
+    """
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [1, 0], ids=["next_steps", "the_same_step_again"])
+def test_a_writer_killed_at_any_moment_leaves_a_whole_newest_checkpoint(tmp_path: Path, stride: int) -> None:
+    """What loads is the last step that the writer reported as saved, or the one after it. In a process of its own,
+    which forks the writers, so that the libraries are imported once."""
+    folder = tmp_path / "checkpoints"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(folder), str(stride)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10, "so few kills fell into a save that this test has shown little"
+    CheckpointStore(folder).clean()
+    assert all(name.startswith("step_") for name in os.listdir(folder))
+
+
+def test_the_manifest_lists_size_and_hash_of_each_file(store: CheckpointStore) -> None:
+    path = store.save(4, state(4))
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {
+        name: (path / name).stat().st_size for name in ("state.json", "tensors.safetensors")
+    }
