@@ -22,6 +22,7 @@ from braid.errors import BraidError, ConfigError, RunInterrupted, suggest
 
 if TYPE_CHECKING:
     from braid.config.load import Loaded
+    from braid.controller.commands import Outcome
     from braid.plan import Verb
 
 OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -88,14 +89,14 @@ def _train(args: argparse.Namespace) -> int:
     loaded = _load(args, "train")
     from braid.controller import commands
 
-    return OK if commands.train(loaded).is_target_reached else MISSED
+    return _verdict(commands.train(loaded))
 
 
 def _sft(args: argparse.Namespace) -> int:
     loaded = _load(args, "sft")
     from braid.controller import commands
 
-    return OK if commands.sft(loaded).is_target_reached else MISSED
+    return _verdict(commands.sft(loaded))
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -103,7 +104,7 @@ def _eval(args: argparse.Namespace) -> int:
     from braid.controller import commands
 
     run_dir = Path(args.config) if Path(args.config).is_dir() else None
-    return OK if commands.evaluate(loaded, run_dir=run_dir).is_target_reached else MISSED
+    return _verdict(commands.evaluate(loaded, run_dir=run_dir))
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -139,6 +140,13 @@ def _schema(args: argparse.Namespace) -> int:
 
     sys.stdout.write(reference_text() if args.markdown else schema_text())
     return OK
+
+
+def _verdict(outcome: Outcome) -> int:
+    if outcome.is_target_reached:
+        return OK
+    sys.stderr.write(f"braid: eval.target was not reached; see {outcome.run_dir / 'summary.json'}\n")
+    return MISSED
 
 
 def _load(args: argparse.Namespace, verb: Verb) -> Loaded:

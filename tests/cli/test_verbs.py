@@ -1,0 +1,97 @@
+"""Verbs that run, as a user types them, on a model of a few thousand weights."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from braid.cli.main import main
+
+CONFIG = """\
+run: {name: tiny, output_dir: OUT, max_rounds: 2}
+model:
+  build: {hidden_size: 16, intermediate_size: 16, num_layers: 1, num_heads: 1, num_kv_heads: 1, head_dim: 16}
+data:
+  train: [{kind: procedural, generator: chain_sum, template: "{metadata[expression]}", size: 20}]
+  eval: [{kind: procedural, generator: chain_sum, template: "{metadata[expression]}", size: 2, seed: 100}]
+  max_prompt_tokens: 64
+reward: {parts: [{kind: exact}]}
+rollout: {prompts_per_round: 2, group_size: 2, sampling: {max_new_tokens: 4}}
+report: {console: none, tensorboard: false}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG.replace("OUT", str(tmp_path / "runs")))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_run_trains_evaluates_and_exports(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config]) == 0
+    run = tmp_path / "runs/tiny"
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+
+    assert main(["train", config]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+    assert main(["eval", str(run)]) == 0
+    assert (tmp_path / "runs/tiny-eval/summary.json").exists()
+
+    assert main(["export", str(run), "--output", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'model'}\n")
+    assert (tmp_path / "model/config.json").exists()
+
+
+def test_a_missed_target_ends_with_3(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "eval.target.min_final=2"]) == 3  # a reward is 1 at most
+    summary = tmp_path / "runs/tiny/summary.json"
+    assert capsys.readouterr().err.endswith(f"braid: eval.target was not reached; see {summary}\n")
+    assert json.loads(summary.read_text())["status"] == "not_learned"
+
+
+def test_missing_data_ends_with_1_and_names_the_file(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "data.train=[{kind: file, path: nope.jsonl}]"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("braid: DataError: data.train[0]")
+    assert "nope.jsonl" in err
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(config: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "braid.cli.main",
+        "train",
+        config,
+        "run.max_rounds=100000",
+        "checkpoint.every_rounds=1",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        checkpoints = tmp_path / "runs/tiny/checkpoints"
+        while not list(checkpoints.glob("step_*")) and run.poll() is None:
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate()
+    assert run.returncode == 130, err
+    interrupted, go_on = err.splitlines()[-2:]
+    assert interrupted.startswith(
+        f"braid: interrupted; the run is in {tmp_path / 'runs/tiny'}, the newest checkpoint is"
+    )
+    assert go_on.startswith(f"to go on: braid train {config} run.max_rounds=100000")
+    assert go_on.endswith("run.name=tiny run.resume=latest")
+    done = main(
+        [*go_on.split()[4:], "run.max_rounds=1"]
+    )  # the run is past its first round: nothing is left to do
+    assert done == 0
