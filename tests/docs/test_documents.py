@@ -1,0 +1,63 @@
+"""The documents say what is so: examples resolve, blocks parse, named files exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from braid.config.load import load_config
+from braid.plan import resolve
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_an_example_resolves_without_warnings(path: Path) -> None:
+    loaded = load_config(path)
+    plan = resolve(loaded.config, origin_of=loaded.origin)
+    assert plan.num_rounds > 0
+    assert not plan.warnings
+
+
+def test_the_config_of_the_readme_resolves(tmp_path: Path) -> None:
+    (block,) = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "mine.yaml").write_text(block)
+    resolve(load_config(tmp_path / "mine.yaml").config, 100)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_blocks_parse(path: Path) -> None:
+    for block in blocks(path, "yaml"):
+        yaml.safe_load(block)
+    for block in blocks(path, "python"):
+        compile(block, str(path), "exec")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_to_files(path: Path) -> None:
+    targets = re.findall(r"\]\((?!http|#)([^)#]+)", path.read_text())
+    missing = [t for t in targets if not (path.parent / t).exists()]
+    assert not missing
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+def test_every_dependency_has_a_reason() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    reasons = (ROOT / "docs" / "dependencies.md").read_text()
+    wanted = [*project["dependencies"], *(d for of in project["optional-dependencies"].values() for d in of)]
+    names = [re.split(r"[<>=!\[ ]", dependency)[0] for dependency in wanted]
+    assert [name for name in names if name not in reasons] == []
