@@ -78,11 +78,11 @@ class Decoder:
 
     def _capture(self, tokens: Tensor, positions: Tensor, width: int) -> _Graph:
         tokens, positions = tokens.to(self._device), positions.to(self._device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             self._compute(tokens, positions, width)  # libraries set themselves up outside of the capture
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):

@@ -128,7 +128,7 @@ class NativeEngine:
         end_tokens = frozenset(request.sampling.stop_token_ids)
         sequence = _Sequence(request, future, time.perf_counter(), end_tokens)
         self._waiting.append(sequence)
-        if self._stepper is None:
+        if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._run())
         try:
             return await future
@@ -191,7 +191,6 @@ class NativeEngine:
         except Exception as error:  # whatever the model raises must reach those who wait
             self._abandon(f"the engine failed with {len(self._running)} sequences running: {error!r}", error)
         finally:
-            self._stepper = None
             self._abandon("the engine's task was cancelled")
 
     @torch.inference_mode()
