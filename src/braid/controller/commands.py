@@ -122,7 +122,7 @@ def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
                 if config.run.resume != "none":
                     _resume(parts, config.run.resume)
                 loop(parts)
-            missed = _missed(config, reporter)
+            missed = _missed(config, reporter, verb)
             reporter.finish("not_learned" if missed else "finished", missed)
     return Outcome(run_dir.path, missed is None)
 
@@ -162,14 +162,14 @@ def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
         raise
 
 
-def _missed(config: RunConfig, reporter: Reporter) -> TargetMissed | None:
-    """What of eval.target was not reached."""
+def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed | None:
+    """What of eval.target was not reached. Evaluation alone gains nothing."""
     target, name = config.eval.target, f"mean@{config.eval.samples_per_prompt}"
     first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
     problems = []
     if target.min_final is not None and not last >= target.min_final:
         problems.append(f"{name} is {last:.3f} at the end, below eval.target.min_final={target.min_final:g}")
-    if target.min_gain is not None and not last - first >= target.min_gain:
+    if verb != "eval" and target.min_gain is not None and not last - first >= target.min_gain:
         problems.append(
             f"{name} went from {first:.3f} to {last:.3f}, less than eval.target.min_gain={target.min_gain:g}"
         )
