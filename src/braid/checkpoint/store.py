@@ -49,11 +49,16 @@ class CheckpointStore:
         """Steps with a checkpoint, damaged ones included, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = (re.fullmatch(r"step_(\d+)", path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        found = (
+            re.fullmatch(rf"({re.escape(_REPLACED)})?step_(\d+)", path.name) for path in self.folder.iterdir()
+        )
+        return sorted({int(match[2]) for match in found if match})
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step_{step}"
+        """The folder of a step's checkpoint; where a kill fell between the two renames of a replacement, the old one's."""
+        home = self.folder / f"step_{step}"
+        replaced = self.folder / f"{_REPLACED}step_{step}"
+        return replaced if replaced.exists() and not home.exists() else home
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write `state` as the checkpoint of `step`, in the place of an earlier one of that step, and return its folder.
@@ -92,7 +97,7 @@ class CheckpointStore:
         if which != "latest":
             return read_checkpoint(Path(which))
         problems: list[str] = []
-        for path in self._candidates():
+        for path in map(self.path, reversed(self.steps())):
             try:
                 step, state = read_checkpoint(path)
             except CheckpointError as error:
@@ -130,13 +135,6 @@ class CheckpointStore:
                     shutil.rmtree(path)
                 else:
                     path.rename(home)
-
-    def _candidates(self) -> list[Path]:
-        """Folders to load from, newest first. One that a save was about to replace when it was killed counts too."""
-        steps = {step: self.path(step) for step in self.steps()}
-        for path in self.folder.glob(f"{_REPLACED}step_*"):
-            steps.setdefault(int(path.name.rpartition("_")[2]), path)
-        return [steps[step] for step in sorted(steps, reverse=True)]
 
     def _put_in_place(self, saving: Path, step: int) -> None:
         home = self.path(step)

@@ -48,8 +48,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/kl", "nats", "Mean KL of policy from reference per token, taken off the reward."),
     Metric("reward/source/<source>", "", "Mean reward on one source."),
     Metric("reward/part/<part>", "", "Mean score of one reward part, before its weight."),
-    Metric("advantage/mean", "", "Mean advantage per position that the policy wrote."),
-    Metric("advantage/std", "", "Standard deviation of the same advantages."),
     # what was sampled
     Metric("rollout/epoch", "", "Complete passes over the training prompts."),
     Metric("rollout/trajectories", "", "Trajectories sampled, invalid ones counted."),
@@ -57,7 +55,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/tokens_per_s", "tokens/s", "The same per second of collecting."),
     Metric("rollout/output_length_mean", "tokens", "Mean tokens that the policy wrote in a trajectory."),
     Metric("rollout/output_length_max", "tokens", "Most tokens that the policy wrote in a trajectory."),
-    Metric("rollout/truncated_fraction", "", "Share of trajectories cut by a limit on length, turns or time."),
     Metric("status/<status>", "", "Trajectories that ended finished, truncated or invalid."),
     Metric("invalid/<boundary>", "", "Invalid trajectories by what failed: environment, engine or reward."),
     # the policy
@@ -99,7 +96,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/round_s", "s", "Since the line before, all included."),
     Metric("time/<verb>_s", "s", "Time in one verb: warm_up, collect, score, credit, improve, publish, evaluate, save."),
     Metric("memory/peak_rss_bytes", "bytes", "Most memory that the process has held."),
-    Metric("memory/peak_gpu_bytes", "bytes", "Most GPU memory that the process has held."),
 )  # fmt: skip
 
 

@@ -192,8 +192,8 @@ class Reporter:
                 "steps": self._step,
                 "wall_s": round(self._wall_s, 3),
                 "eval": {
-                    "first": self._first_eval["results"],
-                    "last": self._last_eval["results"],
+                    "first": self.first_eval,
+                    "last": self.last_eval,
                     "first_round": self._first_eval["round"],
                     "last_round": self._last_eval["round"],
                 },
@@ -217,7 +217,7 @@ class Reporter:
         return closing(
             status,
             time_text=clock(self._wall_s),
-            learned=what_was_learned(first["results"], last["results"]) if last["results"] else None,
+            learned=what_was_learned(self.first_eval, self.last_eval) if self.last_eval else None,
             shown=shown,
             files={what: str(path) for what, path in files.items() if path.exists()},
         )

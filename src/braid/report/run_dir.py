@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import re
+import weakref
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from braid.errors import ConfigError, Problem, ReportError
 
@@ -36,7 +37,7 @@ class RunDir:
         self.path = path
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path / ".lock")
+            self._release = weakref.finalize(self, os.close, _lock(path / ".lock"))
         except BlockingIOError:
             raise _problem(
                 "run.name",
@@ -127,7 +128,7 @@ class RunDir:
 
     def close(self) -> None:
         """Let other processes use the folder."""
-        self._lock.close()
+        self._release()
 
     def _write(self, path: Path, text: str) -> None:
         try:
@@ -141,16 +142,15 @@ def holds_run(path: Path) -> bool:
     return any((path / name).exists() for name in WORTH_KEEPING)
 
 
-def _lock(path: Path) -> TextIO:
-    file = path.open("w")
+def _lock(path: Path) -> int:
+    """A descriptor that holds the lock until it is closed, by the process's end at the latest."""
+    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        file.close()
+        os.close(number)
         raise
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
+    return number
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -120,7 +120,7 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line, above the display where there is one."""
         if self.mode != "none":
-            self.screen.print(Text(printable(text)), soft_wrap=True)
+            self.screen.print(Text(printable(text)), soft_wrap=not self.screen.is_terminal)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -286,7 +286,10 @@ class _Handler(logging.Handler):
             if record.name == "py.warnings":  # after the first line comes the source text
                 body = body.splitlines()[0]
             style = "yellow" if record.levelno == logging.WARNING else "bold red"
-            self._screen.print(Text.assemble((head, style), printable(body, keep_lines=True)), soft_wrap=True)
+            self._screen.print(
+                Text.assemble((head, style), printable(body, keep_lines=True)),
+                soft_wrap=not self._screen.is_terminal,
+            )
         except Exception:  # as logging asks of handlers: a broken message is no reason to end the run
             self.handleError(record)
 
