@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo setup test check lint types walls fast slow format bench docs lock clean
+.PHONY: demo setup test check lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -28,9 +28,9 @@ $(STAMP): requirements/torch.lock requirements/runtime.lock requirements/dev.loc
 	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-test: lint types walls slow
+test: lint types walls all
 
-check: lint types walls fast
+check: lint types walls quick
 
 lint: setup
 	$(BIN)/ruff check
@@ -42,10 +42,10 @@ types: setup
 walls: setup
 	$(BIN)/lint-imports
 
-fast: setup
+quick: setup
 	$(BIN)/pytest -q -m "not slow"
 
-slow: setup
+all: setup
 	$(BIN)/pytest -q -n 2 --dist loadgroup
 
 format: setup
@@ -57,8 +57,8 @@ docs: setup
 	$(BIN)/braid schema --markdown > docs/config.md
 
 bench: setup
-	$(BIN)/pip install -q -r requirements/bench.lock
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/pip install -q --no-deps -r requirements/bench.lock
+	for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
