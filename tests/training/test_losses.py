@@ -1,0 +1,160 @@
+"""The composition of losses against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from braid.algorithms.recipes import RECIPES, Recipe
+from braid.models.batch import PackedBatch
+from braid.training.backend import Diagnostics
+from braid.training.losses import policy_loss, supervised_loss, value_loss_of
+
+GRPO = RECIPES["grpo"]
+CLOSE = {"abs": 1e-6}  # exp and log in float32, of numbers near 1
+
+
+def _batch(weight: float = 0.5, **fields: list[float]) -> PackedBatch:
+    """Three positions, the first of which is context."""
+    return PackedBatch(
+        inputs={},
+        mask=torch.tensor([False, True, True]),
+        lengths=(3,),
+        fields={name: torch.tensor([0.0, *values]) for name, values in fields.items()},
+        weights=torch.full((3,), weight),
+    )
+
+
+def _outputs(logprobs: list[float]) -> dict[str, Tensor]:
+    return {
+        "logprobs": torch.tensor([0.0, *logprobs], requires_grad=True),
+        "entropy": torch.tensor([0.0, 0.3, 0.5], requires_grad=True),
+    }
+
+
+def _means(diagnostics: Diagnostics) -> dict[str, float]:
+    return {name: (total / count).item() for name, (total, count) in diagnostics.means.items()}
+
+
+def _policy(recipe: Recipe, logprobs: list[float], **fields: list[float]) -> tuple[Tensor, dict, Diagnostics]:
+    outputs = _outputs(logprobs)
+    loss, diagnostics = policy_loss(recipe).compute(outputs, _batch(**fields))
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in outputs.items()}, diagnostics
+
+
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_the_policy() -> None:
+    loss, grads, diagnostics = _policy(GRPO, [-1.0, -2.0], advantages=[2.0, -4.0])
+    assert loss.item() == pytest.approx(0.5 * (-2.0 + 4.0))
+    assert grads["logprobs"].tolist() == [0.0, -1.0, 2.0]
+    assert grads["entropy"] is None
+    means = _means(diagnostics)
+    assert means["policy/ratio_mean"] == 1.0
+    assert means["policy/clip_fraction"] == 0.0
+    assert means["policy/entropy"] == pytest.approx(0.4)
+    assert "policy/kl" not in means
+
+
+def test_kl_in_the_loss_is_added_and_reported() -> None:
+    recipe = replace(GRPO, kl_coef=0.1, kl_estimator="k2")
+    loss, _, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[0.0, 0.0], ref_logprobs=[-3.0, -2.0])
+    # k2: (2^2 / 2, 0), weighted 0.1 * 0.5; mean over the two positions
+    assert loss.item() == pytest.approx(0.1 * 0.5 * 2.0)
+    assert _means(diagnostics)["policy/kl"] == pytest.approx(1.0)
+
+
+def test_kl_in_the_reward_is_reported_but_not_added() -> None:
+    recipe = replace(GRPO, kl_coef=0.1, kl_in="reward")
+    loss, _, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[0.0, 0.0], ref_logprobs=[-3.0, -2.0])
+    assert loss.item() == 0.0
+    assert "policy/kl" in diagnostics.means
+
+
+def test_kl_in_the_loss_without_a_reference_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="KL in the loss needs ref_logprobs"):
+        _policy(replace(GRPO, kl_coef=0.1), [-1.0, -2.0], advantages=[0.0, 0.0])
+
+
+def test_the_entropy_bonus_is_subtracted_and_has_a_gradient() -> None:
+    loss, grads, _ = _policy(replace(GRPO, entropy_coef=0.2), [-1.0, -2.0], advantages=[0.0, 0.0])
+    assert loss.item() == pytest.approx(-0.2 * 0.5 * 0.8)
+    assert grads["entropy"].tolist() == pytest.approx([0.0, -0.1, -0.1])
+
+
+def test_ratios_and_clipping_are_measured_against_the_old_policy() -> None:
+    old = [-1.0 - math.log(1.5), -2.0]
+    loss, grads, diagnostics = _policy(GRPO, [-1.0, -2.0], advantages=[1.0, 1.0], old_logprobs=old)
+    assert loss.item() == pytest.approx(-0.5 * (1.2 + 1.0))
+    assert grads["logprobs"].tolist() == pytest.approx([0.0, 0.0, -0.5])
+    means = _means(diagnostics)
+    assert means["policy/ratio_mean"] == pytest.approx(1.25, **CLOSE)
+    assert means["policy/clip_fraction"] == 0.5
+    assert diagnostics.maxima["policy/ratio_max"].item() == pytest.approx(1.5, **CLOSE)
+
+
+def test_the_mismatch_of_engine_and_trainer_is_measured_before_the_update() -> None:
+    _, _, diagnostics = _policy(
+        GRPO, [-9.0, -9.0], advantages=[0.0, 0.0], old_logprobs=[-1.0, -2.0], behavior_logprobs=[-1.5, -2.0]
+    )
+    assert diagnostics.maxima["policy/logprob_mismatch_max"].item() == 0.5
+    # k3 of KL(engine | trainer) at a token 0.5 likelier in training: (e^0.5 - 1 - 0.5, 0)
+    expected = (math.exp(0.5) - 1.5) / 2
+    assert _means(diagnostics)["policy/logprob_mismatch_kl"] == pytest.approx(expected, **CLOSE)
+
+
+def test_the_plain_policy_gradient_has_no_ratio() -> None:
+    loss, _, diagnostics = _policy(
+        replace(GRPO, policy_loss="policy_gradient"), [-1.0, -2.0], advantages=[2.0, 1.0]
+    )
+    assert loss.item() == pytest.approx(0.5 * (2.0 + 2.0))
+    assert diagnostics.means.keys() == {"policy/entropy"}
+    assert diagnostics.maxima == {}
+
+
+def test_what_stands_outside_the_mask_is_not_read() -> None:
+    outputs = _outputs([-1.0, -2.0])
+    batch = _batch(advantages=[2.0, -4.0])
+    for field in batch.fields.values():
+        field[0] = math.nan
+    loss, diagnostics = policy_loss(GRPO).compute(outputs, batch)
+    assert loss.item() == pytest.approx(1.0)
+    assert all(math.isfinite(value) for value in _means(diagnostics).values())
+
+
+def test_the_critics_loss_is_weighted_and_its_clipping_counted() -> None:
+    recipe = replace(GRPO, value_clip=0.5, value_loss_coef=0.1)
+    values = torch.tensor([9.0, 2.0, 1.0], requires_grad=True)
+    batch = _batch(values=[1.0, 1.0], returns=[3.0, 1.0])
+    loss, diagnostics = value_loss_of(recipe).compute({"values": values}, batch)
+    # kept within 0.5 of 1: 1.5, so half of 1.5^2 instead of half of 1
+    assert loss.item() == pytest.approx(0.1 * 0.5 * 1.125)
+    assert _means(diagnostics) == pytest.approx(
+        {"critic/value_mean": 1.5, "critic/return_mean": 2.0, "critic/clip_fraction": 0.5}
+    )
+
+
+def test_without_a_value_clip_nothing_is_counted_as_clipped() -> None:
+    batch = _batch(values=[1.0, 1.0], returns=[3.0, 1.0])
+    _, diagnostics = value_loss_of(replace(GRPO, value_clip=None)).compute({"values": torch.ones(3)}, batch)
+    assert "critic/clip_fraction" not in diagnostics.means
+
+
+def test_the_supervised_loss_is_the_cross_entropy_of_the_masked_tokens() -> None:
+    logprobs = torch.tensor([-7.0, math.log(0.5), math.log(0.25)])
+    loss, diagnostics = supervised_loss().compute({"logprobs": logprobs}, _batch())
+    assert loss.item() == pytest.approx(1.5 * math.log(2.0), **CLOSE)
+    assert _means(diagnostics)["sft/token_probability"] == pytest.approx(0.375, **CLOSE)
+
+
+def test_a_micro_batch_without_written_positions_adds_nothing() -> None:
+    batch = replace(
+        _batch(advantages=[2.0, -4.0], behavior_logprobs=[0.0, 0.0]), mask=torch.zeros(3, dtype=torch.bool)
+    )
+    loss, diagnostics = policy_loss(GRPO).compute(_outputs([-1.0, -2.0]), batch)
+    assert loss.item() == 0.0
+    assert all(total == 0 and count == 0 for total, count in diagnostics.means.values())
+    assert all(value == -math.inf for value in diagnostics.maxima.values())

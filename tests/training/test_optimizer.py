@@ -1,0 +1,115 @@
+"""The learning rate over time, what decays, and moments that can be put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from braid.config.train import OptimizerConfig, ScheduleConfig
+from braid.training.optimizer import build_optimizer, load_optimizer_state, lr_factor, optimizer_state
+
+
+def _factors(total: int, **schedule: object) -> list[float]:
+    config = ScheduleConfig.model_validate(schedule)
+    return [lr_factor(step, total, config) for step in range(total)]
+
+
+def test_a_constant_rate_is_the_peak_in_every_step() -> None:
+    assert _factors(3) == [1, 1, 1]
+
+
+def test_warmup_steps_rise_to_the_peak_and_none_is_zero() -> None:
+    assert _factors(5, warmup_steps=3) == [0.25, 0.5, 0.75, 1, 1]
+
+
+def test_the_longer_of_the_two_warmups_counts() -> None:
+    assert _factors(4, warmup_steps=1, warmup_fraction=0.5) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+
+
+def test_linear_decay_falls_from_the_peak_by_equal_amounts() -> None:
+    # after one warmup step, four steps from 1 to the 0.2 that a fifth would have: 0.8 / 4 at a time
+    assert _factors(5, warmup_steps=1, decay="linear", min_ratio=0.2) == pytest.approx(
+        [0.5, 1, 0.8, 0.6, 0.4]
+    )
+
+
+def test_cosine_decay_is_half_way_down_in_the_middle() -> None:
+    # (1 + cos(pi k / 4)) / 2 for k = 0 .. 3
+    assert _factors(4, decay="cosine") == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
+
+
+def test_steps_after_the_last_keep_the_least_rate() -> None:
+    schedule = ScheduleConfig(decay="cosine", min_ratio=0.1)
+    assert lr_factor(100, 10, schedule) == pytest.approx(0.1)
+
+
+def test_a_warmup_longer_than_the_run_never_reaches_the_peak() -> None:
+    assert _factors(2, warmup_steps=9) == pytest.approx([0.1, 0.2])
+
+
+def test_weight_decay_shrinks_matrices_and_leaves_vectors() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = build_optimizer(module, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in module.named_parameters():
+        shrink = 1 - 0.1 * 0.5 if p.ndim == 2 else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * shrink)
+
+
+def test_parameters_that_are_not_trained_stay_out() -> None:
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    (group,) = build_optimizer(module, OptimizerConfig()).param_groups
+    assert [p.shape for p in group["params"]] == [(2, 2)]
+
+
+def test_the_first_step_is_that_of_the_formula() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 2.0)
+    module.weight.grad = torch.full((1, 1), 3.0)
+    build_optimizer(module, OptimizerConfig(lr=0.1, weight_decay=0.5)).step()
+    # corrected moments are 3 and 9: 2 * (1 - 0.1 * 0.5) - 0.1 * 3 / (3 + 1e-8)
+    assert module.weight.item() == pytest.approx(1.8, abs=1e-6)
+
+
+def _stepped(config: OptimizerConfig) -> tuple[nn.Linear, torch.optim.AdamW]:
+    module = nn.Linear(2, 2)
+    optimizer = build_optimizer(module, config)
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return module, optimizer
+
+
+def test_state_is_kept_by_name_and_taken_over_as_a_copy() -> None:
+    module, optimizer = _stepped(OptimizerConfig())
+    state = optimizer_state(optimizer, module)
+    assert state.keys() == {"weight", "bias"}
+    other = nn.Linear(2, 2)
+    fresh = build_optimizer(other, OptimizerConfig())
+    load_optimizer_state(fresh, other, state)
+    taken = optimizer_state(fresh, other)
+    for name, tensors in state.items():
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(taken[name][key], tensor, rtol=0, atol=0)
+            assert taken[name][key].data_ptr() != tensor.data_ptr()
+
+
+def test_loading_keeps_the_settings_of_the_config() -> None:
+    module, optimizer = _stepped(OptimizerConfig(weight_decay=0.5, betas=(0.8, 0.9)))
+    fresh = build_optimizer(module, OptimizerConfig(weight_decay=0.25, betas=(0.7, 0.95)))
+    load_optimizer_state(fresh, module, optimizer_state(optimizer, module))
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.25, 0.0]
+    assert all(group["betas"] == (0.7, 0.95) for group in fresh.param_groups)
+
+
+def test_an_optimizer_that_never_stepped_has_an_empty_state() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = build_optimizer(module, OptimizerConfig())
+    assert optimizer_state(optimizer, module) == {}
+    load_optimizer_state(optimizer, module, {})
+    assert not optimizer.state

@@ -1,0 +1,93 @@
+"""Rows become packed tensors and come back; the cut into micro-batches keeps to its budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.training.packing import micro_batches, pack, unpack
+from braid.types import Row
+
+CPU = torch.device("cpu")
+
+
+def _text(*ids: int, **fields: list[float]) -> Row:
+    mask = np.arange(len(ids)) > 0
+    arrays = {name: np.array(values, np.float32) for name, values in fields.items()}
+    return Row({"input_ids": np.array(ids, np.int64)}, mask, group=0, trajectory=0, fields=arrays)
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 50))
+def test_every_row_is_in_one_micro_batch_and_none_is_over_the_budget(
+    lengths: list[int], max_tokens: int
+) -> None:
+    batches = micro_batches(lengths, max_tokens)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert batch
+        assert len(batch) == 1 or sum(lengths[i] for i in batch) <= max_tokens
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 50), st.randoms())
+def test_the_sizes_of_micro_batches_do_not_depend_on_row_order(
+    lengths: list[int], max_tokens: int, rng
+) -> None:
+    def shapes(of: list[int]) -> list[list[int]]:
+        return [[of[i] for i in batch] for batch in micro_batches(of, max_tokens)]
+
+    shuffled = lengths.copy()
+    rng.shuffle(shuffled)
+    assert shapes(shuffled) == shapes(lengths)
+
+
+def test_micro_batches_are_nearly_equal() -> None:
+    # filled one after the other they would hold 10, 10 and 1
+    assert [len(batch) for batch in micro_batches([1] * 21, 10)] == [7, 7, 7]
+
+
+def test_a_row_over_the_budget_goes_alone() -> None:
+    assert micro_batches([3, 30, 4], 10) == [[1], [2, 0]]
+
+
+def test_no_rows_give_no_micro_batches() -> None:
+    assert micro_batches([], 10) == []
+
+
+def test_rows_are_laid_end_to_end() -> None:
+    rows = [_text(5, 6, 7, advantages=[0, 1, 2]), _text(8, 9, advantages=[0, 3])]
+    batch = pack(rows, CPU, weights=[0.5, 0.25])
+    assert batch.inputs["input_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert batch.mask.tolist() == [False, True, True, False, True]
+    assert batch.lengths == (3, 2)
+    assert batch.row.tolist() == [0, 0, 0, 1, 1]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1]
+    assert batch.fields["advantages"].tolist() == [0, 1, 2, 0, 3]
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [0.5, 0.5, 0.5, 0.25, 0.25]
+    assert batch.weights.dtype == torch.float32
+
+
+def test_fields_stay_out_when_not_asked_for() -> None:
+    batch = pack([_text(1, 2, advantages=[0, 1])], CPU, with_fields=False)
+    assert batch.fields == {}
+    assert batch.weights is None
+
+
+def test_a_simulators_observations_and_actions_keep_their_shapes_and_types() -> None:
+    def steps(n: int) -> Row:
+        inputs = {"observations": np.ones((n, 4), np.float32), "actions": np.zeros((n, 2), np.float32)}
+        return Row(inputs, np.ones(n, np.bool_), group=0, trajectory=0)
+
+    batch = pack([steps(3), steps(1)], CPU)
+    assert batch.inputs["observations"].shape == (4, 4)
+    assert batch.inputs["actions"].shape == (4, 2)
+    assert batch.inputs["observations"].dtype == torch.float32
+
+
+def test_outputs_come_back_row_by_row_in_float32() -> None:
+    flat = torch.arange(5, dtype=torch.bfloat16, requires_grad=True)
+    parts = unpack(flat, (3, 2))
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4]]
+    assert all(part.dtype == np.float32 for part in parts)
