@@ -1,0 +1,321 @@
+"""No number of an update depends on how its rows are cut, ordered, packed or padded, nor on the chunk of the log-probs.
+
+Every case is one optimizer step of a backend: its loss, gradient norm, every gradient, and every metric are compared, in
+fp32, with those of one whole micro-batch; and with a plain computation on padded rows through the Hugging Face forward,
+which shares no code with the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from braid.algorithms.aggregate import row_weights
+from braid.algorithms.recipes import RECIPES, Recipe
+from braid.config.model import MlpSpec
+from braid.config.train import TrainConfig
+from braid.models.base import TrainableModel
+from braid.models.causal_lm import CausalLM
+from braid.models.mlp import MlpPolicy, MlpValue
+from braid.models.value import ValueModel
+from braid.training.backend import Loss, StepReport
+from braid.training.backends.single import SingleBackend
+from braid.training.losses import policy_loss, supervised_loss, value_loss_of
+from braid.types import ActionSpace, Aggregation, Row
+
+TOLERANCE = 2e-6
+"""Of each tensor's own norm, or the number's own size or 1 where that is larger: fp32 rounds by 6e-8, and the sums here
+have up to some hundred terms in an order that changes."""
+
+VOCAB, CONSTANT, TEMPERATURE = 64, 40.0, 0.8
+LENGTHS = (9, 23, 4, 17, 2, 31, 12, 12, 6, 20)
+GROUPS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)
+MODES: tuple[Aggregation, ...] = get_args(Aggregation)
+
+POLICY = replace(RECIPES["grpo"], dual_clip=1.5, kl_coef=0.1, entropy_coef=0.01)
+CRITIC = replace(RECIPES["ppo"], value_loss_coef=0.5)
+
+
+@dataclass
+class Update:
+    """Everything that one step gives."""
+
+    report: StepReport
+    grads: dict[str, Tensor]
+
+
+def _hf_model() -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _critic(policy: CausalLM) -> ValueModel:
+    critic = ValueModel.copy_of(policy)
+    with torch.no_grad():
+        dict(critic.named_weights())["score.weight"].normal_()
+    return critic
+
+
+def _text_rows() -> list[Row]:
+    """Ragged rows with a prompt and, in some, a reply of the environment between two turns; one has nothing to learn."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number, (length, group) in enumerate(zip(LENGTHS, GROUPS, strict=True)):
+        mask = np.arange(length) >= min(3, length - 1)
+        if length > 15:
+            mask[8:12] = False
+        if number == 6:
+            mask[:] = False
+        inputs = {"input_ids": rng.integers(0, VOCAB, length)}
+        rows.append(Row(inputs, mask, group=group, trajectory=number, fields=_fields(mask, rng)))
+    return rows
+
+
+def _fields(mask: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def at_mask(scale: float) -> np.ndarray:
+        return np.where(mask, rng.normal(scale=scale, size=len(mask)), 0.0).astype(np.float32)
+
+    return {"advantages": at_mask(1.0), "values": at_mask(1.0), "returns": at_mask(1.0)}
+
+
+def _with_logprobs(rows: list[Row], model: TrainableModel) -> list[Row]:
+    """Old, behaviour and reference log-probs near enough to the current ones that some ratios are clipped, some not."""
+    rng = np.random.default_rng(1)
+    backend = SingleBackend(model, TrainConfig(), total_steps=0, device=torch.device("cpu"))
+    for row, result in zip(rows, backend.infer(rows, frozenset({"logprobs"})), strict=True):
+        for name, scale in (("old_logprobs", 0.3), ("behavior_logprobs", 0.3), ("ref_logprobs", 0.5)):
+            noise = rng.normal(scale=scale, size=len(row)).astype(np.float32)
+            row.fields[name] = np.where(row.mask, result["logprobs"] + noise, np.float32(0))
+    return rows
+
+
+def _update(
+    model: TrainableModel,
+    rows: Sequence[Row],
+    loss: Loss,
+    mode: Aggregation = "token_mean",
+    micro_batch_tokens: int = 10**6,
+) -> Update:
+    """One step of a backend; gradients are seen just before they are clipped."""
+    model = deepcopy(model)
+    grads: dict[str, Tensor] = {}
+    for name, p in model.module.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: grads.update({name: p.grad.clone()}))
+    counts, groups = [row.num_tokens for row in rows], [row.group for row in rows]
+    weights = row_weights(counts, groups, mode=mode, constant=CONSTANT)
+    config = TrainConfig(micro_batch_tokens=micro_batch_tokens)
+    backend = SingleBackend(model, config, total_steps=1, device=torch.device("cpu"))
+    return Update(backend.train(rows, weights, loss), grads)
+
+
+def _assert_equal(one: Update, other: Update) -> None:
+    def close(a: float, b: float, what: str) -> None:
+        assert abs(a - b) <= TOLERANCE * max(1.0, abs(b)), f"{what}: {a} is not {b}"
+
+    close(one.report.loss, other.report.loss, "loss")
+    close(one.report.grad_norm, other.report.grad_norm, "gradient norm")
+    assert one.report.metrics.keys() == other.report.metrics.keys()
+    for name, (total, count) in one.report.metrics.items():
+        expected, number = other.report.metrics[name]
+        assert count == number, name
+        close(total / count, expected / number, name)
+    assert one.report.maxima.keys() == other.report.maxima.keys()
+    for name, value in one.report.maxima.items():
+        close(value, other.report.maxima[name], name)
+    _assert_equal_gradients(one.grads, other.grads)
+
+
+def _assert_equal_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, grad in one.items():
+        error = torch.linalg.vector_norm(grad - other[name]) / torch.linalg.vector_norm(other[name])
+        assert error <= TOLERANCE, f"{name}: relative error {error:.1e}"
+
+
+ROLES: dict[str, Loss] = {
+    "policy": policy_loss(POLICY),
+    "reinforce": policy_loss(replace(POLICY, policy_loss="policy_gradient", kl_estimator="k2")),
+    "critic": value_loss_of(CRITIC),
+    "sft": supervised_loss(),
+}
+
+
+@pytest.fixture(params=ROLES)
+def role(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def text(role: str) -> tuple[TrainableModel, list[Row], Loss]:
+    policy = CausalLM(_hf_model(), temperature=TEMPERATURE)
+    rows = _with_logprobs(_text_rows(), policy)
+    return _critic(policy) if role == "critic" else policy, rows, ROLES[role]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("micro_batch_tokens", [1, 32, 70])
+def test_the_size_of_micro_batches_changes_nothing(text, mode: Aggregation, micro_batch_tokens: int) -> None:
+    model, rows, loss = text
+    _assert_equal(_update(model, rows, loss, mode, micro_batch_tokens), _update(model, rows, loss, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_order_of_rows_changes_nothing(text, mode: Aggregation) -> None:
+    model, rows, loss = text
+    shuffled = [rows[i] for i in np.random.default_rng(2).permutation(len(rows))]
+    for micro_batch_tokens in (32, 10**6):
+        _assert_equal(
+            _update(model, shuffled, loss, mode, micro_batch_tokens), _update(model, rows, loss, mode)
+        )
+
+
+@pytest.mark.parametrize("role", ["policy", "reinforce", "sft"])
+@pytest.mark.parametrize("chunk_bytes", [4, 4 * 33, 4 * VOCAB * 7])
+def test_the_chunk_of_the_logprobs_changes_nothing(text, chunk_bytes: int) -> None:
+    model, rows, loss = text
+    chunked = CausalLM(_hf_model(), temperature=TEMPERATURE, chunk_bytes=chunk_bytes)
+    _assert_equal(_update(chunked, rows, loss, micro_batch_tokens=70), _update(model, rows, loss))
+
+
+def test_recomputing_layers_changes_nothing(text) -> None:
+    model, rows, loss = text
+    whole = _update(model, rows, loss)
+    model.set_gradient_checkpointing(True)
+    _assert_equal(_update(model, rows, loss, micro_batch_tokens=70), whole)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("micro_batch_tokens", [1, 40])
+def test_a_simulators_update_depends_on_neither_cut_nor_order(
+    mode: Aggregation, micro_batch_tokens: int
+) -> None:
+    rng = np.random.default_rng(3)
+    spec, actions = MlpSpec(hidden_sizes=(16,)), ActionSpace("continuous", 2)
+    policy, critic = MlpPolicy(spec, 3, actions, seed=0), MlpValue(spec, 3, seed=1)
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        mask = np.arange(length) < length - 1
+        inputs = {
+            "observations": rng.normal(size=(length, 3)).astype(np.float32),
+            "actions": rng.normal(size=(length, 2)).astype(np.float32),
+        }
+        rows.append(Row(inputs, mask, GROUPS[number], number, fields=_fields(mask, rng)))
+    _with_logprobs(rows, policy)
+    for model, loss in ((policy, policy_loss(POLICY)), (critic, value_loss_of(CRITIC))):
+        whole = _update(model, rows, loss, mode)
+        _assert_equal(_update(model, rows[::-1], loss, mode, micro_batch_tokens), whole)
+
+
+# --- the same update on padded rows, written out plainly ---
+
+
+def _padded(rows: Sequence[Row], name: str) -> Tensor:
+    """[B, L]: an input or a field, with 0 where a row has ended."""
+    arrays = [row.inputs[name] if name in row.inputs else row.fields[name] for row in rows]
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(a) for a in arrays], batch_first=True)
+
+
+def _padded_mask(rows: Sequence[Row]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row.mask) for row in rows], batch_first=True)
+
+
+def _forward_padded(model: PreTrainedModel, rows: Sequence[Row]):
+    """What the Hugging Face module gives for right-padded rows under an attention mask."""
+    is_real = torch.arange(max(LENGTHS)) < torch.tensor([len(row) for row in rows])[:, None]
+    ids = _padded(rows, "input_ids")
+    return model(
+        input_ids=ids, attention_mask=is_real.long(), use_cache=False, output_hidden_states=True
+    ), ids
+
+
+def _reduce(per_token: Tensor, rows: Sequence[Row], mode: Aggregation) -> Tensor:
+    """The reduction as its name says it, over [B, L]."""
+    mask = _padded_mask(rows)
+    answers = [values[m] for values, m in zip(per_token, mask, strict=True) if m.any()]
+    if mode == "token_mean":
+        return torch.cat(answers).mean()
+    if mode == "sequence_mean_token_mean":
+        return torch.stack([a.mean() for a in answers]).mean()
+    if mode == "sequence_mean_token_sum":
+        return torch.stack([a.sum() for a in answers]).mean()
+    if mode == "token_sum_constant":
+        return torch.stack([a.sum() / CONSTANT for a in answers]).mean()
+    of_prompt = [[i for i, row in enumerate(rows) if row.group == g] for g in dict.fromkeys(GROUPS)]
+    return torch.stack([per_token[i][mask[i]].mean() for i in of_prompt]).mean()
+
+
+def _plain_policy_loss(
+    model: PreTrainedModel, rows: Sequence[Row], recipe: Recipe, mode: Aggregation
+) -> Tensor:
+    output, ids = _forward_padded(model, rows)
+    logp = (output.logits / TEMPERATURE).log_softmax(-1)[:, :-1]
+    new = torch.nn.functional.pad(logp.gather(-1, ids[:, 1:, None]).squeeze(-1), (1, 0))
+    entropy = torch.nn.functional.pad(-(logp.exp() * logp).sum(-1), (1, 0))
+    old, ref, advantage = (_padded(rows, name) for name in ("old_logprobs", "ref_logprobs", "advantages"))
+    ratio = (new - old).exp()
+    surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    surrogate = torch.where(advantage < 0, torch.max(surrogate, 1.5 * advantage), surrogate)
+    kl = (ref - new).exp() - 1 - (ref - new)
+    return _reduce(-surrogate + 0.1 * kl - 0.01 * entropy, rows, mode)
+
+
+def _plain_critic_loss(
+    model: PreTrainedModel, score: torch.nn.Module, rows: Sequence[Row], mode: Aggregation
+) -> Tensor:
+    output, _ = _forward_padded(model, rows)
+    value = torch.nn.functional.pad(score(output.hidden_states[-1])[:, :-1, 0], (1, 0))
+    old, target = _padded(rows, "values"), _padded(rows, "returns")
+    kept = torch.minimum(torch.maximum(value, old - 0.2), old + 0.2)
+    return _reduce(0.25 * torch.max((value - target) ** 2, (kept - target) ** 2), rows, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_policys_packed_update_equals_the_plain_one_on_padded_rows(mode: Aggregation) -> None:
+    plain, policy = _hf_model(), CausalLM(_hf_model(), temperature=TEMPERATURE)
+    rows = _with_logprobs(_text_rows(), policy)
+    ours = _update(policy, rows, policy_loss(POLICY), mode, micro_batch_tokens=40)
+    loss = _plain_policy_loss(plain, rows, POLICY, mode)
+    loss.backward()
+    assert ours.report.metrics["policy/clip_fraction"][0] > 0
+    assert ours.report.metrics["policy/dual_clip_fraction"][0] > 0
+    assert abs(ours.report.loss - loss.item()) <= TOLERANCE * max(1.0, abs(loss.item()))
+    _assert_equal_gradients(ours.grads, {name: p.grad for name, p in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_critics_packed_update_equals_the_plain_one_on_padded_rows(mode: Aggregation) -> None:
+    plain = _hf_model()
+    critic = _critic(CausalLM(_hf_model()))
+    score = deepcopy(critic.module["score"])
+    rows = _text_rows()
+    ours = _update(critic, rows, value_loss_of(CRITIC), mode, micro_batch_tokens=40)
+    loss = _plain_critic_loss(plain, score, rows, mode)
+    loss.backward()
+    assert ours.report.metrics["critic/clip_fraction"][0] > 0
+    assert abs(ours.report.loss - loss.item()) <= TOLERANCE * max(1.0, abs(loss.item()))
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    expected |= {f"score.{name}": p.grad for name, p in score.named_parameters()}
+    _assert_equal_gradients(ours.grads, expected)
