@@ -170,6 +170,7 @@ def test_leftovers_of_killed_saves_are_cleared_and_a_replaced_checkpoint_is_put_
     (store.folder / ".saving_step_3" / "state.json").write_text("{")
     (store.folder / ".removing_step_0").mkdir()
     store.path(2).rename(store.folder / ".replaced_step_2")  # killed between the two renames of a replacement
+    assert store.steps() == [1, 2]
     assert store.load()[0] == 2
     store.clean()
     assert sorted(os.listdir(store.folder)) == ["step_1", "step_2"]

@@ -6,6 +6,7 @@ and their merging; which names exist is names.py's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -54,7 +55,7 @@ class Min:
     value: float
 
     def merge(self, other: Min) -> Min:
-        return Min(min(self.value, other.value) if self.value == self.value else self.value)
+        return Min(min((self.value, other.value), key=_nan_first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,11 @@ class Max:
     value: float
 
     def merge(self, other: Max) -> Max:
-        return Max(max(self.value, other.value) if self.value == self.value else self.value)
+        return Max(-min((-self.value, -other.value), key=_nan_first))
+
+
+def _nan_first(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
 
 
 class Metrics:

@@ -205,15 +205,14 @@ class Console:
         times = f"step {self._step}, {clock(time.monotonic() - self._start_s)} elapsed"
         if left is not None:
             times += f", {clock(left)} left"
+        of = "" if self.num_rounds is None else f"/{self.num_rounds}"
+        label = f"round {self._round}{of}"
+        room = width - len(label) - len(times) - 4
+        if self.num_rounds is None or room < 8:
+            return Text.assemble(f"{label}  ", (times, "dim"), no_wrap=True, overflow="ellipsis")
         row = Table.grid(padding=(0, 2, 0, 0))
-        if self.num_rounds is None:
-            row.add_row(f"round {self._round}", Text(times, "dim"))
-            return row
-        label = f"round {self._round}/{self.num_rounds}"
-        room = max(width - len(label) - len(times) - 4, 10)
-        row.add_row(
-            label, ProgressBar(total=self.num_rounds, completed=self._round, width=room), Text(times, "dim")
-        )
+        bar = ProgressBar(total=self.num_rounds, completed=self._round, width=room)
+        row.add_row(label, bar, Text(times, "dim"))
         return row
 
     def _activity(self) -> RenderableType:

@@ -1,0 +1,130 @@
+"""Metrics merge exactly, whatever way a round was cut; undeclared ones are refused; the page about them is current."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.report.metrics import Max, Mean, Metrics, Min, Sum
+from braid.report.names import METRICS, as_markdown, describe, position
+
+
+def collected(values: list[int]) -> Metrics:
+    metrics = Metrics()
+    for value in values:
+        metrics.mean("reward/mean", value)
+        metrics.add("rollout/tokens", value)
+        metrics.max("rollout/output_length_max", value)
+        metrics.min("policy/lr", value)
+    return metrics
+
+
+@given(st.lists(st.lists(st.integers(-1000, 1000), min_size=1), min_size=1))
+def test_a_round_in_pieces_gives_the_values_of_the_whole(pieces: list[list[int]]) -> None:
+    merged = Metrics()
+    for piece in pieces:
+        merged.merge(collected(piece))
+    assert (
+        merged.flat() == collected([v for piece in pieces for v in piece]).flat()
+    )  # whole numbers add exactly
+
+
+def test_a_mean_weighs_pieces_by_their_count() -> None:
+    metrics = Metrics()
+    metrics.mean("policy/loss", 10.0, 4)
+    metrics.mean("policy/loss", 2.0, 2)
+    assert metrics.value("policy/loss") == 2.0
+
+
+def test_each_kind_merges_by_its_own_rule() -> None:
+    assert Mean(3.0, 2.0).merge(Mean(1.0)).value == pytest.approx(4 / 3)
+    assert Sum(3.0).merge(Sum(1.0)).value == 4
+    assert Min(3.0).merge(Min(1.0)).value == 1
+    assert Max(3.0).merge(Max(1.0)).value == 3
+    assert math.isnan(Mean(0.0, 0.0).value)
+
+
+@pytest.mark.parametrize("kind", [Mean, Sum, Min, Max])
+def test_nan_is_never_lost_in_a_merge(kind: type) -> None:
+    assert math.isnan(kind(math.nan).merge(kind(1.0)).value)
+    assert math.isnan(kind(1.0).merge(kind(math.nan)).value)
+
+
+def test_undeclared_names_are_refused_with_the_nearest_declared_one() -> None:
+    with pytest.raises(
+        AssertionError, match=r"'policy/entrop' is not declared, did you mean 'policy/entropy'\?.*names.py"
+    ):
+        Metrics().mean("policy/entrop", 1.0)
+
+
+def test_a_name_keeps_its_kind() -> None:
+    metrics = Metrics()
+    metrics.mean("reward/mean", 1.0)
+    with pytest.raises(AssertionError, match="'reward/mean' is a Mean and was given a Sum"):
+        metrics.add("reward/mean", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("eval/gsm8k/mean@8", "eval/<source>/mean@<n>"),
+        ("eval/ALE/Pong-v5/pass@1", "eval/<source>/pass@<k>"),
+        ("reward/part/exact match", "reward/part/<part>"),
+        ("status/truncated", "status/<status>"),
+        ("time/collect_s", "time/<verb>_s"),
+        ("time/round_s", "time/round_s"),
+    ],
+)
+def test_names_with_places_find_their_line(name: str, line: str) -> None:
+    assert describe(name).name == line
+
+
+@pytest.mark.parametrize(
+    "name", ["eval/gsm8k/mean@n", "eval/gsm8k/pass@", "reward/part/", "time/collect", "status/"]
+)
+def test_names_that_only_look_like_a_pattern_are_refused(name: str) -> None:
+    with pytest.raises(AssertionError, match="not declared"):
+        position(name)
+
+
+def test_names_come_out_in_the_order_of_the_table() -> None:
+    metrics = Metrics()
+    for name in ("time/collect_s", "policy/kl", "reward/part/b", "reward/part/a", "reward/mean"):
+        metrics.mean(name, 1.0)
+    assert list(metrics.flat()) == [
+        "reward/mean",
+        "reward/part/a",
+        "reward/part/b",
+        "policy/kl",
+        "time/collect_s",
+    ]
+
+
+def test_only_times_rates_and_memory_differ_from_one_day_to_the_next() -> None:
+    names = {m.name for m in METRICS if not m.is_reproducible}
+    assert names == {
+        "rollout/tokens_per_s",
+        "train/tokens_per_s",
+        "time/round_s",
+        "time/<verb>_s",
+        "memory/peak_rss_bytes",
+    }
+
+
+def test_no_line_of_the_table_hides_another() -> None:
+    for i, metric in enumerate(METRICS):
+        example = metric.name.replace("<n>", "8").replace("<k>", "1").replace("<", "").replace(">", "")
+        assert position(example) == i
+
+
+def test_the_page_about_metrics_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert page.read_text("utf-8") == as_markdown(), "write it anew: python -m tests.report.test_metrics"
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[2] / "docs" / "metrics.md").write_text(as_markdown(), "utf-8")

@@ -1,0 +1,100 @@
+"""Trajectories come back from disk as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from braid.report.samples import read_samples, write_samples
+from braid.types import Group, Row
+
+
+def test_every_trajectory_comes_back_as_it_was(
+    tmp_path: Path, groups: list[Group], rows: list[Row], decode: Callable[..., str]
+) -> None:
+    path = tmp_path / "round_000010.jsonl"
+    write_samples(path, groups, rows, decode=decode)
+    samples = list(read_samples(path))
+    trajectories = [t for group in groups for t in group.trajectories]
+    for sample, original in zip(samples, trajectories, strict=True):
+        back = sample.trajectory
+        assert back.prompt.uid == original.prompt.uid
+        assert back.prompt.messages == original.prompt.messages
+        for name in (
+            "sample",
+            "status",
+            "reason",
+            "text",
+            "answer_text",
+            "reward",
+            "reward_parts",
+            "facts",
+            "attempts",
+        ):
+            assert getattr(back, name) == getattr(original, name), name
+        assert str([dataclasses.asdict(t) for t in back.turns]) == str(
+            [dataclasses.asdict(t) for t in original.turns]
+        )
+    steps, original_steps = samples[2].trajectory.env_steps, trajectories[2].env_steps
+    assert steps is not None
+    for name in ("observations", "actions", "logprobs", "rewards"):
+        np.testing.assert_array_equal(getattr(steps, name), getattr(original_steps, name))
+        assert getattr(steps, name).dtype == getattr(original_steps, name).dtype
+    assert math.isnan(samples[0].trajectory.turns[1].logprobs[1])
+
+
+def test_the_text_of_prompt_and_turns_is_stored(
+    tmp_path: Path, groups: list[Group], decode: Callable[..., str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    write_samples(path, groups, decode=decode)
+    first = next(read_samples(path))
+    assert first.prompt_text == "one two"
+    assert first.context_texts == ["one two", "five"]
+    assert first.output_texts == ["three four", "six seven eight"]
+
+
+def test_what_training_made_of_a_trajectory_lies_beside_its_tokens(
+    tmp_path: Path, groups: list[Group], rows: list[Row]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    write_samples(path, groups, rows)
+    text, invalid, env = read_samples(path)
+    assert text.training == {
+        "advantages": [float(np.float32(0.1))] * 5
+    }  # one per token written, none for context
+    assert invalid.training == {}
+    assert env.training == {"advantages": [1.0, -1.0]}
+
+
+def test_values_without_a_json_form_are_stored_as_text(tmp_path: Path, groups: list[Group]) -> None:
+    path = tmp_path / "x.jsonl"
+    write_samples(path, groups)
+    fields = next(read_samples(path)).trajectory.prompt.fields
+    assert fields == {"answer": "3", "tags": [1, None], "when": "{1, 2}"}
+
+
+def test_each_line_is_strict_json(tmp_path: Path, groups: list[Group], rows: list[Row]) -> None:
+    path = tmp_path / "x.jsonl"
+    write_samples(path, groups, rows)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    for line in path.read_text("utf-8").splitlines():
+        json.loads(line, parse_constant=refuse)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_leaves_no_half_file(tmp_path: Path, groups: list[Group]) -> None:
+    (tmp_path / ".x.jsonl.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_samples(tmp_path / "x.jsonl", groups)
+    assert os.listdir(tmp_path) == []

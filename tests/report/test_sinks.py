@@ -1,0 +1,155 @@
+"""Where metrics go: files read back, trackers run for real without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from braid.errors import ConfigError, ReportError
+from braid.report.run_dir import RunDir
+from braid.report.sinks.base import Tracker
+from braid.report.sinks.build import build_sinks
+from braid.report.sinks.jsonl import JsonlSink
+from braid.report.sinks.tensorboard import TensorboardSink
+
+
+def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log(0, 0, {"reward/mean": 0.1 + 0.2})
+    assert json.loads(path.read_text()) == {"round": 0, "step": 0, "reward/mean": 0.1 + 0.2}  # to the bit
+    sink.log(1, 4, {"reward/mean": float("inf")})
+    sink.close()
+    assert json.loads(path.read_text().splitlines()[1]) == {"round": 1, "step": 4, "reward/mean": None}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_metrics_is_an_error_with_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(
+        ReportError, match=r"cannot write round 3 to .*metrics\.jsonl: No space left on device.*resume"
+    ):
+        JsonlSink(path).log(3, 3, {})
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_has_a_point_for_each_round(tmp_path: Path) -> None:
+    sink = TensorboardSink(tmp_path)
+    for i in range(3):
+        sink.log(i, 2 * i, {"reward/mean": i / 2})
+    assert scalars(tmp_path, "reward/mean") == [(0, 0.0), (1, 0.5), (2, 1.0)]  # before it is closed
+    sink.close()
+    assert scalars(tmp_path, "step") == [(0, 0.0), (1, 2.0), (2, 4.0)]
+
+
+def test_tensorboard_drops_rounds_that_a_resumed_run_does_again(tmp_path: Path) -> None:
+    for rounds, value in ((range(4), 1.0), (range(2, 5), 2.0)):
+        sink = TensorboardSink(tmp_path)
+        for i in rounds:
+            sink.log(i, i, {"reward/mean": value})
+        sink.close()
+        for file in tmp_path.iterdir():  # event files of one second are told apart by their number only
+            os.utime(file)
+    assert scalars(tmp_path, "reward/mean") == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[str, list[str]]]:
+    """An HTTP proxy that refuses everything, and the first lines of what it was asked."""
+    asked: list[str] = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                asked.append(connection.recv(1000).decode(errors="replace").splitlines()[0])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    thread.join()
+
+
+TRACKED_RUN = textwrap.dedent(
+    """
+    import math, sys
+    from pathlib import Path
+    from braid.report.run_dir import RunDir
+    from braid.report.sinks.base import Tracker
+    from braid.report.sinks.build import build_sinks
+
+    run = RunDir(Path(sys.argv[2]))
+    tracker = Tracker("a-project", "offline", {"train": {"lr": 0.1}})
+    jsonl, sink = build_sinks(run, tensorboard=False, **{sys.argv[1]: tracker})
+    for i in range(3):
+        sink.log(i, i, {"reward/mean": i / 2, "policy/kl": math.nan})
+    sink.close()
+    """
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "files"), [("wandb", "wandb/offline-run-*/run-*.wandb"), ("swanlab", "swanlab/run-*/*.swanlab")]
+)
+def test_an_offline_tracker_leaves_files_in_the_run_and_asks_nobody(
+    tmp_path: Path, proxy: tuple[str, list[str]], name: str, files: str
+) -> None:
+    pytest.importorskip(name)
+    url, asked = proxy
+    proxies = {f"{scheme}_proxy".upper(): url for scheme in ("http", "https", "all")}
+    environment = {**os.environ, **proxies, "HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", TRACKED_RUN, name, str(tmp_path / "run")],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = list((tmp_path / "run").glob(files))
+    assert len(found) == 1
+    assert b"reward/mean" in found[0].read_bytes()
+    assert asked == []
+    assert done.stdout == ""  # the terminal is the run's own
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # what an import finds when there is none
+    run = RunDir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"report\.{name}: {name} is not installed.*pip install 'braid-rl\[{name}\]'"
+    ):
+        build_sinks(run, tensorboard=False, **{name: Tracker("p", "offline")})
+
+
+def test_metrics_jsonl_is_always_among_the_sinks(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert [sink.name for sink in build_sinks(run, tensorboard=False)] == ["metrics.jsonl"]
+    assert [sink.name for sink in build_sinks(run, tensorboard=True)] == ["metrics.jsonl", "TensorBoard"]
