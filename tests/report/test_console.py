@@ -51,6 +51,13 @@ def test_a_plain_console_prints_one_line_a_round() -> None:
     )
 
 
+def test_a_simulators_run_counts_env_steps() -> None:
+    with console() as shown:
+        shown.counted = "env steps"
+        shown.log(1, 1, {"rollout/output_length_mean": 195.0, "rollout/tokens_per_s": 4000.0})
+    assert text_of(shown) == "round 1  length 195.0 env steps  sampled 4,000 env steps/s\n"
+
+
 def test_auto_is_plain_where_there_is_no_terminal_and_live_on_one() -> None:
     assert console("auto").mode == "plain"
     assert console("auto", is_terminal=True).mode == "live"

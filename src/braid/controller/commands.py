@@ -115,6 +115,8 @@ def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
         if inputs is not None:
             reporter.decode = inputs.decode
             reporter.count_prompts(inputs.train, inputs.eval)
+        else:
+            console.counted = "env steps"
         with _told(reporter, store):
             with reporter.phase("build"):
                 parts = build.build(loaded, plan, inputs, reporter, store)
@@ -143,7 +145,8 @@ def _resume(parts: Parts, which: str) -> None:
             "there is no checkpoint yet in %s; the run starts from the beginning", parts.store.folder
         )
         return
-    _, state = parts.store.load("latest" if which == "latest" else Path(which))
+    step, state = parts.store.load("latest" if which == "latest" else Path(which))
+    parts.store.forget_after(step)
     steps.restore(parts, state)
 
 

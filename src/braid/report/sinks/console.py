@@ -35,7 +35,7 @@ EVAL_MEAN = "eval/all/mean"
 
 
 class Shown(NamedTuple):
-    """A metric on display: its label, name, form and unit."""
+    """A metric on display: its label, name, form and unit ({} for what the run counts)."""
 
     label: str
     name: str
@@ -48,12 +48,12 @@ SHOWN = (
     Shown("loss", "sft/loss", "{:.4f}".format),
     Shown("accuracy", "eval/all/pass@1", "{:.1%}".format),
     Shown("eval", EVAL_MEAN, "{:.3f}".format),
-    Shown("length", "rollout/output_length_mean", "{:.1f}".format, "tokens"),
+    Shown("length", "rollout/output_length_mean", "{:.1f}".format, "{}"),
     Shown("KL", "policy/kl", "{:.4f}".format, "nats"),
     Shown("entropy", "policy/entropy", "{:.3f}".format, "nats"),
     Shown("value loss", "critic/loss", "{:.4f}".format),
-    Shown("sampled", "rollout/tokens_per_s", "{:,.0f}".format, "tokens/s"),
-    Shown("trained", "train/tokens_per_s", "{:,.0f}".format, "tokens/s"),
+    Shown("sampled", "rollout/tokens_per_s", "{:,.0f}".format, "{}/s"),
+    Shown("trained", "train/tokens_per_s", "{:,.0f}".format, "{}/s"),
 )
 """A metric that a run does not have has no place in its display; evaluations stay until the next."""
 
@@ -68,7 +68,8 @@ class Console:
     """Shows rounds as they end and phases as they run. A context manager: the display is there within it.
 
     `auto` is live on a terminal of UTF-8 and plain elsewhere; `none` shows log messages only. `num_rounds` may be set
-    once it is known. `screen` is the rich console to draw on, of standard output by default.
+    once it is known, and `counted`, the unit of what the policy writes, where that is not tokens. `screen` is the rich
+    console to draw on, of standard output by default.
     """
 
     name = "the console"
@@ -77,6 +78,7 @@ class Console:
         self.screen = screen or RichConsole(highlight=False)
         self.title = title
         self.num_rounds: int | None = None
+        self.counted = "tokens"
         if mode == "auto":
             can_draw = self.screen.is_terminal and not self.screen.is_dumb_terminal
             mode = "live" if can_draw and self.screen.encoding.startswith("utf") else "plain"
@@ -178,7 +180,9 @@ class Console:
     def _line(self, flat: Mapping[str, float]) -> str:
         of = "" if self.num_rounds is None else f"/{self.num_rounds}"
         values = _shown(flat)
-        shown = [f"{s.label} {s.form(values[s.name])} {s.unit}".rstrip() for s in SHOWN if s.name in values]
+        shown = [
+            f"{s.label} {s.form(values[s.name])} {self._unit(s)}".rstrip() for s in SHOWN if s.name in values
+        ]
         if (seconds := flat.get("time/round_s")) is not None:
             shown.append(f"{seconds:.1f} s")
         if (left := self._left_s) is not None:
@@ -247,7 +251,10 @@ class Console:
             return Text(sparkline(curve, max(room, 8)), "cyan")
         if shown.name.startswith("eval/") and (first := self._first[shown.name]) != self._latest[shown.name]:
             return Text(f"{shown.form(first)} at first", "dim")
-        return Text(shown.unit, "dim")
+        return Text(self._unit(shown), "dim")
+
+    def _unit(self, shown: Shown) -> str:
+        return shown.unit.format(self.counted)
 
 
 def _shown(flat: Mapping[str, float]) -> dict[str, float]:
