@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from braid.errors import ModelError
@@ -20,6 +23,7 @@ Make = Callable[..., PreTrainedModel]
 Pack = Callable[..., PackedBatch]
 Plain = Callable[..., dict[str, Tensor]]
 
+VOCAB = 97  # no other size is equal to it
 BOTH = frozenset({"logprobs", "entropy"})
 TOLERANCE = 1e-5  # some tens of fp32 roundings of log-probs of size 5
 
@@ -89,6 +93,43 @@ def test_gradients_add_up_over_micro_batches_of_a_tied_model(tiny_model: Make, p
     for name, p in lm.module.named_parameters():
         expected = apart[0][name] + apart[1][name]
         torch.testing.assert_close(p.grad, expected, rtol=1e-5, atol=1e-5, msg=name)  # another order of sums
+
+
+class _LikeTheHead(TorchDispatchMode):
+    """Counts dense tensors of a weight's shape that are made while it is on."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        assert weight.grad is not None
+        self._shape, self._known = weight.shape, {weight.data_ptr(), weight.grad.data_ptr()}
+        self.num_made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.shape == self._shape and leaf.layout == torch.strided:
+                self.num_made += leaf.data_ptr() not in self._known
+        return out
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma"])
+def test_the_gradient_of_a_tied_head_takes_no_memory_beside_itself(
+    architecture: str, tiny_model: Make, packed: Pack
+) -> None:
+    lm = CausalLM(tiny_model(architecture, vocab_size=VOCAB))
+    _loss(lm.forward(packed(), BOTH)).backward()
+    with _LikeTheHead(lm.head.weight) as made:
+        _loss(lm.forward(packed(), BOTH)).backward()
+    assert made.num_made == 0
+
+
+def test_hooks_on_the_head_see_its_whole_gradient(tiny_model: Make, packed: Pack) -> None:
+    lm, batch = CausalLM(tiny_model("qwen2")), packed()
+    expected = _gradients(lm.module, _loss(lm.forward(batch, BOTH)))["model.embed_tokens.weight"].clone()
+    seen: list[Tensor] = []
+    lm.head.weight.register_hook(seen.append)
+    _gradients(lm.module, _loss(lm.forward(batch, BOTH)))
+    torch.testing.assert_close(seen, [expected], rtol=1e-5, atol=1e-5)  # another order of sums
 
 
 def test_a_batch_without_written_tokens_has_zero_outputs_and_gradients(

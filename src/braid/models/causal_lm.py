@@ -78,7 +78,9 @@ class CausalLM:
     @property
     def head(self) -> Head:
         """What makes logits of hidden states; its tensors are the model's own."""
-        return Head(self._head.weight, self._head.bias, self._logit_scale, self._softcap)
+        weight = self._head.weight
+        has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+        return Head(weight, self._head.bias, self._logit_scale, self._softcap, accumulates=not has_hooks)
 
     def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states [T, D], after the final norm, of token ids [T] at positions [T] of their sequences."""
@@ -193,8 +195,8 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _use_sparse_embedding_gradient(model: PreTrainedModel, head: nn.Linear) -> None:
-    """Of a tied weight, autograd adds up the head's gradient and the embedding's before it adds both to `.grad`. A sparse one
-    of the embedding goes into the head's in place and saves a second [V, D] tensor."""
+    """The gradient of a tied weight is the head's, which is in `.grad` first (Head.accumulates), and the embedding's, which
+    autograd adds to it: without a second [V, D] tensor when it is sparse."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.sparse = embedding.weight is head.weight

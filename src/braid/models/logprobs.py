@@ -27,13 +27,16 @@ _CPU_TILE_BYTES = 8 * 2**20
 class Head:
     """How hidden states become logits: `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
 
-    `weight` [V, D], `bias` [V] or None; no tanh when `softcap` is None.
+    `weight` [V, D], `bias` [V] or None; no tanh when `softcap` is None. With `accumulates`, the backward pass adds the
+    gradient of `weight` to `weight.grad` itself, tile by tile, and hands none to autograd: no second [V, D] tensor exists, but
+    torch.autograd.grad sees no gradient either.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    accumulates: bool = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] in float32 (float64 for float64 weights); the product itself in the type of `hidden`, or
@@ -59,7 +62,7 @@ def token_logprobs(
     dH / dz_j = -p_j (log p_j + H). When all logits together fit `chunk_bytes` they are kept for the backward pass; else each
     tile is computed again there.
     """
-    rule = _Rule(head.scale, head.softcap, temperature, with_entropy, chunk_bytes)
+    rule = _Rule(head.scale, head.softcap, temperature, with_entropy, chunk_bytes, head.accumulates)
     logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, rule)
     return logprobs, entropy
 
@@ -71,6 +74,7 @@ class _Rule:
     temperature: float
     with_entropy: bool
     chunk_bytes: int
+    accumulates: bool
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Of one tile, divided by the temperature."""
@@ -140,7 +144,7 @@ class _TokenLogprobs(torch.autograd.Function):
             return (None,) * 5
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(states, dtype=log_total.dtype) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_weight = _weight_gradient(weight, rule.accumulates) if wants_weight else None
         grad_bias = log_total.new_zeros(len(weight)) if wants_bias else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_total)
@@ -166,11 +170,20 @@ class _TokenLogprobs(torch.autograd.Function):
                     _add_product(grad_weight[columns], grad.t(), state)
         return (
             None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
-            grad_weight,
+            None if rule.accumulates else grad_weight,
             None if grad_bias is None else grad_bias.to(weight.dtype),
             None,
             None,
         )
+
+
+def _weight_gradient(weight: Tensor, accumulates: bool) -> Tensor:
+    """Where the gradient of `weight` is added up."""
+    if not accumulates:
+        return torch.zeros_like(weight)
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
 
 
 class _RunningSoftmax:
