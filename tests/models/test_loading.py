@@ -77,6 +77,18 @@ def test_dropout_in_the_folder_is_left_off_and_noted(folder: Path, caplog: pytes
     assert not lm.module.training
 
 
+def test_rotary_positions_that_depend_on_the_longest_row_are_warned_of(
+    tmp_path: Path, tiny_model: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    save_pretrained(CausalLM(tiny_model("llama", rope_parameters=rope)), character_tokenizer("abc"), tmp_path)
+    _load(tmp_path)
+    assert (
+        "dynamic rotary positions depend on the longest row of a batch once that has more than 64 tok"
+        in caplog.text
+    )
+
+
 def test_a_missing_folder_is_named_with_its_nearest_neighbour(folder: Path) -> None:
     wrong = folder.with_name("modle")
     with pytest.raises(ModelError) as caught:

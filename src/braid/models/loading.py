@@ -62,6 +62,7 @@ def load_policy(
     else:
         model = _pretrained(config, f"{key}.path")
         _note_dropout(model)
+        _note_rotary(model)
     lm = CausalLM(model.to(device), temperature=temperature, chunk_bytes=chunk_bytes)  # pyright: ignore[reportArgumentType]
     check_against_plain(lm)
     return lm
@@ -231,4 +232,22 @@ def _note_dropout(model: PreTrainedModel) -> None:
         _log.info(
             "the model's %s stays off: log-probs must not be random",
             ", ".join(f"{k}={v}" for k, v in rates.items()),
+        )
+
+
+def _note_rotary(model: PreTrainedModel) -> None:
+    """Warn of rotary positions whose frequencies follow the longest position in a call: past a length, a row's numbers
+    depend on the rows packed with it."""
+    config = model.config.get_text_config(decoder=True)
+    settings: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    of_layers = [value for value in settings.values() if isinstance(value, dict)] or [settings]
+    for kind in {"dynamic", "longrope"} & {value.get("rope_type") for value in of_layers}:
+        original = settings.get("original_max_position_embeddings") if kind == "longrope" else None
+        _log.warning(
+            "the model's %s rotary positions depend on the longest row of a batch once that has more than %s tokens; "
+            "keep prompt and answer together below that",
+            kind,
+            original
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings,
         )
