@@ -143,7 +143,7 @@ class Trajectory:
 class Group:
     """Trajectories that share a prompt (or a reset state). Baselines are taken within it.
 
-    Left out of its repr: asyncio.Runner takes the repr of each result, which took seconds for long episodes.
+    They are left out of its repr: asyncio.Runner takes the repr of each result, which took seconds for long episodes.
     """
 
     prompt: Prompt

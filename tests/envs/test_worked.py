@@ -6,7 +6,7 @@ import pytest
 
 from braid.config.rollout import ToolEnv
 from braid.envs.text.build import text_env_maker
-from braid.envs.text.worked import calculator_chain
+from braid.envs.text.worked import calculator_chain, calculator_chain_or_guess
 
 
 def _row(expression: str) -> dict[str, dict[str, str]]:
@@ -33,3 +33,9 @@ def test_the_replies_are_those_that_the_environment_gives(expression: str) -> No
         assert asyncio.run(env.reply(call)).text == reply
     assert answer == f"A:{eval(expression)}"
     assert asyncio.run(env.reply(answer)).is_done
+
+
+def test_every_other_task_is_guessed_where_both_ways_are_shown() -> None:
+    rows = [{"metadata": {"expression": "2 * 3", "source_index": i}, "answer": "6"} for i in range(2)]
+    assert calculator_chain_or_guess(rows[0]) == calculator_chain(rows[0])
+    assert calculator_chain_or_guess(rows[1]) == [("A:6", True)]

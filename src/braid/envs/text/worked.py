@@ -23,3 +23,11 @@ def calculator_chain(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
         total = calculate(call)
         pieces += [(render_call("calc", call), True), (render_answer(total), False)]
     return [*pieces, (f"A:{total}", True)]
+
+
+def calculator_chain_or_guess(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """As `calculator_chain` for tasks of even index, and the bare answer for the others: a policy that has seen both ways
+    is left to find out which of them it can do right."""
+    if row["metadata"]["source_index"] % 2:
+        return [(f"A:{row['answer']}", True)]
+    return calculator_chain(row)
