@@ -1,0 +1,99 @@
+"""Conversations of a small real model: the native engine, the driver, rows and the trainer's forward together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from braid.config.model import BuildSpec, ModelConfig
+from braid.envs.text.base import Reply
+from braid.models.batch import PackedBatch
+from braid.models.causal_lm import CausalLM
+from braid.models.loading import load_policy, load_tokenizer
+from braid.rollout.drivers.text import TextDriver
+from braid.rollout.engine import Sampling
+from braid.rollout.engines.native import NativeEngine
+from braid.rollout.rows import rows_of
+from braid.types import Group, Prompt
+
+MODEL = ModelConfig(
+    build=BuildSpec(
+        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+        characters="0123456789 =<>",
+    )
+)  # fmt: skip
+TOKENIZER = load_tokenizer(MODEL)
+TEMPERATURE = 0.8
+
+
+class Echo:
+    """Answers twice with the turn's length, then ends. A turn ends at a 5 or a 7."""
+
+    stop_strings: tuple[str, ...] = ("5", "7")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def start(self, prompt: Prompt) -> None:
+        self.count = 0
+
+    async def reply(self, text: str) -> Reply:
+        self.count += 1
+        return Reply(f"<{len(text)}>", 0.25, is_done=self.count == 3)
+
+
+@pytest.fixture(scope="module")
+def lm() -> CausalLM:
+    return load_policy(MODEL, temperature=TEMPERATURE, seed=0, device=torch.device("cpu"))
+
+
+def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[Group]:
+    engine = NativeEngine(lm, decode=lambda ids: str(TOKENIZER.decode(list(ids))), max_running=max_running)
+    sampling = Sampling(
+        max_new_tokens=24, temperature=TEMPERATURE, stop_token_ids=tuple(TOKENIZER.encode("<eos>"))
+    )
+    driver = TextDriver(engine, Echo, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128)
+    try:
+        return asyncio.run(driver.run(prompts, 4, key=(0, 1)))
+    finally:
+        driver.close()
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"t:{i}", "t", tuple(TOKENIZER.encode(f"{i} =")), ()) for i in range(count)]
+
+
+def _tokens(groups: list[Group]) -> list[list[int]]:
+    return [
+        [i for turn in t.turns for i in (*turn.context_ids, *turn.output_ids)]
+        for g in groups
+        for t in g.trajectories
+    ]
+
+
+def test_a_conversation_is_the_same_whatever_runs_beside_it(lm: CausalLM) -> None:
+    together = _run(lm, _prompts(6))
+    assert _tokens(_run(lm, _prompts(6), max_running=3)) == _tokens(together)
+    assert _tokens(_run(lm, _prompts(2))) == _tokens(together)[:8]
+
+
+def test_logprobs_of_all_turns_are_those_that_training_computes(lm: CausalLM) -> None:
+    groups = _run(lm, _prompts(6))
+    trajectories = [t for g in groups for t in g.trajectories]
+    assert {len(t.turns) for t in trajectories} >= {1, 3}, "cut ones and whole ones"
+    for trajectory in trajectories:
+        trajectory.reward = sum(turn.reward for turn in trajectory.turns)
+    for row, trajectory in zip(rows_of(groups), trajectories, strict=True):
+        ids = torch.from_numpy(row.inputs["input_ids"])
+        batch = PackedBatch({"input_ids": ids}, torch.from_numpy(row.mask), (len(row),))
+        logprobs = lm.forward(batch, frozenset({"logprobs"}))["logprobs"].detach().numpy()
+        np.testing.assert_allclose(logprobs, row.fields["behavior_logprobs"], atol=1e-5)  # fp32 rounding
+        assert TOKENIZER.decode(
+            ids[len(trajectory.prompt.token_ids) :].tolist(), skip_special_tokens=True
+        ) in (
+            trajectory.text,
+            trajectory.text[: trajectory.text.rfind("<")],  # the reply to the last turn is never read
+        )
