@@ -23,7 +23,13 @@ from pathlib import Path
 PROMPTS, GROUP, MAX_NEW = 16, 8, 128
 SIZES = {
     "3m": {"hidden_size": 256, "intermediate_size": 704, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
-    "30m": {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 10, "num_heads": 8, "num_kv_heads": 4},
+    "30m": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_layers": 10,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+    },
 }
 LR = 1e-5
 
@@ -116,12 +122,13 @@ def trajectory_reward(trajectory: object) -> float:
 
 def make_model(folder: Path, size: dict[str, int]) -> int:
     """Write a random Qwen3 folder with its tokenizer; returns its number of parameters."""
+    import torch
+
     from braid.config.model import ModelConfig
-    from braid.models.causal_lm import save_pretrained
-    from braid.models.loading import load_policy, load_tokenizer
+    from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 
     config = ModelConfig.model_validate({"build": size})
-    lm = load_policy(config, temperature=1.0, seed=0, device="cpu")
+    lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
     save_pretrained(lm, load_tokenizer(config), folder)
     return sum(p.numel() for p in lm.module.parameters())
 
@@ -153,10 +160,14 @@ def main() -> None:
     for name in args.sizes:
         with tempfile.TemporaryDirectory() as tmp:
             parameters = make_model(Path(tmp), SIZES[name])
-            pairs = [[run_side(s, Path(tmp), args.rounds) for s in ("braid", "trl")] for _ in range(args.repeats)]
+            pairs = [
+                [run_side(s, Path(tmp), args.rounds) for s in ("braid", "trl")] for _ in range(args.repeats)
+            ]
         ratio = statistics.median(b / t for b, t in pairs)
         braid, trl = (statistics.median(side) for side in zip(*pairs, strict=True))
-        print(f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, fp32")
+        print(
+            f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, fp32"
+        )
         print(f"  braid {braid:,.0f} trained tokens/s, TRL {trl:,.0f}, ratio {ratio:.2f}")
 
 

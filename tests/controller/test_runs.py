@@ -32,7 +32,15 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_a_run_leaves_every_file_that_it_promises(load_tiny: LoadTiny) -> None:
     outcome = commands.train(load_tiny("report.samples_every_rounds=1", "report.tensorboard=true"))
     run = outcome.run_dir
-    names = {"config.yaml", "plan.json", "metrics.jsonl", "summary.json", "samples", "checkpoints", "tensorboard"}
+    names = {
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "summary.json",
+        "samples",
+        "checkpoints",
+        "tensorboard",
+    }
     assert names <= {path.name for path in run.iterdir()}
     assert [line["round"] for line in lines(run)] == [0, 1, 2, 3]
     assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
@@ -47,7 +55,12 @@ def test_a_run_leaves_every_file_that_it_promises(load_tiny: LoadTiny) -> None:
 
 
 def test_a_stopped_and_resumed_run_equals_the_unbroken_one(load_tiny: LoadTiny) -> None:
-    common = ("algorithm.recipe=ppo", "algorithm.kl_coef=0.01", "train.steps_per_pass=2", "checkpoint.every_rounds=1")
+    common = (
+        "algorithm.recipe=ppo",
+        "algorithm.kl_coef=0.01",
+        "train.steps_per_pass=2",
+        "checkpoint.every_rounds=1",
+    )
     whole = commands.train(load_tiny("run.name=whole", *common)).run_dir
     commands.train(load_tiny("run.name=parts", "run.max_rounds=2", *common))
     parts = commands.train(load_tiny("run.name=parts", "run.resume=latest", *common)).run_dir
@@ -55,11 +68,16 @@ def test_a_stopped_and_resumed_run_equals_the_unbroken_one(load_tiny: LoadTiny) 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     clocks = ("time/", "memory/")
     kept = [
-        [{k: v for k, v in line.items() if not k.startswith(clocks) and not k.endswith("_per_s")} for line in lines(run)]
+        [
+            {k: v for k, v in line.items() if not k.startswith(clocks) and not k.endswith("_per_s")}
+            for line in lines(run)
+        ]
         for run in (parts, whole)
     ]
     # The shorter first part evaluated at what was then its end.
-    stripped = [[{k: v for k, v in line.items() if not k.startswith("eval/")} for line in run] for run in kept]
+    stripped = [
+        [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in run] for run in kept
+    ]
     assert stripped[0] == stripped[1]
 
 
@@ -111,7 +129,9 @@ def test_a_failing_reward_leaves_its_trajectories_out_and_the_run_goes_on(load_t
         ("import time; time.sleep(60)", "0.2"),
     ],
 )
-def test_a_reward_that_always_fails_ends_the_run_with_its_reason(load_tiny: LoadTiny, body: str, reason: str) -> None:
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
+    load_tiny: LoadTiny, body: str, reason: str
+) -> None:
     part = "reward.parts=[{kind: function, path: 'rewards.py:broken'}]"
     loaded = load_tiny(
         part, "reward.timeout_s=0.2", "reward.retries=0", "eval.before=false", "rollout.prompts_per_round=2",

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.data import DataConfig, FileSource, ProceduralSource
-from braid.data.worked import chain_sum, load_examples
+from braid.data.worked import chain_sum, chain_sum_or_at_once, load_examples
 from braid.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "1+2=", "solution": "3"}, {"prompt": "40+50=", "solution": "90"}]
@@ -132,3 +132,9 @@ def test_a_tokenizer_without_an_end_token_cannot_teach_ends(
             bare_tokenizer,
             base_dir=folder,
         )
+
+
+def test_two_sums_of_five_are_worked_out_and_the_others_answered_at_once() -> None:
+    rows = [{"metadata": {"expression": "12 + 34 - 5", "source_index": i}} for i in range(10)]
+    answers = [chain_sum_or_at_once(row) for row in rows]
+    assert answers == (["12+34=46 46-5=41 A:41"] * 2 + ["A:41"] * 3) * 2

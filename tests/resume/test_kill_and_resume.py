@@ -68,7 +68,15 @@ CONFIG = {
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
-    command = [sys.executable, "-m", "braid.cli.main", "train", "tiny.yaml", "run.output_dir=runs", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "braid.cli.main",
+        "train",
+        "tiny.yaml",
+        "run.output_dir=runs",
+        *overrides,
+    ]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -86,7 +94,9 @@ def weight_hashes(run: Path) -> dict[str, str]:
     for file in sorted(newest.rglob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # safe_open is no mapping
-                hashes[f"{file.name}/{name}"] = hashlib.sha256(tensors.get_tensor(name).numpy().tobytes()).hexdigest()
+                hashes[f"{file.name}/{name}"] = hashlib.sha256(
+                    tensors.get_tensor(name).numpy().tobytes()
+                ).hexdigest()
     return hashes
 
 

@@ -108,3 +108,11 @@ def chain_sum(row: Mapping[str, Any]) -> str:
         written.append(f"{total}{operator}{number}={following}")
         total = following
     return " ".join([*written, f"A:{total}"])
+
+
+def chain_sum_or_at_once(row: Mapping[str, Any]) -> str:
+    """Two tasks of five worked out as by `chain_sum`; the others answered at once, `A:41`. Both are right, so that a model
+    learns both ways of answering, but can do only one of them well."""
+    worked = chain_sum(row)
+    is_worked = row["metadata"]["source_index"] % 5 < 2
+    return worked if is_worked else worked.split()[-1]
