@@ -26,8 +26,8 @@ def calculator_chain(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 
 def calculator_chain_or_guess(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """As `calculator_chain` for tasks of even index, and the bare answer for the others: a policy that has seen both ways
-    is left to find out which of them it can do right."""
-    if row["metadata"]["source_index"] % 2:
-        return [(f"A:{row['answer']}", True)]
-    return calculator_chain(row)
+    """As `calculator_chain` for two tasks of five, and the bare answer for the others: a policy that has seen both ways is
+    left to find out which of them it can do right."""
+    if row["metadata"]["source_index"] % 5 < 2:
+        return calculator_chain(row)
+    return [(f"A:{row['answer']}", True)]
