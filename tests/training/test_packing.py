@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.training.packing import micro_batches, pack, unpack
+from braid.models.batch import PackedBatch
+from braid.training.packing import grouped_micro_batches, micro_batches, pack, unpack
 from braid.types import Row
 
 CPU = torch.device("cpu")
@@ -88,6 +89,44 @@ def test_a_simulators_observations_and_actions_keep_their_shapes_and_types() -> 
 
 def test_outputs_come_back_row_by_row_in_float32() -> None:
     flat = torch.arange(5, dtype=torch.bfloat16, requires_grad=True)
-    parts = unpack(flat, (3, 2))
+    batch = PackedBatch({}, torch.ones(5, dtype=torch.bool), (3, 2))
+    parts = unpack(flat, batch)
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4]]
     assert all(part.dtype == np.float32 for part in parts)
+
+
+def answers(*responses: list[int], prompt: tuple[int, ...] = (5, 6, 7), group: int = 0) -> list[Row]:
+    """Rows of one prompt."""
+    rows = []
+    for response in responses:
+        ids = np.array([*prompt, *response], np.int64)
+        mask = np.arange(len(ids)) >= len(prompt)
+        fields = {"rewards": np.where(mask, 1.0, 0.0).astype(np.float32)}
+        rows.append(Row({"input_ids": ids}, mask, group=group, trajectory=0, fields=fields))
+    return rows
+
+
+def test_rows_of_a_group_store_their_prompt_once() -> None:
+    batch = pack(answers([1], [2, 3], [4]), CPU, weights=[0.5, 0.25, 1.0])
+    assert batch.inputs["input_ids"].tolist() == [5, 6, 7, 1, 2, 3, 4]
+    assert batch.lengths == (4, 5, 4)
+    assert batch.shared == ((0, 0), (0, 3), (0, 3))
+    assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 3]
+    assert batch.previous.tolist() == [-1, 0, 1, 2, 2, 4, 2]
+    assert batch.row.tolist() == [0, 0, 0, 0, 1, 1, 2]
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [0.5] * 4 + [0.25] * 2 + [1.0]
+    assert batch.fields["rewards"].tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert [part.tolist() for part in unpack(torch.arange(7), batch)] == [
+        [0, 1, 2, 3],
+        [0, 0, 0, 4, 5],
+        [0, 0, 0, 6],
+    ]
+
+
+def test_micro_batches_keep_a_group_together_where_it_fits() -> None:
+    rows = answers([1], [2, 2], [3]) + answers([4], [5], prompt=(8, 9), group=1)
+    assert grouped_micro_batches(rows, 7) == [[1, 0, 2], [3, 4]]
+    cut = grouped_micro_batches(rows, 5)
+    assert sorted(index for batch in cut for index in batch) == [0, 1, 2, 3, 4]
+    assert all(pack([rows[i] for i in batch], CPU).num_positions <= 5 for batch in cut)

@@ -24,6 +24,7 @@ from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
+from braid.runtime.memory import keep_freed_memory
 
 from . import build, on_policy, steps, supervised
 from .parts import Parts
@@ -96,6 +97,7 @@ def _weights_of(run_dir: Path, step: int | None = None) -> dict[str, torch.Tenso
 
 def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
     config = loaded.config
+    keep_freed_memory()
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     inputs = build.read_inputs(loaded, verb)

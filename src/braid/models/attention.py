@@ -91,29 +91,41 @@ class PackedAttention:
     position ever attends to padding, so the rectangles change no number.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """`lengths` [B] of the segments, in packing order."""
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, shared: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """`lengths` [B] of the segments, in packing order; `shared` as PackedBatch has it."""
+        shared = shared or [(0, 0)] * len(lengths)
         self._rectangles = _rectangles(lengths)
-        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-        sizes = torch.tensor(lengths)
+        stored = _stored_places(lengths, shared)
+        owned = [torch.arange(length) >= num for length, (_, num) in zip(lengths, shared, strict=True)]
+        num_stored = sum(int(own.sum()) for own in owned)
         gather: list[Tensor] = []
-        self._place = torch.empty(sum(lengths), dtype=torch.long)
+        self._place = torch.empty(num_stored, dtype=torch.long)
+        copies: list[Tensor] = []
         offset = 0
         for rows, width in self._rectangles:
-            column = torch.arange(width)
-            index = starts[rows, None] + torch.minimum(column, sizes[rows, None] - 1)
-            is_real = column < sizes[rows, None]
-            self._place[index[is_real]] = offset + torch.nonzero(is_real.flatten()).flatten()
-            gather.append(index.flatten())
-            offset += index.numel()
+            for row in rows:
+                places = offset + torch.arange(lengths[row])
+                self._place[stored[row][owned[row]]] = places[owned[row]]
+                copies.append(torch.stack((stored[row][~owned[row]], places[~owned[row]])))
+                gather.append(torch.cat((stored[row], stored[row][-1:].expand(width - lengths[row]))))
+                offset += width
         self._gather = torch.cat(gather)
-        self._is_identity = torch.equal(self._gather, torch.arange(sum(lengths)))
+        self._is_identity = torch.equal(self._gather, torch.arange(num_stored))
         self._gather, self._place = self._gather.to(device), self._place.to(device)
+        self._copies = torch.cat(copies, dim=1).to(device)
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See AttentionContext."""
+        """See AttentionContext. On CPU autocast stops here: the backward pass of attention is several times slower in bf16
+        than in float32, so that softmax and all it weighs stay in float32."""
+        if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self.attend(call, query.float(), key.float(), value.float())
         if not self._is_identity:
-            query, key, value = (_Lay.apply(x, self._gather, self._place) for x in (query, key, value))
+            query, key, value = (
+                _Lay.apply(x, self._gather, self._place, self._copies) for x in (query, key, value)
+            )
         sizes = [len(rows) * width for rows, width in self._rectangles]
         outs = [
             causal_attention(call, *(x.unflatten(0, (len(rows), width)) for x in qkv)).flatten(0, 1)
@@ -129,18 +141,24 @@ def causal_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor)
     """Causal attention over right-padded rows: [B, L, Hq, d], [B, L, Hkv, d] -> [B, L, Hq, d]."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:
+    # CPU kernels share a key head among query heads for less time than copies of it take; not all CUDA kernels can.
+    is_shared = groups > 1 and q.device.type == "cpu" and call.softcap is None
+    if groups > 1 and not is_shared:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     width = q.shape[2]
     window = call.sliding_window if call.sliding_window and call.sliding_window < width else None
     if call.softcap is None and window is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scaling)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=call.scaling, enable_gqa=is_shared
+        )
         return out.transpose(1, 2)
     place = torch.arange(width, device=q.device)
     behind = place[:, None] - place[None, :]
     visible = (behind >= 0) & (behind < (window or width))
     if call.softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=call.scaling)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=call.scaling, enable_gqa=is_shared
+        )
         return out.transpose(1, 2)
     scores = torch.tanh(q @ k.transpose(-1, -2) * (call.scaling / call.softcap)) * call.softcap
     weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(v.dtype)
@@ -148,17 +166,21 @@ def causal_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor)
 
 
 class _Lay(torch.autograd.Function):
-    """[T, ...] -> [rectangles, ...]; a gather both ways, since padding receives no gradient."""
+    """[T, ...] -> [rectangles, ...]. Backward is a gather too, since padding receives no gradient, plus what the copies of
+    shared positions received: `copies` [2, N] has where each is stored and where it lies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gather: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, gather: Tensor, place: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(place, copies)
         return x.index_select(0, gather)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        place, (stored, lies) = ctx.saved_tensors
+        out = grad.index_select(0, place)
+        if len(stored):
+            out.index_add_(0, stored, grad.index_select(0, lies))
+        return out, None, None, None
 
 
 class _Lift(torch.autograd.Function):
@@ -174,6 +196,17 @@ class _Lift(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (place,) = ctx.saved_tensors
         return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, place, grad), None
+
+
+def _stored_places(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Where each position of each segment is stored."""
+    out: list[Tensor] = []
+    start = 0
+    for length, (source, num) in zip(lengths, shared, strict=True):
+        own = start + torch.arange(length - num)
+        out.append(torch.cat((out[source][:num], own)) if num else own)
+        start += length - num
+    return out
 
 
 def _rectangles(lengths: Sequence[int]) -> list[tuple[list[int], int]]:

@@ -96,7 +96,9 @@ class CausalLM:
             raise AssertionError(f"a policy has no {sorted(unknown)}")
         written, before = written_positions(batch)
         states = self.hidden(
-            batch.inputs["input_ids"], batch.positions, PackedAttention(batch.lengths, batch.device)
+            batch.inputs["input_ids"],
+            batch.positions,
+            PackedAttention(batch.lengths, batch.device, batch.shared),
         )
         logprobs, entropy = token_logprobs(
             states.index_select(0, before),
@@ -139,9 +141,9 @@ def hidden_states(
 def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Where the mask is True, and the positions just before, whose hidden states predict them."""
     written = batch.mask.nonzero().squeeze(1)
-    lengths = torch.tensor((0, *batch.lengths[:-1]), device=batch.device)
-    assert not batch.mask[lengths.cumsum(0)].any(), "a row's first token has nothing that predicts it"
-    return written, written - 1
+    before = batch.previous.index_select(0, written)
+    assert not (before < 0).any(), "a row's first token has nothing that predicts it"
+    return written, before
 
 
 def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor:

@@ -56,7 +56,7 @@ class ValueModel:
         if unknown := outputs - {"values"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
         written, before = written_positions(batch)
-        context = PackedAttention(batch.lengths, batch.device)
+        context = PackedAttention(batch.lengths, batch.device, batch.shared)
         states = hidden_states(self._backbone, batch.inputs["input_ids"], batch.positions, context)
         values = self._score(states.index_select(0, before)).squeeze(1).float()
         return {"values": spread(values, written, batch)}

@@ -45,6 +45,45 @@ def _cut(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[
     return out
 
 
+def grouped_micro_batches(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+    """Micro-batches of rows (their indices) in which rows that begin alike stay together, so that `pack` stores what they
+    share once; a group that is too large is cut."""
+    units: dict[object, list[int]] = {}
+    for index, row in enumerate(rows):
+        prompt = _prompt(row)
+        units.setdefault((row.group, prompt) if prompt else index, []).append(index)
+    pieces: list[tuple[list[int], int]] = []
+    for members in units.values():
+        common = _prompt_length(rows[members[0]])
+        lengths = [len(rows[i]) - common for i in members]
+        pieces.extend(
+            ([members[i] for i in piece], common + sum(lengths[i] for i in piece))
+            for piece in micro_batches(lengths, max(max_tokens - common, 1))
+        )
+    batches = micro_batches([size for _, size in pieces], max_tokens)
+    return [[index for piece in batch for index in pieces[piece][0]] for batch in batches]
+
+
+def _prompt_length(row: Row) -> int:
+    """Positions before the first that the policy wrote; 0 for what cannot be shared (simulators)."""
+    return int(row.mask.argmax()) if row.inputs.keys() == {"input_ids"} else 0
+
+
+def _prompt(row: Row) -> bytes:
+    return row.inputs["input_ids"][: _prompt_length(row)].tobytes() if "input_ids" in row.inputs else b""
+
+
+def _shared(rows: Sequence[Row]) -> tuple[tuple[int, int], ...]:
+    """PackedBatch.shared of rows: each prompt is stored with the first row that has it."""
+    first: dict[bytes, int] = {}
+    out: list[tuple[int, int]] = []
+    for index, row in enumerate(rows):
+        prompt = _prompt(row)
+        source = first.setdefault(prompt, index) if prompt else index
+        out.append((0, 0) if source == index else (source, _prompt_length(row)))
+    return tuple(out)
+
+
 def pack(
     rows: Sequence[Row],
     device: torch.device,
@@ -57,21 +96,29 @@ def pack(
     `weights` [B] are spread over each row's positions, in float32. All rows have the same inputs and fields.
     """
     lengths = tuple(len(row) for row in rows)
+    shared = _shared(rows)
+    skips = [num for _, num in shared]
+    stored = [length - skip for length, skip in zip(lengths, skips, strict=True)]
     names = rows[0].fields.keys() if with_fields else ()
-    spread = None if weights is None else np.repeat(np.asarray(weights, np.float32), lengths)
+    spread = None if weights is None else np.repeat(np.asarray(weights, np.float32), stored)
+
+    def join(arrays: Sequence[NDArray]) -> Tensor:
+        parts = [array[skip:] for array, skip in zip(arrays, skips, strict=True)]
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
     return PackedBatch(
-        inputs={name: _join([row.inputs[name] for row in rows], device) for name in rows[0].inputs},
-        mask=_join([row.mask for row in rows], device),
+        inputs={name: join([row.inputs[name] for row in rows]) for name in rows[0].inputs},
+        mask=join([row.mask for row in rows]),
         lengths=lengths,
-        fields={name: _join([row.fields[name] for row in rows], device) for name in names},
+        fields={name: join([row.fields[name] for row in rows]) for name in names},
         weights=None if spread is None else torch.from_numpy(spread).to(device),
+        shared=shared if any(skips) else (),
     )
 
 
-def unpack(flat: Tensor, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
-    """[T] -> one array [length] for each row."""
-    return [part.numpy() for part in flat.detach().float().cpu().split(list(lengths))]
-
-
-def _join(arrays: Sequence[NDArray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays)).to(device)
+def unpack(flat: Tensor, batch: PackedBatch) -> list[NDArray[np.float32]]:
+    """[T] -> one array [length] for each row; 0 where a row shares its positions with an earlier one."""
+    parts = [part.numpy() for part in flat.detach().float().cpu().split(list(batch.stored))]
+    if not batch.shared:
+        return parts
+    return [np.pad(part, (num, 0)) for part, (_, num) in zip(parts, batch.shared, strict=True)]

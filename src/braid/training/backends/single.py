@@ -15,10 +15,10 @@ from torch import Tensor
 
 from braid.config.train import TrainConfig
 from braid.errors import CheckpointError, TrainingError
-from braid.models.base import Output, TrainableModel
+from braid.models.base import Output, TrainableModel, copy_weights
 from braid.training.backend import Diagnostics, Loss, StepReport
 from braid.training.optimizer import build_optimizer, load_optimizer_state, lr_factor, optimizer_state
-from braid.training.packing import micro_batches, pack, unpack
+from braid.training.packing import grouped_micro_batches, pack, unpack
 from braid.types import Row
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class SingleBackend:
             for indices in self._micro_batches(rows):
                 batch = pack([rows[i] for i in indices], self._device, with_fields=False)
                 for name, flat in self._model.forward(batch, outputs).items():
-                    for index, array in zip(indices, unpack(flat, batch.lengths), strict=True):
+                    for index, array in zip(indices, unpack(flat, batch), strict=True):
                         results[index][name] = array
         return results
 
@@ -74,7 +74,7 @@ class SingleBackend:
         return report
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        return micro_batches([len(row) for row in rows], self._config.micro_batch_tokens)
+        return grouped_micro_batches(rows, self._config.micro_batch_tokens)
 
     def _autocast(self) -> AbstractContextManager[None]:
         kind = self._config.autocast
@@ -135,7 +135,8 @@ class SingleBackend:
 
     def load(self, state: dict[str, Any]) -> None:
         """See TrainingBackend."""
-        _copy_weights(dict(self.named_weights()), state["weights"])
+        _check_same_model(dict(self.named_weights()), state["weights"])
+        copy_weights(state["weights"], self.named_weights())
         if self._optimizer is not None:
             load_optimizer_state(self._optimizer, self._model.module, state["optimizer"])
         self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
@@ -178,8 +179,7 @@ class _Running:
         )
 
 
-def _copy_weights(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """In place, so that whoever shares the tensors sees the new weights."""
+def _check_same_model(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     wrong = sorted(mine.keys() ^ saved.keys()) or [n for n in mine if mine[n].shape != saved[n].shape]
     if wrong:
         name = wrong[0]
@@ -188,6 +188,3 @@ def _copy_weights(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
             f"the saved weights are of another model: {name} is {here} in this run's model and {there} in the checkpoint "
             f"({len(wrong)} such weights); resume with the model that the checkpoint was made with, or start a new run"
         )
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(saved[name])
