@@ -12,7 +12,15 @@ HEAVY = ("torch", "transformers", "datasets", "gymnasium", "reasoning_gym", "mat
 
 @pytest.mark.parametrize(
     "module",
-    ["braid", "braid.types", "braid.errors", "braid.config.schema", "braid.config.load", "braid.plan", "braid.report.metrics"],
+    [
+        "braid",
+        "braid.types",
+        "braid.errors",
+        "braid.config.schema",
+        "braid.config.load",
+        "braid.plan",
+        "braid.report.metrics",
+    ],
 )
 def test_a_light_module_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
