@@ -165,10 +165,13 @@ def test_an_interrupted_run_says_where_it_stands_and_how_to_go_on(capsys: pytest
     )
 
 
-def test_an_interrupted_run_without_a_checkpoint_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_without_a_checkpoint_begins_again_in_its_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert guarded(raising(RunInterrupted(Path("runs/a"), None)), args()) == 130
     assert capsys.readouterr().err == (
-        "braid: interrupted; the run is in runs/a, nothing was saved yet\nto go on: braid train c.yaml\n"
+        "braid: interrupted; the run is in runs/a, nothing was saved yet\n"
+        "to go on: braid train c.yaml run.name=a run.resume=latest\n"
     )
 
 

@@ -20,7 +20,7 @@ import yaml
 from safetensors import safe_open
 
 NUM_KILLS = 20
-NUM_ROUNDS = 12
+NUM_ROUNDS = 40
 
 CONFIG = {
     "run": {"name": "tiny", "max_rounds": NUM_ROUNDS, "num_threads": 1, "device": "cpu"},
@@ -100,19 +100,24 @@ def weight_hashes(run: Path) -> dict[str, str]:
     return hashes
 
 
+def num_lines(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
 def wait_for(moment: str, run: Path, process: subprocess.Popen[str], rng: random.Random) -> None:
-    """Until a random moment of the kind named, or the end of the process."""
+    """Until a random moment of the kind named, at most a few rounds on, or the end of the process."""
+    before = num_lines(run)
+    end = time.monotonic() + rng.uniform(0.0, 8.0)
+    while process.poll() is None and time.monotonic() < end and num_lines(run) < before + 2:
+        time.sleep(0.005)
     if moment == "write":
-        deadline = time.monotonic() + rng.uniform(0, 4)
         while process.poll() is None:
-            inside = [p for p in (run / "checkpoints").glob("*") if not p.name.startswith("step_")]
-            if inside and time.monotonic() > deadline:
+            if any(not path.name.startswith("step_") for path in (run / "checkpoints").glob("*")):
                 time.sleep(rng.uniform(0, 0.01))
                 return
     else:
-        end = time.monotonic() + rng.uniform(0.0, 9.0)
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.2))
 
 
 @pytest.mark.slow
