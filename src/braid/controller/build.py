@@ -223,7 +223,7 @@ def _critic_of(config: RunConfig, lm: CausalLM, device: torch.device) -> ValueMo
     if config.critic.path is None:
         return ValueModel.copy_of(lm)
     model = config.model.model_copy(update={"path": config.critic.path, "build": None})
-    return ValueModel.copy_of(load_policy(model, temperature=1.0, seed=0, device=device, key="critic"))
+    return ValueModel(load_policy(model, temperature=1.0, seed=0, device=device, key="critic").backbone)
 
 
 def _critic_backend(

@@ -42,7 +42,7 @@ class Supervised:
 def run(parts: Parts) -> None:
     """`braid sft`: train from where `parts.progress` stands to the last step."""
     sft, progress, config = parts.supervised, parts.progress, parts.config
-    assert sft is not None, "build.build_supervised sets it"
+    assert sft is not None, "build.py makes it for this verb"
     if progress.round == 0:
         steps.publish(parts)
         steps.evaluate(parts, is_due=config.eval.before)

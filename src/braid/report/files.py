@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path`. On an OSError, which is passed on, the old file stays."""
+def write_atomically(path: Path, pieces: Iterable[str]) -> None:
+    """Replace the file at `path` by `pieces` of text, one after the other. On an OSError, which is passed on, the old file
+    stays."""
     beside = path.with_name(f".{path.name}.new")
     try:
         with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

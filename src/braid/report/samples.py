@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from braid.types import EnvSteps, Group, Prompt, Row, Status, Trajectory, Turn
 
-from .files import to_json
+from .files import to_json, write_atomically
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -47,17 +46,11 @@ def write_samples(
     """
     row_of = {row.trajectory: row for row in rows}
     trajectories = [t for group in groups for t in group.trajectories]
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            for place, trajectory in enumerate(trajectories):
-                file.write(to_json(_record(trajectory, row_of.get(place), decode)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    lines = (
+        to_json(_record(trajectory, row_of.get(place), decode)) + "\n"
+        for place, trajectory in enumerate(trajectories)
+    )
+    write_atomically(path, lines)
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
