@@ -16,9 +16,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 # The names of an algorithm's parts, as a config writes them. algorithms/ gives each its function and recipes.
-RecipeName = Literal["grpo", "ppo"]
-Advantage = Literal["grpo", "gae"]
-PolicyLoss = Literal["ppo_clip", "policy_gradient"]
+RecipeName = Literal[
+    "grpo",
+    "ppo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "topr",
+    "clip_cov",
+    "kl_cov",
+    "dppo",
+    "decoupled_ppo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "lite_ppo",
+    "rloo",
+    "remax",
+    "raft",
+    "maxrl",
+    "gigpo",
+]
+Advantage = Literal["grpo", "gae", "reinforce", "rloo", "remax", "raft", "maxrl", "gigpo"]
+AdvantageLevel = Literal["trajectory", "turn"]
+RewardStatistics = Literal["none", "group", "batch", "running"]
+PolicyLoss = Literal[
+    "ppo_clip", "policy_gradient", "cispo", "sapo", "topr", "clip_cov", "kl_cov", "dppo", "cross_entropy"
+]
+RatioLevel = Literal["token", "turn", "sequence"]
+Divergence = Literal["tv", "kl"]
+CorrectionLevel = Literal["token", "turn", "sequence", "geometric"]
+CorrectionMode = Literal["truncate", "mask"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlPlace = Literal["loss", "reward"]
 Aggregation = Literal[

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, asdict, fields
 from typing import get_args
 
 import pytest
@@ -22,7 +22,7 @@ def test_every_part_of_a_recipe_can_be_set_in_the_config():
 
 def test_every_recipe_is_a_config_that_validates():
     for name, recipe in RECIPES.items():
-        parts = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+        parts = asdict(recipe)
         assert AlgorithmConfig(recipe=name, **parts).advantage == recipe.advantage
 
 

@@ -10,7 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from braid.types import Advantage, Aggregation, KlEstimator, KlPlace, PolicyLoss, RecipeName
+from braid.types import (
+    Advantage,
+    AdvantageLevel,
+    Aggregation,
+    CorrectionLevel,
+    CorrectionMode,
+    Divergence,
+    KlEstimator,
+    KlPlace,
+    PolicyLoss,
+    RatioLevel,
+    RecipeName,
+    RewardStatistics,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """One correction of the loss by w = exp(old - behavior). See config.algorithm.CorrectionConfig."""
+
+    level: CorrectionLevel
+    mode: CorrectionMode
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +43,46 @@ class Recipe:
     None means off, but for `aggregation_constant`, where it means that the plan derives it.
     """
 
+    reward_mean: RewardStatistics
+    reward_std: RewardStatistics
     advantage: Advantage
+    advantage_level: AdvantageLevel
     normalize_by_std: bool
     gamma: float
     gae_lambda: float
+    episode_weight: float
+    turn_weight: float
+    whiten_rewards: bool
     whiten_advantages: bool
+    advantage_clip: float | None
+    mask_truncated: bool
     policy_loss: PolicyLoss
+    ratio_level: RatioLevel
     clip_low: float
     clip_high: float
     dual_clip: float | None
+    sapo_tau_positive: float
+    sapo_tau_negative: float
+    topr_positive_weight: float
+    topr_negative_weight: float
+    cov_fraction: float
+    cov_low: float
+    cov_high: float
+    cov_coef: float
+    dppo_divergence: Divergence
+    early_stop_ratio: float | None
+    corrections: tuple[Correction, ...]
     aggregation: Aggregation
     aggregation_constant: float | None
+    policy_loss_coef: float
     kl_coef: float
     kl_estimator: KlEstimator
     kl_in: KlPlace
     kl_clamp: float | None
+    kl_target: float | None
+    kl_horizon: float
     entropy_coef: float
+    supervised_coef: float
     value_clip: float | None
     value_loss_coef: float
 
@@ -44,22 +91,46 @@ class Recipe:
 # Tokens are averaged over the step, not per answer, and the KL term is off, as in DAPO (arXiv 2503.14476).
 # The bound of 10 on k3 is customary.
 _GRPO = Recipe(
+    reward_mean="none",
+    reward_std="none",
     advantage="grpo",
+    advantage_level="trajectory",
     normalize_by_std=True,
     gamma=1.0,
     gae_lambda=1.0,
+    episode_weight=1.0,
+    turn_weight=1.0,
+    whiten_rewards=False,
     whiten_advantages=False,
+    advantage_clip=None,
+    mask_truncated=False,
     policy_loss="ppo_clip",
+    ratio_level="token",
     clip_low=0.2,
     clip_high=0.2,
     dual_clip=None,
+    sapo_tau_positive=1.0,
+    sapo_tau_negative=1.05,
+    topr_positive_weight=1.0,
+    topr_negative_weight=1.0,
+    cov_fraction=0.0002,
+    cov_low=1.0,
+    cov_high=5.0,
+    cov_coef=1.0,
+    dppo_divergence="tv",
+    early_stop_ratio=None,
+    corrections=(),
     aggregation="token_mean",
     aggregation_constant=None,
+    policy_loss_coef=1.0,
     kl_coef=0.0,
     kl_estimator="k3",
     kl_in="loss",
     kl_clamp=10.0,
+    kl_target=None,
+    kl_horizon=10_000.0,
     entropy_coef=0.0,
+    supervised_coef=0.0,
     value_clip=0.2,
     value_loss_coef=1.0,
 )
@@ -70,4 +141,50 @@ RECIPES: Mapping[RecipeName, Recipe] = {
     # 0.2 and k1 in the reward from Huang et al. 2024 (arXiv 2403.17031); gamma = lambda = 1 from Hu et al.
     # 2025 (arXiv 2503.24290).
     "ppo": replace(_GRPO, advantage="gae", whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
+    # Liu et al. 2025 (arXiv 2503.20783): neither the deviation nor the answer's own length.
+    "dr_grpo": replace(_GRPO, normalize_by_std=False, aggregation="token_sum_constant"),
+    # Yu et al. 2025 (arXiv 2503.14476). Its dynamic sampling is rollout.filter, its soft punishment reward.overlong.
+    "dapo": replace(_GRPO, clip_high=0.28),
+    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a sequence, with its narrow bounds.
+    "gspo": replace(
+        _GRPO,
+        ratio_level="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregation="sequence_mean_token_mean",
+    ),
+    # MiniMax 2025 (arXiv 2506.13585): every token keeps its gradient, its weight is bounded.
+    "cispo": replace(_GRPO, policy_loss="cispo", clip_low=1.0, clip_high=4.0),
+    # Gao et al. 2025 (arXiv 2511.20347): a smooth gate in place of the clip.
+    "sapo": replace(_GRPO, policy_loss="sapo"),
+    # Le Roux et al. 2025 (arXiv 2503.14286): no ratio on good answers, a ratio of at most 1 on bad ones.
+    "topr": replace(_GRPO, policy_loss="topr", reward_mean="group", advantage="reinforce"),
+    # Cui et al. 2025 (arXiv 2505.22617): two ways of keeping entropy up.
+    "clip_cov": replace(_GRPO, policy_loss="clip_cov"),
+    "kl_cov": replace(_GRPO, policy_loss="kl_cov", cov_fraction=0.2),
+    "dppo": replace(_GRPO, policy_loss="dppo"),
+    # Hilton et al. 2021 (arXiv 2110.00641): clip against the policy before the update, weigh by its distance from the
+    # sampler; needs old_logprobs=recompute.
+    "decoupled_ppo": replace(_GRPO, corrections=(Correction(level="token", mode="mask", low=0.0, high=5.0),)),
+    # Williams 1992, with the batch's mean as the baseline.
+    "reinforce": replace(_GRPO, reward_mean="batch", advantage="reinforce", policy_loss="policy_gradient"),
+    # Hu 2025 (arXiv 2501.03262): KL in the reward, advantages whitened over the round; its baseline variant takes the
+    # group's mean off first.
+    "reinforce_pp": replace(
+        _GRPO, advantage="reinforce", whiten_advantages=True, kl_estimator="k1", kl_in="reward"
+    ),
+    "reinforce_pp_baseline": replace(
+        _GRPO, reward_mean="group", advantage="reinforce", whiten_advantages=True, kl_estimator="k2"
+    ),
+    # Liu et al. 2025 (arXiv 2508.08221): the group's mean, the round's deviation.
+    "lite_ppo": replace(_GRPO, reward_mean="group", reward_std="batch", advantage="reinforce"),
+    # Ahmadian et al. 2024 (arXiv 2402.14740): the mean of the others in the group.
+    "rloo": replace(_GRPO, advantage="rloo", policy_loss="policy_gradient"),
+    # Li et al. 2023 (arXiv 2310.10505): the reward of the greedy answer.
+    "remax": replace(_GRPO, advantage="remax", policy_loss="policy_gradient"),
+    # Dong et al. 2023 (arXiv 2304.06767): imitate the best of each group.
+    "raft": replace(_GRPO, advantage="raft", policy_loss="policy_gradient"),
+    "maxrl": replace(_GRPO, advantage="maxrl"),
+    # Feng et al. 2025 (arXiv 2505.10978): trajectories of a group, and turns from the same state.
+    "gigpo": replace(_GRPO, advantage="gigpo", gamma=0.95),
 }

@@ -14,6 +14,8 @@ class _Part(Section):
     """Names the part in metrics; its kind when empty."""
     weight: float = 1.0
     """Factor in the sum."""
+    sources: tuple[str, ...] = ()
+    """Names of the data sources whose trajectories it scores; all when empty."""
 
 
 class MathReward(_Part):
@@ -69,11 +71,31 @@ RewardPart = Annotated[
 ]
 
 
+class OverlongConfig(Section):
+    """A penalty that grows linearly over the last tokens before the limit (DAPO, arXiv 2503.14476)."""
+
+    buffer_tokens: PositiveInt
+    """Tokens before rollout.sampling.max_new_tokens over which it grows."""
+    penalty: PositiveFloat = 1.0
+    """What is taken off at the limit."""
+
+
 class RewardConfig(Section):
-    """How trajectories are scored. The parts are summed with their weights, then added to the environment's own."""
+    """How trajectories are scored. The parts are summed with their weights, then added to the environment's own; the sum is
+    zeroed (`truncated`), penalised (`overlong`), scaled, shifted and clipped, in this order."""
 
     parts: tuple[RewardPart, ...] = ()
     """Scores of the final text."""
+    truncated: Literal["keep", "zero"] = "keep"
+    """zero: a trajectory that a limit cut off has reward 0."""
+    overlong: OverlongConfig | None = None
+    """Penalty of long answers."""
+    scale: float = 1.0
+    """Factor of the reward, in training only."""
+    shift: float = 0.0
+    """Added to it after scaling, in training only."""
+    clip: PositiveFloat | None = None
+    """Bound on its absolute value, in training only; null for none."""
     timeout_s: PositiveFloat = 30.0
     """Limit for one call of one part."""
     retries: NonNegativeInt = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Section
 
@@ -97,6 +97,24 @@ class NativeEngineConfig(Section):
     """Capture the decoding step on CUDA devices."""
 
 
+class FilterConfig(Section):
+    """Which groups are worth training on, by the rewards of their valid trajectories."""
+
+    min_std: NonNegativeFloat | None = None
+    """Groups whose rewards have a standard deviation of at most this are dropped (0: those with equal rewards)."""
+    min_mean: float | None = None
+    """Groups whose mean reward is at most this are dropped."""
+    max_mean: float | None = None
+    """Groups whose mean reward is at least this are dropped."""
+    then: Literal["mask", "resample", "replace"] = "mask"
+    """mask: train without them. resample: draw new prompts until the round is full (DAPO). replace: train on copies of kept
+    groups in their place."""
+    max_batches: PositiveInt = 30
+    """resample: batches of prompts drawn for one round at most; then the round goes on with what was kept."""
+    min_kept_fraction: float = Field(default=0.3, ge=0.0, le=1.0)
+    """replace: share of kept groups below which the round is trained without the others instead."""
+
+
 class RolloutConfig(Section):
     """How a round's trajectories are produced."""
 
@@ -110,6 +128,8 @@ class RolloutConfig(Section):
     """What samples."""
     native: NativeEngineConfig = NativeEngineConfig()
     """Limits of the native engine."""
+    filter: FilterConfig = FilterConfig()
+    """Groups left out of training."""
     retries: NonNegativeInt = 1
     """Further tries of a trajectory whose environment or engine failed."""
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

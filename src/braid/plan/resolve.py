@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from braid.algorithms.recipes import RECIPES, Recipe
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.algorithm import AlgorithmConfig
 from braid.config.data import ProceduralSource
 from braid.config.load import DEFAULT
@@ -46,6 +46,8 @@ def merge_recipe(config: AlgorithmConfig) -> Recipe:
     """The named recipe with the parts that the config sets; `off` is None in a recipe."""
     names = {field.name for field in fields(Recipe)}
     given = {name: value for name, value in config if name in names and value is not None}
+    if config.corrections is not None:
+        given["corrections"] = tuple(Correction(**dict(correction)) for correction in config.corrections)
     return replace(RECIPES[config.recipe], **{k: None if v == "off" else v for k, v in given.items()})
 
 
