@@ -195,7 +195,7 @@ def test_a_value_that_must_be_given_can_be_given(tmp_path: Path) -> None:
             "data.train.0.path=x",
             "data.train[0].path: unknown key for kind procedural; it belongs to kind file and hub [override]",
         ),
-        ("group_size=4", "group_size: unknown key here; there is rollout.group_size [override]"),
+        ("group_size=4", "group_size: unknown key here; there is env.group_size and rollout.group_size [override]"),
         ("run.zzz=4", "run.zzz: unknown key; known here: name, output_dir, seed, device"),
     ],
 )
@@ -267,12 +267,12 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ("eval=null", "eval: is empty; remove it, or give a mapping with keys before, every_rounds"),
         (
             "env.kind=tool",
-            "env: kind: 'tool' is not one of single_turn, tools, gymnasium",
+            "env: kind: 'tool' is not one of single_turn, tools, gymnasium, maniskill, libero",
         ),
-        ("env={max_turns: 3}", "env: has no `kind`; add one of single_turn, tools, gymnasium [override]"),
+        ("env={max_turns: 3}", "env: has no `kind`; add one of single_turn, tools, gymnasium, maniskill, libero [override]"),
         (
             "env=tools",
-            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, gymnasium [override]",
+            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, gymnasium, maniskill, libero [override]",
         ),
         (
             "data.train=x",
@@ -389,6 +389,13 @@ _VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+def _has(at: Any, key: str | int) -> bool:
+    """Whether `at` still has the entry, after changes further up."""
+    if isinstance(at, list):
+        return isinstance(key, int) and key < len(at)
+    return isinstance(at, dict) and key in at
+
+
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 def test_a_wrong_type_anywhere_is_a_config_error_and_nothing_else(
@@ -399,12 +406,8 @@ def test_a_wrong_type_anywhere_is_a_config_error_and_nothing_else(
     for path in data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=3)):
         at: Any = tree
         for key in path[:-1]:
-            at = (
-                at[key]
-                if isinstance(at, dict | list) and (key in at if isinstance(at, dict) else True)
-                else {}
-            )
-        if isinstance(at, dict | list) and at:
+            at = at[key] if _has(at, key) else None
+        if _has(at, path[-1]):
             at[path[-1]] = data.draw(_VALUES)
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -75,6 +75,12 @@ class AlgorithmConfig(Section):
     """Bound on an advantage's absolute value, after whitening; off for none."""
     mask_truncated: bool | None = None
     """Leave trajectories that a limit cut off out of the loss (they still count in their group's statistics)."""
+    reward_level: Literal["chunk", "action"] = "chunk"
+    """Robots: rewards and advantages per chunk of actions, or per action."""
+    logprob_level: Literal["token", "action", "chunk"] = "token"
+    """Robots: what a ratio is of."""
+    entropy_level: Literal["token", "action", "chunk"] = "token"
+    """Robots: what entropy is taken of."""
     policy_loss: PolicyLoss | None = None
     """Surrogate."""
     ratio_level: RatioLevel | None = None

@@ -6,10 +6,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from .backends import DType, LoraConfig
 from .base import Section
 from .train import TrainConfig
-
-DType = Literal["fp32", "bf16", "fp16"]
 
 
 class BuildSpec(Section):
@@ -57,6 +56,45 @@ class MlpSpec(Section):
     """Nonlinearity between them."""
 
 
+class VlaConfig(Section):
+    """What makes a folder a vision-language-action policy."""
+
+    kind: Literal["openvla", "openvla_oft"] = "openvla_oft"
+    """Architecture."""
+    action_dim: PositiveInt = 7
+    """Numbers of one action."""
+    num_action_chunks: PositiveInt = 8
+    """Actions of one answer of the policy."""
+    value_level: Literal["chunk", "action"] = "chunk"
+    """The value head gives one value per chunk, or one per action."""
+    unnorm_key: str | None = None
+    """Data set whose statistics turn the model's numbers into actions."""
+    policy_setup: str = "widowx_bridge"
+    """Control mode of the robot."""
+    image_size: tuple[PositiveInt, PositiveInt] = (224, 224)
+    """Height and width of images, in pixels."""
+    num_images: PositiveInt = 1
+    """Cameras."""
+    center_crop: bool = True
+    """Crop images to the middle 90 % of their area."""
+    use_proprio: bool = False
+    """The robot's own state is an input."""
+    greedy: bool = False
+    """Decode actions by the likeliest token."""
+    max_prompt_tokens: PositiveInt = 30
+    """Instructions are padded to this length."""
+    vocab_size: PositiveInt | None = None
+    """Where the action tokens begin to count back from; the model's when null."""
+    extra_vocab_size: int = Field(default=0, ge=0)
+    """Tokens added to the tokenizer's vocabulary."""
+    hidden_size: PositiveInt | None = None
+    """Input width of the value head; the model's when null."""
+    qkv_bias: bool | None = None
+    """Attention has biases; as in the model when null, and checked against it otherwise."""
+    eval_batch_rows: PositiveInt = 8
+    """Observations of one forward pass in evaluation."""
+
+
 class ModelConfig(Section):
     """The policy. Give one of `path`, `build` (language models) or `mlp` (simulators)."""
 
@@ -74,6 +112,16 @@ class ModelConfig(Section):
     """Type in which the trained weights are held."""
     trust_remote_code: bool = False
     """Allow a model folder to bring its own Python code."""
+    architecture: str | None = None
+    """Architecture that the folder must have (qwen2, qwen3, llama, ...); any when null."""
+    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
+    """Kernel of the attention over packed rows."""
+    low_memory_load: bool = True
+    """Read weights straight into their place instead of making the model first."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters in place of all weights."""
+    vla: VlaConfig | None = None
+    """Settings of a vision-language-action policy, in the folder `path`."""
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
@@ -93,6 +141,10 @@ class CriticConfig(Section):
     """Its own optimizer and batch settings; those of the policy when absent."""
     warmup_rounds: int = Field(default=0, ge=0)
     """Rounds at the start in which only the critic learns."""
+    normalize_values: bool = False
+    """Learn the mean and deviation of returns while training, and predict in their units (PopArt, arXiv 1602.07714)."""
+    head_name: str = "value_head"
+    """Name of the value head's weights."""
 
 
 class ReferenceConfig(Section):
@@ -100,3 +152,7 @@ class ReferenceConfig(Section):
 
     path: str | None = None
     """Its folder; a copy of the policy as it is when reinforcement starts, when absent."""
+    update_every_epochs: int = Field(default=0, ge=0)
+    """Take over the policy's weights after so many passes over the prompts; 0 for never."""
+    train: TrainConfig | None = None
+    """Its own backend and batch settings; those of the policy when absent."""

@@ -33,6 +33,10 @@ class RunSection(Section):
     """none, latest, or the path of a checkpoint folder."""
     if_exists: Literal["refuse", "new"] = "refuse"
     """When the folder holds a run and resume is none: stop, or take the next free name (name-2, ...)."""
+    eval_only: bool = False
+    """`braid train` evaluates and ends."""
+    max_restarts: NonNegativeInt = 0
+    """Times that a run goes on by itself from its newest checkpoint after a worker died."""
     base_dir: str | None = None
     """Folder that relative paths of data files and functions start from; that of the config file when null."""
 
@@ -55,6 +59,10 @@ class EvalConfig(Section):
     """Cadence; 0 for none."""
     at_end: bool = True
     """Evaluate after the last round."""
+    batch_prompts: PositiveInt | None = None
+    """Prompts evaluated at a time; all when null."""
+    shuffle: bool = False
+    """Evaluate in an order drawn by the run's seed (it matters with batch_prompts for the order of samples only)."""
     samples_per_prompt: PositiveInt = 1
     """n of mean@n."""
     pass_at: tuple[PositiveInt, ...] = (1,)
@@ -76,6 +84,12 @@ class CheckpointConfig(Section):
     """Save after the last round."""
     keep: PositiveInt | None = 2
     """Newest checkpoints kept; null for all."""
+    dir: str | None = None
+    """Folder of the checkpoints; `checkpoints/` in the run's folder when null."""
+    export_every_rounds: NonNegativeInt = 0
+    """Cadence of Hugging Face folders; 0 for none (`braid export` makes one from any checkpoint)."""
+    export_dir: str | None = None
+    """Parent of those folders; `exports/` in the run's folder when null."""
 
 
 class WandbConfig(Section):
@@ -83,6 +97,8 @@ class WandbConfig(Section):
 
     project: str = "braid"
     """Project name."""
+    name: str | None = None
+    """Name of the run there; run.name when null."""
     mode: Literal["online", "offline"] = "offline"
     """offline writes to the run's folder only."""
 
@@ -92,6 +108,8 @@ class SwanlabConfig(Section):
 
     project: str = "braid"
     """Project name."""
+    name: str | None = None
+    """Name of the run there; run.name when null."""
     mode: Literal["cloud", "local", "offline"] = "offline"
     """offline writes to the run's folder only."""
 
@@ -101,14 +119,22 @@ class ReportConfig(Section):
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """Live display on a terminal, a line per round elsewhere."""
+    dir: str | None = None
+    """Folder of the sinks' own files; the run's folder when null."""
     tensorboard: bool = True
     """Write event files to tensorboard/."""
+    tensorboard_queue: PositiveInt = 10
+    """Values held back before they are written."""
     wandb: WandbConfig | None = None
     """Weights & Biases (extra `wandb`)."""
     swanlab: SwanlabConfig | None = None
     """SwanLab (extra `swanlab`)."""
     samples_every_rounds: NonNegativeInt = 10
     """Store every trajectory of each such round in samples/; 0 for none."""
+    eval_samples: bool = True
+    """Store the trajectories of every evaluation in samples/."""
+    batches_every_rounds: NonNegativeInt = 0
+    """Store all arrays of the training rows of each such round in batches/ (safetensors); 0 for none."""
 
 
 class SftConfig(Section):

@@ -79,7 +79,80 @@ class GymnasiumEnv(Section):
     """Episodes of one evaluation, each from a reset state of its own."""
 
 
-EnvConfig = Annotated[SingleTurnEnv | ToolEnv | GymnasiumEnv, Field(discriminator="kind")]
+class VideoConfig(Section):
+    """Recording of episodes."""
+
+    save: bool = False
+    """Write a video of every rollout."""
+    overlay: bool = True
+    """Write reward, return and success into the picture."""
+    dir: str | None = None
+    """Folder; `video/` in the run's folder when null."""
+
+
+class RobotSettings(Section):
+    """How a robot simulator runs, in training or in evaluation."""
+
+    num_envs: PositiveInt | None = None
+    """Simulators in all, over all workers; one per trajectory of a round when null."""
+    max_episode_steps: PositiveInt = 80
+    """Env steps after which an episode is truncated."""
+    auto_reset: bool = False
+    """Begin a new episode when one ends, at the end of its action chunk."""
+    ignore_terminations: bool = False
+    """Only max_episode_steps ends an episode."""
+    fixed_reset_states: bool = True
+    """Simulators keep their reset states within a round, so that a group shares one."""
+    relative_reward: bool = True
+    """The reward of an env step is the change of the simulator's own."""
+    reward_scale: float = 5.0
+    """Factor of the simulator's reward."""
+    group_size: PositiveInt | None = None
+    """Simulators that share a reset state; rollout.group_size when null."""
+    seed: NonNegativeInt = 0
+    """Added to the run's seed for reset states."""
+    camera_height: PositiveInt = 256
+    """Pixels."""
+    camera_width: PositiveInt = 256
+    """Pixels."""
+    video: VideoConfig = VideoConfig()
+    """Recording."""
+
+
+class _RobotEnv(RobotSettings):
+    eval: RobotSettings | None = None
+    """Settings of evaluation; those of training when null."""
+    episodes_per_round: PositiveInt = 1
+    """Times the simulators are run through in a round."""
+    offload: bool = False
+    """Put the simulators' state aside and end their processes while the policy trains."""
+    pipeline_stages: PositiveInt = 1
+    """Parts of the simulators that take turns with the policy: while one moves, the policy answers another."""
+
+
+class ManiskillEnv(_RobotEnv):
+    """ManiSkill."""
+
+    kind: Literal["maniskill"]
+    """The simulator ManiSkill (extra `maniskill`)."""
+    task: str
+    """Its registered name, for example PutCarrotOnPlateInScene-v1."""
+
+
+class LiberoEnv(_RobotEnv):
+    """LIBERO."""
+
+    kind: Literal["libero"]
+    """The simulator LIBERO (extra `libero`)."""
+    suite: Literal[
+        "libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90", "libero_130"
+    ] = "libero_10"
+    """Its set of tasks."""
+
+
+EnvConfig = Annotated[
+    SingleTurnEnv | ToolEnv | GymnasiumEnv | ManiskillEnv | LiberoEnv, Field(discriminator="kind")
+]
 
 
 class NativeEngineConfig(Section):
@@ -95,6 +168,77 @@ class NativeEngineConfig(Section):
     """Type of the weights that it computes with: auto shares the trainer's own tensors, the others hold a copy."""
     cuda_graphs: bool = True
     """Capture the decoding step on CUDA devices."""
+
+
+class _ServedEngine(Section):
+    replicas: PositiveInt = 1
+    """Engines side by side; requests go to the least loaded, those of a group together."""
+    tensor_parallel: PositiveInt = 1
+    """Devices that share each layer of one engine."""
+    pipeline_parallel: PositiveInt = 1
+    """Devices that share the layers of one engine out among them."""
+    servers: tuple[str, ...] = ()
+    """URLs of running servers, in place of engines of this run's own."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of the engine's weights; the trainer's for auto."""
+    memory_fraction: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Share of the device's memory for weights and cache."""
+    max_running: PositiveInt = 256
+    """Sequences decoded together."""
+    max_model_tokens: PositiveInt | None = None
+    """Longest sequence that the engine accepts; the longest possible trajectory when null."""
+    cuda_graphs: bool = True
+    """Capture the decoding step on CUDA devices."""
+    cuda_graph_max_batch: PositiveInt | None = None
+    """Largest batch that is captured; the engine's own choice when null."""
+    prefix_caching: bool = True
+    """Reuse the cache of equal beginnings."""
+    chunked_prefill: bool = True
+    """Long prompts are read in pieces between decoding steps."""
+    prefill_tokens: PositiveInt = 8192
+    """Prompt tokens in one forward pass."""
+    attention: str | None = None
+    """Attention kernels, by the engine's own name; its choice when null."""
+    detokenize: bool = False
+    """Let the engine make text too (for its logs; rewards get braid's own text)."""
+    load_weights: bool = False
+    """Read the folder's weights at the start; false: random ones until the first publication."""
+
+
+class VllmConfig(_ServedEngine):
+    """vLLM (`rollout.engine=vllm`, extra `vllm`)."""
+
+    block_size: PositiveInt | None = None
+    """Tokens of one cache page; vLLM's choice when null."""
+    log_stats: bool = True
+    """vLLM writes its own statistics."""
+    executor: Literal["mp", "ray", "uni"] = "mp"
+    """How vLLM runs its workers."""
+    in_process: bool = True
+    """vLLM's scheduler runs in the engine's own process, so that the order of requests is the same every time."""
+
+
+class SglangConfig(_ServedEngine):
+    """SGLang (`rollout.engine=sglang`, extra `sglang`)."""
+
+    decode_log_interval: PositiveInt = 40
+    """Decoding steps between two lines of SGLang's log."""
+    torch_compile: bool = False
+    """torch.compile of SGLang's decoding step."""
+    torch_compile_max_batch: PositiveInt = 32
+    """Largest batch that is compiled."""
+
+
+class PublishConfig(Section):
+    """How new weights travel to engines in other processes."""
+
+    transport: Literal["auto", "shared_memory", "nccl", "gloo", "files"] = "auto"
+    """auto: the cheapest that the placement allows."""
+    bucket_bytes: PositiveInt = 128 * 2**20
+    """Bytes sent at a time."""
+    existing_group: Literal["auto", "replace", "refuse"] = "auto"
+    """When a server already has a group for weights: make a new one or stop. auto: replace for servers, refuse for
+    engines of this run."""
 
 
 class FilterConfig(Section):
@@ -124,10 +268,26 @@ class RolloutConfig(Section):
     """Trajectories per prompt."""
     sampling: SamplingConfig = SamplingConfig()
     """How training trajectories are sampled."""
-    engine: Literal["native"] = "native"
+    max_sequence_tokens: PositiveInt | None = None
+    """Longest prompt plus response; null for the sum of their limits."""
+    engine: Literal["native", "vllm", "sglang"] = "native"
     """What samples."""
     native: NativeEngineConfig = NativeEngineConfig()
     """Limits of the native engine."""
+    vllm: VllmConfig = VllmConfig()
+    """Options of vLLM."""
+    sglang: SglangConfig = SglangConfig()
+    """Options of SGLang."""
+    publish: PublishConfig = PublishConfig()
+    """How new weights travel to engines in other processes."""
+    request_batch: PositiveInt | None = None
+    """Prompts handed to the engine at a time; all of a round when null."""
+    print_outputs: bool = False
+    """Log every answer as text."""
+    check_weights: bool = False
+    """After each publication compare a fingerprint of the engine's weights with the trainer's."""
+    check_weights_dir: str | None = None
+    """Folder for both sets of weights when they differ; the run's folder when null."""
     filter: FilterConfig = FilterConfig()
     """Groups left out of training."""
     retries: NonNegativeInt = 1

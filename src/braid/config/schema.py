@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .algorithm import AlgorithmConfig
 from .base import Section
+from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig
 from .model import CriticConfig, ModelConfig, ReferenceConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
@@ -17,12 +18,16 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     """Name, place, length and seed."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Devices, and which roles sit on which."""
     model: ModelConfig
     """The policy."""
     critic: CriticConfig = CriticConfig()
     """The value model, where the algorithm needs one."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL terms, where the algorithm needs one."""
+    inference: InferenceConfig = InferenceConfig()
+    """Log-probs before the update, where they have devices of their own."""
     data: DataConfig = DataConfig()
     """Training and evaluation prompts."""
     env: EnvConfig = SingleTurnEnv()

@@ -1,0 +1,48 @@
+"""Which devices there are, and which roles sit on which of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from .base import Section
+
+Role = Literal["policy", "critic", "reference", "inference", "reward", "rollout", "env"]
+
+
+class ClusterConfig(Section):
+    """Processes and devices. With one process everything runs where `braid` was started."""
+
+    runtime: Literal["auto", "in_process", "ray"] = "auto"
+    """auto: in this process when the placement has one device and nothing needs more, else Ray."""
+    address: str | None = None
+    """Ray cluster to join; one is started on this machine when null."""
+    num_nodes: PositiveInt = 1
+    """Machines."""
+    devices_per_node: PositiveInt | None = None
+    """Accelerators (or CPU processes) of each; those that are found when null."""
+    placement: dict[str, str] = Field(default_factory=dict)
+    """Roles (policy, critic, reference, inference, reward, rollout, env), comma-separated, to device numbers: `all`, `0-3`,
+    `0,2,4`, `0-7:0-3` (devices:processes). Roles on the same devices take turns. Empty: everything on all devices."""
+    group_names: dict[Role, str] = Field(default_factory=dict)
+    """Names of the worker groups in messages and process titles; the role's own when absent."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of every worker."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Limit for all workers to be up."""
+    call_timeout_s: PositiveFloat = 3600.0
+    """Limit for one call of a role."""
+
+
+class InferenceConfig(Section):
+    """The workers that compute log-probs before the update, where `cluster.placement` gives them devices of their own."""
+
+    load_from_policy: bool = True
+    """Take the weights from the policy's workers in place of the model folder."""
+    tensor_parallel: PositiveInt | None = None
+    """Megatron tensor parallelism; the policy's when null."""
+    pipeline_parallel: PositiveInt | None = None
+    """Megatron pipeline parallelism; the policy's when null."""
+    sequence_parallel: bool | None = None
+    """Megatron sequence parallelism; the policy's when null."""
