@@ -23,6 +23,7 @@ from braid.errors import BraidError, ConfigError, RunInterrupted, suggest
 if TYPE_CHECKING:
     from braid.config.load import Loaded
     from braid.controller.commands import Outcome
+    from braid.dialects.load import Read
     from braid.plan import Verb
 
 OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -30,12 +31,15 @@ OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 _HELP = """\
 braid trains language models, agents and policies with reinforcement learning.
 One YAML file describes a run; key=value on the command line changes any part of it.
+Configs of RLinf, ROLL and SkyRL run as they are, with overrides in their own key names.
 
 verbs:
   train   CONFIG.yaml [key=value ...]   reinforcement learning, after supervised learning where `sft` is set
   sft     CONFIG.yaml [key=value ...]   supervised learning alone
   eval    CONFIG.yaml|RUN [key=value ...]   score a model, or a run's newest checkpoint, on data.eval
   show    CONFIG.yaml [key=value ...]   every value with where it came from, and every number that follows
+  explain THEIRS.yaml [key=value ...]   what each key of an RLinf, ROLL or SkyRL config became; --key KEY: one key
+  convert THEIRS.yaml [key=value ...]   such a config in braid's own language
   export  RUN [--output DIR]            a checkpoint as a Hugging Face folder
   schema                                JSON schema of the config, for completion in editors
 
@@ -121,16 +125,47 @@ def _export(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from braid.cli import show
-    from braid.config.load import load_config
     from braid.plan import resolve
 
-    loaded = load_config(_config_path(args.config), args.overrides)
+    loaded = _read(args).loaded
     verb = args.verb or ("sft" if loaded.config.sft and not loaded.config.data.train else "train")
     plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
     if args.json:
         sys.stdout.write(show.as_json(loaded, plan))
     else:
         show.print_plan(loaded, plan, show_defaults=args.all)
+    return OK
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from braid.cli import explain
+
+    if args.key is not None:
+        explain.print_key(args.key)
+        return OK
+    if args.config is None:
+        raise ConfigError("give a config to explain, or --key KEY for one key")
+    args.allow_unsupported = ["*"]
+    read = _read(args)
+    if read.language == "native":
+        raise ConfigError(
+            f"{args.config} is in braid's own language; see what it means with: braid show {args.config}"
+        )
+    if args.json:
+        sys.stdout.write(explain.as_json(read.ledger))
+    else:
+        explain.print_ledger(read.ledger, title=f"{args.config} ({read.language})")
+    return OK
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from braid.config.load import to_yaml
+
+    text = to_yaml(_read(args).loaded)
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        Path(args.output).write_text(text, "utf-8")
     return OK
 
 
@@ -151,13 +186,25 @@ def _verdict(outcome: Outcome) -> int:
 
 def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
     """The config of a verb, checked; its warnings are told. Kept in `args`, to place problems found later."""
-    from braid.config.load import load_config
     from braid.plan import resolve
 
-    args.loaded = loaded = load_config(_config_path(args.config), args.overrides)
+    args.loaded = loaded = _read(args).loaded
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
     return loaded
+
+
+def _read(args: argparse.Namespace) -> Read:
+    from braid.dialects.load import read_config
+
+    return read_config(
+        _config_path(args.config),
+        args.overrides,
+        dialect=args.dialect,
+        backend=args.backend,
+        engine=args.engine,
+        allowed=args.allow_unsupported,
+    )
 
 
 def _config_path(text: str) -> Path:
@@ -190,7 +237,7 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(USAGE)
 
 
-_VERBS = ("train", "sft", "eval", "show", "export", "schema")
+_VERBS = ("train", "sft", "eval", "show", "explain", "convert", "export", "schema")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -212,6 +259,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     show.add_argument("--all", action="store_true", help="show defaults too")
     show.add_argument("--json", action="store_true", help="print JSON")
     show.add_argument("--for", dest="verb", choices=("train", "sft", "eval"), help="the verb to plan for")
+    explain = _add_run_verb(
+        verbs,
+        "explain",
+        _explain,
+        "What became of each key of an RLinf, ROLL or SkyRL config.",
+        is_optional=True,
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument("--key", metavar="KEY", help="tell what one key does in each language that has it")
+    convert = _add_run_verb(
+        verbs, "convert", _convert, "An RLinf, ROLL or SkyRL config in braid's own language."
+    )
+    convert.add_argument("--output", metavar="FILE", help="where to write; standard output by default")
     export = _add_verb(verbs, "export", _export, "Write a checkpoint as a folder that transformers loads.")
     export.add_argument("run_dir", metavar="RUN", help="folder of a run")
     export.add_argument("--output", metavar="DIR", help="where to write; RUN/export by default")
@@ -247,17 +307,34 @@ def _add_verb(
 
 
 def _add_run_verb(
-    verbs: argparse._SubParsersAction, name: str, run: object, text: str
+    verbs: argparse._SubParsersAction, name: str, run: object, text: str, *, is_optional: bool = False
 ) -> argparse.ArgumentParser:
     verb = _add_verb(verbs, name, run, text)
     verb.add_argument(
-        "config", metavar="CONFIG.yaml", help="the config; or the folder of a run, for the config it had"
+        "config",
+        metavar="CONFIG.yaml",
+        nargs="?" if is_optional else None,
+        help="the config; or the folder of a run, for the config it had",
     )
     verb.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="changes, for example run.seed=1 data.train.0.size=5",
+        help="changes, for example run.seed=1 data.train.0.size=5, in the config's own language",
+    )
+    verb.add_argument(
+        "--dialect",
+        choices=("native", "rlinf", "roll", "skyrl"),
+        help="language of the config; recognised by its keys when absent",
+    )
+    verb.add_argument("--backend", metavar="NAME", help="training backend, whatever the config says")
+    verb.add_argument("--engine", metavar="NAME", help="rollout engine, whatever the config says")
+    verb.add_argument(
+        "--allow-unsupported",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="run without this key of the config",
     )
     return verb
 

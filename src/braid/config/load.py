@@ -8,7 +8,7 @@ All problems are collected and raised together as one ConfigError. What follows 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,16 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     written = Written() if file is None else read_file(file)
     for text in overrides:
         apply_override(written, text)
-    tree = _interpolate(written)
+    written.tree = interpolate(written, lambda tree: _with_defaults(tree, RunConfig))
+    return validate(written, file)
+
+
+def validate(written: Written, file: Path | None) -> Loaded:
+    """The config of a tree without interpolations. Raises ConfigError with the problems in `written` and all further ones.
+
+    Relative paths start from the folder of `file`, or from the working directory without one.
+    """
+    tree = written.tree
     config = _validate(tree, written)
     if written.problems or config is None:
         raise ConfigError(sorted(written.problems, key=_line))
@@ -137,8 +146,11 @@ def _origin_of(origins: Mapping[str, str], path: KeyPath) -> str:
     return DEFAULT
 
 
-def _interpolate(written: Written) -> dict[str, Any]:
-    """The tree with every `${...}` replaced by what it stands for; problems go to `written`."""
+def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """The tree with every `${...}` replaced by what it stands for; problems go to `written`.
+
+    `context_of` gives what interpolations can name: the tree over its defaults.
+    """
     pending = [(path, text) for path, text in leaves(written.tree) if isinstance(text, str) and "${" in text]
     if not pending:
         return written.tree
@@ -154,7 +166,7 @@ def _interpolate(written: Written) -> dict[str, Any]:
                 f"{text!r} is no interpolation: {what}; write ${{key}}, or \\${{ for the characters themselves"
             )
             tree = _replaced(tree, path, None)
-    context = OmegaConf.create(_with_defaults(tree, RunConfig))
+    context = OmegaConf.create(context_of(tree))
     for path, text in pending:
         if path in problems:
             continue

@@ -83,7 +83,7 @@ def apply_override(written: Written, text: str) -> None:
         message = f"the value {value!r} cannot be read ({problem}); put text in quotes: '{key}=\"...\"'"
         written.problems.append(Problem(name, message, OVERRIDE))
         return
-    if problem := _place(written.tree, path, parsed):
+    if problem := place(written.tree, path, parsed):
         written.problems.append(Problem(name, problem, OVERRIDE))
         return
     below = [k for k in written.origins if k.startswith((f"{name}.", f"{name}["))]
@@ -254,7 +254,7 @@ def _parse_value(text: str, written: Written, name: str) -> Any:
     return _Builder(OVERRIDE, written).value(node, name, ())
 
 
-def _place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
+def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
     """Put `value` at `path`, making mappings and lists on the way. Returns what is wrong when that cannot be done."""
     at: Any = tree
     for i, key in enumerate(path):

@@ -1,0 +1,249 @@
+"""From a foreign tree to a native one, with a ledger that accounts for every leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from braid.config.explain import show_value
+from braid.config.source import Written, child, parse_path, place
+from braid.errors import Problem, suggest
+
+from .table import (
+    ABSENT,
+    Apply,
+    Became,
+    Dialect,
+    Entry,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    problems_of,
+)
+
+NATIVE = "braid"
+"""Top-level key of a foreign file, or of an override, below which native keys may stand."""
+
+
+ALL = "*"
+"""In place of the names of unsupported keys: whatever there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A native tree, where each of its values was written, and the ledger, in the order of the foreign file."""
+
+    written: Written
+    ledger: tuple[Entry, ...]
+
+
+def translate(
+    foreign: Written,
+    dialect: Dialect,
+    *,
+    backend: str | None = None,
+    engine: str | None = None,
+    allowed: Sequence[str] = (),
+) -> Translation:
+    """What a foreign file without interpolations means natively.
+
+    `backend` and `engine` come before the file's own. `allowed` names unsupported keys (or parts of the file) that may be left
+    out. Problems, those of `foreign` among them, are in the result's `written.problems`.
+    """
+    leaves = list(_leaves(foreign.tree, dialect))
+    native = Written(problems=list(foreign.problems))
+    values = _by_name(leaves, dialect, foreign, native.problems)
+    source = Source(dialect, values, backend, engine)
+    writer = _Writer(native, dialect)
+    ledger = []
+    for path, value in leaves:
+        entry = _entry(path, value, source, foreign, native.problems)
+        if entry is None:
+            continue
+        if entry.disposition == "unsupported" and not _is_allowed(path, allowed):
+            message = f"{show_value(value)} is not supported: {entry.note}"
+            native.problems.append(
+                Problem(path, f"{message}; to run without it: --allow-unsupported {path}", entry.origin)
+            )
+        ledger.append(entry)
+        writer.put(entry.native, f"{entry.origin} {path}")
+    for path, became in _defaults(source, native.problems):
+        writer.fill(became.native, f"{dialect.title} default of {path}")
+    writer.fill(dialect.base(source), f"{dialect.title} file as a whole")
+    own = foreign.tree.get(NATIVE)
+    for path, value in _plain_leaves(own) if isinstance(own, dict) else ():
+        writer.replace(path, value, _origin(foreign, f"{NATIVE}.{path}"))
+    for path, value in (("train.backend", backend), ("rollout.engine", engine)):
+        if value is not None:
+            writer.replace(path, value, "command line")
+    placed = (replace(p, origin=_origin(foreign, p.key)) for p in problems_of(source))
+    if not native.problems:
+        native.problems.extend(placed)
+    return Translation(native, tuple(ledger))
+
+
+def defaults_tree(dialect: Dialect, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree over the original system's defaults, for interpolations that name keys the file leaves out."""
+    out: dict[str, Any] = {}
+    for path, rule in dialect.rules.items():
+        if isinstance(rule, Apply) and rule.default is not ABSENT and "*" not in path:
+            place(out, parse_path(path), rule.default)
+    return _merged(out, tree)
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(below)
+    for key, value in above.items():
+        under = out.get(key)
+        out[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return out
+
+
+def _leaves(tree: Mapping[str, Any], dialect: Dialect, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything that is not a mapping with keys, and of mappings that have a rule of their own."""
+    for key, value in tree.items():
+        path = child(prefix, key)
+        if path == NATIVE:
+            continue
+        if isinstance(value, dict) and value and dialect.rule_of(dialect.aliases.get(path, path)) is None:
+            yield from _leaves(value, dialect, path)
+        else:
+            yield path, value
+
+
+def _plain_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        path = child(prefix, key)
+        if isinstance(value, dict) and value:
+            yield from _plain_leaves(value, path)
+        else:
+            yield path, value
+
+
+def _by_name(
+    leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written, problems: list[Problem]
+) -> dict[str, Any]:
+    """The leaves under the names that the table uses; a key given under two names is a problem."""
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for path, value in leaves:
+        name = dialect.aliases.get(path, path)
+        if name in spelled and values[name] != value:
+            message = (
+                f"is another spelling of {spelled[name]}, which is {show_value(values[name])} here; keep one"
+            )
+            problems.append(Problem(path, message, _origin(foreign, path)))
+        values[name] = value
+        spelled[name] = path
+    return values
+
+
+def _entry(path: str, value: Any, source: Source, foreign: Written, problems: list[Problem]) -> Entry | None:
+    """The ledger's row of a leaf; None when it is a problem."""
+    origin = _origin(foreign, path)
+    name = source.dialect.aliases.get(path, path)
+    rule = source.dialect.rule_of(name)
+    if rule is None:
+        is_section = any(known.startswith(f"{name}.") for known in source.dialect.rules)
+        if is_section and (value is None or value == {}):
+            return Entry(path, value, "implied", {}, "an empty part: the defaults of its keys", origin)
+        problems.append(Problem(path, _unknown(path, value, source.dialect, is_section=is_section), origin))
+        return None
+    if not rule.takes.accepts(value):
+        problems.append(Problem(path, f"{show_value(value)} is not {rule.takes.words}", origin))
+        return None
+    try:
+        became = _become(rule, value, source)
+    except ValueError as error:
+        problems.append(Problem(path, str(error), origin))
+        return None
+    note = became.note or (rule.note if isinstance(rule, Apply) else "")
+    if name != path:
+        note = f"another spelling of {name}" + (f"; {note}" if note else "")
+    return Entry(path, value, became.disposition, became.native, note, origin)
+
+
+def _become(rule: Rule, value: Any, source: Source) -> Became:
+    match rule:
+        case Implied(why=why):
+            return Became({}, "implied", why)
+        case NoEffect(why=why):
+            return Became({}, "no effect", why)
+        case Unsupported(instead=instead):
+            return Became({}, "unsupported", instead)
+        case Apply(native=native, convert=convert):
+            made = value if convert is None else convert(value, source)
+            return made if isinstance(made, Became) else Became({native: made})
+
+
+def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Became]]:
+    for path, rule in source.dialect.rules.items():
+        if isinstance(rule, Apply) and rule.default is not ABSENT and path not in source.values:
+            try:
+                yield path, _become(rule, rule.default, source)
+            except ValueError as error:
+                problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
+
+
+def _unknown(path: str, value: Any, dialect: Dialect, *, is_section: bool) -> str:
+    if is_section:
+        return f"{show_value(value)} is not a mapping of keys to values"
+    known = [*dialect.rules, *dialect.aliases]
+    near = suggest(path, known)
+    if not near:
+        last = path.rpartition(".")[2]
+        homes = [name for name in known if name.rpartition(".")[2] == last]
+        near = f"; there is {' and '.join(homes[:2])}" if homes else ""
+    return f"unknown key of {dialect.title}{near}"
+
+
+def _is_allowed(path: str, allowed: Sequence[str]) -> bool:
+    return ALL in allowed or any(path == name or path.startswith(f"{name}.") for name in allowed)
+
+
+def _origin(foreign: Written, path: str) -> str:
+    while path:
+        if (found := foreign.origins.get(path)) is not None:
+            return found
+        path = path.rpartition(".")[0]
+    return ""
+
+
+class _Writer:
+    """Puts native values into a tree. What is written first stays, and two foreign keys must agree on a native one."""
+
+    def __init__(self, native: Written, dialect: Dialect) -> None:
+        self._native = native
+        self._dialect = dialect
+        self._put: dict[str, Any] = {}
+
+    def put(self, values: Mapping[str, Any], origin: str) -> None:
+        for path, value in values.items():
+            if path in self._put and self._put[path] != value:
+                where = self._native.origins[path]
+                message = f"{origin} makes it {show_value(value)}, and {where} {show_value(self._put[path])}; make them agree"
+                self._native.problems.append(Problem(path, message, origin))
+                continue
+            self.replace(path, value, origin)
+
+    def fill(self, values: Mapping[str, Any], origin: str) -> None:
+        """Values where none is yet, neither there, nor above, nor below."""
+        for path, value in values.items():
+            if not any(_overlaps(path, other) for other in self._put):
+                self.replace(path, value, origin)
+
+    def replace(self, path: str, value: Any, origin: str) -> None:
+        self._put[path] = value
+        self._native.origins[path] = origin
+        if problem := place(self._native.tree, parse_path(path), value):
+            self._native.problems.append(Problem(path, problem, origin))
+
+
+def _overlaps(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    long, short = (one, other) if len(one) > len(other) else (other, one)
+    return long.startswith((f"{short}.", f"{short}["))
