@@ -26,6 +26,7 @@ from braid.errors import ModelError, suggest
 
 from .build import build_model
 from .causal_lm import CausalLM
+from .fused import fuse
 from .logprobs import DEFAULT_CHUNK_BYTES
 from .selfcheck import check_against_plain
 from .tokenizer import character_tokenizer
@@ -63,6 +64,7 @@ def load_policy(
         model = _pretrained(config, f"{key}.path")
         _note_dropout(model)
         _note_rotary(model)
+    fuse(model)
     lm = CausalLM(model.to(device), temperature=temperature, chunk_bytes=chunk_bytes)  # pyright: ignore[reportArgumentType]
     check_against_plain(lm)
     return lm

@@ -1,0 +1,148 @@
+"""Norms and gated feed-forward layers with a backward pass of few passes over memory.
+
+transformers writes both as chains of element-wise operations; in training each link reads and writes whole activations,
+which on CPU took a third of a small model's update. `fuse` puts the modules below in place of those whose results they
+match; weights and their names stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_CHUNK_ELEMENTS = 1 << 17
+"""Elements of one activation that are worked on at a time, so that they stay in the cache."""
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis (arXiv 1910.07467), computed in float32."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = weight, eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        scale = self.weight + self.offset if self.offset else self.weight
+        if x.device.type == "cpu" and x.dtype == scale.dtype == torch.float32:
+            return _RMSNorm.apply(x, scale, self.eps)
+        if self.offset == 0 and x.dtype == scale.dtype:
+            return F.rms_norm(x, scale.shape, scale, self.eps)
+        return (F.rms_norm(x.float(), scale.shape, eps=self.eps) * scale.float()).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.is_grad_enabled() and gate.device.type == "cpu" and gate.dtype == torch.float32:
+            return self.down_proj(_SwiGLU.apply(gate, up))
+        return self.down_proj(F.silu(gate) * up)
+
+
+def fuse(model: nn.Module) -> int:
+    """Replace what can be replaced, in place; returns how many modules were."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fused = _fused_norm(child) or _fused_mlp(child)
+            if fused is not None and _agrees(child, fused):
+                setattr(parent, name, fused)
+                count += 1
+    return count
+
+
+def _fused_norm(module: nn.Module) -> RMSNorm | None:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
+        return None
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1:
+        return None
+    return RMSNorm(weight, eps, 1.0 if type(module).__name__.startswith("Gemma") else 0.0)
+
+
+def _fused_mlp(module: nn.Module) -> GatedMLP | None:
+    parts = dict(module.named_children())
+    if set(parts) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return None
+    return GatedMLP(parts["gate_proj"], parts["up_proj"], parts["down_proj"])
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module, fused: RMSNorm | GatedMLP) -> bool:
+    """Whether both give the same for random input of several sizes."""
+    weight = next(fused.parameters())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, weight.shape[-1], generator=generator) * torch.logspace(-2, 2, 8)[:, None]
+    x = x.to(weight.device, weight.dtype)
+    return torch.allclose(module(x), fused(x), rtol=torch.finfo(weight.dtype).eps * 8, atol=1e-6)
+
+
+def _chunks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
+    """[N, D] tensors in pieces that fit the cache together."""
+    size = max(1, _CHUNK_ELEMENTS // tensors[0].shape[-1])
+    return zip(*(x.split(size) for x in tensors), strict=True)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rates: list[Tensor] = []
+        for x_, out_ in _chunks(x.reshape(-1, size), out.view(-1, size)):
+            rates.append(x_.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
+            torch.mul(x_, rates[-1], out=out_)
+            out_.mul_(scale)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x, scale, torch.cat(rates))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """With r = 1 / rms(x): dx = r g w - x r^3 / D sum(g w x), dw = sum over positions of g x r."""
+        x, scale, rates = ctx.saved_tensors
+        size = x.shape[-1]
+        dx, dscale = torch.empty_like(x, memory_format=torch.contiguous_format), torch.zeros_like(scale)
+        for x_, grad_, r, dx_ in _chunks(
+            x.reshape(-1, size), grad.reshape(-1, size), rates, dx.view(-1, size)
+        ):
+            along = grad_ * x_
+            dscale.addmv_(along.T, r[:, 0])
+            torch.mul(grad_, scale, out=dx_)
+            dx_.mul_(r)
+            dx_.addcmul_(x_, (along @ scale)[:, None].mul_(r.pow(3)).div_(-size))
+        return dx, dscale, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        size = gate.shape[-1]
+        for gate_, up_, out_ in _chunks(*(t.reshape(-1, size) for t in (gate, up, out))):
+            torch.mul(F.silu(gate_), up_, out=out_)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        size = gate.shape[-1]
+        for gate_, up_, grad_, dgate_, dup_ in _chunks(
+            *(t.reshape(-1, size) for t in (gate, up, grad, dgate, dup))
+        ):
+            torch.mul(F.silu(gate_), grad_, out=dup_)
+            dgate_.copy_(torch.ops.aten.silu_backward(grad_ * up_, gate_))
+        return dgate, dup
