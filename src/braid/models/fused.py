@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         scale = self.weight + self.offset if self.offset else self.weight
-        if x.device.type == "cpu" and x.dtype == scale.dtype == torch.float32:
+        if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == scale.dtype == torch.float32:
             return _RMSNorm.apply(x, scale, self.eps)
         if self.offset == 0 and x.dtype == scale.dtype:
             return F.rms_norm(x, scale.shape, scale, self.eps)
@@ -44,7 +44,9 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if torch.is_grad_enabled() and gate.device.type == "cpu" and gate.dtype == torch.float32:
+        if not torch.is_grad_enabled():
+            return self.down_proj(F.silu(gate).mul_(up))
+        if gate.device.type == "cpu" and gate.dtype == torch.float32:
             return self.down_proj(_SwiGLU.apply(gate, up))
         return self.down_proj(F.silu(gate) * up)
 
@@ -104,8 +106,7 @@ class _RMSNorm(torch.autograd.Function):
             rates.append(x_.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
             torch.mul(x_, rates[-1], out=out_)
             out_.mul_(scale)
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            ctx.save_for_backward(x, scale, torch.cat(rates))
+        ctx.save_for_backward(x, scale, torch.cat(rates))
         return out
 
     @staticmethod
