@@ -19,6 +19,7 @@ from collections.abc import Callable
 from copy import deepcopy
 
 import torch
+from sizes import SIZES
 from transformers import PreTrainedModel
 
 from braid.config.model import ModelConfig
@@ -26,17 +27,8 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.runtime.memory import keep_freed_memory
 
-SIZES = {
-    "3m": {"hidden_size": 256, "intermediate_size": 704, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
-    "30m": {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_layers": 10,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-    },
-}
 LONGEST = 128
 
 
@@ -113,6 +105,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as runs do; it serves both sides
     for name in args.sizes:
         config = ModelConfig.model_validate({"build": SIZES[name], "dtype": args.dtype})
         lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))

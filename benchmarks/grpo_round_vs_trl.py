@@ -20,17 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from sizes import SIZES
+
 PROMPTS, GROUP, MAX_NEW = 16, 8, 128
-SIZES = {
-    "3m": {"hidden_size": 256, "intermediate_size": 704, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
-    "30m": {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_layers": 10,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-    },
-}
 LR = 1e-5
 
 

@@ -1,0 +1,13 @@
+"""Model sizes that the benchmarks share."""
+
+SIZES: dict[str, dict[str, int]] = {
+    "3m": {"hidden_size": 256, "intermediate_size": 704, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
+    "30m": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_layers": 10,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+    },
+}
+"""Keys of config.model.BuildSpec; about 3 and 30 million parameters."""
