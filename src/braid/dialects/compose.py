@@ -1,13 +1,267 @@
-"""Hydra's `defaults` lists: presets mounted at a package, found in `hydra.searchpath`."""
+"""Hydra's `defaults` lists: presets mounted at a package, found beside the file or in `hydra.searchpath`.
+
+    defaults:
+      - env/libero_10@env.train     the file env/libero_10.yaml, its keys below env.train
+      - model/qwen@_global_         at the top; @_here_: where the file itself is mounted
+      - env@env.eval: libero_10     the same, written as group and option; null leaves it out
+      - _self_                      the file's own keys come here; without it they come last, and win
+
+Later entries win. A preset may have a `defaults` list of its own. On the command line `env@env.train=other` chooses another
+option. Interpolations in presets are resolved later, against the whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from braid.config.source import Written, read_file
+from braid.config.load import interpolate
+from braid.config.source import OVERRIDE, Written, apply_override, child, parse_path, place, read_file
+from braid.errors import Problem, suggest
+
+DEFAULTS = "defaults"
+SEARCHPATH = "hydra.searchpath"
+_SELF = "_self_"
+_FLAGS = re.compile(r"^(?:(?:override|optional)\s+)+")
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)\s*$", re.MULTILINE)
 
 
-def compose(path: Path, overrides: Sequence[str] = ()) -> Written:  # noqa: ARG001
-    """The file with its presets below it."""
-    return read_file(path)
+def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
+    """The file over its presets, with the overrides worked in. Overrides of the file's keys may begin with `+` or `++`.
+
+    Raises ConfigError when a file cannot be read; all other mistakes are in the result's `problems`.
+    """
+    written = read_file(path)
+    presets = _Presets(path, written)
+    chosen, values = {}, []
+    keys = {entry.choice for entry in _entries(written.tree.get(DEFAULTS), _Place(), []) if entry.option}
+    for text in overrides:
+        text = re.sub(r"^\+{1,2}(?=[\w.])", "", text)
+        name, _, option = text.partition("=")
+        if name in keys:
+            chosen[name] = None if option in ("", "null") else option
+        elif "@" in name:
+            written.problems.append(
+                Problem(name, f"the file's defaults list has no such entry{suggest(name, keys)}", OVERRIDE)
+            )
+        else:
+            values.append(text)
+    composed = presets.compose(written, _Place(), chosen)
+    for text in values:
+        apply_override(composed, text)
+    return composed
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a file's keys go, and where its own defaults are looked for: the package and the group folder."""
+
+    package: str = ""
+    group: str = ""
+    chain: tuple[str, ...] = ()
+    """The presets that led here, for finding circles."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One line of a defaults list. `option` is None for `_self_` and for entries that are left out."""
+
+    choice: str
+    """What a command line calls it: `env@env.train`."""
+    group: str
+    option: str | None
+    package: str
+    is_optional: bool = False
+    index: int = 0
+
+
+def _entries(defaults: Any, at: _Place, problems: list[Problem]) -> Iterator[_Entry]:
+    """The lines of a defaults list that stands in a file mounted at `at`."""
+    if not isinstance(defaults, list | None):
+        problems.append(Problem(DEFAULTS, "is not a list of presets, such as - env/libero_10@env.train"))
+        return
+    for i, line in enumerate(defaults or ()):
+        match line:
+            case "_self_":
+                yield _Entry(_SELF, "", None, "", index=i)
+            case str():
+                config, at_sign, package = line.partition("@")
+                group, _, option = _FLAGS.sub("", config).rpartition("/")
+                yield _entry(group + at_sign + package, option, at, i, _FLAGS.match(line))
+            case dict() if len(line) == 1 and isinstance(next(iter(line.values())), str | None):
+                ((name, option),) = line.items()
+                yield _entry(_FLAGS.sub("", name), option, at, i, _FLAGS.match(name))
+            case _:
+                message = f"{line!r} is no entry; write group/preset@package or group@package: preset"
+                problems.append(Problem(child(DEFAULTS, i), message))
+
+
+def _entry(choice: str, option: str | None, at: _Place, index: int, flags: re.Match[str] | None) -> _Entry:
+    """The entry of `group@package` and its option."""
+    group, _, package = choice.partition("@")
+    is_absolute = group.startswith("/") or not at.group
+    full = group.strip("/") if is_absolute else f"{at.group}/{group}".strip("/")
+    is_optional = flags is not None and "optional" in flags[0]
+    name = None if option is None else option.removesuffix(".yaml")
+    return _Entry(choice, full, name, _mounted(package, group, at), is_optional, index)
+
+
+def _mounted(package: str, group: str, at: _Place) -> str:
+    """The whole path below which a preset's keys go."""
+    if package.startswith("_global_"):
+        return package.removeprefix("_global_").lstrip(".")
+    if package.startswith("_here_"):
+        package = package.removeprefix("_here_").lstrip(".")
+    elif not package:
+        package = group.strip("/").replace("/", ".")
+    return ".".join(part for part in (at.package, package) if part)
+
+
+@dataclass(slots=True)
+class _Presets:
+    """Finds presets, and lays files over each other."""
+
+    path: Path
+    primary: Written
+    _texts: list[Any] | None = field(default=None, init=False)
+    _folders: list[Path] = field(default_factory=list, init=False)
+    _problems: list[Problem] = field(default_factory=list, init=False)
+
+    def compose(self, written: Written, at: _Place, chosen: Mapping[str, str | None]) -> Written:
+        """`written`, which is mounted at `at`, over and under its presets. Of the primary file the list itself is kept,
+        for the ledger."""
+        out = Written(problems=list(written.problems))
+        own = _below(written, at)
+        is_placed = False
+        for entry in _entries(written.tree.get(DEFAULTS), at, out.problems):
+            if entry.choice == _SELF:
+                _lay(out, own)
+                is_placed = True
+                continue
+            if entry.choice in chosen:
+                entry = replace(entry, option=chosen[entry.choice])
+            if entry.option is not None and not entry.group.startswith("hydra"):
+                _lay(out, self._preset(entry, at, written))
+        if not is_placed:
+            _lay(out, own)
+        if not at.chain:
+            out.problems += self._problems
+            self._keep_searchpath(out)
+        return out
+
+    def _preset(self, entry: _Entry, at: _Place, parent: Written) -> Written:
+        name = f"{entry.group}/{entry.option}".lstrip("/")
+        origin = parent.origins.get(child(DEFAULTS, entry.index), self.path.name)
+        if name in at.chain:
+            circle = " -> ".join((*at.chain[at.chain.index(name) :], name))
+            return Written(
+                problems=[
+                    Problem(
+                        DEFAULTS, f"the presets lead back to themselves: {circle}; break the circle", origin
+                    )
+                ]
+            )
+        if "${" in name:
+            return Written(
+                problems=[
+                    Problem(DEFAULTS, f"{name!r}: the name of a preset is plain text; write it out", origin)
+                ]
+            )
+        file = self._find(name)
+        if file is None:
+            missing = () if entry.is_optional else (Problem(DEFAULTS, self._missing(name), origin),)
+            return Written(problems=list(missing))
+        package = _PACKAGE.search(file.read_text("utf-8", errors="replace"))
+        mounted = entry.package
+        if package and "@" not in entry.choice:
+            mounted = _mounted(package[1].replace("_group_", entry.group.replace("/", ".")), "", at)
+        preset = _Place(mounted, entry.group, (*at.chain, name))
+        return self.compose(read_file(file), preset, {})
+
+    def _find(self, name: str) -> Path | None:
+        """The preset's file: beside the primary file, else in the first folder of the search path that has it."""
+        beside = self.path.parent / f"{name}.yaml"
+        if beside.is_file():
+            return beside
+        return next((file for folder in self.folders if (file := folder / f"{name}.yaml").is_file()), None)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The search path without the file's own folder. It is read when a preset is looked for there: a variable that is
+        not set matters only then."""
+        if self._texts is None:
+            hydra = Written({"hydra": {"searchpath": self._searchpath()}}, dict(self.primary.origins))
+            resolved = interpolate(hydra, lambda tree: {**self.primary.tree, **tree})
+            self._problems += hydra.problems
+            texts = self._texts = list(resolved["hydra"]["searchpath"])
+            folders = [self._folder(str(text), i) for i, text in enumerate(texts) if "${" not in str(text)]
+            self._folders = [folder for folder in folders if folder is not None]
+        return self._folders
+
+    def _searchpath(self) -> list[Any]:
+        hydra = self.primary.tree.get("hydra")
+        texts = hydra.get("searchpath") if isinstance(hydra, dict) else None
+        return texts if isinstance(texts, list) else []
+
+    def _folder(self, text: str, index: int) -> Path | None:
+        scheme, colon, rest = text.rpartition("://")
+        if colon and scheme != "file":
+            key = child(SEARCHPATH, index)
+            message = f"{text!r} is not on this machine's disk; write file:///folder"
+            self._problems.append(Problem(key, message, self.primary.origins.get(key, "")))
+            return None
+        return Path(rest)
+
+    def _missing(self, name: str) -> str:
+        folders = [self.path.parent, *self.folders]
+        group, _, option = name.rpartition("/")
+        there = sorted(
+            {file.stem for folder in folders for file in (folder / group).glob("*.yaml")} - {self.path.stem}
+        )
+        have = f"; {group or 'there'} has {', '.join(there[:8])}" if there else ""
+        looked = ", ".join(str(folder) for folder in folders)
+        return f"there is no preset {name}.yaml{suggest(option, there)}; looked in {looked}{have}"
+
+    def _keep_searchpath(self, out: Written) -> None:
+        """The search path as it was used. What could not be resolved, or was not needed, stays as it is written."""
+        hydra = out.tree.get("hydra")
+        texts = self._texts or self._searchpath()
+        if texts and isinstance(hydra, dict):
+            kept = [text.replace("${", "\\${") if isinstance(text, str) else text for text in texts]
+            out.tree["hydra"] = {**hydra, "searchpath": kept}
+
+
+def _below(written: Written, at: _Place) -> Written:
+    """A file's own keys below its package. A preset's list of presets is used up."""
+    tree = written.tree if not at.chain else {k: v for k, v in written.tree.items() if k != DEFAULTS}
+    if not at.package:
+        return Written(tree, dict(written.origins))
+    out = Written(origins={f"{at.package}.{name}": origin for name, origin in written.origins.items()})
+    place(out.tree, parse_path(at.package), tree)
+    return out
+
+
+def _lay(under: Written, over: Written) -> None:
+    """`over` on top of `under`, in place: mappings are merged, all else is replaced."""
+    under.tree = _merged(under.tree, over.tree, under, "")
+    under.origins |= over.origins
+    under.problems += over.problems
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any], written: Written, path: str) -> dict[str, Any]:
+    out = dict(under)
+    for key, value in over.items():
+        name, below = child(path, key), under.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            out[key] = _merged(below, value, written, name)
+        else:
+            for stale in [o for o in written.origins if o.startswith((f"{name}.", f"{name}["))]:
+                del written.origins[stale]
+            out[key] = value
+    return out
+
+
+__all__ = ["DEFAULTS", "SEARCHPATH", "compose"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Literal
 
 from braid.config.load import Loaded, interpolate, load_config, validate
 from braid.config.schema import RunConfig
-from braid.config.source import OVERRIDE, Written, apply_override, read_file
+from braid.config.source import OVERRIDE, Written, read_file
 from braid.errors import ConfigError, Problem
 
 from .compose import compose
@@ -68,8 +67,6 @@ def read_config(
 def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Written:
     """A foreign file with its presets, overrides and interpolations worked in."""
     foreign = compose(path, overrides)
-    for text in overrides:
-        apply_override(foreign, re.sub(r"^\+{1,2}(?=[\w.])", "", text))
     foreign.tree = interpolate(foreign, lambda tree: defaults_tree(dialect, tree))
     foreign.problems = [replace(p, key=p.key or NATIVE) for p in foreign.problems]
     return foreign

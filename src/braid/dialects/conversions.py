@@ -1,0 +1,43 @@
+"""Conversions that every dialect needs: conditions, tables of values, and opposites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .table import Became, Convert, Source, no_effect
+
+Idle = Callable[[Source], str]
+"""Why a key changes nothing in this file; empty when it does."""
+
+
+def when(*idle: Idle, then: Convert | None = None) -> Convert:
+    """The value, or what `then` makes of it, where no reason stands against it; else no effect, for the first reason."""
+
+    def convert(value: Any, source: Source) -> Any:
+        why = next((reason for condition in idle if (reason := condition(source))), "")
+        if why:
+            return no_effect(why)
+        return value if then is None else then(value, source)
+
+    return convert
+
+
+def mapped(values: Mapping[Any, Any]) -> Convert:
+    """The native word for each of the original's."""
+    return lambda value, _: values[value]
+
+
+def opposite(value: Any, _: Source) -> Any:
+    """The native key asks the question the other way round."""
+    return not value
+
+
+def null_as(native: Any) -> Convert:
+    """The native word for null."""
+    return lambda value, _: native if value is None else value
+
+
+def several(*native: str) -> Convert:
+    """The same value at several native paths."""
+    return lambda value, _: Became(dict.fromkeys(native, value))

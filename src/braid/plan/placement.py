@@ -1,0 +1,121 @@
+"""The placement grammar: which devices a role sits on, and how many processes share them.
+
+    all                every device there is, a process each
+    3                  device 3
+    0-3,5,14           devices 0 to 3, 5 and 14, a process each
+    0-7:0-3            devices 0 to 7 for processes 0 to 3: two devices each
+    0-1:0-3,4-5        processes 0 to 3 two to a device, then processes 4 and 5 on a device each
+
+Devices are numbered through the nodes, in rising order; processes from 0 without gaps. Within a part the larger of the two
+counts is a multiple of the smaller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ALL = "all"
+_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What one role has. `processes[i]` are the device numbers of its process i."""
+
+    processes: tuple[tuple[int, ...], ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its devices, each once, in rising order."""
+        return tuple(sorted({device for process in self.processes for device in process}))
+
+
+def parse_placement(
+    placement: Mapping[str, str], num_devices: int | None = None
+) -> dict[str, Devices | None]:
+    """Role -> its devices, of lines like `policy,rollout: 0-3`; None for `all` of an unknown number of devices.
+
+    Raises ValueError for what is not in the grammar, for a role that has two lines, and for devices beyond `num_devices`.
+    """
+    out: dict[str, Devices | None] = {}
+    for line, text in placement.items():
+        devices = parse_devices(text, num_devices)
+        for role in split_roles(line):
+            if role in out:
+                raise ValueError(f"{role} is placed twice; keep one line for it")
+            out[role] = devices
+    return out
+
+
+def split_roles(line: str) -> list[str]:
+    """The names in `policy, rollout`. Raises ValueError when one is missing."""
+    roles = [role.strip() for role in line.split(",")]
+    if not all(roles):
+        raise ValueError(f"{line!r} has an empty name between its commas; write names like policy,rollout")
+    return roles
+
+
+def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
+    """The devices that `text` names; None for `all` of an unknown number. Raises ValueError as parse_placement does."""
+    processes: list[tuple[int, ...]] = []
+    last = -1
+    for part in text.split(","):
+        ranks, colon, process_ranks = part.partition(":")
+        devices = _ranks(ranks, text, num_devices)
+        if devices is None:
+            if "," in text or colon:
+                raise ValueError(f"{text!r}: `all` stands alone; list the devices instead")
+            return None
+        if devices[0] <= last:
+            raise ValueError(f"{text!r}: devices are listed in rising order and once; {devices[0]} is not")
+        last = devices[-1]
+        if num_devices is not None and last >= num_devices:
+            raise ValueError(
+                f"{text!r}: there is no device {last}; with {num_devices} they are 0 to {num_devices - 1}"
+            )
+        count = len(devices)
+        if colon:
+            numbered = _ranks(process_ranks, text, None)
+            if numbered is None or numbered[0] != len(processes):
+                raise ValueError(
+                    f"{text!r}: processes are numbered from 0 without gaps; after the colon of {part.strip()!r} "
+                    f"comes {len(processes)}, or a range that begins with it"
+                )
+            count = len(numbered)
+        processes += _shared_out(devices, count, part)
+    return Devices(tuple(processes))
+
+
+def _ranks(text: str, whole: str, num_devices: int | None) -> list[int] | None:
+    """`n` or `a-b` as numbers; `all` as those that there are, None when their number is not known."""
+    text = text.strip()
+    if text == ALL:
+        return None if num_devices is None else list(range(num_devices))
+    found = _RANGE.fullmatch(text)
+    if found is None:
+        raise ValueError(
+            f"{whole!r} is no placement: {text!r} is neither a number, a range like 0-3, nor `all`; "
+            "write for example all, 0-3, 0,2 or 0-7:0-3"
+        )
+    first, end = int(found[1]), int(found[2] or found[1])
+    if end < first or end - first > 100_000:
+        raise ValueError(
+            f"{whole!r}: the range {text!r} runs backwards or is too long; write the smaller number first"
+        )
+    return list(range(first, end + 1))
+
+
+def _shared_out(devices: list[int], num_processes: int, part: str) -> list[tuple[int, ...]]:
+    """Each process's devices: several devices for each, or several processes on each."""
+    if len(devices) % num_processes == 0:
+        each = len(devices) // num_processes
+        return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_processes)]
+    if num_processes % len(devices) == 0:
+        each = num_processes // len(devices)
+        return [(devices[i // each],) for i in range(num_processes)]
+    raise ValueError(
+        f"{part.strip()!r}: {len(devices)} devices cannot be shared out evenly among {num_processes} processes; "
+        "make one count a multiple of the other"
+    )
