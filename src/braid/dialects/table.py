@@ -5,7 +5,7 @@
     NoEffect     changes nothing here, and why
     Unsupported  stops the run unless allowed by name, and what to use instead
 
-A path is written with dots; a last part `*` stands for any key there. Rules say nothing of each other: what a conversion
+A path is written with dots; one part `*` stands for any name there. Rules say nothing of each other: what a conversion
 needs to know of other keys it asks the `Source`, which knows the dialect's defaults too.
 """
 
@@ -122,9 +122,12 @@ class Dialect:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def rule_of(self, path: str) -> Rule | None:
-        """The rule of a foreign path; that of `parent.*` for keys that users name themselves."""
-        found = self.rules.get(path)
-        return found or self.rules.get(f"{path.rpartition('.')[0]}.*")
+        """The rule of a foreign path; that with `*` in place of one of its parts for names that users choose."""
+        if (found := self.rules.get(path)) is not None:
+            return found
+        parts = path.split(".")
+        patterns = (".".join([*parts[:i], "*", *parts[i + 1 :]]) for i in reversed(range(len(parts))))
+        return next((self.rules[pattern] for pattern in patterns if pattern in self.rules), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,10 @@ class Source:
     """Foreign path -> value, of every leaf in the file, under the spelling that the table uses."""
     backend: str | None = None
     engine: str | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Native path -> value, of what the file sets below `braid`."""
+    at: str = ""
+    """The key that is being converted, for rules with `*`."""
 
     def get(self, path: str) -> Any:
         """The value of a foreign key: the file's, or the original system's default, or None."""

@@ -56,12 +56,19 @@ def translate(
     leaves = list(_leaves(foreign.tree, dialect))
     native = Written(problems=list(foreign.problems))
     values = _by_name(leaves, dialect, foreign, native.problems)
-    source = Source(dialect, values, backend, engine)
+    native.problems += _refused(leaves, dialect, foreign)
+    if native.problems:  # conversions look at other keys, and count on values that the table takes
+        return Translation(native, ())
+    below = foreign.tree.get(NATIVE)
+    own = dict(_plain_leaves(below)) if isinstance(below, dict) else {}
+    source = Source(dialect, values, backend, engine, own)
     writer = _Writer(native, dialect)
     ledger = []
     for path, value in leaves:
-        entry = _entry(path, value, source, foreign, native.problems)
-        if entry is None:
+        try:
+            entry = _entry(path, value, source, _origin(foreign, path))
+        except ValueError as error:
+            native.problems.append(Problem(path, str(error), _origin(foreign, path)))
             continue
         if entry.disposition == "unsupported" and not _is_allowed(path, allowed):
             message = f"{show_value(value)} is not supported: {entry.note}"
@@ -73,12 +80,12 @@ def translate(
     for path, became in _defaults(source, native.problems):
         writer.fill(became.native, f"{dialect.title} default of {path}")
     writer.fill(dialect.base(source), f"{dialect.title} file as a whole")
-    own = foreign.tree.get(NATIVE)
-    for path, value in _plain_leaves(own) if isinstance(own, dict) else ():
+    for path, value in own.items():
         writer.replace(path, value, _origin(foreign, f"{NATIVE}.{path}"))
     for path, value in (("train.backend", backend), ("rollout.engine", engine)):
         if value is not None:
             writer.replace(path, value, "command line")
+    writer.finish()
     placed = (replace(p, origin=_origin(foreign, p.key)) for p in problems_of(source))
     if not native.problems:
         native.problems.extend(placed)
@@ -141,25 +148,41 @@ def _by_name(
     return values
 
 
-def _entry(path: str, value: Any, source: Source, foreign: Written, problems: list[Problem]) -> Entry | None:
-    """The ledger's row of a leaf; None when it is a problem."""
-    origin = _origin(foreign, path)
+def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written) -> Iterator[Problem]:
+    """What the table has against single leaves: unknown keys and values that a key does not take."""
+    for path, value in leaves:
+        rule = dialect.rule_of(dialect.aliases.get(path, path))
+        if rule is None:
+            is_section = _is_section(path, dialect)
+            if not (is_section and _is_empty(value)):
+                message = _unknown(path, value, dialect, is_section=is_section)
+                yield Problem(path, message, _origin(foreign, path))
+        elif not rule.takes.accepts(value):
+            yield Problem(path, f"{show_value(value)} is not {rule.takes.words}", _origin(foreign, path))
+
+
+def _is_section(path: str, dialect: Dialect) -> bool:
+    name = dialect.aliases.get(path, path)
+    depth = name.count(".") + 1
+    heads = (
+        known.split(".")[:depth] for known in (*dialect.rules, *dialect.aliases) if known.count(".") >= depth
+    )
+    return any(
+        all(known in (part, "*") for known, part in zip(head, name.split("."), strict=True)) for head in heads
+    )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value == {}
+
+
+def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
+    """The ledger's row of a leaf that the table takes. Raises ValueError with what its conversion has against it."""
     name = source.dialect.aliases.get(path, path)
     rule = source.dialect.rule_of(name)
     if rule is None:
-        is_section = any(known.startswith(f"{name}.") for known in source.dialect.rules)
-        if is_section and (value is None or value == {}):
-            return Entry(path, value, "implied", {}, "an empty part: the defaults of its keys", origin)
-        problems.append(Problem(path, _unknown(path, value, source.dialect, is_section=is_section), origin))
-        return None
-    if not rule.takes.accepts(value):
-        problems.append(Problem(path, f"{show_value(value)} is not {rule.takes.words}", origin))
-        return None
-    try:
-        became = _become(rule, value, source)
-    except ValueError as error:
-        problems.append(Problem(path, str(error), origin))
-        return None
+        return Entry(path, value, "implied", {}, "an empty part: the defaults of its keys", origin)
+    became = _become(rule, value, replace(source, at=name))
     note = became.note or (rule.note if isinstance(rule, Apply) else "")
     if name != path:
         note = f"another spelling of {name}" + (f"; {note}" if note else "")
@@ -181,11 +204,12 @@ def _become(rule: Rule, value: Any, source: Source) -> Became:
 
 def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Became]]:
     for path, rule in source.dialect.rules.items():
-        if isinstance(rule, Apply) and rule.default is not ABSENT and path not in source.values:
-            try:
-                yield path, _become(rule, rule.default, source)
-            except ValueError as error:
-                problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
+        if not isinstance(rule, Apply) or rule.default is ABSENT or "*" in path or path in source.values:
+            continue
+        try:
+            yield path, _become(rule, rule.default, replace(source, at=path))
+        except ValueError as error:
+            problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
 
 
 def _unknown(path: str, value: Any, dialect: Dialect, *, is_section: bool) -> str:
@@ -213,7 +237,7 @@ def _origin(foreign: Written, path: str) -> str:
 
 
 class _Writer:
-    """Puts native values into a tree. What is written first stays, and two foreign keys must agree on a native one."""
+    """Collects native values for a tree. What is written first stays, and two foreign keys must agree on a native one."""
 
     def __init__(self, native: Written, dialect: Dialect) -> None:
         self._native = native
@@ -236,10 +260,17 @@ class _Writer:
                 self.replace(path, value, origin)
 
     def replace(self, path: str, value: Any, origin: str) -> None:
+        """The value in place of what stands there and below."""
+        for below in [other for other in self._put if other.startswith((f"{path}.", f"{path}["))]:
+            del self._put[below]
         self._put[path] = value
         self._native.origins[path] = origin
-        if problem := place(self._native.tree, parse_path(path), value):
-            self._native.problems.append(Problem(path, problem, origin))
+
+    def finish(self) -> None:
+        """Make the tree: parents before what lies in them, entries of lists in their order."""
+        for path in sorted(self._put, key=lambda path: [(isinstance(k, int), k) for k in parse_path(path)]):
+            if problem := place(self._native.tree, parse_path(path), self._put[path]):
+                self._native.problems.append(Problem(path, problem, self._native.origins[path]))
 
 
 def _overlaps(one: str, other: str) -> bool:
