@@ -14,7 +14,7 @@ from torch import Tensor
 from braid.algorithms.advantages import gae, group_advantages
 from braid.algorithms.aggregate import aggregate, row_weights
 from braid.algorithms.kl import kl_estimate
-from braid.algorithms.policy_loss import policy_gradient, ppo_clip
+from braid.algorithms.policy_loss import importance_ratio, policy_gradient, ppo_clip
 
 EXACT = {"atol": 1e-12, "rtol": 0}  # float64, a few hundred terms of order 1
 CONVERGED = {"atol": 1e-8, "rtol": 0}  # descent stops at 1e-10 in the gradient
@@ -51,7 +51,7 @@ def _expected_grpo_loss(logits: Tensor, group_size: int, kl_penalty: float = 0.0
     advantages = group_advantages(
         REWARDS[answers.flatten()] - kl_penalty * kl, groups, normalize_by_std=False
     )
-    loss, _ = ppo_clip(taken, taken.detach(), advantages, **CLIP)
+    loss, _ = ppo_clip(importance_ratio(taken, taken.detach(), None), advantages, **CLIP)
     weights = row_weights([1] * group_size, [0] * group_size, mode="token_mean", constant=None)
     return _expected(loss, torch.outer(probabilities, torch.tensor(weights, dtype=torch.float64)).flatten())
 
@@ -69,7 +69,7 @@ def _expected_ppo_loss(logits: Tensor, rewards: Tensor = REWARDS, value: float =
         gamma=1.0,
         lam=1.0,
     )
-    loss, _ = ppo_clip(logprobs, logprobs.detach(), advantages, **CLIP)
+    loss, _ = ppo_clip(importance_ratio(logprobs, logprobs.detach(), None), advantages, **CLIP)
     return _expected(loss, logprobs.exp())
 
 
@@ -94,7 +94,7 @@ def test_ppo_within_its_bounds_follows_the_gradient_of_the_new_policy_on_answers
     """E_old[rho A] = sum_x pi(x) A(x), whose gradient is grad J as long as no ratio is clipped."""
     old = LOGITS.log_softmax(0)
     logits = (LOGITS + torch.tensor([0.05, -0.05, 0.02, 0.0]).double()).requires_grad_()
-    loss, diagnostics = ppo_clip(logits.log_softmax(0), old, REWARDS - 0.4, **CLIP)
+    loss, diagnostics = ppo_clip(importance_ratio(logits.log_softmax(0), old, None), REWARDS - 0.4, **CLIP)
     assert not diagnostics["clip_fraction"].any()
     torch.testing.assert_close(
         _gradient(_expected(loss, old.exp()), logits), -_true_gradient(logits), **EXACT
@@ -104,7 +104,7 @@ def test_ppo_within_its_bounds_follows_the_gradient_of_the_new_policy_on_answers
 def test_the_policy_gradient_loss_follows_the_policy_gradient():
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
-    gradient = _gradient(_expected(policy_gradient(logprobs, REWARDS), logprobs.exp()), logits)
+    gradient = _gradient(_expected(policy_gradient(logprobs, REWARDS)[0], logprobs.exp()), logits)
     torch.testing.assert_close(gradient, -_true_gradient(logits), **EXACT)
 
 
@@ -133,7 +133,7 @@ def test_ppo_over_two_turns_with_environment_tokens_between_follows_the_policy_g
         torch.stack(gains), torch.stack(values), mask, (3,) * 4, torch.zeros(4).double(), gamma=1.0, lam=lam
     )
     packed = torch.stack(logprobs)
-    loss, _ = ppo_clip(packed, packed.detach(), advantages, **CLIP)
+    loss, _ = ppo_clip(importance_ratio(packed, packed.detach(), None), advantages, **CLIP)
     total = aggregate(loss, mask, joint.detach().flatten().repeat_interleave(3))
     torch.testing.assert_close(torch.autograd.grad(total, (first, second)), expected, **EXACT)
 
@@ -175,7 +175,7 @@ def test_each_estimator_in_the_reward_has_the_expected_gradient_that_its_docstri
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     penalty = kl_estimate(logprobs.detach(), REFERENCE, estimator=estimator, clamp=None)
-    loss = _expected(policy_gradient(logprobs, -penalty), logprobs.exp())
+    loss = _expected(policy_gradient(logprobs, -penalty)[0], logprobs.exp())
     expected = _gradient(what_it_descends(logits.log_softmax(0)), logits)
     torch.testing.assert_close(_gradient(loss, logits), expected, **EXACT)
 

@@ -233,7 +233,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         (["reference.path=x"], "reference.path: has no effect: algorithm.kl_coef is 0"),
         (
             ["algorithm.policy_loss=policy_gradient", "algorithm.dual_clip=3"],
-            "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient has no ratio",
+            "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient does not read it",
         ),
         (
             ["algorithm.aggregation_constant=3"],

@@ -106,13 +106,14 @@ def test_the_mismatch_of_engine_and_trainer_is_measured_before_the_update() -> N
     assert _means(diagnostics)["policy/logprob_mismatch_kl"] == pytest.approx(expected, **CLOSE)
 
 
-def test_the_plain_policy_gradient_has_no_ratio() -> None:
-    loss, _, diagnostics = _policy(
-        replace(GRPO, policy_loss="policy_gradient"), [-1.0, -2.0], advantages=[2.0, 1.0]
-    )
+def test_the_plain_policy_gradient_does_not_use_the_ratio_but_tells_it() -> None:
+    recipe = replace(GRPO, policy_loss="policy_gradient")
+    loss, _, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[2.0, 1.0], old_logprobs=[-2.0, -3.0])
     assert loss.item() == pytest.approx(0.5 * (2.0 + 2.0))
-    assert diagnostics.means.keys() == {"policy/entropy"}
-    assert diagnostics.maxima == {}
+    means = _means(diagnostics)
+    assert means["policy/ratio_mean"] == pytest.approx(math.e, **CLOSE)
+    assert means["policy/approx_kl"] == pytest.approx(math.e - 2.0, **CLOSE)
+    assert "policy/clip_fraction" not in means
 
 
 def test_what_stands_outside_the_mask_is_not_read() -> None:

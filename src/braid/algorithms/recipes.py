@@ -164,8 +164,14 @@ RECIPES: Mapping[RecipeName, Recipe] = {
     "kl_cov": replace(_GRPO, policy_loss="kl_cov", cov_fraction=0.2),
     "dppo": replace(_GRPO, policy_loss="dppo"),
     # Hilton et al. 2021 (arXiv 2110.00641): clip against the policy before the update, weigh by its distance from the
-    # sampler; needs old_logprobs=recompute.
-    "decoupled_ppo": replace(_GRPO, corrections=(Correction(level="token", mode="mask", low=0.0, high=5.0),)),
+    # sampler, and leave out what is further than 5.
+    "decoupled_ppo": replace(
+        _GRPO,
+        corrections=(
+            Correction(level="token", mode="truncate", low=0.0, high=5.0),
+            Correction(level="token", mode="mask", low=0.0, high=5.0),
+        ),
+    ),
     # Williams 1992, with the batch's mean as the baseline.
     "reinforce": replace(_GRPO, reward_mean="batch", advantage="reinforce", policy_loss="policy_gradient"),
     # Hu 2025 (arXiv 2501.03262): KL in the reward, advantages whitened over the round; its baseline variant takes the
@@ -188,3 +194,19 @@ RECIPES: Mapping[RecipeName, Recipe] = {
     # Feng et al. 2025 (arXiv 2505.10978): trajectories of a group, and turns from the same state.
     "gigpo": replace(_GRPO, advantage="gigpo", gamma=0.95),
 }
+
+POLICY_LOSS_KEYS: Mapping[PolicyLoss, frozenset[str]] = {
+    "ppo_clip": frozenset({"ratio_level", "clip_low", "clip_high", "dual_clip"}),
+    "policy_gradient": frozenset(),
+    "cispo": frozenset({"ratio_level", "clip_low", "clip_high"}),
+    "sapo": frozenset({"ratio_level", "sapo_tau_positive", "sapo_tau_negative"}),
+    "topr": frozenset({"ratio_level", "topr_positive_weight", "topr_negative_weight"}),
+    "clip_cov": frozenset({"ratio_level", "clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"}),
+    "kl_cov": frozenset({"ratio_level", "cov_fraction", "cov_coef"}),
+    "dppo": frozenset({"ratio_level", "clip_low", "clip_high", "dppo_divergence"}),
+    "cross_entropy": frozenset(),
+}
+"""The parts of a recipe that some policy losses read and others do not."""
+
+CHOOSING_LOSSES: frozenset[PolicyLoss] = frozenset({"clip_cov", "kl_cov"})
+"""Losses that act on tokens chosen by the log-probs before the update, so that these have to be there."""

@@ -18,11 +18,12 @@ from braid.rollout.rows import rows_of
 from braid.training.backend import StepReport, TrainingBackend
 from braid.training.credit import assign_credit
 from braid.training.losses import policy_loss, value_loss_of
+from braid.training.step_fields import write_step_fields
 from braid.types import Group, Prompt, Row, Status
 
 from .parts import Parts
 
-TRAIN_KEY, EVAL_KEY, BATCH_KEY = 0, 1, 2
+TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY = 0, 1, 2, 3
 """First number of every random key, so that no two uses draw the same."""
 
 
@@ -137,7 +138,12 @@ def improve(parts: Parts, rows: Sequence[Row]) -> None:
             if parts.critic is not None:
                 record(parts.metrics, "critic", parts.critic.train(batch, weights, value_loss_of(recipe)))
             if is_policy_due:
-                record(parts.metrics, "policy", parts.policy.train(batch, weights, policy_loss(recipe)))
+                key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
+                write_step_fields(batch, recipe, constant=parts.plan.aggregation_constant, key=key)
+                report = parts.policy.train(batch, weights, policy_loss(recipe))
+                record(parts.metrics, "policy", report)
+                if recipe.early_stop_ratio is not None:
+                    parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))
                 parts.progress.step += 1
     tokens = sum(len(row) for row in rows) * parts.config.train.passes_per_round
     parts.metrics.mean("train/tokens_per_s", tokens / parts.metrics.value("time/improve_s"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
 
@@ -154,6 +155,12 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             "algorithm.old_logprobs",
             "KL in the reward is taken from log-probs before the update, which current does not compute; "
             "set auto, recompute or behavior",
+        )
+    if plan.old_logprobs == "current" and recipe.policy_loss in CHOOSING_LOSSES:
+        yield (
+            "algorithm.old_logprobs",
+            f"algorithm.policy_loss={recipe.policy_loss} chooses tokens by their log-probs before the update, which current "
+            "does not compute; set auto, recompute or behavior",
         )
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
         yield (
@@ -330,10 +337,23 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         lambda _, plan: plan.recipe.advantage != "grpo",
         ("algorithm.normalize_by_std",),
     ),
+    *(
+        (
+            f"algorithm.policy_loss={name} does not read it",
+            lambda _, plan, name=name: plan.recipe.policy_loss == name,
+            tuple(f"algorithm.{key}" for key in sorted(frozenset().union(*POLICY_LOSS_KEYS.values()) - keys)),
+        )
+        for name, keys in POLICY_LOSS_KEYS.items()
+    ),
     (
-        "algorithm.policy_loss=policy_gradient has no ratio",
-        lambda _, plan: plan.recipe.policy_loss == "policy_gradient",
-        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+        "algorithm.old_logprobs=behavior leaves no difference to correct",
+        lambda _, plan: plan.old_logprobs == "behavior",
+        ("algorithm.corrections",),
+    ),
+    (
+        "algorithm.old_logprobs=current makes every ratio 1",
+        lambda _, plan: plan.old_logprobs == "current",
+        ("algorithm.early_stop_ratio",),
     ),
     (
         "the aggregation is not token_sum_constant",

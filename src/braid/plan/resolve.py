@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from braid.algorithms.recipes import RECIPES, Correction, Recipe
+from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recipe
 from braid.config.algorithm import AlgorithmConfig
 from braid.config.data import ProceduralSource
 from braid.config.load import DEFAULT
@@ -117,12 +117,17 @@ def _policy_rounds(config: RunConfig, recipe: Recipe, rounds: int) -> int:
 
 
 def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> OldLogprobs:
-    """auto: nothing to compare with in a round of one step, unless the reward takes KL off, which needs them before."""
+    """auto: nothing to compare with in a round of one step, unless something needs them before the step: KL in the reward, a
+    correction for the sampler, or a loss that chooses tokens by them."""
     chosen = config.algorithm.old_logprobs
     if chosen != "auto":
         return chosen
-    is_kl_in_reward = recipe.kl_coef > 0 and recipe.kl_in == "reward"
-    return "current" if steps_per_round == 1 and not is_kl_in_reward else "recompute"
+    is_needed = (
+        (recipe.kl_coef > 0 and recipe.kl_in == "reward")
+        or bool(recipe.corrections)
+        or recipe.policy_loss in CHOOSING_LOSSES
+    )
+    return "recompute" if is_needed or steps_per_round > 1 else "current"
 
 
 def _token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | None, int | None]:

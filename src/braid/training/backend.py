@@ -5,7 +5,7 @@ Backends differ in nothing a user can see but speed and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,22 +35,26 @@ class Loss:
 
     `compute(outputs, batch)` returns the micro-batch's share of the step's loss, a scalar, already weighted with
     `batch.weights` (so that the shares of all micro-batches add up to the loss), and metrics. `outputs` names what the
-    model must compute for it.
+    model must compute for it. `limits` bounds the means of metrics over the whole step: when one is above its limit, the
+    step is not taken.
     """
 
     outputs: frozenset[Output]
     compute: Callable[[dict[str, Tensor], PackedBatch], tuple[Tensor, Diagnostics]]
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one optimizer step did. `metrics` are name -> (sum, count), `maxima` name -> greatest. `grad_norm` is before
-    clipping. `is_skipped` when loss or gradient was not finite: then weights and optimizer are as before."""
+    clipping. `is_skipped` when loss or gradient was not finite, `is_stopped` when both were finite and a limit of the loss
+    was passed: then weights and optimizer are as before."""
 
     loss: float
     grad_norm: float
     lr: float
     is_skipped: bool
+    is_stopped: bool
     num_tokens: int
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)

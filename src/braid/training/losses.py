@@ -12,23 +12,32 @@ import torch
 from torch import Tensor
 
 from braid.algorithms.aggregate import aggregate
+from braid.algorithms.corrections import correction_factor, sampling_weight
 from braid.algorithms.kl import kl_estimate
-from braid.algorithms.policy_loss import policy_gradient, ppo_clip
-from braid.algorithms.recipes import Recipe
+from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
+from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
+from braid.algorithms.segments import Segments, segments
 from braid.algorithms.value_loss import value_loss
 from braid.models.batch import PackedBatch
 
 from .backend import Diagnostics, Loss
 
 
-def policy_loss(recipe: Recipe) -> Loss:
-    """Surrogate + kl_coef * KL, when it is in the loss, - entropy_coef * entropy.
+def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
+    """policy_loss_coef * (corrections * surrogate + kl_coef * KL, when it is in the loss) - entropy_coef * entropy
+    + supervised_coef * cross-entropy of successes.
 
-    Reads the fields `advantages`; `old_logprobs`, without which the policy is its own old one; `ref_logprobs`, needed for KL
-    in the loss; `behavior_logprobs`, for the metrics of how far engine and trainer are apart (taken at the old log-probs,
-    so nothing where those are the engine's own).
+    `kl_coef` is the recipe's unless given: it may change from round to round. Reads the fields `advantages`; `old_logprobs`,
+    without which the policy is its own old one; `ref_logprobs`, needed for KL in the loss; `behavior_logprobs`, needed for
+    corrections, and for the metrics of how far engine and trainer are apart (taken at the old log-probs, so nothing where
+    those are the engine's own); and those of step_fields.py that the recipe needs.
+
+    A step whose mean ratio over all its tokens is above early_stop_ratio is not taken. RLinf instead multiplies the loss of
+    a micro-batch by 0 when the ratio of that micro-batch is too large, and takes the step with the rest.
     """
-    return Loss(frozenset({"logprobs", "entropy"}), partial(_policy_loss, recipe))
+    limits = {} if recipe.early_stop_ratio is None else {"policy/ratio_mean": recipe.early_stop_ratio}
+    coef = recipe.kl_coef if kl_coef is None else kl_coef
+    return Loss(frozenset({"logprobs", "entropy"}), partial(_policy_loss, recipe, coef), limits)
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
@@ -42,42 +51,75 @@ def supervised_loss() -> Loss:
 
 
 def _policy_loss(
-    recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch
+    recipe: Recipe, kl_coef: float, outputs: dict[str, Tensor], batch: PackedBatch
 ) -> tuple[Tensor, Diagnostics]:
     logprobs, entropy, fields = outputs["logprobs"], outputs["entropy"], batch.fields
     old = fields.get("old_logprobs", logprobs.detach())
-    means: dict[str, Tensor] = {"entropy": entropy.detach()}
-    maxima: dict[str, Tensor] = {}
-    if recipe.policy_loss == "ppo_clip":
-        per_token, diagnostics = ppo_clip(
-            logprobs,
-            old,
-            fields["advantages"],
-            clip_low=recipe.clip_low,
-            clip_high=recipe.clip_high,
-            dual_clip=recipe.dual_clip,
-        )
-        ratio = diagnostics.pop("ratio")
-        means |= diagnostics | {"ratio_mean": ratio}
-        maxima["ratio_max"] = ratio
-    else:
-        per_token = policy_gradient(logprobs, fields["advantages"])
+    ratio = importance_ratio(logprobs, old, _segments(batch, recipe.ratio_level))
+    is_chosen = fields["is_chosen"] if recipe.policy_loss in CHOOSING_LOSSES else torch.zeros_like(old)
+    tokens = Tokens(logprobs, old, fields["advantages"], ratio, is_chosen)
+    per_token, means = POLICY_LOSSES[recipe.policy_loss](recipe, tokens)
+    maxima = {"ratio_max": ratio.detach()}
+    means = means | {
+        "entropy": entropy.detach(),
+        "ratio_mean": ratio.detach(),
+        "approx_kl": kl_estimate(old, logprobs.detach(), estimator="k3", clamp=None),
+    }
+    if recipe.corrections:
+        factor, of_corrections = _corrections(recipe, old, batch)
+        per_token = factor * per_token
+        means |= of_corrections
     if "ref_logprobs" in fields:
         kl = kl_estimate(
             logprobs, fields["ref_logprobs"], estimator=recipe.kl_estimator, clamp=recipe.kl_clamp
         )
         means["kl"] = kl.detach()
         if recipe.kl_in == "loss":
-            per_token = per_token + recipe.kl_coef * kl
+            per_token = per_token + kl_coef * kl
     else:
-        assert recipe.kl_coef == 0 or recipe.kl_in == "reward", "KL in the loss needs ref_logprobs"
+        assert kl_coef == 0 or recipe.kl_in == "reward", "KL in the loss needs ref_logprobs"
+    per_token = recipe.policy_loss_coef * per_token
     if recipe.entropy_coef:
         per_token = per_token - recipe.entropy_coef * entropy
     if "behavior_logprobs" in fields:
         behavior = fields["behavior_logprobs"]
         means["logprob_mismatch_kl"] = kl_estimate(behavior, old, estimator="k3", clamp=None)
         maxima["logprob_mismatch_max"] = (old - behavior).abs()
-    return _reduced(per_token, batch), _diagnostics("policy", batch.mask, means, maxima)
+    loss, diagnostics = _reduced(per_token, batch), _diagnostics("policy", batch.mask, means, maxima)
+    if recipe.supervised_coef:
+        weights = fields["supervised_weights"]
+        loss = loss + recipe.supervised_coef * aggregate(-logprobs, batch.mask, weights)
+        successes = _diagnostics("policy", weights > 0, {"supervised_loss": -logprobs.detach()})
+        diagnostics.means.update(successes.means)
+    return loss, diagnostics
+
+
+def _segments(batch: PackedBatch, level: str) -> Segments | None:
+    """What a ratio or a weight of that level is taken over."""
+    if level == "token":
+        return None
+    return segments(batch.mask, batch.row, "turn" if level == "turn" else "sequence")
+
+
+def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The product of all corrections' factors, and metrics of them."""
+    assert "behavior_logprobs" in batch.fields, "a correction needs the sampler's log-probs"
+    behavior = batch.fields["behavior_logprobs"]
+    product = torch.ones_like(old)
+    is_bound = {mode: torch.zeros_like(batch.mask) for mode in ("truncate", "mask")}
+    for correction in recipe.corrections:
+        over = _segments(batch, correction.level)
+        weight = sampling_weight(old, behavior, over, level=correction.level)
+        factor, is_outside = correction_factor(
+            weight, mode=correction.mode, low=correction.low, high=correction.high
+        )
+        product = product * factor
+        is_bound[correction.mode] |= is_outside
+    return product, {
+        "correction_mean": product,
+        "correction_truncated_fraction": is_bound["truncate"].to(product.dtype),
+        "correction_masked_fraction": is_bound["mask"].to(product.dtype),
+    }
 
 
 def _value_loss(recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 class SingleBackend:
     """One model, its optimizer and its schedule. See training.backend.TrainingBackend.
 
-    A step whose loss or gradient is not finite changes neither weights nor optimizer (its moments and step count), but does
-    count for the schedule, which belongs to the run's steps. Gradients exist only while a step runs.
+    A step whose loss or gradient is not finite, or that passes a limit of its loss, changes neither weights nor optimizer (its
+    moments and step count), but does count for the schedule, which belongs to the run's steps. Gradients exist only while a
+    step runs.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class SingleBackend:
                 share, diagnostics = loss.compute(outputs, batch)
                 share.backward()
                 running.add(share.detach(), diagnostics)
-            report = running.report(self._grad_norm(), self._lr(), sum(row.num_tokens for row in rows))
-            if not report.is_skipped:
+            num_tokens = sum(row.num_tokens for row in rows)
+            report = running.report(self._grad_norm(), self._lr(), num_tokens, loss.limits)
+            if not (report.is_skipped or report.is_stopped):
                 self._update(report)
         finally:
             self._model.module.zero_grad(set_to_none=True)
@@ -104,6 +106,10 @@ class SingleBackend:
 
     def _count(self, report: StepReport) -> None:
         self._num_steps += 1
+        if report.is_stopped:
+            logger.warning(
+                "step %d of %d left out: a limit of its loss was passed", self._num_steps, self._total_steps
+            )
         if not report.is_skipped:
             self._skipped_in_row = 0
             return
@@ -158,8 +164,10 @@ class _Running:
         for name, value in diagnostics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def report(self, grad_norm: Tensor, lr: float, num_tokens: int) -> StepReport:
-        """The numbers on the host."""
+    def report(
+        self, grad_norm: Tensor, lr: float, num_tokens: int, limits: Mapping[str, float]
+    ) -> StepReport:
+        """The numbers on the host, and what they say of the step."""
         parts = [
             self._loss[None],
             grad_norm[None],
@@ -168,13 +176,17 @@ class _Running:
         ]
         loss, norm, *rest = torch.cat([part.double() for part in parts]).tolist()
         pairs, greatest = rest[: 2 * len(self._means)], rest[2 * len(self._means) :]
+        metrics = dict(zip(self._means, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
         return StepReport(
             loss=loss,
             grad_norm=norm,
             lr=lr,
-            is_skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            is_skipped=not is_finite,
+            is_stopped=is_finite
+            and any(metrics[name][0] > metrics[name][1] * limits[name] for name in limits),
             num_tokens=num_tokens,
-            metrics=dict(zip(self._means, zip(pairs[::2], pairs[1::2], strict=True), strict=True)),
+            metrics=metrics,
             maxima=dict(zip(self._maxima, greatest, strict=True)),
         )
 

@@ -1,0 +1,63 @@
+"""Fields of rows that depend on which rows make one optimizer step.
+
+Owns what a loss needs to know of the whole step and cannot see in one micro-batch. Written before the step's first forward
+pass, over all its rows, so that neither the cut into micro-batches nor the order of rows plays a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from braid.algorithms.aggregate import row_weights
+from braid.algorithms.covariance import choose_greatest, choose_within, covariances
+from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
+from braid.types import Row
+
+
+def write_step_fields(
+    rows: Sequence[Row], recipe: Recipe, *, constant: float | None, key: tuple[int, ...]
+) -> None:
+    """Write what the recipe needs into the rows of one step, in place of what an earlier step wrote.
+
+    `is_chosen` (clip_cov, kl_cov): 1 at the tokens acted upon, else 0, from `advantages` and `old_logprobs`. The random
+    numbers that it takes follow from `key` and each row's trajectory.
+
+    `supervised_weights` (supervised_coef > 0): each position's weight in the supervised term, from `is_success`. The term is
+    reduced as the recipe says (`constant` is that of token_sum_constant), over the successful rows alone: with token_mean it
+    is the mean cross-entropy of their tokens, however few they are. 0 everywhere when no row is successful.
+    """
+    if recipe.policy_loss in CHOOSING_LOSSES:
+        _write_choice(rows, recipe, key)
+    if recipe.supervised_coef > 0:
+        _write_supervised_weights(rows, recipe, constant)
+
+
+def _write_choice(rows: Sequence[Row], recipe: Recipe, key: tuple[int, ...]) -> None:
+    def flat(arrays: Sequence[NDArray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays))
+
+    advantages = flat([row.fields["advantages"][row.mask] for row in rows])
+    logprobs = flat([row.fields["old_logprobs"][row.mask] for row in rows])
+    priorities = flat([np.random.default_rng((*key, row.trajectory)).random(row.num_tokens) for row in rows])
+    together = covariances(advantages, logprobs)
+    if recipe.policy_loss == "clip_cov":
+        is_chosen = choose_within(
+            together, priorities, fraction=recipe.cov_fraction, low=recipe.cov_low, high=recipe.cov_high
+        )
+    else:
+        is_chosen = choose_greatest(together, priorities, fraction=recipe.cov_fraction)
+    for row, part in zip(rows, is_chosen.split([row.num_tokens for row in rows]), strict=True):
+        row.fields["is_chosen"] = np.zeros(len(row), np.float32)
+        row.fields["is_chosen"][row.mask] = part.numpy()
+
+
+def _write_supervised_weights(rows: Sequence[Row], recipe: Recipe, constant: float | None) -> None:
+    imitated = [row.mask & (row.fields["is_success"] > 0) for row in rows]
+    counts, groups = [int(mask.sum()) for mask in imitated], [row.group for row in rows]
+    weights = row_weights(counts, groups, mode=recipe.aggregation, constant=constant)
+    for row, mask, weight in zip(rows, imitated, weights, strict=True):
+        row.fields["supervised_weights"] = mask * np.float32(weight)

@@ -1,0 +1,96 @@
+"""Corrections for the sampler, and the choice of tokens by covariance, against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from braid.algorithms.corrections import correction_factor, sampling_weight
+from braid.algorithms.covariance import choose_greatest, choose_within, covariances
+from braid.algorithms.segments import segments
+
+CLOSE = {"atol": 1e-6, "rtol": 0}  # exp in float32; expectations are given to six digits
+
+# One row of three tokens: log pi_old - log mu = 0.2, 0, -0.1
+OLD, BEHAVIOR = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.2, -1.0, -0.9])
+ONE_ROW = segments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), "sequence")
+# The same row, where the environment said the second token.
+TWO_TURNS = segments(torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.long), "turn")
+
+
+@pytest.mark.parametrize(
+    ("level", "over", "expected"),
+    [
+        ("token", None, [1.221403, 1.0, 0.904837]),
+        ("sequence", ONE_ROW, [1.105171] * 3),  # exp(0.1)
+        ("geometric", ONE_ROW, [1.033895] * 3),  # exp(0.1 / 3)
+        ("turn", ONE_ROW, [1.105171] * 3),
+    ],
+)
+def test_weights_equal_hand_computed_values(level, over, expected):
+    torch.testing.assert_close(
+        sampling_weight(OLD, BEHAVIOR, over, level=level), torch.tensor(expected), **CLOSE
+    )
+
+
+def test_each_turn_has_a_weight_of_its_own():
+    weight = sampling_weight(OLD, BEHAVIOR, TWO_TURNS, level="turn")
+    torch.testing.assert_close(weight[[0, 2]], torch.tensor([1.221403, 0.904837]), **CLOSE)
+
+
+def test_truncation_bounds_the_weight():
+    weight = sampling_weight(OLD, BEHAVIOR, None, level="token")
+    factor, is_outside = correction_factor(weight, mode="truncate", low=0.0, high=1.2)
+    torch.testing.assert_close(factor, torch.tensor([1.2, 1.0, 0.904837]), **CLOSE)
+    assert is_outside.tolist() == [True, False, False]
+    factor, is_outside = correction_factor(weight, mode="truncate", low=0.95, high=2.0)
+    torch.testing.assert_close(factor, torch.tensor([1.221403, 1.0, 0.95]), **CLOSE)
+    assert is_outside.tolist() == [False, False, True]
+
+
+def test_truncation_at_2_of_tokens_and_of_the_sequence():
+    old, behavior = torch.tensor([-1.0, -1.5, -0.5]), torch.tensor([-1.5, -1.0, -1.5])
+    # differences 0.5, -0.5, 1: e^0.5, e^-0.5, e cut off at 2; their sum is 1
+    token = sampling_weight(old, behavior, None, level="token")
+    factor, _ = correction_factor(token, mode="truncate", low=0.0, high=2.0)
+    torch.testing.assert_close(factor, torch.tensor([1.648721, 0.606531, 2.0]), **CLOSE)
+    sequence = sampling_weight(old, behavior, ONE_ROW, level="sequence")
+    factor, _ = correction_factor(sequence, mode="truncate", low=0.0, high=5.0)
+    torch.testing.assert_close(factor, torch.full((3,), 2.718282), **CLOSE)
+
+
+def test_a_mask_leaves_out_what_lies_beyond_its_bounds():
+    weight = torch.tensor([0.4, 0.5, 1.0, 2.0, 2.1])
+    factor, is_outside = correction_factor(weight, mode="mask", low=0.5, high=2.0)
+    assert factor.tolist() == [0, 1, 1, 1, 0]
+    assert is_outside.tolist() == [True, False, False, False, True]
+
+
+def test_covariances_equal_hand_computed_values():
+    # means 1 and -2: (2, 0, -2) times (1.5, 0.5, -2)
+    result = covariances(torch.tensor([3.0, 1.0, -1.0]), torch.tensor([-0.5, -1.5, -4.0]))
+    assert result.tolist() == [3.0, 0.0, 4.0]
+
+
+def test_clip_covs_choice_is_among_the_tokens_between_its_bounds():
+    together = torch.tensor([3.0, 0.0, 4.0, 1.0, 2.0, 6.0]).double()
+    priorities = torch.tensor([0.9, 0.1, 0.2, 0.3, 0.5, 0.0]).double()
+    # strictly between 1 and 5: tokens 0, 2, 4; half of six tokens is three
+    chosen = choose_within(together, priorities, fraction=0.5, low=1.0, high=5.0)
+    assert chosen.tolist() == [True, False, True, False, True, False]
+    # a third is two: those of the lowest priority
+    chosen = choose_within(together, priorities, fraction=0.34, low=1.0, high=5.0)
+    assert chosen.tolist() == [False, False, True, False, True, False]
+
+
+def test_kl_covs_choice_is_the_greatest_covariances():
+    together = torch.tensor([3.0, 0.0, 4.0, 4.0, 2.0]).double()
+    priorities = torch.tensor([0.1, 0.2, 0.9, 0.3, 0.4]).double()
+    # one of five: of the two equal ones that of lower priority; then both
+    assert choose_greatest(together, priorities, fraction=0.2).tolist() == [False, False, False, True, False]
+    assert choose_greatest(together, priorities, fraction=0.4).tolist() == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("fraction", "num"), [(0.0, 0), (0.001, 1), (0.2, 1), (0.39, 1), (0.4, 2), (1.0, 5)])
+def test_the_share_of_tokens_is_rounded_down_to_at_least_one(fraction, num):
+    together, priorities = torch.arange(5.0).double(), torch.arange(5.0).double()
+    assert choose_greatest(together, priorities, fraction=fraction).sum() == num
+    assert choose_within(together, priorities, fraction=fraction, low=-1.0, high=9.0).sum() == num
