@@ -68,6 +68,58 @@ def test_the_answer_is_under_answer_whatever_its_column(load: Loader) -> None:
     assert "answer" not in load([{"prompt": "x"}], answer_key=None).prompts[0].fields
 
 
+def test_a_path_goes_into_nested_columns_and_into_json_text(load: Loader) -> None:
+    nested = {"ground_truth": "3", "tries": [{"n": 5}]}
+    for spec in (nested, json.dumps(nested)):
+        rows = [{"task": {"text": "1+2"}, "reward_spec": spec}]
+        (prompt,) = load(rows, prompt_key="task.text", answer_key="reward_spec.ground_truth").prompts
+        assert prompt.fields["answer"] == "3"
+        assert prompt.messages[-1]["content"] == "1+2"
+        (prompt,) = load(rows, prompt_key="task.text", answer_key="reward_spec.tries.0.n").prompts
+        assert prompt.fields["answer"] == 5
+
+
+def test_a_column_whose_name_has_a_dot_is_itself(load: Loader) -> None:
+    rows = [{"prompt": "x", "a.b": "right", "a": {"b": "wrong"}}]
+    assert load(rows, answer_key="a.b").prompts[0].fields["answer"] == "right"
+
+
+def test_a_missing_nested_column_is_named_with_what_is_there(load: Loader) -> None:
+    rows = [{"prompt": "x", "spec": {"truth": "3"}, "plain": "text"}]
+    assert load.error(rows, answer_key="spec.trut").startswith(
+        "data.train[0] (a), row 0: there is no column 'trut' inside 'spec', did you mean 'truth'?; the columns inside 'spec' "
+        "are truth; set data.train[0].answer_key to one of them"
+    )
+    assert "no column 'b' inside 'plain'; nothing is inside 'plain'" in load.error(rows, answer_key="plain.b")
+
+
+def test_chat_messages_may_be_json_text(load_chat: Loader) -> None:
+    (prompt,) = load_chat([{"prompt": json.dumps(CHAT[0]["prompt"]), "answer": ""}]).prompts
+    assert prompt.messages == ({"role": "user", "content": "hi"},)
+    for text in ("[1, 2] has which sum?", "[1, 2]", "[]", '["role", "content"]', '{"role": "user"}'):
+        (prompt,) = load_chat([{"prompt": text, "answer": ""}]).prompts
+        assert prompt.messages == ({"role": "user", "content": text},)
+
+
+def test_a_column_may_name_the_source_of_each_row(load: Loader) -> None:
+    rows = [{**row, "extra": {"domain": name}} for row, name in zip(ROWS, ("math", "code"), strict=True)]
+    loaded = load(rows, role="eval", source_key="extra.domain")
+    assert [(p.uid, p.source) for p in loaded.prompts] == [("a:0", "math"), ("a:1", "code")]
+    assert {name: len(prompts) for name, prompts in loaded.by_source().items()} == {"math": 1, "code": 1}
+    assert loaded.counts == {"a": SourceCounts(rows=2)}
+
+
+@pytest.mark.parametrize("value", ["", 3, None])
+def test_the_name_of_a_source_must_be_text(load: Loader, value: object) -> None:
+    problem = load.error([{"prompt": "x", "answer": "", "domain": value}], source_key="domain")
+    assert f"column 'domain' (data.train[0].source_key) holds {value!r}" in problem
+
+
+def test_no_row_of_an_evaluation_may_name_its_source_all(load: Loader) -> None:
+    rows = [{"prompt": "x", "answer": "", "domain": "all"}]
+    assert "set data.eval[0].source_key to another" in load.error(rows, role="eval", source_key="domain")
+
+
 def test_a_template_is_filled_from_any_column(load: Loader) -> None:
     rows = [{"question": "1+2", "answer": "3", "meta": {"unit": "cm"}}]
     prompts = load(rows, prompt_key="question", template="{prompt} in {meta[unit]}? {{n}}=")

@@ -43,6 +43,12 @@ def test_different_answers_are_wrong(answered: Answered, score: Score) -> None:
     assert [t.reward for t in scored] == [0.0] * len(DIFFERENT)
 
 
+def test_any_of_several_references_is_right(answered: Answered, score: Score) -> None:
+    answers = {r"\boxed{2}": 1.0, "-2": 1.0, "3": 0.0}
+    scored = score([answered(text, answer=["2", "-2.0"]) for text in answers], {"kind": "math"})
+    assert {t.answer_text: t.reward for t in scored} == answers
+
+
 def test_a_reference_that_is_no_mathematics_is_no_wrong_answer(answered: Answered, score: Score) -> None:
     (scored,) = score([answered("5", answer="####")], {"kind": "math"})
     assert (

@@ -25,6 +25,9 @@ Score = Callable[..., list[Trajectory]]
         ("A:1 then A: 42", "42", {"pattern": r"A:\s*(\d+)"}, 1.0),
         ("A:42 then A:1", "42", {"pattern": r"A:\s*(\d+)"}, 0.0),
         ("42", "42", {"pattern": r"A:\s*(\d+)"}, 0.0),
+        ("42", ["41", 42], {}, 1.0),
+        ("PARIS", ["Rome", "Paris "], {"ignore_case": True}, 1.0),
+        ("42", ["41", "43"], {}, 0.0),
         ("A:", "", {"pattern": r"A:(\d+)?"}, 0.0),
     ],
 )

@@ -15,9 +15,11 @@ class _Source(Section):
     limit: PositiveInt | None = None
     """Use only the first so many rows."""
     prompt_key: str = "prompt"
-    """Column of the prompt: plain text, or a list of chat messages."""
+    """Column of the prompt: plain text, or a list of chat messages, or such a list as JSON text. `a.b` is b inside column a."""
     answer_key: str | None = "answer"
-    """Column of the reference answer, passed to rewards as `answer`; null when there is none."""
+    """Column of the reference answer, passed to rewards as `answer`; null when there is none. Any item of a list is right."""
+    source_key: str | None = None
+    """Column that names the source of each row, in metrics and for the `sources` of rewards; this source's name when null."""
     system: str | None = None
     """System message put before each prompt."""
     template: str = "{prompt}"
@@ -85,4 +87,6 @@ class DataConfig(Section):
     use_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: apply the tokenizer's template when it has one, or when the prompt is chat messages."""
     shuffle: bool = True
-    """Draw training prompts in an order given by the run's seed, a new one in each epoch."""
+    """Draw training prompts in an order given by the seed, a new one in each epoch."""
+    seed: NonNegativeInt | None = None
+    """Seed of that order; run.seed when null."""

@@ -16,6 +16,7 @@ from braid.config.data import DataConfig, Source
 from braid.errors import DataError, suggest
 from braid.types import Message, Prompt
 
+from .columns import NoColumn, find, parse_json
 from .sources import DataRow, SourceRows, read_sources
 
 if TYPE_CHECKING:
@@ -36,16 +37,16 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of several sources, in the sources' order, and counts by source name."""
+    """The prompts of several sources, in the sources' order, and counts by name of the source in the config."""
 
     prompts: list[Prompt]
     counts: dict[str, SourceCounts]
 
     def by_source(self) -> dict[str, list[Prompt]]:
-        """The same prompts, apart by source."""
-        out: dict[str, list[Prompt]] = {name: [] for name in self.counts}
+        """The same prompts, apart by `Prompt.source`."""
+        out: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
-            out[prompt.source].append(prompt)
+            out.setdefault(prompt.source, []).append(prompt)
         return out
 
 
@@ -59,19 +60,21 @@ def load_prompts(
 ) -> PromptSet:
     """Read `sources` (the config's `data.train` or `data.eval`) and make a Prompt of every row that fits.
 
-    `Prompt.fields` is the row, with the reference under `answer`. Files are looked up from `base_dir`.
+    `Prompt.uid` has the source's name in the config, `Prompt.source` what `source_key` says; `Prompt.fields` is the row, with
+    the reference under `answer`. Files are looked up from `base_dir`.
     """
     prompts: list[Prompt] = []
     counts: dict[str, SourceCounts] = {}
     for source in read_sources(sources, base_dir=base_dir, key=f"data.{role}"):
-        if role == "eval" and source.name == "all":
-            raise DataError(
-                f"{source.key}: 'all' names the result over all sources; set {source.key}.name to another"
-            )
         encoded, counts[source.name] = encode(source, config, tokenizer)
         for item in encoded:
-            uid, fields = f"{source.name}:{item.index}", _fields(source, item.index)
-            prompts.append(Prompt(uid, source.name, item.token_ids, item.messages, fields))
+            name, fields = _source_name(source, item.index), _fields(source, item.index)
+            if role == "eval" and name == "all":
+                key = "source_key" if source.config.source_key else "name"
+                raise DataError(
+                    f"{source.key}: 'all' names the result over all sources; set {source.key}.{key} to another"
+                )
+            prompts.append(Prompt(f"{source.name}:{item.index}", name, item.token_ids, item.messages, fields))
     return PromptSet(prompts, counts)
 
 
@@ -79,11 +82,21 @@ def _fields(source: SourceRows, index: int) -> DataRow:
     row, key = source.rows[index], source.config.answer_key
     if key is None:
         return row
-    if key not in row:
-        raise missing_column(
-            source, index, "answer_key", key, or_else="set it to null when there is no answer"
+    no_answer = "set it to null when there is no answer"
+    return {**row, "answer": cell(source, index, "answer_key", key, or_else=no_answer)}
+
+
+def _source_name(source: SourceRows, index: int) -> str:
+    key = source.config.source_key
+    if key is None:
+        return source.name
+    name = cell(source, index, "source_key", key)
+    if not isinstance(name, str) or not name:
+        raise DataError(
+            f"{_where(source, index)}: column {key!r} ({source.key}.source_key) holds {name!r}, but the name of a source is "
+            "text; set it to null to have one name for all rows"
         )
-    return {**row, "answer": row[key]}
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +130,11 @@ def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool
     """A row's prompt as chat messages, and whether the row itself was written so."""
     row, config, where = source.rows[index], source.config, _where(source, index)
     uses_column = any(name is not None and _column(name) == "prompt" for _, name, _, _ in _parsed(source))
-    if config.prompt_key not in row and uses_column:
-        raise missing_column(source, index, "prompt_key", config.prompt_key)
-    value = row.get(config.prompt_key)
+    value = (
+        cell(source, index, "prompt_key", config.prompt_key) if uses_column else row.get(config.prompt_key)
+    )
+    if isinstance(value, str) and _is_chat(parsed := parse_json(value)):
+        value = parsed
     system: tuple[Message, ...] = ({"role": "system", "content": config.system},) if config.system else ()
     if not isinstance(value, list):
         return (
@@ -139,6 +154,15 @@ def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool
     if system and chat[0]["role"] == "system":
         raise DataError(f"{where}: has a system message of its own; remove {source.key}.system")
     return (*system, *chat), True
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether JSON text is a list of chat messages; anything else that a prompt may look like stays text."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
+    )
 
 
 def _message(value: Any, where: str, column: str) -> Message:
@@ -281,14 +305,21 @@ def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[
     return cut, SourceCounts(rows=len(items), truncated=overlong)
 
 
-def missing_column(source: SourceRows, index: int, key: str, column: str, *, or_else: str = "") -> DataError:
-    """The error for a row without the column that config key `key` of its source names."""
-    present = list(map(str, source.rows[index]))
-    return DataError(
-        f"{_where(source, index)}: there is no column {column!r}{suggest(column, present)}; the columns are "
-        f"{', '.join(present)}; set {source.key}.{key} to one of them"
-        + (f", or {or_else}" if or_else else "")
-    )
+def cell(source: SourceRows, index: int, key: str, path: str, *, or_else: str = "") -> Any:
+    """What a row has at the path that the config key `key` of its source names. Raises DataError when it has nothing there."""
+    try:
+        return find(source.rows[index], path)
+    except NoColumn as missing:
+        inside = f" inside {missing.inside!r}" if missing.inside else ""
+        has = (
+            f"the columns{inside} are {', '.join(missing.present)}"
+            if missing.present
+            else f"nothing is{inside}"
+        )
+        raise DataError(
+            f"{_where(source, index)}: there is no column {missing.name!r}{inside}{suggest(missing.name, missing.present)}; "
+            f"{has}; set {source.key}.{key} to one of them" + (f", or {or_else}" if or_else else "")
+        ) from None
 
 
 def _where(source: SourceRows, index: int) -> str:

@@ -14,7 +14,7 @@ from braid.config.data import DataConfig, Source
 from braid.errors import DataError
 from braid.functions import load_function
 
-from .prompts import encode, missing_column
+from .prompts import cell, encode
 from .sources import SourceRows, read_sources
 
 if TYPE_CHECKING:
@@ -75,12 +75,13 @@ def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> li
     responses: list[Sequence[Piece]] = []
     for index in indices:
         row, where = source.rows[index], f"{source.key} ({source.name}), row {index}"
-        if column is not None and column not in row:
-            raise missing_column(source, index, "response_key", column)
-        try:
-            response = write(row) if write else row[str(column)]
-        except Exception as error:
-            raise DataError(f"{where}: {path} raised {type(error).__name__}: {error}") from error
+        if write is None:
+            response = cell(source, index, "response_key", str(column))
+        else:
+            try:
+                response = write(row)
+            except Exception as error:
+                raise DataError(f"{where}: {path} raised {type(error).__name__}: {error}") from error
         if isinstance(response, str):
             responses.append([(response, True)])
         elif write and _are_pieces(response):

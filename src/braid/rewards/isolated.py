@@ -16,7 +16,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,8 @@ HEADER = struct.Struct("!I")
 """Before each message: its length in bytes."""
 
 
-def load_math() -> Callable[[str, str], float]:
-    """`score(text, reference)`: 1.0 when the answer that math-verify finds in `text` equals the reference.
+def load_math() -> Callable[[str, Sequence[str]], float]:
+    """`score(text, references)`: 1.0 when the answer that math-verify finds in `text` equals one of the references.
 
     Its own time limits are off: they work in a main thread only, and take a slow comparison for a wrong answer.
     """
@@ -38,8 +38,8 @@ def load_math() -> Callable[[str, str], float]:
 
     parse = partial(parse, parsing_timeout=0, raise_on_error=True)
 
-    def score(text: str, reference: str) -> float:
-        golds = _references(reference, parse)
+    def score(text: str, references: Sequence[str]) -> float:
+        golds = [gold for reference in references for gold in _readings(reference, parse)]
         failure = None
         for answer in parse(text):
             for gold in golds:
@@ -55,7 +55,7 @@ def load_math() -> Callable[[str, str], float]:
     return score
 
 
-def _references(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
+def _readings(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
     """The reference as mathematics. What follows the last `####` counts (as in GSM8K); text without mark-up is
     read as one formula."""
     text = reference.rpartition("####")[2].strip()

@@ -109,27 +109,29 @@ def _too_slow(timeout_s: float) -> RewardError:
     return RewardError(f"the pattern found no end within reward.timeout_s={timeout_s:g}; simplify it")
 
 
-def _reference(trajectory: Trajectory) -> str:
-    fields = trajectory.prompt.fields
-    if fields.get("answer") is None:
+def _references(trajectory: Trajectory) -> list[str]:
+    """The reference answers, any of which is right."""
+    answer = trajectory.prompt.fields.get("answer")
+    if answer is None or answer == []:
         raise RewardError(
             "the prompt has no reference answer; set answer_key of its source to the column that has it"
         )
-    return str(fields["answer"])
+    return [str(item) for item in (answer if isinstance(answer, list) else [answer])]
 
 
 class ExactPart:
-    """1 if the answer equals the reference, blanks around them aside."""
+    """1 if the answer equals a reference, blanks around them aside."""
 
     def __init__(self, extract: Extraction, *, ignore_case: bool) -> None:
         self._extract = extract
         self._ignore_case = ignore_case
 
     def __call__(self, trajectory: Trajectory) -> float:
-        answer, reference = self._extract(trajectory.answer_text), _reference(trajectory).strip()
+        answer = self._extract(trajectory.answer_text)
+        references = [reference.strip() for reference in _references(trajectory)]
         if answer is not None and self._ignore_case:
-            answer, reference = answer.casefold(), reference.casefold()
-        return float(answer == reference)
+            answer, references = answer.casefold(), [reference.casefold() for reference in references]
+        return float(answer in references)
 
     def close(self) -> None: ...
 
@@ -151,14 +153,14 @@ class PatternPart:
 
 
 class MathPart:
-    """1 if math-verify finds the answer equal to the reference. Always in a process that can be killed."""
+    """1 if math-verify finds the answer equal to a reference. Always in a process that can be killed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._processes = ScoringProcesses("math")
         self._timeout_s = timeout_s
 
     def __call__(self, trajectory: Trajectory) -> Later:
-        arguments = (trajectory.answer_text, _reference(trajectory))
+        arguments = (trajectory.answer_text, _references(trajectory))
         return partial(self._processes.run, arguments, self._timeout_s)
 
     def close(self) -> None:

@@ -1,0 +1,53 @@
+"""Finding a value in a row of data by the path that a config gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class NoColumn(LookupError):
+    """There is no `name` in `inside` (the path so far; empty for the row itself), which has `present`."""
+
+    def __init__(self, name: str, inside: str, present: Iterable[object]) -> None:
+        super().__init__(name)
+        self.name, self.inside = name, inside
+        self.present = [str(key) for key in present]
+
+
+def find(row: Mapping[str, Any], path: str) -> Any:
+    """The value of the column `path`, or what `a.b` names inside column `a`: a key of a mapping, or the number of an item
+    of a list. Nested data may be JSON text. Raises NoColumn."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    inside = ""
+    for name in path.split("."):
+        value = _item(value, name, inside)
+        inside = f"{inside}.{name}" if inside else name
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """What `text` says as a JSON list or object; None when it is neither."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _item(value: Any, name: str, inside: str) -> Any:
+    if isinstance(value, str):
+        value = parse_json(value)
+    if isinstance(value, Mapping):
+        if name in value:
+            return value[name]
+        raise NoColumn(name, inside, value)
+    if isinstance(value, list):
+        if name.isdecimal() and int(name) < len(value):
+            return value[int(name)]
+        raise NoColumn(name, inside, range(len(value)))
+    raise NoColumn(name, inside, ())
