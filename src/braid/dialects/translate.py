@@ -115,7 +115,7 @@ def _leaves(tree: Mapping[str, Any], dialect: Dialect, prefix: str = "") -> Iter
         path = child(prefix, key)
         if path == NATIVE:
             continue
-        if isinstance(value, dict) and value and dialect.rule_of(dialect.aliases.get(path, path)) is None:
+        if isinstance(value, dict) and value and not _takes_mapping(path, dialect):
             yield from _leaves(value, dialect, path)
         else:
             yield path, value
@@ -159,6 +159,12 @@ def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Writt
                 yield Problem(path, message, _origin(foreign, path))
         elif not rule.takes.accepts(value):
             yield Problem(path, f"{show_value(value)} is not {rule.takes.words}", _origin(foreign, path))
+
+
+def _takes_mapping(path: str, dialect: Dialect) -> bool:
+    """Whether a mapping at a foreign path is a value. Where a rule for any name (`*`) meets keys with rules, it is a part."""
+    name = dialect.aliases.get(path, path)
+    return name in dialect.rules or (dialect.rule_of(name) is not None and not _is_section(path, dialect))
 
 
 def _is_section(path: str, dialect: Dialect) -> bool:
