@@ -47,7 +47,7 @@ def test_a_shared_prompt_changes_no_output_and_no_gradient(architecture: str, ro
     model = policy if role == "policy" else ValueModel.copy_of(policy)
     name = "logprobs" if role == "policy" else "values"
     if role == "critic":
-        torch.nn.init.normal_(dict(model.named_weights())["score.weight"])
+        torch.nn.init.normal_(dict(model.named_weights())["value_head.weight"])
     together = pack(rows(), CPU)
     assert together.num_positions < sum(together.lengths)
     outputs = model.forward(together, frozenset({name}))[name]

@@ -75,7 +75,7 @@ def _hf_model() -> PreTrainedModel:
 def _critic(policy: CausalLM) -> ValueModel:
     critic = ValueModel.copy_of(policy)
     with torch.no_grad():
-        dict(critic.named_weights())["score.weight"].normal_()
+        dict(critic.named_weights())["value_head.weight"].normal_()
     return critic
 
 
@@ -286,7 +286,7 @@ def _plain_critic_loss(
     model: PreTrainedModel, score: torch.nn.Module, rows: Sequence[Row], mode: Aggregation
 ) -> Tensor:
     output, _ = _forward_padded(model, rows)
-    value = torch.nn.functional.pad(score(output.hidden_states[-1])[:, :-1, 0], (1, 0))
+    value = torch.nn.functional.pad(score(output.hidden_states[-1])[:, :-1], (1, 0))
     old, target = _padded(rows, "values"), _padded(rows, "returns")
     kept = torch.minimum(torch.maximum(value, old - 0.2), old + 0.2)
     return _reduce(0.25 * torch.max((value - target) ** 2, (kept - target) ** 2), rows, mode)
@@ -309,7 +309,7 @@ def test_a_policys_packed_update_equals_the_plain_one_on_padded_rows(mode: Aggre
 def test_a_critics_packed_update_equals_the_plain_one_on_padded_rows(mode: Aggregation) -> None:
     plain = _hf_model()
     critic = _critic(CausalLM(_hf_model()))
-    score = deepcopy(critic.module["score"])
+    score = deepcopy(critic.value_head)
     rows = _text_rows()
     ours = _update(critic, rows, value_loss_of(CRITIC), mode, micro_batch_tokens=40)
     loss = _plain_critic_loss(plain, score, rows, mode)
@@ -317,5 +317,5 @@ def test_a_critics_packed_update_equals_the_plain_one_on_padded_rows(mode: Aggre
     assert ours.report.metrics["critic/clip_fraction"][0] > 0
     assert abs(ours.report.loss - loss.item()) <= TOLERANCE * max(1.0, abs(loss.item()))
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    expected |= {f"score.{name}": p.grad for name, p in score.named_parameters()}
+    expected |= {f"value_head.{name}": p.grad for name, p in score.named_parameters()}
     _assert_equal_gradients(ours.grads, expected)

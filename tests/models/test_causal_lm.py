@@ -190,7 +190,7 @@ def test_values_start_at_zero_and_read_the_state_before_each_token(tiny_model: M
     policy, batch = CausalLM(tiny_model("qwen2")), packed()
     critic = ValueModel.copy_of(policy)
     assert not critic.forward(batch, frozenset({"values"}))["values"].any()
-    score = dict(critic.named_weights())["score.weight"]
+    score = dict(critic.named_weights())["value_head.weight"]
     with torch.no_grad():
         score.normal_()
     values = critic.forward(batch, frozenset({"values"}))["values"]
@@ -208,7 +208,7 @@ def test_a_critic_learns_without_touching_the_policy(tiny_model: Make, packed: P
     critic = ValueModel.copy_of(policy)
     critic.set_gradient_checkpointing(True)
     with torch.no_grad():
-        dict(critic.named_weights())["score.weight"].normal_()
+        dict(critic.named_weights())["value_head.weight"].normal_()
     grads = _gradients(critic.module, critic.forward(batch, frozenset({"values"}))["values"].square().sum())
     assert all(not g.is_sparse for g in grads.values())
     assert "model.embed_tokens.weight" in grads

@@ -120,7 +120,7 @@ def test_values_cover_the_final_observation() -> None:
     observations = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     batch = _batch(observations, np.zeros(3, np.int64), np.array([True, True, False]))
     out = value.forward(batch, frozenset({"values"}))["values"]
-    torch.testing.assert_close(out, value.module(torch.from_numpy(observations)).squeeze(-1))
+    torch.testing.assert_close(out, value.module(torch.from_numpy(observations)))
     assert out[2] != 0
 
 

@@ -9,7 +9,7 @@ keep a cache. No architecture needs code of its own; one whose layers do not go 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,10 @@ class LayerCall:
     scaling: float
     sliding_window: int | None
     softcap: float | None
+
+
+AttentionKernel = Callable[[LayerCall, Tensor, Tensor, Tensor], Tensor]
+"""Attention over right-padded rows, as causal_attention does it."""
 
 
 class AttentionContext(Protocol):
@@ -92,9 +96,15 @@ class PackedAttention:
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, shared: Sequence[tuple[int, int]] = ()
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        shared: Sequence[tuple[int, int]] = (),
+        kernel: AttentionKernel | None = None,
     ) -> None:
-        """`lengths` [B] of the segments, in packing order; `shared` as PackedBatch has it."""
+        """`lengths` [B] of the segments, in packing order; `shared` as PackedBatch has it; `kernel` for the rectangles,
+        causal_attention when None."""
+        self._kernel = kernel or causal_attention
         shared = shared or [(0, 0)] * len(lengths)
         self._rectangles = _rectangles(lengths)
         stored = _stored_places(lengths, shared)
@@ -128,7 +138,7 @@ class PackedAttention:
             )
         sizes = [len(rows) * width for rows, width in self._rectangles]
         outs = [
-            causal_attention(call, *(x.unflatten(0, (len(rows), width)) for x in qkv)).flatten(0, 1)
+            self._kernel(call, *(x.unflatten(0, (len(rows), width)) for x in qkv)).flatten(0, 1)
             for (rows, width), *qkv in zip(
                 self._rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
             )

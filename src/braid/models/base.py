@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .batch import PackedBatch
+from .flops import Flops
+from .value_head import ValueHead
 
 Output = Literal["logprobs", "entropy", "values"]
 
@@ -26,7 +28,16 @@ class TrainableModel(Protocol):
         """The module whose parameters are trained."""
         ...
 
+    @property
+    def value_head(self) -> ValueHead | None:
+        """What gives "values", if anything does."""
+        ...
+
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]: ...
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
+        """Of rows of `lengths` [B], of whose positions the policy wrote `num_outputs` together."""
+        ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under the names a checkpoint folder has."""

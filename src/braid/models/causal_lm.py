@@ -6,7 +6,7 @@ to what is up to the attention context of each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, cast
@@ -20,10 +20,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from braid.errors import ModelError
 
 from . import attention
-from .attention import AttentionContext, PackedAttention
+from .attention import AttentionContext
 from .base import Output
 from .batch import PackedBatch
+from .flops import Flops, flops_of
+from .kernels import AttentionKind, packed_attention
 from .logprobs import DEFAULT_CHUNK_BYTES, Head, token_logprobs
+from .lora import has_adapters, merged_weights, named_adapters
 
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -37,10 +40,19 @@ class CausalLM:
     entropies are those of softmax(logits / temperature).
     """
 
+    value_head = None
+
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float = 1.0, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        attention: AttentionKind = "auto",
+        compiles: bool = False,
     ) -> None:
-        """Takes `model` over and switches its attention. `chunk_bytes` bounds each [tokens, vocabulary] tensor."""
+        """Takes `model` over and switches its attention. `chunk_bytes` bounds each [tokens, vocabulary] tensor; `compiles`
+        has torch.compile make the way from logits to log-probs."""
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
@@ -51,6 +63,9 @@ class CausalLM:
         self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
+        self.attention: AttentionKind = attention
+        self.compiles = compiles
+        self._recomputes = False
         self._head = head
         self._logit_scale = _logit_scale(self.config)
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -98,7 +113,7 @@ class CausalLM:
         states = self.hidden(
             batch.inputs["input_ids"],
             batch.positions,
-            PackedAttention(batch.lengths, batch.device, batch.shared),
+            packed_attention(self.attention, batch),
         )
         logprobs, entropy = token_logprobs(
             states.index_select(0, before),
@@ -107,20 +122,42 @@ class CausalLM:
             temperature=self.temperature,
             with_entropy="entropy" in outputs,
             chunk_bytes=self.chunk_bytes,
+            compiles=self.compiles,
         )
         computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
         return {name: spread(computed[name], written, batch) for name in outputs}
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are trained in place of the weights (models.lora)."""
+        return has_adapters(self.model)
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
+        """See TrainableModel."""
+        return flops_of(self.backbone, self._head, lengths, num_outputs, recomputes=self._recomputes)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return unique_weights(self.model)
+        """See TrainableModel. Of a model with adapters: the adapters, under the names of an adapter folder."""
+        return named_adapters(self.model) if self.has_adapters else unique_weights(self.model)
+
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its name in a model folder, adapters merged in; tied ones under each of their names."""
+        return merged_weights(self.model)
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each layer in the backward pass, or no longer."""
         set_gradient_checkpointing(self.model, enabled)
+        self._recomputes = enabled
 
     def frozen_copy(self) -> CausalLM:
         """The model as it is now, in tensors of its own that are never trained."""
-        copy = CausalLM(deepcopy(self.model), temperature=self.temperature, chunk_bytes=self.chunk_bytes)
+        copy = CausalLM(
+            deepcopy(self.model),
+            temperature=self.temperature,
+            chunk_bytes=self.chunk_bytes,
+            attention=self.attention,
+            compiles=self.compiles,
+        )
         copy.model.requires_grad_(False)
         return copy
 

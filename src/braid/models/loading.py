@@ -26,8 +26,12 @@ from braid.errors import ModelError, suggest
 
 from .build import build_model
 from .causal_lm import CausalLM
+from .compiling import check_compiler
 from .fused import fuse
+from .kernels import check_attention
+from .liger import use_liger_kernels
 from .logprobs import DEFAULT_CHUNK_BYTES
+from .lora import add_adapters
 from .selfcheck import check_against_plain
 from .tokenizer import character_tokenizer
 
@@ -52,20 +56,40 @@ def load_policy(
     device: torch.device,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     key: str = "model",
+    compiles: bool = False,
+    liger: bool = False,
 ) -> CausalLM:
-    """The language model that `config` names, checked, on `device`. `seed` is that of random weights (`build`); `key` is the
-    section of the run's config that errors should name.
+    """The language model that `config` names, checked, on `device`. `seed` is that of random weights (`build`, `lora`); `key`
+    is the section of the run's config that errors should name; `compiles` and `liger` are train.compile and
+    train.liger_kernels.
 
-    Raises ModelError when there is none, when it cannot be read, or when braid cannot run its architecture.
+    Raises ModelError when there is none, when it cannot be read, when braid cannot run its architecture, or when this
+    machine lacks what a kernel needs.
     """
+    check_attention(config.attention, device)
+    if compiles:
+        check_compiler(device)
     if config.build is not None:
         model = build_model(config.build, load_tokenizer(config), dtype=TORCH_DTYPES[config.dtype], seed=seed)
     else:
-        model = _pretrained(config, f"{key}.path")
+        model = _pretrained(config, f"{key}.path", device)
         _note_dropout(model)
         _note_rotary(model)
-    fuse(model)
-    lm = CausalLM(model.to(device), temperature=temperature, chunk_bytes=chunk_bytes)  # pyright: ignore[reportArgumentType]
+    _check_architecture(model, config.architecture, key)
+    if liger:
+        use_liger_kernels(model, device)
+    else:
+        fuse(model)
+    if config.lora is not None:
+        add_adapters(model, config.lora, seed=seed)
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    lm = CausalLM(
+        model,
+        temperature=temperature,
+        chunk_bytes=chunk_bytes,
+        attention=config.attention,
+        compiles=compiles,
+    )
     check_against_plain(lm)
     return lm
 
@@ -96,12 +120,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; nothing of braid is left in it."""
-    lm.model.save_pretrained(folder)
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; nothing of braid is left in it, and adapters are
+    merged into the weights that they belong to."""
+    lm.model.save_pretrained(folder, state_dict=dict(lm.merged_weights()))
     tokenizer.save_pretrained(folder)
 
 
-def _pretrained(config: ModelConfig, key: str) -> PreTrainedModel:
+def _pretrained(config: ModelConfig, key: str, device: torch.device) -> PreTrainedModel:
     path = _path(config)
     _check_folder(path, key, needs_weights=True)
     try:
@@ -111,6 +136,7 @@ def _pretrained(config: ModelConfig, key: str) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
             attn_implementation="eager",
             output_loading_info=True,
+            device_map={"": device} if config.low_memory_load else None,
         )
     except _UNREADABLE as error:
         raise ModelError(_unusable(path, key, "causal language model", error)) from error
@@ -121,6 +147,20 @@ def _pretrained(config: ModelConfig, key: str) -> PreTrainedModel:
             f"{missing[0]}; they would start at random. Complete the folder or choose another"
         )
     return model
+
+
+def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) -> None:
+    """Raise ModelError when the model is of another architecture than the config says. Names are transformers' model types;
+    `qwen2.5` and the like stand for the type they have (qwen2)."""
+    is_of = model.config.get_text_config(decoder=True).model_type
+    if expected is not None and re.sub(r"\.\d+$", "", expected.lower()) not in (
+        is_of,
+        model.config.model_type,
+    ):
+        raise ModelError(
+            f"model.architecture={expected}, but {key} is a model of type {is_of}; correct one of the two, or leave "
+            "model.architecture out"
+        )
 
 
 def _pretrained_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

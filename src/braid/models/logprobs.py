@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .compiling import compiled
+
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
 """Narrower tiles make slow matrix products; tokens are split before columns get narrower."""
@@ -53,6 +55,7 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    compiles: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and the entropy [N] of that distribution
     when asked for; both in nats, in float32 (float64 for float64 hidden states), both differentiable.
@@ -60,9 +63,9 @@ def token_logprobs(
     `hidden` is [N, D]. No [tokens, vocabulary] tensor takes more than `chunk_bytes`, at least one float. With logits z,
     p = softmax(z) and H the entropy, the gradients are d log p_t / dz_j = [j = t] - p_j and
     dH / dz_j = -p_j (log p_j + H). When all logits together fit `chunk_bytes` they are kept for the backward pass; else each
-    tile is computed again there.
+    tile is computed again there. With `compiles`, torch.compile fuses what is done to each tile.
     """
-    rule = _Rule(head.scale, head.softcap, temperature, with_entropy, chunk_bytes, head.accumulates)
+    rule = _Rule(head.scale, head.softcap, temperature, with_entropy, chunk_bytes, head.accumulates, compiles)
     logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, rule)
     return logprobs, entropy
 
@@ -75,6 +78,7 @@ class _Rule:
     with_entropy: bool
     chunk_bytes: int
     accumulates: bool
+    compiles: bool
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Of one tile, divided by the temperature."""
@@ -119,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for tokens, columns in rule.tiles(states, vocab, exact.itemsize):
                 if running is None or columns.start == 0:
-                    running = _RunningSoftmax(targets[tokens], exact, rule.with_entropy)
+                    running = _RunningSoftmax(targets[tokens], exact, rule.with_entropy, rule.compiles)
                 logits = rule.logits(states[tokens], weight[columns], None if bias is None else bias[columns])
                 running.add(logits, columns)
                 if is_kept:
@@ -149,6 +153,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_total)
         tiles = rule.tiles(states, len(weight), log_total.itemsize)
+        grad_logits = compiled(_grad_logits) if rule.compiles else _grad_logits
         with torch.autocast(states.device.type, enabled=False):
             for index, (tokens, columns) in enumerate(tiles):
                 state, part = states[tokens], weight[columns].to(ctx.dtype)
@@ -157,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 else:
                     logits = rule.logits(state, part, None if bias is None else bias[columns])
                 of_entropy = None if grad_entropy is None else (grad_entropy[tokens], entropy[tokens])
-                grad = _grad_logits(logits, log_total[tokens], grad_logprobs[tokens], of_entropy)
+                grad = grad_logits(logits, log_total[tokens], grad_logprobs[tokens], of_entropy)
                 inside, column = _place(targets[tokens], columns)
                 grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[tokens], 0.0).unsqueeze(1))
                 grad = rule.grad_raw(grad, logits)
@@ -190,8 +195,9 @@ class _RunningSoftmax:
     """Sums over the vocabulary of tiles seen one after the other, for N tokens: with m the largest logit so far,
     sum exp(z - m), and for the entropy sum exp(z - m) (z - m)."""
 
-    def __init__(self, targets: Tensor, dtype: torch.dtype, with_entropy: bool) -> None:
+    def __init__(self, targets: Tensor, dtype: torch.dtype, with_entropy: bool, compiles: bool) -> None:
         self._targets = targets
+        self._fold = compiled(_fold) if compiles else _fold
         self._largest = torch.full_like(targets, torch.finfo(dtype).min, dtype=dtype)
         self._total = torch.zeros_like(self._largest)
         self._moment = torch.zeros_like(self._largest) if with_entropy else None
@@ -200,17 +206,9 @@ class _RunningSoftmax:
     def add(self, logits: Tensor, columns: slice) -> None:
         inside, column = _place(self._targets, columns)
         self.target = torch.where(inside, logits.gather(1, column).squeeze(1), self.target)
-        largest = torch.maximum(self._largest, logits.amax(1))
-        drop = self._largest - largest
-        decay = drop.exp()
-        shifted = logits - largest.unsqueeze(1)
-        if self._moment is None:
-            self._total = self._total * decay + shifted.exp_().sum(1)
-        else:
-            weights = shifted.exp()
-            self._moment = (self._moment + self._total * drop) * decay + torch.linalg.vecdot(weights, shifted)
-            self._total = self._total * decay + weights.sum(1)
-        self._largest = largest
+        self._largest, self._total, self._moment = self._fold(
+            logits, self._largest, self._total, self._moment
+        )
 
     def log_total(self) -> Tensor:
         """Logarithm of the sum of exponentials."""
@@ -220,6 +218,21 @@ class _RunningSoftmax:
         """H = log sum exp(z - m) - sum p (z - m)."""
         assert self._moment is not None, "built without entropy"
         return self._total.log() - self._moment / self._total
+
+
+def _fold(
+    logits: Tensor, before: Tensor, total: Tensor, moment: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The running (largest, total, moment) with one more tile."""
+    largest = torch.maximum(before, logits.amax(1))
+    drop = before - largest
+    decay = drop.exp()
+    shifted = logits - largest.unsqueeze(1)
+    if moment is None:
+        return largest, total * decay + shifted.exp_().sum(1), None
+    weights = shifted.exp()
+    moment = (moment + total * drop) * decay + torch.linalg.vecdot(weights, shifted)
+    return largest, total * decay + weights.sum(1), moment
 
 
 def _grad_logits(

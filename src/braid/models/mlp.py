@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +16,8 @@ from braid.types import ActionSpace
 
 from .base import Output
 from .batch import PackedBatch
+from .flops import Flops, flops_of_linear
+from .value_head import ValueHead, with_head
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _MIN_ROWS = 16
@@ -28,6 +30,8 @@ class MlpPolicy:
     Choices: a categorical over the outputs as logits. Vectors: independent Gaussians whose means are the outputs and whose
     standard deviations are parameters that do not depend on the observation.
     """
+
+    value_head = None
 
     def __init__(self, spec: MlpSpec, observation_size: int, actions: ActionSpace, *, seed: int) -> None:
         """Random orthogonal weights; the last layer small, so that the first policy is close to uniform (Andrychowicz
@@ -44,6 +48,10 @@ class MlpPolicy:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._net.named_parameters()
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
+        """See TrainableModel."""
+        return flops_of_linear(self._net, sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`logprobs` [T] of the whole action and `entropy` [T]; 0 where the mask is False."""
@@ -107,21 +115,41 @@ class MlpPolicy:
 class MlpValue:
     """The value of an observation; a network apart from the policy's."""
 
-    def __init__(self, spec: MlpSpec, observation_size: int, *, seed: int) -> None:
-        self._net = _Net(spec, observation_size, 1, head_gain=1.0, seed=seed)
+    def __init__(
+        self,
+        spec: MlpSpec,
+        observation_size: int,
+        *,
+        seed: int,
+        head_name: str = "value_head",
+        normalizes: bool = False,
+    ) -> None:
+        """The output layer's weights have the name `head_name`; `normalizes` as in ValueHead."""
+        net = _Net(spec, observation_size, 1, head_gain=1.0, seed=seed)
+        self._head = ValueHead(net.head.in_features, normalizes=normalizes)
+        self._head.load_state_dict(net.head.state_dict(), strict=False)
+        self._module = with_head(net.body, "body", self._head, head_name)
 
     @property
     def module(self) -> nn.Module:
-        return self._net
+        return self._module
+
+    @property
+    def value_head(self) -> ValueHead:
+        return self._head
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._net.named_parameters()
+        yield from self._module.state_dict(keep_vars=True).items()
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
+        """See TrainableModel."""
+        return flops_of_linear(self._module, sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` [T] of every observation, the final one included."""
         if unknown := outputs - {"values"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
-        return {"values": self._net(batch.inputs["observations"]).squeeze(-1)}
+        return {"values": self._module(batch.inputs["observations"])}
 
 
 class _Net(nn.Module):

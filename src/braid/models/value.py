@@ -1,14 +1,12 @@
-"""The critic of a language model: a backbone of its own and a linear head that reads a value off each hidden state."""
+"""The critic of a language model: a backbone of its own and a head that reads a value off each hidden state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .attention import PackedAttention
 from .base import Output
 from .batch import PackedBatch
 from .causal_lm import (
@@ -19,17 +17,29 @@ from .causal_lm import (
     unique_weights,
     written_positions,
 )
+from .flops import Flops, flops_of
+from .kernels import AttentionKind, packed_attention
+from .lora import plain_copy
+from .value_head import ValueHead, with_head
 
 
 class ValueModel:
     """The value of the state before each token that the policy wrote. All values start at 0.
 
-    Its weights have the names that transformers gives a token classifier with one label (`score` is the head), so that
-    AutoModelForTokenClassification loads them.
+    Its weights have the names that transformers gives a token classifier with one label, whose head is `head_name`: with
+    `score`, AutoModelForTokenClassification loads them.
     """
 
-    def __init__(self, backbone: PreTrainedModel) -> None:
-        """Takes over the `backbone` of a CausalLM; see `copy_of` for one that is used elsewhere."""
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        *,
+        head_name: str = "value_head",
+        normalizes: bool = False,
+        attention: AttentionKind = "auto",
+    ) -> None:
+        """Takes over the `backbone` of a CausalLM; see `copy_of` for one that is used elsewhere. `normalizes` as in ValueHead."""
+        self._attention: AttentionKind = attention
         self._backbone = backbone.eval()
         embedding = backbone.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
@@ -37,29 +47,39 @@ class ValueModel:
                 False  # a CausalLM's may be: there it adds to the dense gradient of the tied head
             )
         width: int = backbone.config.get_text_config(decoder=True).hidden_size
-        self._score = nn.Linear(width, 1, device=backbone.device, dtype=backbone.dtype)
-        nn.init.zeros_(self._score.weight)
-        nn.init.zeros_(self._score.bias)
-        self._module = nn.ModuleDict({backbone.base_model_prefix: backbone, "score": self._score})
+        self._head = ValueHead(width, normalizes=normalizes, device=backbone.device, dtype=backbone.dtype)
+        self._module = with_head(backbone, backbone.base_model_prefix, self._head, head_name)
+        self._recomputes = False
 
     @classmethod
-    def copy_of(cls, policy: CausalLM) -> ValueModel:
+    def copy_of(
+        cls, policy: CausalLM, *, head_name: str = "value_head", normalizes: bool = False
+    ) -> ValueModel:
         """A critic whose backbone starts with the policy's weights, in tensors of its own."""
-        return cls(deepcopy(policy.backbone))
+        backbone = plain_copy(policy.backbone)
+        return cls(backbone, head_name=head_name, normalizes=normalizes, attention=policy.attention)
 
     @property
     def module(self) -> nn.Module:
         return self._module
+
+    @property
+    def value_head(self) -> ValueHead:
+        return self._head
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` [T] in float32 (see TrainableModel)."""
         if unknown := outputs - {"values"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
         written, before = written_positions(batch)
-        context = PackedAttention(batch.lengths, batch.device, batch.shared)
+        context = packed_attention(self._attention, batch)
         states = hidden_states(self._backbone, batch.inputs["input_ids"], batch.positions, context)
-        values = self._score(states.index_select(0, before)).squeeze(1).float()
+        values = self._head(states.index_select(0, before))
         return {"values": spread(values, written, batch)}
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
+        """See TrainableModel."""
+        return flops_of(self._backbone, self._head, lengths, num_outputs, recomputes=self._recomputes)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return unique_weights(self._module)
@@ -67,3 +87,4 @@ class ValueModel:
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each layer in the backward pass, or no longer."""
         set_gradient_checkpointing(self._backbone, enabled)
+        self._recomputes = enabled

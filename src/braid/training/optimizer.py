@@ -1,8 +1,9 @@
-"""AdamW and its learning rate over time."""
+"""The optimizer and its learning rate over time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,39 +12,66 @@ from torch import Tensor, nn
 from braid.config.train import OptimizerConfig, ScheduleConfig
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) over the trainable parameters, in one pass over memory.
+def build_optimizer(
+    module: nn.Module, config: OptimizerConfig, value_head: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters, in one pass over memory. Matrices decay; vectors (biases, norms,
+    standard deviations) do not.
 
-    Matrices decay; vectors (biases, norms, standard deviations) do not.
+    adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without momentum.
+    Each group's "scale" is its peak rate as a share of `lr`: `value_lr / lr` for the parameters of `value_head`, else 1.
     """
+    of_head = {id(p) for p in value_head.parameters()} if value_head is not None else set()
+    head_scale = 1.0 if config.value_lr is None else config.value_lr / config.lr
     trainable = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in trainable if (p.ndim >= 2) is decays and (id(p) in of_head) is is_head],
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "scale": head_scale if is_head else 1.0,
+        }
+        for is_head in ((False, True) if head_scale != 1.0 else (False,))
+        for decays in (True, False)
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    if config.kind == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give each group its share of `rate`."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["scale"]
 
 
 def lr_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
     """Share of the peak rate at optimizer step `step`, from 0, of `total_steps`.
 
-    The W warmup steps have (step + 1) / (W + 1), so that none has a rate of 0 and step W is the first at the peak. The
-    decay starts there and would be at `min_ratio` in step `total_steps`, the one after the last.
+    The W warmup steps rise from `start_ratio` in W + 1 equal parts, the first of which is taken in step 0 already; step W is
+    the first at the peak. A decay starts there and would be at `min_ratio` in step `decay_steps`, or in step `total_steps`,
+    the one after the last.
     """
     warmup = max(schedule.warmup_steps, round(schedule.warmup_fraction * total_steps))
     if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if schedule.decay == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    falling = 1.0 - progress if schedule.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return schedule.min_ratio + (1.0 - schedule.min_ratio) * falling
+        return schedule.start_ratio + (1.0 - schedule.start_ratio) * (step + 1) / (warmup + 1)
+    if schedule.decay == "inverse_sqrt":
+        return max(schedule.min_ratio, math.sqrt(max(1, warmup) / (step - warmup + max(1, warmup))))
+    end = schedule.decay_steps or total_steps
+    start = max(warmup, end - max(1, round(_WSD_TAIL * end))) if schedule.decay == "wsd" else warmup
+    progress = min(1.0, max(0, step - start) / max(1, end - start))
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * _FALLING[schedule.decay](progress)
+
+
+_WSD_TAIL = 0.1
+"""Share of all steps in which wsd falls (warmup, stable, decay: arXiv 2404.06395)."""
+_FALLING: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "wsd": lambda progress: 1.0 - progress,
+}
+"""Height above min_ratio by the share of the decay that has passed."""
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:

@@ -13,39 +13,55 @@ from braid.models.batch import PackedBatch
 from braid.types import Row
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of rows cut into as few batches of at most `max_tokens` positions as this order allows, nearly equal in size.
+def micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    max_rows: int | None = None,
+    counts: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Indices of rows cut into as few batches of at most `max_tokens` positions and `max_rows` rows as this order allows,
+    nearly equal in size.
 
-    Rows go from the longest to the shortest, so that rows of like length come together and attention pads little; a row
-    longer than `max_tokens` goes alone. The cut depends on the lengths alone.
+    Rows go from the longest to the shortest, so that rows of like length come together and attention pads little; what is
+    longer than `max_tokens` goes alone. `counts` is how many rows each index stands for; 1 when None. The cut depends on
+    these numbers alone.
     """
     assert max_tokens > 0, "a batch holds something"
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    fewest = len(_cut(order, lengths, max_tokens))
+    most = sum(counts or [1] * len(lengths)) if max_rows is None else max_rows
+
+    def cut(room: int) -> list[list[int]]:
+        return _cut(order, lengths, counts or [1] * len(lengths), room, most)
+
+    fewest = len(cut(max_tokens))
     low, high = 1, max_tokens
     while low < high:
         middle = (low + high) // 2
-        if len(_cut(order, lengths, middle)) > fewest:
+        if len(cut(middle)) > fewest:
             low = middle + 1
         else:
             high = middle
-    return _cut(order, lengths, high)
+    return cut(high)
 
 
-def _cut(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _cut(
+    order: Sequence[int], lengths: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int
+) -> list[list[int]]:
     """Fill one batch after the other, in order."""
     out: list[list[int]] = []
-    room = 0
+    tokens = rows = 0
     for index in order:
-        if not out or lengths[index] > room:
+        tokens, rows = tokens + lengths[index], rows + counts[index]
+        if not out or tokens > max_tokens or rows > max_rows:
             out.append([])
-            room = max_tokens
+            tokens, rows = lengths[index], counts[index]
         out[-1].append(index)
-        room -= lengths[index]
     return out
 
 
-def grouped_micro_batches(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+def grouped_micro_batches(
+    rows: Sequence[Row], max_tokens: int, max_rows: int | None = None
+) -> list[list[int]]:
     """Micro-batches of rows (their indices) in which rows that begin alike stay together, so that `pack` stores what they
     share once; a group that is too large is cut."""
     units: dict[object, list[int]] = {}
@@ -58,9 +74,10 @@ def grouped_micro_batches(rows: Sequence[Row], max_tokens: int) -> list[list[int
         lengths = [len(rows[i]) - common for i in members]
         pieces.extend(
             ([members[i] for i in piece], common + sum(lengths[i] for i in piece))
-            for piece in micro_batches(lengths, max(max_tokens - common, 1))
+            for piece in micro_batches(lengths, max(max_tokens - common, 1), max_rows)
         )
-    batches = micro_batches([size for _, size in pieces], max_tokens)
+    sizes, counts = [size for _, size in pieces], [len(members) for members, _ in pieces]
+    batches = micro_batches(sizes, max_tokens, max_rows, counts)
     return [[index for piece in batch for index in pieces[piece][0]] for batch in batches]
 
 

@@ -1,0 +1,62 @@
+"""The reference of a policy with adapters: the same frozen base, with the adapters as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .base import Output
+from .batch import PackedBatch
+from .causal_lm import CausalLM
+from .flops import Flops
+
+
+class AdapterReference:
+    """Holds copies of the policy's adapters and puts them in place for each of its forward passes.
+
+    No second copy of the base exists. While the copies are those of fresh adapters this is the base itself.
+    """
+
+    value_head = None
+
+    def __init__(self, policy: CausalLM) -> None:
+        """Takes the adapters as they are now."""
+        self._policy = policy
+        self._copies = {
+            name: nn.Parameter(tensor.detach().clone(), requires_grad=False)
+            for name, tensor in policy.named_weights()
+        }
+        self._module = nn.ParameterList(self._copies.values())
+
+    @property
+    def module(self) -> nn.Module:
+        """The copies."""
+        return self._module
+
+    @torch.no_grad()
+    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
+        """See TrainableModel; without gradient."""
+        with self._in_place():
+            return self._policy.forward(batch, outputs)
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
+        """See TrainableModel."""
+        return self._policy.flops(lengths, num_outputs)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._copies.items()
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        current = dict(self._policy.named_weights())
+        kept = {name: tensor.data for name, tensor in current.items()}
+        try:
+            for name, tensor in current.items():
+                tensor.data = self._copies[name].data
+            yield
+        finally:
+            for name, tensor in current.items():
+                tensor.data = kept[name]

@@ -1,0 +1,37 @@
+"""torch.compile for the chains of element-wise operations that take logits to log-probs (`train.compile`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from braid.errors import ModelError
+
+_F = TypeVar("_F", bound=Callable)
+_compiled: dict[Callable, Callable] = {}
+
+
+def compiled(function: _F) -> _F:
+    """`function` as one fused kernel for any sizes; compiled when it is first called, once per process."""
+    if function not in _compiled:
+        _compiled[function] = torch.compile(function, dynamic=True)
+    return _compiled[function]  # pyright: ignore[reportReturnType]
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a small function for `device`. Raises ModelError when the machine lacks what that takes."""
+    try:
+        torch.compile(_probe)(torch.zeros(8, device=device))
+    except Exception as error:  # inductor raises a class of its own for each of its parts
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        needed = "a C++ compiler and Python's headers" if device.type == "cpu" else "a C compiler and triton"
+        raise ModelError(
+            f"train.compile=true, but torch.compile does not work on this machine ({reason}); it needs {needed}. "
+            "Install them or set train.compile=false"
+        ) from error
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return (x + 1.0).exp()

@@ -1,0 +1,83 @@
+"""Which kernel computes attention over packed rows (`model.attention`).
+
+    auto, sdpa          torch's scaled_dot_product_attention: its flash or memory-efficient kernels where they apply
+    eager               plain matrix products and a softmax: slow, and the whole [queries, keys] square in memory
+    flash_attention_2   the package flash-attn, on CUDA, in bf16 or fp16
+
+All of them get segments of like length as right-padded rectangles (models.attention.PackedAttention) and give the same
+numbers up to rounding. Sampling has kernels of its own.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from braid.errors import ModelError
+
+from .attention import AttentionKernel, LayerCall, PackedAttention, causal_attention
+from .batch import PackedBatch
+
+AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "eager"]
+
+
+def packed_attention(kind: AttentionKind, batch: PackedBatch) -> PackedAttention:
+    """The attention of a batch's rows, each within itself."""
+    return PackedAttention(batch.lengths, batch.device, batch.shared, _KERNELS[kind])
+
+
+def check_attention(kind: AttentionKind, device: torch.device) -> None:
+    """Raise ModelError when this machine cannot run the kernel."""
+    if kind != "flash_attention_2":
+        return
+    if device.type != "cuda":
+        raise ModelError(
+            f"model.attention=flash_attention_2 runs on CUDA devices, and this run is on {device.type}; "
+            "set model.attention=auto"
+        )
+    if find_spec("flash_attn") is None:
+        raise ModelError(
+            "model.attention=flash_attention_2 needs the package flash-attn, which is not installed; "
+            "install it (pip install flash-attn --no-build-isolation) or set model.attention=auto"
+        )
+
+
+def eager_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """See causal_attention: softmax(scale q k + mask) v, with the softmax in float32."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    place = torch.arange(q.shape[2], device=q.device)
+    behind = place[:, None] - place[None, :]
+    visible = (behind >= 0) & (behind < (call.sliding_window or q.shape[2]))
+    weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(v.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """See causal_attention. Layers that compute in fp32 (without autocast) fall back on it: flash-attn has no such kernel."""
+    from flash_attn import flash_attn_func  # a CUDA extension that few machines have
+
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return causal_attention(call, query, key, value)
+    return flash_attn_func(
+        *(x.to(dtype) for x in (query, key, value)),
+        softmax_scale=call.scaling,
+        causal=True,
+        window_size=(-1, -1) if call.sliding_window is None else (call.sliding_window - 1, 0),
+        softcap=call.softcap or 0.0,
+    )
+
+
+_KERNELS: dict[AttentionKind, AttentionKernel] = {
+    "auto": causal_attention,
+    "sdpa": causal_attention,
+    "eager": eager_attention,
+    "flash_attention_2": flash_attention,
+}

@@ -1,0 +1,158 @@
+"""Low-rank adapters on a policy (LoRA, Hu et al. 2021, arXiv 2106.09685), through peft.
+
+An adapted layer computes W x + (alpha / rank) B A x; W and everything else of the model stay as they are, A and B are
+trained. Owns making and reading adapters, their names, and merging them into the weights that others want. This module
+alone imports peft, when a run has adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from braid.config.backends import LoraConfig
+from braid.errors import ModelError, suggest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+"""What peft's files begin the names of weights with."""
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
+    """Put adapters into `model`, in place, and freeze the rest. They change nothing at first (B = 0, and A is drawn by
+    `seed`), or are those of the folder `config.path`.
+
+    Raises ModelError when the layers named are not there, or the folder does not fit the model.
+    """
+    import peft  # it takes seconds, and few runs have adapters
+
+    if config.path is None:
+        settings = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.rank if config.alpha is None else config.alpha,  # pyright: ignore[reportArgumentType]
+            target_modules=_targets(model, config.targets),
+        )
+    else:
+        settings = _read_settings(Path(config.path).expanduser())
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(settings, model, _ADAPTER)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(f"model.lora does not fit {type(model).__name__}: {error}") from error
+    for _, tensor in named_adapters(model):
+        tensor.data = tensor.data.to(model.dtype)
+    if config.path is not None:
+        _read_weights(model, Path(config.path).expanduser())
+
+
+def has_adapters(module: nn.Module) -> bool:
+    return any(True for _ in _adapted(module))
+
+
+def named_adapters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' matrices under the names that peft's files have."""
+    for name, layer in _adapted(module):
+        yield f"{_PREFIX}{name}.lora_A.weight", layer.lora_A[_ADAPTER].weight
+        yield f"{_PREFIX}{name}.lora_B.weight", layer.lora_B[_ADAPTER].weight
+
+
+@torch.no_grad()
+def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The state dict that `module` would have without adapters, W + (alpha / rank) B A in the place of W; tied weights as
+    often as they have names. Adapted matrices are new tensors, one at a time; all others are the live ones."""
+    adapted = dict(_adapted(module))
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        owner, _, leaf = name.rpartition(".")
+        if ".lora_A." in name or ".lora_B." in name:
+            continue
+        base = owner.removesuffix(".base_layer")
+        if base in adapted and leaf == "weight":
+            tensor = _merged(adapted[base])
+        yield f"{base}.{leaf}".removeprefix("."), tensor
+
+
+def plain_copy(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy in tensors of its own, with adapters merged into it and every weight trainable."""
+    copy = deepcopy(module)
+    for name, layer in list(_adapted(copy)):
+        base: nn.Module = layer.base_layer
+        base.weight.data = _merged(layer)
+        parent, _, leaf = name.rpartition(".")
+        setattr(copy.get_submodule(parent), leaf, base)
+    return copy.requires_grad_(True)
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with an adapter, by name."""
+    return ((n, layer) for n, layer in module.named_modules() if hasattr(layer, "lora_A"))
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> Tensor:
+    """W + (alpha / rank) B A of an adapted layer, added up in float32."""
+    weight: Tensor = layer.base_layer.weight
+    return (weight.float() + layer.get_delta_weight(_ADAPTER).float()).to(weight.dtype)
+
+
+def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:
+    """What peft takes for `names`: each the end of a layer's dotted name, or all-linear for every linear layer but the head."""
+    if names == ("all-linear",):
+        return "all-linear"
+    head = model.get_output_embeddings()
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    ends = sorted({name.rpartition(".")[2] for name, layer in layers.items() if layer is not head})
+    for target in names:
+        found = [layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")]
+        if not found:
+            raise ModelError(
+                f"model.lora.targets: {type(model).__name__} has no layer {target!r}{suggest(target, ends)}; "
+                f"it has {', '.join(ends)}; all-linear takes all of them"
+            )
+        if head in found:
+            raise ModelError(
+                f"model.lora.targets: {target!r} is the output head, which takes no adapter; choose from {', '.join(ends)}"
+            )
+    return list(names)
+
+
+def _read_settings(folder: Path) -> Any:
+    import peft  # see add_adapters
+
+    missing = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"model.lora.path={folder} is no adapter folder: it lacks {' and '.join(missing)}; give one that peft's "
+            "save_pretrained wrote"
+        )
+    settings = peft.PeftConfig.from_pretrained(str(folder))
+    if not isinstance(settings, peft.LoraConfig) or settings.use_dora or settings.bias != "none":
+        raise ModelError(
+            f"model.lora.path={folder} holds {settings.peft_type} adapters with options that braid does not train "
+            "(DoRA, biases); give plain LoRA"
+        )
+    settings.inference_mode, settings.lora_dropout = False, 0.0
+    return settings
+
+
+def _read_weights(model: PreTrainedModel, folder: Path) -> None:
+    saved, mine = load_file(folder / _WEIGHTS), dict(named_adapters(model))
+    wrong = sorted(saved.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != saved[n].shape]
+    if wrong:
+        raise ModelError(
+            f"model.lora.path={folder} was made for another model: {len(wrong)} of its matrices do not fit "
+            f"{type(model).__name__}, among them {wrong[0]}"
+        )
+    for name, tensor in mine.items():
+        tensor.data.copy_(saved[name])

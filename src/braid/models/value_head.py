@@ -1,0 +1,104 @@
+"""The head that reads values off hidden states, and the units that it predicts them in."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from braid.errors import ModelError
+
+RATE = 0.01
+"""Share of the newest returns in the running moments. Corrected for their start (arXiv 1602.07714, section 2.2), so that
+early moments are plain means."""
+MIN_DEVIATION = 1e-2
+"""Of returns; where all are nearly equal there is nothing to normalise by."""
+
+
+class ValueHead(nn.Linear):
+    """v = mean + deviation * (w . hidden + b), one value for each hidden state.
+
+    Without `normalizes`, mean is 0 and deviation 1. With it they are those of the returns seen in training (PopArt, van
+    Hasselt et al. 2016, arXiv 1602.07714): when they move, w and b move the other way, so that every value stays what it was,
+    and gradients are those of a loss on normalised values: whatever the scale of rewards, they are of one size. The moments
+    are buffers and so part of the weights.
+    """
+
+    moments: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        normalizes: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """All values are 0 at first."""
+        super().__init__(hidden_size, 1, device=device, dtype=dtype)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.normalizes = normalizes
+        if normalizes:
+            # [mean, mean of squares, weight that the two have gathered], in float64 whatever the weights are
+            self.register_buffer("moments", torch.zeros(3, dtype=torch.float64, device=device))
+
+    @property
+    def moments_of_returns(self) -> tuple[float, float]:
+        """Mean and deviation of returns as they stand; 0 and 1 before the first."""
+        mean, square, gathered = self.moments.tolist() if self.normalizes else (0.0, 0.0, 0.0)
+        if gathered == 0.0:
+            return 0.0, 1.0
+        mean, square = mean / gathered, square / gathered
+        return mean, max(MIN_DEVIATION, math.sqrt(max(0.0, square - mean * mean)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, D] -> values [N] in float32."""
+        values = super().forward(input).squeeze(-1).float()
+        if not self.normalizes:
+            return values
+        mean, deviation = self.moments_of_returns
+        return _Denormalized.apply(values, mean, deviation)
+
+    @torch.no_grad()
+    def observe(self, returns: NDArray[np.floating]) -> None:
+        """For a head that normalizes. Take the returns of the optimizer step to come into the moments, keeping every value what it is.
+
+        Returns that are not finite are left to the step, which will be skipped for them.
+        """
+        exact = returns.astype(np.float64)
+        if not len(exact) or not np.isfinite(exact).all():
+            return
+        old_mean, old_deviation = self.moments_of_returns
+        newest = self.moments.new_tensor([exact.mean(), np.square(exact).mean(), 1.0])
+        self.moments.lerp_(newest, RATE)
+        mean, deviation = self.moments_of_returns
+        self.weight.copy_(self.weight.double() * (old_deviation / deviation))
+        self.bias.copy_((self.bias.double() * old_deviation + old_mean - mean) / deviation)
+
+
+def with_head(body: nn.Module, body_name: str, head: ValueHead, head_name: str) -> nn.Sequential:
+    """Both as one module, whose weights have these names. Raises ModelError when they are one."""
+    if head_name == body_name:
+        raise ModelError(
+            f"critic.head_name={head_name} is the name of the weights below the head; choose another, such as value_head"
+        )
+    return nn.Sequential(OrderedDict({body_name: body, head_name: head}))
+
+
+class _Denormalized(torch.autograd.Function):
+    """mean + deviation * x. A loss of squares in real units is deviation^2 times that in normalised ones: its gradient is
+    divided by that."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, mean: float, deviation: float) -> Tensor:
+        ctx.deviation = deviation  # pyright: ignore[reportAttributeAccessIssue]
+        return x * deviation + mean
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad / ctx.deviation, None, None  # pyright: ignore[reportAttributeAccessIssue]

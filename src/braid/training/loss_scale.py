@@ -1,0 +1,50 @@
+"""Dynamic loss scaling, so that small gradients of fp16 products do not vanish (Micikevicius et al. 2018, arXiv 1710.03740)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.config.backends import GradScalerConfig
+
+_BACKOFF, _GROWTH, _MIN_SCALE = 0.5, 2.0, 1.0
+
+
+class LossScale:
+    """What the loss is multiplied by before the backward pass.
+
+    A step whose scaled gradients overflow halves it; `growth_interval` finite steps in a row double it.
+    """
+
+    def __init__(self, config: GradScalerConfig) -> None:
+        self.value = config.init_scale
+        self._floor = min(_MIN_SCALE, config.init_scale)
+        self._growth_interval = config.growth_interval
+        self._num_finite = 0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow may be the scale's doing; at its least value it is the model's."""
+        return self.value > self._floor
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Gradients of the scaled loss to those of the loss, in place."""
+        torch._foreach_mul_(list(gradients), 1.0 / self.value)
+
+    def update(self, *, is_overflow: bool) -> None:
+        """Take note of how a step went."""
+        if is_overflow:
+            self.value, self._num_finite = max(self._floor, self.value * _BACKOFF), 0
+            return
+        self._num_finite += 1
+        if self._num_finite == self._growth_interval:
+            self.value, self._num_finite = self.value * _GROWTH, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value, "num_finite": self._num_finite}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.value, self._num_finite = state["value"], state["num_finite"]
