@@ -29,6 +29,9 @@ Score = Callable[..., list[Trajectory]]
         ("PARIS", ["Rome", "Paris "], {"ignore_case": True}, 1.0),
         ("42", ["41", "43"], {}, 0.0),
         ("A:", "", {"pattern": r"A:(\d+)?"}, 0.0),
+        ("$1,000", "1000", {"ignore": ",$"}, 1.0),
+        ("$1,000", "$ 1000", {"ignore": ",$"}, 1.0),
+        ("1,000", "1000", {}, 0.0),
     ],
 )
 def test_exact_compares_the_answer_with_the_reference(

@@ -43,6 +43,8 @@ class ExactReward(_Part):
     """Regular expression whose last match's first group is the answer; the whole text when absent."""
     ignore_case: bool = False
     """Compare without regard to case."""
+    ignore: str = ""
+    """Characters that do not count, such as the comma of 1,000."""
 
 
 class PatternReward(_Part):

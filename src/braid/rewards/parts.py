@@ -59,7 +59,7 @@ def build_part(part: RewardPart, *, timeout_s: float, concurrency: int, base_dir
             return ReasoningGymPart(extract, timeout_s)
         case ExactReward():
             extract = Extraction(part.pattern, timeout_s, key=f"{key}.pattern")
-            return ExactPart(extract, ignore_case=part.ignore_case)
+            return ExactPart(extract, ignore_case=part.ignore_case, ignore=part.ignore)
         case PatternReward():
             return PatternPart(part.pattern, timeout_s, key=f"{key}.pattern")
         case FunctionReward():
@@ -120,18 +120,20 @@ def _references(trajectory: Trajectory) -> list[str]:
 
 
 class ExactPart:
-    """1 if the answer equals a reference, blanks around them aside."""
+    """1 if the answer equals a reference, blanks around them aside and without the characters of `ignore`."""
 
-    def __init__(self, extract: Extraction, *, ignore_case: bool) -> None:
+    def __init__(self, extract: Extraction, *, ignore_case: bool, ignore: str) -> None:
         self._extract = extract
         self._ignore_case = ignore_case
+        self._left_out = str.maketrans("", "", ignore)
 
     def __call__(self, trajectory: Trajectory) -> float:
-        answer = self._extract(trajectory.answer_text)
-        references = [reference.strip() for reference in _references(trajectory)]
-        if answer is not None and self._ignore_case:
-            answer, references = answer.casefold(), [reference.casefold() for reference in references]
-        return float(answer in references)
+        answer, references = self._extract(trajectory.answer_text), _references(trajectory)
+        return float(answer is not None and self._plain(answer) in map(self._plain, references))
+
+    def _plain(self, text: str) -> str:
+        text = text.translate(self._left_out).strip()
+        return text.casefold() if self._ignore_case else text
 
     def close(self) -> None: ...
 
