@@ -1,15 +1,63 @@
-"""The config language of RLinf: a table of its keys."""
+"""The config language of RLinf: tables of its keys, by topic.
+
+rlinf_facts.py      what a file says as a whole
+rlinf_run.py        hydra, cluster, runner, data, reward, critic
+rlinf_algorithm.py  algorithm
+rlinf_rollout.py    rollout, inference
+rlinf_actor.py      actor
+rlinf_embodied.py   env, and robot policies
+rlinf_checks.py     what keys have to keep together
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from . import rlinf_actor, rlinf_algorithm, rlinf_embodied, rlinf_rollout, rlinf_run
+from . import rlinf_facts as facts
+from .rlinf_checks import CHECKS
 from .table import Dialect, Source, table
 
+_RULES = table(
+    *rlinf_run.RULES,
+    *rlinf_algorithm.RULES,
+    *rlinf_rollout.RULES,
+    *rlinf_actor.RULES,
+    *rlinf_embodied.RULES,
+)
 
-def _base(source: Source) -> Mapping[str, Any]:  # noqa: ARG001
-    return {}
+
+def _aliases() -> Iterator[tuple[str, str]]:
+    """(other spelling, the table's)."""
+    yield "rollout.model_dir", "rollout.model.model_path"
+    yield "rollout.model_arch", "rollout.model.model_type"
+    yield "actor.checkpoint_load_path", "actor.model.megatron_checkpoint"
+    yield "actor.model.max_prompt_length", "runner.max_prompt_length"
+    yield "algorithm.recompute_logprobs", "rollout.recompute_logprobs"
+    yield "rollout.sglang.attention_backend", "rollout.attention_backend"
+    yield "rollout.sglang.decode_log_interval", "rollout.sglang_decode_log_interval"
+    yield "rollout.sglang.use_torch_compile", "rollout.use_torch_compile"
+    yield "rollout.sglang.torch_compile_max_bs", "rollout.torch_compile_max_bs"
+    for role in ("train", "eval"):
+        yield f"env.{role}.simulator_type", f"env.{role}.env_type"
+        yield f"env.{role}.enable_offload", "env.enable_offload"
+    for path in _RULES:
+        if path.startswith("actor.megatron.ckpt."):
+            yield path.replace(".ckpt.", ".ckpt_convertor."), path
+
+
+def _base(source: Source) -> Mapping[str, Any]:
+    """Replicas of the engine; the longest answer of a file that does not name it."""
+    native: dict[str, Any] = {}
+    engine = facts.engine(source)
+    devices = facts.devices_of(source, "rollout")
+    if engine != "native" and devices is not None:
+        native[f"rollout.{engine}.replicas"] = max(1, len(devices.numbers) // facts.engine_parallel(source))
+    whole, prompt = source.get("runner.seq_length"), source.get("data.max_prompt_length")
+    if not facts.is_robots(source) and whole is not None and prompt is not None and whole > prompt:
+        native["rollout.sampling.max_new_tokens"] = whole - prompt
+    return native
 
 
 RLINF = Dialect(
@@ -30,6 +78,8 @@ RLINF = Dialect(
             "defaults",
         ]
     ),
-    rules=table(),
+    rules=_RULES,
     base=_base,
+    checks=CHECKS,
+    aliases=dict(_aliases()),
 )

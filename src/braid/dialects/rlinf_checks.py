@@ -1,0 +1,228 @@
+"""The rules that several RLinf keys have to keep together: (key, what is wrong)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import rlinf_facts as facts
+from .table import Check, Source
+
+_Found = Iterator[tuple[str, str]]
+
+
+def _lengths(source: Source) -> _Found:
+    whole, prompt = source.get("runner.seq_length"), source.get("data.max_prompt_length")
+    if not facts.is_robots(source) and whole is not None and prompt is not None and whole <= prompt:
+        yield (
+            "runner.seq_length",
+            f"{whole} leaves no room for an answer after data.max_prompt_length={prompt}; raise it above {prompt}",
+        )
+    budget = source.get("runner.max_tokens_per_mbs")
+    if (
+        source.get("runner.enable_dynamic_batch_size")
+        and budget is not None
+        and whole is not None
+        and budget < whole
+    ):
+        yield (
+            "runner.max_tokens_per_mbs",
+            f"{budget} tokens do not hold the longest row, runner.seq_length={whole}; raise it to {whole} at least",
+        )
+
+
+def _batches(source: Source) -> _Found:
+    whole, micro, ranks = facts.global_batch(source), facts.micro_batch(source), facts.dp_size(source)
+    key = "actor.global_batch_size" if facts.is_robots(source) else "algorithm.n_minibatches"
+    if not facts.is_robots(source):
+        rows = (source.get("data.rollout_batch_size") or 0) * (source.get("algorithm.group_size") or 0)
+        parts = source.get("algorithm.n_minibatches")
+        if whole is not None and (whole < 1 or rows % parts):
+            yield (
+                key,
+                f"{rows} rows of a round cannot be cut into {parts} equal mini-batches; give a divisor of {rows}",
+            )
+            return
+    if whole is not None and micro is not None and whole % (micro * ranks):
+        yield (
+            key,
+            f"an optimizer step has {whole} rows, which is no multiple of {micro} rows per micro-batch * {ranks} data-parallel "
+            f"ranks = {micro * ranks}",
+        )
+
+
+def _robots(source: Source) -> _Found:
+    if not facts.is_robots(source):
+        return
+    group, stages = source.get("algorithm.group_size") or 1, source.get("rollout.pipeline_stage_num") or 1
+    for role in ("train", "eval"):
+        total = source.get(f"env.{role}.total_num_envs")
+        unit = stages * (group if role == "train" else 1)
+        if total is not None and total % unit:
+            yield (
+                f"env.{role}.total_num_envs",
+                f"{total} simulators are no multiple of rollout.pipeline_stage_num={stages}"
+                + (f" * algorithm.group_size={group}" if role == "train" else ""),
+            )
+    steps, chunk = source.get("env.train.max_episode_steps"), source.get("actor.model.num_action_chunks")
+    if steps is not None and chunk is not None and steps < chunk:
+        yield (
+            "env.train.max_episode_steps",
+            f"{steps} env steps are fewer than one answer's actor.model.num_action_chunks={chunk}",
+        )
+    if not source.has("env.train.env_type"):
+        yield (
+            "env.train.env_type",
+            "an embodied task needs a simulator: mount a preset, such as env/libero_10@env.train, or name it here",
+        )
+    if (source.get("runner.val_check_interval") or 0) > 0 and not source.has("env.eval"):
+        yield "runner.val_check_interval", "there is no env.eval to validate in; add it, or set this to -1"
+
+
+def _groups(source: Source) -> _Found:
+    kind, size = source.get("algorithm.adv_type"), source.get("algorithm.group_size")
+    is_of_groups = kind in ("grpo", "grpo_dynamic") or source.get("algorithm.use_reinpp_baseline") is True
+    if is_of_groups and size == 1:
+        yield (
+            "algorithm.group_size",
+            f"algorithm.adv_type={kind} compares the answers of a group; raise it above 1",
+        )
+
+
+def _logprobs(source: Source) -> _Found:
+    recomputes, returns = source.get("rollout.recompute_logprobs"), source.get("rollout.return_logprobs")
+    has_returned = source.values.get("rollout.return_logprobs", not recomputes)
+    if recomputes is False and returns is None and "rollout.return_logprobs" in source.values:
+        return
+    if recomputes is False and not has_returned:
+        yield (
+            "rollout.return_logprobs",
+            "without rollout.recompute_logprobs there would be no log-probs; set one to true",
+        )
+    if source.get("algorithm.importance_sampling_fix") and not (
+        recomputes and source.values.get("rollout.return_logprobs", True)
+    ):
+        yield (
+            "algorithm.importance_sampling_fix",
+            "compares the trainer's log-probs with the engine's; set rollout.recompute_logprobs and return_logprobs to true",
+        )
+
+
+def _cadences(source: Source) -> _Found:
+    save, validate = source.get("runner.save_interval"), source.get("runner.val_check_interval")
+    if save is not None and validate is not None and save > 0 and validate > 0 and save % validate:
+        yield "runner.save_interval", f"{save} is no multiple of runner.val_check_interval={validate}"
+
+
+def _devices(source: Source) -> _Found:
+    actor, rollout = facts.devices_of(source, "actor"), facts.devices_of(source, "rollout")
+    if actor is None or rollout is None or facts.is_robots(source):
+        return
+    where, shared = "cluster.component_placement", set(actor.numbers) & set(rollout.numbers)
+    if shared and actor.numbers != rollout.numbers:
+        yield (
+            where,
+            f"actor and rollout share the devices {', '.join(map(str, sorted(shared)))} and not the others; give them the same "
+            "devices, or none in common",
+        )
+    engines, prompts = (
+        len(rollout.numbers) / facts.engine_parallel(source),
+        source.get("data.rollout_batch_size"),
+    )
+    if engines % 1:
+        yield (
+            "rollout.tensor_parallel_size",
+            f"{len(rollout.numbers)} rollout devices are no multiple of the {facts.engine_parallel(source)} that an engine takes",
+        )
+    elif prompts is not None and prompts % int(engines):
+        yield (
+            "data.rollout_batch_size",
+            f"{prompts} prompts cannot be shared out evenly among {int(engines)} engines",
+        )
+    if facts.file_backend(source) != "megatron":
+        return
+    if len(actor.numbers) % facts.model_parallel(source):
+        yield (
+            "actor.model.tensor_model_parallel_size",
+            f"{len(actor.numbers)} actor devices are no multiple of the {facts.model_parallel(source)} that one copy of the "
+            "model takes",
+        )
+    train_tp = source.get("actor.model.tensor_model_parallel_size") or 1
+    rollout_tp = source.get("rollout.tensor_parallel_size") or 1
+    if actor.numbers == rollout.numbers and train_tp % rollout_tp:
+        yield (
+            "rollout.tensor_parallel_size",
+            f"on the actor's devices it must divide actor.model.tensor_model_parallel_size={train_tp}, and {rollout_tp} does not",
+        )
+
+
+def _pipelined(source: Source) -> _Found:
+    """Actor and rollout on different devices: rows arrive while others are trained on."""
+    actor, rollout = facts.devices_of(source, "actor"), facts.devices_of(source, "rollout")
+    if actor is not None and rollout is not None and not set(actor.numbers) & set(rollout.numbers):
+        for key in ("runner.enable_dynamic_batch_size", "actor.enable_dp_load_balance"):
+            if source.get(key):
+                yield (
+                    key,
+                    "needs the whole round, and with actor and rollout on different devices rows come one by one; set it to false",
+                )
+    lines = source.get("cluster.component_placement") or {}
+    is_placed = any("inference" in line.split(",") for line in lines)
+    inference = facts.devices_of(source, "inference")
+    is_apart = (
+        is_placed and inference is not None and actor is not None and inference.numbers != actor.numbers
+    )
+    if is_apart and source.get("rollout.recompute_logprobs") is False:
+        yield (
+            "cluster.component_placement",
+            "inference has devices and nothing to do; set rollout.recompute_logprobs=true, or take it out",
+        )
+
+
+def _precision(source: Source) -> _Found:
+    kind = facts.precision(source)
+    if facts.file_backend(source) == "megatron":
+        if kind == "fp32" and source.has("actor.model.precision"):
+            yield (
+                "actor.model.precision",
+                "Megatron trains in 16 bits; set fp16 or bf16, or actor.training_backend=fsdp",
+            )
+        for flag in ("fp16", "bf16"):
+            if source.values.get(f"actor.optim.{flag}") is True and kind != flag:
+                yield f"actor.optim.{flag}", f"true contradicts actor.model.precision={kind}; make them agree"
+        return
+    mixed = source.values.get("actor.fsdp_config.mixed_precision.param_dtype")
+    if source.get("actor.fsdp_config.amp_autocast.enabled") and mixed in ("fp16", "bf16"):
+        yield (
+            "actor.fsdp_config.amp_autocast.enabled",
+            f"autocast works on fp32 weights, and mixed_precision.param_dtype={mixed}; set that to fp32, or this to false",
+        )
+
+
+def _megatron_start(source: Source) -> _Found:
+    path, converts = source.get("actor.model.megatron_checkpoint"), source.get("actor.megatron.use_hf_ckpt")
+    if facts.file_backend(source) != "megatron":
+        return
+    if path is not None and converts is True:
+        yield (
+            "actor.model.megatron_checkpoint",
+            "and actor.megatron.use_hf_ckpt=true are two places to start from; keep one",
+        )
+    if path is None and converts is False:
+        yield (
+            "actor.megatron.use_hf_ckpt",
+            "false needs another place to start from: set actor.model.megatron_checkpoint",
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    _lengths,
+    _batches,
+    _robots,
+    _groups,
+    _logprobs,
+    _cadences,
+    _devices,
+    _pipelined,
+    _precision,
+    _megatron_start,
+)

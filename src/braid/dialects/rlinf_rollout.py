@@ -1,0 +1,158 @@
+"""RLinf's `rollout` and `inference` keys: engines, and where log-probs come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import rlinf_facts as facts
+from .conversions import opposite, when
+from .rlinf_facts import cluster, megatron, robots_only, served, sglang, vllm
+from .table import (
+    Apply,
+    Became,
+    Convert,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    no_effect,
+    unsupported,
+)
+from .values import BOOL, COUNT, NATURAL, PATH, POSITIVE, TEXT, choice, nullable, number
+
+ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
+"""model_type of text models -> architecture of transformers."""
+VLA_KINDS = ("openvla", "openvla_oft")
+OTHER_MODELS = (
+    "qwen2.5_vl", "qwen3_vl", "openpi", "gr00t", "dexbotic_pi", "mlp_policy", "cnn_policy", "flow_policy",
+)  # fmt: skip
+MODEL_TYPE = choice(*ARCHITECTURES, *VLA_KINDS, *OTHER_MODELS)
+
+
+def model_type(value: str, source: Source) -> Became:
+    """The policy's architecture, or the kind of a robot policy."""
+    if facts.is_robots(source) and value in VLA_KINDS:
+        return Became({"model.vla.kind": value})
+    if not facts.is_robots(source) and value in ARCHITECTURES:
+        return Became({"model.architecture": ARCHITECTURES[value]})
+    fitting = VLA_KINDS if facts.is_robots(source) else tuple(ARCHITECTURES)
+    return unsupported(f"one of {', '.join(fitting)} with runner.task_type={source.get('runner.task_type')}")
+
+
+def _engine(name: str, then: Convert | None = None) -> Convert:
+    """The setting `name` of whichever engine samples."""
+
+    def convert(value: Any, source: Source) -> Became:
+        made = value if then is None else then(value, source)
+        return Became({f"rollout.{facts.engine(source)}.{name}": made})
+
+    return convert
+
+
+def _is_policy_elsewhere(source: Source) -> str:
+    is_robots = facts.is_robots(source) and source.has("actor.model.model_path")
+    return "the robot's policy is actor.model.model_path" if is_robots else ""
+
+
+def _weights_dir(value: str | None, source: Source) -> Any:
+    is_on = source.get("rollout.validate_weight") is True
+    return value if is_on else no_effect("rollout.validate_weight is false")
+
+
+def _recompute(value: bool, source: Source) -> Any:
+    """Without the key text tasks recompute; robots keep what the rollout wrote down."""
+    if "rollout.recompute_logprobs" not in source.values:
+        value = not facts.is_robots(source)
+    return "recompute" if value else "behavior"
+
+
+def _graph_batch(value: int, source: Source) -> int:
+    return min(value, source.get("rollout.max_running_requests") or value)
+
+
+def _compiled(value: int, source: Source) -> Any:
+    is_on = source.get("rollout.use_torch_compile") is True
+    return value if is_on else no_effect("rollout.use_torch_compile is false")
+
+
+def _chosen_engine(_: str, source: Source) -> Any:
+    return facts.engine(source)
+
+
+def _huggingface(value: str, source: Source) -> Became:
+    native = "vllm" if value == "vllm" else "native"
+    return Became({"rollout.engine": source.engine or native})
+
+
+_QUEUES = "records go from role to role without named queues"
+_DERIVED = "follows from cluster.component_placement: roles on the same devices take turns"
+_SHARED = "an engine shares the trainer's weights, or sleeps while others have its devices"
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    # inference: log-probs before the update
+    Apply("inference.group_name", "cluster.group_names.inference", TEXT, when(cluster)),
+    Apply("inference.load_from_actor", "inference.load_from_policy", BOOL, when(cluster)),
+    Apply("inference.model.tensor_model_parallel_size", "inference.tensor_parallel", COUNT, when(megatron)),
+    Apply("inference.model.pipeline_model_parallel_size", "inference.pipeline_parallel", COUNT, when(megatron)),
+    Apply("inference.model.sequence_parallel", "inference.sequence_parallel", BOOL, when(megatron)),
+    # the model and the engine
+    Apply("rollout.group_name", "cluster.group_names.rollout", TEXT, when(cluster)),
+    Apply("rollout.model.model_path", "model.path", PATH, when(_is_policy_elsewhere), note="the policy that is trained, too"),
+    Apply("rollout.model.model_type", "", MODEL_TYPE, when(_is_policy_elsewhere, then=model_type),
+          note="the folder must have this architecture"),
+    Apply("rollout.rollout_backend", "rollout.engine", choice("sglang", "vllm"), _chosen_engine, default="sglang",
+          note="older files have no such key: SGLang samples, or for robots braid's own engine"),
+    Apply("rollout.backend", "", choice("huggingface", "vllm"), _huggingface, note="huggingface: braid's own engine"),
+    Implied("rollout.mode", choice("collocate", "disaggregated"), _DERIVED),
+    Apply("rollout.gpu_memory_utilization", "", number(0.0, 1.0, above=True), when(served, then=_engine("memory_fraction")),
+          default=0.65, note="SGLang's mem_fraction_static, vLLM's gpu_memory_utilization"),
+    Apply("rollout.tensor_parallel_size", "", COUNT, when(served, then=_engine("tensor_parallel")), default=1),
+    Apply("rollout.pipeline_parallel_size", "", COUNT, when(served, then=_engine("pipeline_parallel")), default=1,
+          note="RLinf counts with it, and starts engines without"),
+    Apply("rollout.max_running_requests", "", COUNT, _engine("max_running"), note="sequences decoded together"),
+    Apply("rollout.enforce_eager", "", BOOL, _engine("cuda_graphs", opposite)),
+    Apply("rollout.enable_cuda_graph", "", BOOL, _engine("cuda_graphs"), note="newer opposite of enforce_eager"),
+    Apply("rollout.cuda_graph_max_bs", "", COUNT, when(served, then=_engine("cuda_graph_max_batch", _graph_batch)),
+          note="at most max_running_requests"),
+    Apply("rollout.detokenize", "", BOOL, when(served, then=_engine("detokenize")), note="rewards get braid's own text anyway"),
+    Apply("rollout.padding", "model.pad_token_id", nullable(NATURAL), note="null: the tokenizer's. Unread by RLinf"),
+    Apply("rollout.eos", "model.eos_token_id", nullable(NATURAL), note="null: the tokenizer's"),
+    # SGLang and vLLM
+    Apply("rollout.attention_backend", "rollout.sglang.attention", TEXT, when(sglang)),
+    Apply("rollout.sglang_decode_log_interval", "rollout.sglang.decode_log_interval", COUNT, when(sglang)),
+    Apply("rollout.use_torch_compile", "rollout.sglang.torch_compile", BOOL, when(sglang)),
+    Apply("rollout.torch_compile_max_bs", "rollout.sglang.torch_compile_max_batch", COUNT, when(sglang, then=_compiled)),
+    Apply("rollout.distributed_executor_backend", "rollout.vllm.executor", choice("mp", "ray"), when(vllm),
+          note="unread by RLinf"),
+    Apply("rollout.disable_log_stats", "rollout.vllm.log_stats", BOOL, when(vllm, then=opposite)),
+    Apply("rollout.vllm.attention_backend", "rollout.vllm.attention", TEXT, when(vllm)),
+    Apply("rollout.vllm.enable_chunked_prefill", "rollout.vllm.chunked_prefill", BOOL, when(vllm)),
+    Apply("rollout.vllm.enable_prefix_caching", "rollout.vllm.prefix_caching", BOOL, when(vllm)),
+    Apply("rollout.vllm.max_num_batched_tokens", "rollout.vllm.prefill_tokens", COUNT, when(vllm)),
+    Unsupported("rollout.vllm.enable_flash_infer_sampler", "set VLLM_USE_FLASHINFER_SAMPLER in the environment"),
+    Unsupported("rollout.vllm.torch_profiler_dir", "profile the process from outside"),
+    # log-probs, checks, output
+    Apply(
+        "rollout.recompute_logprobs", "algorithm.old_logprobs", BOOL, _recompute, default=True,
+        note="true: the trainer's own before the update; false: the engine's",
+    ),
+    Implied("rollout.return_logprobs", BOOL, "the engine's log-probs are always kept"),
+    Apply("rollout.validate_weight", "rollout.check_weights", BOOL, note="after each publication the engine's weights are compared"),
+    Apply("rollout.validate_save_dir", "rollout.check_weights_dir", nullable(PATH), _weights_dir),
+    Apply("rollout.print_outputs", "rollout.print_outputs", BOOL),
+    # robots
+    NoEffect("rollout.channel.name", TEXT, _QUEUES),
+    NoEffect("rollout.channel.queue_name", TEXT, _QUEUES),
+    NoEffect("rollout.channel.queue_size", NATURAL, _QUEUES),
+    Implied("rollout.enable_offload", BOOL, _SHARED),
+    Apply("rollout.pipeline_stage_num", "env.pipeline_stages", COUNT, when(robots_only)),
+    Apply("rollout.sampling_params.temperature_train", "rollout.sampling.temperature", POSITIVE, when(robots_only)),
+    Apply("rollout.sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, when(robots_only)),
+    Unsupported("rollout.sampling_params.temperature_eval", "evaluation decodes by actor.model.do_sample"),
+    Unsupported("rollout.enable_torch_compile", "braid.train.compile=true compiles the log-probs"),
+    NoEffect("rollout.collect_transitions", BOOL, "trajectories are always whole"),
+    NoEffect("rollout.collect_prev_infos", BOOL, "trajectories are always whole"),
+)
+# fmt: on
