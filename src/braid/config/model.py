@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from .backends import DType, LoraConfig
 from .base import Section
@@ -80,7 +80,7 @@ class VlaConfig(Section):
     use_proprio: bool = False
     """The robot's own state is an input."""
     greedy: bool = False
-    """Decode actions by the likeliest token."""
+    """Decode actions by the likeliest token in evaluation; training samples."""
     max_prompt_tokens: PositiveInt = 30
     """Instructions are padded to this length."""
     vocab_size: PositiveInt | None = None
@@ -108,6 +108,10 @@ class ModelConfig(Section):
     """Tokenizer folder or hub name; the model's own when absent."""
     chat_template: str | None = None
     """Jinja text, or path to a .jinja file, in place of the tokenizer's own template."""
+    eos_token_id: NonNegativeInt | None = None
+    """Token that ends an answer; the tokenizer's when null."""
+    pad_token_id: NonNegativeInt | None = None
+    """Token that fills up rows where an engine wants rectangles; the tokenizer's when null."""
     dtype: DType = "fp32"
     """Type in which the trained weights are held."""
     trust_remote_code: bool = False
