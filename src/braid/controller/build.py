@@ -22,6 +22,7 @@ from braid.envs.simulators.base import reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.text.build import text_env_maker
 from braid.errors import ConfigError
+from braid.models.adapter_reference import AdapterReference
 from braid.models.base import TrainableModel, copy_weights
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
@@ -34,9 +35,11 @@ from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.runtime.memory_record import MemoryRecorder
 from braid.training.backends.single import SingleBackend
 from braid.types import Row
 
+from .costs import held_bytes
 from .parts import Parts
 from .supervised import Supervised
 
@@ -99,8 +102,14 @@ def build(
 ) -> Parts:
     """All parts of a run, in the state that a fresh start has."""
     if inputs is None:
-        return _build_simulator(loaded, plan, reporter, store)
-    return _build_text(loaded, plan, inputs, reporter, store)
+        parts = _build_simulator(loaded, plan, reporter, store)
+    else:
+        parts = _build_text(loaded, plan, inputs, reporter, store)
+    if loaded.config.train.record_memory:
+        parts.memory = MemoryRecorder(
+            reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)
+        )
+    return parts
 
 
 def _build_text(
@@ -115,6 +124,8 @@ def _build_text(
         seed=config.run.seed,
         device=device,
         chunk_bytes=config.train.logprob_chunk_bytes,
+        compiles=config.train.compile,
+        liger=config.train.liger_kernels,
     )
     lm.set_gradient_checkpointing(config.train.gradient_checkpointing)
     engine = NativeEngine(
@@ -147,11 +158,14 @@ def _build_text(
     reference = None
     if plan.needs_reference:
         reference = _reference_of(config, lm, device)
-    supervised = _supervised_of(config, plan, inputs.examples, lm, device)
+    keeps_weights = engine.shares_weights
+    supervised = _supervised_of(config, plan, inputs.examples, lm, device, keeps_weights)
     policy = (
         supervised.backend
         if plan.verb == "sft" and supervised
-        else SingleBackend(lm, config.train, total_steps=plan.num_steps, device=device)
+        else SingleBackend(
+            lm, config.train, total_steps=plan.num_steps, device=device, keeps_weights=keeps_weights
+        )
     )
     return Parts(
         config=config,
@@ -187,7 +201,13 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
     policy.module.to(device)
     critic = None
     if plan.needs_critic:
-        critic = MlpValue(spec, simulator.observation_size, seed=config.run.seed + 1)
+        critic = MlpValue(
+            spec,
+            simulator.observation_size,
+            seed=config.run.seed + 1,
+            head_name=config.critic.head_name,
+            normalizes=config.critic.normalize_values,
+        )
         critic.module.to(device)
 
     def driver(sampling: SamplingConfig) -> SimulatorDriver:
@@ -206,7 +226,9 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
         driver=driver(config.rollout.sampling),
         eval_driver=driver(config.eval.sampling or config.rollout.sampling),
         scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
-        policy=SingleBackend(policy, config.train, total_steps=plan.num_steps, device=device),
+        policy=SingleBackend(
+            policy, config.train, total_steps=plan.num_steps, device=device, keeps_weights=True
+        ),
         critic=None if critic is None else _critic_backend(config, plan, critic, device),
         reference=None,
         supervised=None,
@@ -220,10 +242,18 @@ def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
 
 
 def _critic_of(config: RunConfig, lm: CausalLM, device: torch.device) -> ValueModel:
+    train = config.critic.train or config.train
+    head = {"head_name": config.critic.head_name, "normalizes": config.critic.normalize_values}
     if config.critic.path is None:
-        return ValueModel.copy_of(lm)
-    model = config.model.model_copy(update={"path": config.critic.path, "build": None})
-    return ValueModel(load_policy(model, temperature=1.0, seed=0, device=device, key="critic").backbone)
+        critic = ValueModel.copy_of(lm, **head)
+    else:
+        model = config.model.model_copy(update={"path": config.critic.path, "build": None, "lora": None})
+        loaded = load_policy(
+            model, temperature=1.0, seed=0, device=device, key="critic", liger=train.liger_kernels
+        )
+        critic = ValueModel(loaded.backbone, attention=loaded.attention, **head)
+    critic.set_gradient_checkpointing(train.gradient_checkpointing)
+    return critic
 
 
 def _critic_backend(
@@ -233,29 +263,45 @@ def _critic_backend(
     return SingleBackend(critic, train, total_steps=plan.num_critic_steps, device=device)
 
 
-def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> CausalLM:
+def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> CausalLM | AdapterReference:
     if config.reference.path is None:
-        return lm.frozen_copy()
-    model = config.model.model_copy(update={"path": config.reference.path, "build": None})
+        return AdapterReference(lm) if lm.has_adapters else lm.frozen_copy()
+    model = config.model.model_copy(update={"path": config.reference.path, "build": None, "lora": None})
     temperature, chunk = config.rollout.sampling.temperature, config.train.logprob_chunk_bytes
     reference = load_policy(
-        model, temperature=temperature, seed=0, device=device, chunk_bytes=chunk, key="reference"
+        model,
+        temperature=temperature,
+        seed=0,
+        device=device,
+        chunk_bytes=chunk,
+        key="reference",
+        compiles=config.train.compile,
+        liger=config.train.liger_kernels,
     )
     reference.module.requires_grad_(False)
     return reference
 
 
-def _follow(config: RunConfig, lm: CausalLM, critic: ValueModel | None, reference: CausalLM | None) -> None:
+def _follow(
+    config: RunConfig,
+    lm: CausalLM,
+    critic: ValueModel | None,
+    reference: CausalLM | AdapterReference | None,
+) -> None:
     """Copy the policy's weights into the reference and the critic's backbone, where they have no path of their own."""
-    weights = dict(lm.named_weights())
     if reference is not None and config.reference.path is None:
-        copy_weights(weights, reference.named_weights())
+        copy_weights(dict(lm.named_weights()), reference.named_weights())
     if critic is not None and config.critic.path is None:
-        copy_weights(weights, critic.named_weights())
+        copy_weights(dict(lm.merged_weights()), critic.named_weights())
 
 
 def _supervised_of(
-    config: RunConfig, plan: Plan, examples: Sequence[Example], lm: CausalLM, device: torch.device
+    config: RunConfig,
+    plan: Plan,
+    examples: Sequence[Example],
+    lm: CausalLM,
+    device: torch.device,
+    keeps_weights: bool,
 ) -> Supervised | None:
     sft = config.sft
     if sft is None or plan.verb == "eval":
@@ -264,7 +310,9 @@ def _supervised_of(
     return Supervised(
         rows=[_row_of(example, i) for i, example in enumerate(examples)],
         sampler=PromptSampler(len(examples), seed=config.run.seed, shuffle=True),
-        backend=SingleBackend(lm, train, total_steps=plan.sft_steps, device=device),
+        backend=SingleBackend(
+            lm, train, total_steps=plan.sft_steps, device=device, keeps_weights=keeps_weights
+        ),
         num_steps=plan.sft_steps,
         rows_per_step=sft.rows_per_step,
     )

@@ -14,6 +14,7 @@ from braid.plan import Plan
 from braid.report.metrics import Metrics
 from braid.report.reporter import Reporter
 from braid.rewards.scorer import Scorer
+from braid.runtime.memory_record import MemoryRecorder
 from braid.training.backend import TrainingBackend
 from braid.types import Group, Prompt
 
@@ -27,6 +28,11 @@ class Driver(Protocol):
     async def run(
         self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]
     ) -> list[Group]: ...
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the engine's key/value cache in this process."""
+        ...
 
     def publish(self, version: int) -> None:
         """Take the policy's weights as they are now."""
@@ -80,6 +86,7 @@ class Parts:
     follow_policy: Callable[[], None]
     progress: Progress = field(default_factory=Progress)
     metrics: Metrics = field(default_factory=Metrics)
+    memory: MemoryRecorder | None = None
 
     def is_due(self, every: int, is_end: bool = False) -> bool:
         """Whether this round is one of each `every` (0 for none), or the end that counts anyway."""

@@ -6,7 +6,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from braid.training.losses import policy_loss, value_loss_of
 from braid.training.step_fields import write_step_fields
 from braid.types import Group, Prompt, Row, Status
 
+from . import costs
 from .parts import Parts
 
 TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY = 0, 1, 2, 3
@@ -30,7 +31,7 @@ TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY = 0, 1, 2, 3
 @contextmanager
 def _timed(parts: Parts, verb: str) -> Iterator[None]:
     start = time.perf_counter()
-    with parts.reporter.phase(verb):
+    with parts.reporter.phase(verb), parts.memory.phase(verb) if parts.memory else nullcontext():
         yield
     parts.metrics.add(f"time/{verb}_s", time.perf_counter() - start)
 
@@ -53,7 +54,7 @@ def collect(parts: Parts) -> list[Group]:
     """Sample this round's groups."""
     rollout = parts.config.rollout
     prompts = [parts.train_prompts[i] for i in parts.sampler.take(rollout.prompts_per_round)]
-    with _timed(parts, "collect"):
+    with costs.device_freed(parts), _timed(parts, "collect"):
         key = (TRAIN_KEY, parts.progress.round)
         groups = parts.loop.run(parts.driver.run(prompts, rollout.group_size, key=key))
     trajectories = [t for group in groups for t in group.trajectories]
@@ -64,6 +65,7 @@ def collect(parts: Parts) -> list[Group]:
     metrics.mean("rollout/output_length_mean", sum(tokens), len(tokens))
     metrics.max("rollout/output_length_max", max(tokens))
     metrics.mean("rollout/tokens_per_s", sum(tokens) / metrics.value("time/collect_s"))
+    costs.count_sampling(parts, groups)
     return groups
 
 
@@ -166,9 +168,13 @@ def _batches(parts: Parts, rows: Sequence[Row]) -> Iterator[list[Row]]:
 def record(metrics: Metrics, role: str, report: StepReport) -> None:
     """Keep what an optimizer step did, under the name of the role that took it."""
     metrics.mean(f"{role}/loss", report.loss)
-    metrics.mean(f"{role}/grad_norm", report.grad_norm)
+    if report.loss_scale is not None:
+        metrics.mean(f"{role}/loss_scale", report.loss_scale)
+        metrics.add(f"{role}/overflow_steps", int(report.is_overflow))
+    if not report.is_overflow:
+        metrics.mean(f"{role}/grad_norm", report.grad_norm)
     metrics.mean(f"{role}/lr", report.lr)
-    metrics.add(f"{role}/skipped_steps", int(report.is_skipped))
+    metrics.add(f"{role}/skipped_steps", int(report.is_skipped and not report.is_overflow))
     for name, (total, count) in report.metrics.items():
         metrics.mean(name, total, count)
     for name, value in report.maxima.items():
@@ -203,7 +209,8 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
 def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
     config = parts.config.eval
     prompts: list[Prompt] = [p for source in parts.eval_prompts.values() for p in source]
-    groups = parts.loop.run(parts.eval_driver.run(prompts, config.samples_per_prompt, key=(EVAL_KEY, 0)))
+    with costs.device_freed(parts):
+        groups = parts.loop.run(parts.eval_driver.run(prompts, config.samples_per_prompt, key=(EVAL_KEY, 0)))
     parts.loop.run(parts.scorer.score([t for g in groups for t in g.trajectories]))
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
     for group in groups:
@@ -241,6 +248,9 @@ def report(parts: Parts) -> None:
     metrics, progress = parts.metrics, parts.progress
     metrics.mean("rollout/epoch", parts.sampler.epoch)
     metrics.max("memory/peak_rss_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    costs.count_training(parts)
+    if parts.memory is not None:
+        parts.memory.write(progress.round)
     parts.reporter.log(progress.round, progress.step, metrics)
     parts.metrics = Metrics()
 

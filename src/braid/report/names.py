@@ -25,7 +25,7 @@ class Metric:
     @property
     def is_reproducible(self) -> bool:
         """Whether the same run gives the same value on another day: false for times, rates and memory."""
-        return self.unit not in ("s", "tokens/s", "bytes")
+        return self.unit not in ("s", "tokens/s", "FLOP/s", "bytes")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -86,6 +86,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("critic/grad_norm", "", "Norm of the critic's gradient before clipping."),
     Metric("critic/lr", "", "Learning rate of the critic."),
     Metric("critic/skipped_steps", "", "Critic steps of the round left out for a loss or gradient that was not finite."),
+    # loss scaling, of every role
+    Metric("<role>/loss_scale", "", "Mean factor on the loss before the backward pass (train.grad_scaler)."),
+    Metric("<role>/overflow_steps", "", "Steps of the role left out since its scaled gradients overflowed; the scale is halved."),
     # supervised learning
     Metric("sft/loss", "nats", "Cross-entropy per token of what is to be imitated."),
     Metric("sft/token_probability", "", "Mean probability that the model gives to the tokens to imitate."),
@@ -99,6 +102,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<source>/invalid", "", "Trajectories of the evaluation that are invalid."),
     # what it cost
     Metric("train/tokens_per_s", "tokens/s", "Tokens trained on per second of improving, prompts and repeated passes counted."),
+    Metric("flops/rollout_per_s", "FLOP/s", "Model operations of sampling per second of collecting (train.count_flops; docs/metrics.md has the formula)."),
+    Metric("flops/infer_per_s", "FLOP/s", "Model operations of log-probs and values before the update, per second of computing them."),
+    Metric("flops/train_per_s", "FLOP/s", "Model operations of optimizer steps, per second of taking them."),
     Metric("time/round_s", "s", "Since the line before, all included."),
     Metric("time/<verb>_s", "s", "Time in one verb: warm_up, collect, score, credit, improve, publish, evaluate, save."),
     Metric("memory/peak_rss_bytes", "bytes", "Most memory that the process has held."),

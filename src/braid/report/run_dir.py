@@ -1,6 +1,6 @@
 """The folder of a run: which one it is, what lies where, and going back to a checkpoint's round.
 
-    config.yaml  plan.json  metrics.jsonl  summary.json  samples/  checkpoints/  tensorboard/
+    config.yaml  plan.json  metrics.jsonl  summary.json  samples/  batches/  checkpoints/  exports/  tensorboard/
 
 docs/run_directory.md describes each file for other tools. Checkpoints are written by checkpoint/, metrics.jsonl by its
 sink.
@@ -90,12 +90,20 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def memory(self) -> Path:
+        return self.path / "memory"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+    def exports(self) -> Path:
+        return self.path / "exports"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
 
     def describe(self, config_yaml: str, plan: dict[str, Any]) -> None:
         """Write what the run is to do: the resolved config as YAML, and its plan."""
@@ -121,7 +129,7 @@ class RunDir:
         kept = [r for r in self.read_metrics() if last_round is not None and r["round"] <= last_round]
         if self.metrics.exists():
             self._write(self.metrics, "".join(to_json(record) + "\n" for record in kept))
-        for path in self.samples.glob("*.jsonl"):
+        for path in (*self.samples.glob("*.jsonl"), *self.batches.glob("*.*")):
             found = re.fullmatch(r"\w+?_(\d+)", path.stem)
             if found and (last_round is None or int(found[1]) > last_round):
                 path.unlink()

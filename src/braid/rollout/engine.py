@@ -53,6 +53,11 @@ class Completion:
 class RolloutEngine(Protocol):
     """Samples completions. Cancelling the task that awaits `generate` frees the request's place at once."""
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the engine's key/value cache takes in this process."""
+        ...
+
     async def generate(self, request: Request) -> Completion: ...
 
     def publish(self, version: int) -> None:

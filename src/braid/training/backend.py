@@ -15,6 +15,7 @@ from torch import Tensor
 
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
+from braid.models.flops import Flops
 from braid.types import Row
 
 
@@ -48,7 +49,8 @@ class Loss:
 class StepReport:
     """What one optimizer step did. `metrics` are name -> (sum, count), `maxima` name -> greatest. `grad_norm` is before
     clipping. `is_skipped` when loss or gradient was not finite, `is_stopped` when both were finite and a limit of the loss
-    was passed: then weights and optimizer are as before."""
+    was passed: then weights and optimizer are as before. `is_overflow` when such a skip was the doing of `loss_scale`, which is
+    lower from then on."""
 
     loss: float
     grad_norm: float
@@ -56,8 +58,31 @@ class StepReport:
     is_skipped: bool
     is_stopped: bool
     num_tokens: int
+    is_overflow: bool = False
+    loss_scale: float | None = None
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """Memory of one model: what it holds all the time, and `gradients` while a step runs. `is_on_device` is False for
+    weights that wait in host memory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    is_on_device: bool
+
+
+@dataclass(slots=True)
+class Work:
+    """Operations done by a model (models.flops), and the seconds that they took."""
+
+    infer_flops: int = 0
+    infer_s: float = 0.0
+    train_flops: int = 0
+    train_s: float = 0.0
 
 
 class TrainingBackend(Protocol):
@@ -74,6 +99,27 @@ class TrainingBackend(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights under their checkpoint names, in order."""
+        ...
+
+    def to_host(self) -> None:
+        """Give the device to others: what `offload` names moves to host memory. Then only `named_weights`, `state` and
+        `load` are used until `to_device`."""
+        ...
+
+    def to_device(self) -> None:
+        """Bring back what `to_host` moved."""
+        ...
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
+        """Operations of one pass over rows of these lengths (models.flops)."""
+        ...
+
+    def take_work(self) -> Work:
+        """What was done since the last call; nothing is counted without `count_flops`."""
+        ...
+
+    def held_bytes(self) -> HeldBytes:
+        """What the model takes."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -50,11 +50,19 @@ class SimulatorDriver:
         self._greedy = greedy
         self._version = 0
 
-    async def run(self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]) -> list[Group]:
-        """One group per prompt, in order; rewards are returns. Keys of one driver have one length."""
+    async def run(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        *,
+        key: tuple[int, ...],
+        numbers: Sequence[int] | None = None,
+    ) -> list[Group]:
+        """See Driver; rewards are returns."""
+        places = range(len(prompts)) if numbers is None else numbers
         episodes = [
             [_Episode(prompt, sample, (self._seed, *key, number)) for sample in range(group_size)]
-            for number, prompt in enumerate(prompts)
+            for number, prompt in zip(places, prompts, strict=True)
         ]
         waiting = deque(episode for group in episodes for episode in group)
         running: dict[int, _Episode] = {}
@@ -66,6 +74,11 @@ class SimulatorDriver:
             Group(prompt, [episode.trajectory(self._version) for episode in group])
             for prompt, group in zip(prompts, episodes, strict=True)
         ]
+
+    @property
+    def cache_bytes(self) -> int:
+        """A simulator's policy keeps nothing."""
+        return 0
 
     def publish(self, version: int) -> None:
         """The policy's weights are the trainer's own: only their number changes."""

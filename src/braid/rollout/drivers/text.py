@@ -48,16 +48,23 @@ class TextDriver:
         self._retries = retries
         self._max_context_tokens = max_context_tokens
 
-    async def run(self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]) -> list[Group]:
-        """One group per prompt, in the order of `prompts` whatever is done first.
+    async def run(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        *,
+        key: tuple[int, ...],
+        numbers: Sequence[int] | None = None,
+    ) -> list[Group]:
+        """See Driver; groups are in the order of `prompts` whatever is done first.
 
-        `key` tells this call's random numbers from those of others; keys of one driver have one length.
         Failures of environments and of the engine (EngineError) become statuses; anything else is raised, after the
         requests that still run have been cancelled.
         """
+        places = range(len(prompts)) if numbers is None else numbers
         tasks = [
             asyncio.create_task(self._trajectory(prompt, sample, (self._seed, *key, number, sample)))
-            for number, prompt in enumerate(prompts)
+            for number, prompt in zip(places, prompts, strict=True)
             for sample in range(group_size)
         ]
         try:
@@ -70,6 +77,11 @@ class TextDriver:
             Group(prompt, done[number * group_size : (number + 1) * group_size])
             for number, prompt in enumerate(prompts)
         ]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the engine's key/value cache in this process."""
+        return self._engine.cache_bytes
 
     def publish(self, version: int) -> None:
         """Sample from the policy's weights as they are now, as `version`."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,17 @@ from torch import Tensor
 from braid.config.train import TrainConfig
 from braid.errors import CheckpointError, TrainingError
 from braid.models.base import Output, TrainableModel, copy_weights
-from braid.training.backend import Diagnostics, Loss, StepReport
-from braid.training.optimizer import build_optimizer, load_optimizer_state, lr_factor, optimizer_state
+from braid.models.flops import Flops
+from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
+from braid.training.loss_scale import LossScale
+from braid.training.offload import HOST, move_states, move_weights, num_bytes
+from braid.training.optimizer import (
+    build_optimizer,
+    load_optimizer_state,
+    lr_factor,
+    optimizer_state,
+    set_rate,
+)
 from braid.training.packing import grouped_micro_batches, pack, unpack
 from braid.types import Row
 
@@ -33,30 +44,52 @@ class SingleBackend:
     """
 
     def __init__(
-        self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
+        self,
+        model: TrainableModel,
+        config: TrainConfig,
+        *,
+        total_steps: int,
+        device: torch.device,
+        keeps_weights: bool = False,
     ) -> None:
-        """`total_steps` is the length of the schedule; 0 for a model that is never trained, which has no optimizer."""
+        """`total_steps` is the length of the schedule; 0 for a model that is never trained, which has no optimizer.
+        With `keeps_weights` others use them too, so that they stay on the device whatever `offload` says."""
         self._model = model
         self._config = config
         self._total_steps = total_steps
         self._device = device
-        self._optimizer = build_optimizer(model.module, config.optimizer) if total_steps else None
+        self._leaves_weights = config.offload.weights and not keeps_weights
+        self._optimizer: torch.optim.Optimizer | None = None
+        if total_steps:
+            self._optimizer = build_optimizer(model.module, config.optimizer, model.value_head)
+        is_fp16 = config.autocast == "fp16" or any(
+            p.dtype == torch.float16 for p in model.module.parameters()
+        )
+        self._scale = LossScale(config.grad_scaler) if config.grad_scaler and is_fp16 else None
+        self._work = Work()
         self._num_steps = 0
         self._skipped_in_row = 0
 
     def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
         """See TrainingBackend."""
+        start = time.perf_counter()
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
         with torch.no_grad(), self._autocast():
-            for indices in self._micro_batches(rows):
+            for indices in self._infer_batches(rows):
                 batch = pack([rows[i] for i in indices], self._device, with_fields=False)
                 for name, flat in self._model.forward(batch, outputs).items():
                     for index, array in zip(indices, unpack(flat, batch), strict=True):
                         results[index][name] = array
+        if self._config.count_flops:
+            self._work.infer_flops += self._flops_of(rows).forward
+            self._work.infer_s += time.perf_counter() - start
         return results
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
         """See TrainingBackend. Raises TrainingError after `max_skipped_steps` skipped steps in a row."""
+        start = time.perf_counter()
+        if (head := self._model.value_head) is not None and head.normalizes:
+            head.observe(np.concatenate([row.fields["returns"][row.mask] for row in rows]))
         running = _Running(self._device)
         try:
             for indices in self._micro_batches(rows):
@@ -64,25 +97,40 @@ class SingleBackend:
                 with self._autocast():
                     outputs = self._model.forward(batch, loss.outputs)
                 share, diagnostics = loss.compute(outputs, batch)
-                share.backward()
+                (share if self._scale is None else share * self._scale.value).backward()
                 running.add(share.detach(), diagnostics)
+            if self._scale is not None:
+                self._scale.unscale(self._gradients())
             num_tokens = sum(row.num_tokens for row in rows)
             report = running.report(self._grad_norm(), self._lr(), num_tokens, loss.limits)
             if not (report.is_skipped or report.is_stopped):
                 self._update(report)
         finally:
             self._model.module.zero_grad(set_to_none=True)
+        report = self._scaled(report)
+        if self._config.count_flops:
+            self._work.train_flops += self._flops_of(rows).training
+            self._work.train_s += time.perf_counter() - start
         self._count(report)
         return report
 
+    def _flops_of(self, rows: Sequence[Row]) -> Flops:
+        return self._model.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
+
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        return grouped_micro_batches(rows, self._config.micro_batch_tokens)
+        return grouped_micro_batches(rows, self._config.micro_batch_tokens, self._config.micro_batch_rows)
+
+    def _infer_batches(self, rows: Sequence[Row]) -> list[list[int]]:
+        config = self._config
+        max_tokens = config.infer_batch_tokens or config.micro_batch_tokens
+        return grouped_micro_batches(rows, max_tokens, config.infer_batch_rows)
 
     def _autocast(self) -> AbstractContextManager[None]:
         kind = self._config.autocast
         if kind == "none" or (kind == "auto" and self._device.type != "cuda"):
             return nullcontext()
-        return torch.autocast(self._device.type, torch.bfloat16)  # pyright: ignore[reportReturnType]
+        dtype = torch.float16 if kind == "fp16" else torch.bfloat16
+        return torch.autocast(self._device.type, dtype)  # pyright: ignore[reportReturnType]
 
     def _lr(self) -> float:
         optimizer = self._config.optimizer
@@ -100,12 +148,38 @@ class SingleBackend:
         limit = self._config.max_grad_norm
         if limit is not None and report.grad_norm > limit:
             torch._foreach_mul_(self._gradients(), limit / report.grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = report.lr
+        set_rate(self._optimizer, report.lr)
+        move_states(self._optimizer, self._device)
         self._optimizer.step()
+        self._rest_optimizer()
+
+    def _rest_optimizer(self) -> None:
+        """Between steps its states may wait in host memory."""
+        if self._optimizer is not None and self._config.offload.optimizer:
+            move_states(self._optimizer, HOST)
+
+    def _scaled(self, report: StepReport) -> StepReport:
+        """With what the step says of the loss scale, which learns from it. A loss that is not finite before any scaling, or a
+        gradient at the least scale, is no overflow."""
+        scale = self._scale
+        if scale is None:
+            return report
+        is_overflow = report.is_skipped and math.isfinite(report.loss) and scale.can_shrink
+        report = replace(report, is_overflow=is_overflow, loss_scale=scale.value)
+        if is_overflow or not report.is_skipped:
+            scale.update(is_overflow=is_overflow)
+        return report
 
     def _count(self, report: StepReport) -> None:
         self._num_steps += 1
+        if report.is_overflow:
+            logger.info(
+                "step %d of %d: gradients overflow at a loss scale of %g; it is halved",
+                self._num_steps,
+                self._total_steps,
+                report.loss_scale,
+            )
+            return
         if report.is_stopped:
             logger.warning(
                 "step %d of %d left out: a limit of its loss was passed", self._num_steps, self._total_steps
@@ -129,6 +203,35 @@ class SingleBackend:
         """See TrainingBackend."""
         return self._model.named_weights()
 
+    def to_host(self) -> None:
+        """See TrainingBackend. Gradients exist only while a step runs, and the optimizer's states leave after each."""
+        if self._leaves_weights:
+            move_weights(self._model.module, HOST)
+
+    def to_device(self) -> None:
+        """See TrainingBackend."""
+        if self._leaves_weights:
+            move_weights(self._model.module, self._device)
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
+        """See TrainingBackend."""
+        return self._model.flops(lengths, num_outputs)
+
+    def take_work(self) -> Work:
+        """See TrainingBackend."""
+        work, self._work = self._work, Work()
+        return work
+
+    def held_bytes(self) -> HeldBytes:
+        """See TrainingBackend."""
+        weights = list(self._model.module.parameters())
+        return HeldBytes(
+            weights=sum(p.nbytes for p in weights),
+            gradients=sum(p.nbytes for p in weights if p.requires_grad) if self._optimizer else 0,
+            optimizer=num_bytes(self._optimizer),
+            is_on_device=all(p.device.type == self._device.type for p in weights),
+        )
+
     def state(self) -> dict[str, Any]:
         """See TrainingBackend."""
         optimizer = self._optimizer
@@ -137,6 +240,7 @@ class SingleBackend:
             "optimizer": None if optimizer is None else optimizer_state(optimizer, self._model.module),
             "num_steps": self._num_steps,
             "skipped_in_row": self._skipped_in_row,
+            "loss_scale": None if self._scale is None else self._scale.state(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -145,6 +249,9 @@ class SingleBackend:
         copy_weights(state["weights"], self.named_weights())
         if self._optimizer is not None:
             load_optimizer_state(self._optimizer, self._model.module, state["optimizer"])
+            self._rest_optimizer()
+        if self._scale is not None and state["loss_scale"] is not None:
+            self._scale.load(state["loss_scale"])
         self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
 
 

@@ -101,6 +101,11 @@ class KVCache:
             for store in stores:
                 store[slot].zero_()
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(store.nbytes for stores in self._layers.values() for store in stores)
+
     def free(self) -> None:
         """Give the memory back."""
         self._layers.clear()

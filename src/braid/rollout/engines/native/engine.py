@@ -122,6 +122,16 @@ class NativeEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it computes with the trainer's own tensors."""
+        return self._lm is self._source
+
+    @property
+    def cache_bytes(self) -> int:
+        """See RolloutEngine."""
+        return self._cache.num_bytes
+
     async def generate(self, request: Request) -> Completion:
         """See RolloutEngine. Raises EngineError when the request can never fit or its logits are not finite."""
         self._check(request)

@@ -1,0 +1,89 @@
+"""What memory a run uses, written after each round (`train.record_memory`).
+
+memory/round_000003.json     bytes held by role, and the most that the process or device held in each phase
+memory/round_000003.pickle   on CUDA: the allocator's snapshot, for https://docs.pytorch.org/memory_viz
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from braid.errors import ReportError
+from braid.report.files import write_atomically
+
+Held = Mapping[str, Mapping[str, int]]
+"""role -> what -> bytes."""
+_HISTORY = 100_000
+"""Allocations and frees that a snapshot of CUDA's allocator remembers."""
+
+
+class MemoryRecorder:
+    """Takes notes phase by phase; `write` puts them into a file and starts anew."""
+
+    def __init__(self, folder: Path, device: torch.device, held: Callable[[], Held]) -> None:
+        """`held` tells what each role holds at the moment."""
+        self._folder, self._device, self._held = folder, device, held
+        self._peaks: dict[str, int] = {}
+        if device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The most memory held within it counts for `name`."""
+        self._forget_peak()
+        yield
+        self._peaks[name] = max(self._peaks.get(name, 0), self._peak())
+
+    def write(self, round_: int) -> None:
+        """Store the notes of a round. Raises ReportError when they cannot be."""
+        record = {
+            "round": round_,
+            "device": str(self._device),
+            "held_bytes": self._held(),
+            "peak_bytes": self._peaks,
+            "rss_bytes": _rss(),
+        }
+        file = self._folder / f"round_{round_:06d}.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_atomically(file, [json.dumps(record, indent=2) + "\n"])
+            if self._device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
+        except OSError as error:
+            raise ReportError(
+                f"cannot write {file}: {error.strerror or error}; free some disk space"
+            ) from error
+        self._peaks = {}
+
+    def _forget_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):  # elsewhere than on Linux the peak is the one since the start
+                Path("/proc/self/clear_refs").write_text("5")
+
+    def _peak(self) -> int:
+        """Bytes allocated on CUDA, else resident in this process."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _rss() -> int:
+    """Bytes of this process that are in memory now."""
+    return _status("VmRSS") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _status(name: str) -> int | None:
+    """A line of Linux' /proc/self/status, in bytes."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
