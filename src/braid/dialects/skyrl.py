@@ -1,21 +1,58 @@
-"""The config language of SkyRL: a table of its keys."""
+"""The config language of SkyRL: its tables put together, and the spellings of later releases.
+
+The page describes the first release. Names that were changed since are aliases; keys that came later have rules too. Where
+a default changed, the page's holds: a file of a later release that counts on its own must say so (docs/dialects.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from .table import Dialect, Source, table
+from .skyrl_algorithm import ALGORITHM
+from .skyrl_checks import CHECKS
+from .skyrl_generator import GENERATOR
+from .skyrl_models import MODELS
+from .skyrl_trainer import TRAINER, base
+from .table import Dialect, table
 
+_ENGINE_KEYS = (
+    "model_dtype",
+    "run_engines_locally",
+    "backend",
+    "weight_sync_backend",
+    "override_existing_update_group",
+    "weight_transfer_threshold_cuda_ipc_GB",
+    "async_engine",
+    "vllm_v1_disable_multiproc",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "enforce_eager",
+    "gpu_memory_utilization",
+)
+"""Moved from `generator` to `generator.inference_engine` under the same name."""
 
-def _base(source: Source) -> Mapping[str, Any]:  # noqa: ARG001
-    return {}
+ALIASES: Mapping[str, str] = {
+    "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
+    "trainer.algorithm.policy_loss_type": "trainer.algorithm.ppo_loss_type",
+    "trainer.target_modules": "trainer.policy.model.lora.target_modules",
+    "generator.inference_engine.num_engines": "generator.num_inference_engines",
+    "generator.inference_engine.external_server_urls": "generator.remote_inference_engine_urls",
+    **{
+        f"generator.inference_engine.{size}_parallel_size": f"generator.inference_engine_{size}_parallel_size"
+        for size in ("tensor", "pipeline", "data", "expert")
+    },
+    **{f"generator.inference_engine.{key}": f"generator.{key}" for key in _ENGINE_KEYS},
+}
 
 
 SKYRL = Dialect(
     name="skyrl",
     title="SkyRL",
     marks=frozenset(["trainer", "generator", "data", "deepspeed_config", "environment"]),
-    rules=table(),
-    base=_base,
+    rules=table(*TRAINER, *MODELS, *ALGORITHM, *GENERATOR),
+    base=base,
+    checks=CHECKS,
+    aliases=ALIASES,
 )

@@ -1,0 +1,414 @@
+"""SkyRL's `trainer.algorithm`: advantages, KL, policy and value losses, corrections, filters.
+
+Two of the page's words need care. `kl_loss_coef` is the coefficient in both places, reward and loss. `normalize_reward`
+normalises what the critic predicts, not rewards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conversions import mapped, null_as, when
+from .skyrl_facts import (
+    not_estimator,
+    not_loss,
+    uses_reference,
+    without_critic,
+    without_reference,
+)
+from .table import Apply, Became, NoEffect, Rule, Source, implied, no_effect, unsupported
+from .values import (
+    BOOL,
+    COUNT,
+    NON_NEGATIVE,
+    NUMBER,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    choice,
+    either,
+    nullable,
+    number,
+)
+
+_AT = "trainer.algorithm"
+UNBOUNDED = 1e30
+"""Stands for a bound that is not there, where the native key takes a number."""
+_REPORTS = "it sets algorithm.kl_coef and algorithm.kl_in"
+
+
+# --- advantages --------------------------------------------------------------------------------------------------
+
+
+def _estimator(value: str, source: Source) -> Became:
+    if value == "gae":
+        return Became(
+            {"algorithm.recipe": "ppo"},
+            note="delta_t = r_t + gamma*V_{t+1} - V_t; A_t = delta_t + gamma*lambd*A_{t+1}; then whitened",
+        )
+    if value == "reinforce++":
+        return Became(
+            {"algorithm.advantage": "reinforce"}, note="discounted suffix sums of rewards, then whitened"
+        )
+    if value == "grpo" and source.get("generator.n_samples_per_prompt") == 1:
+        return Became(
+            {"algorithm.advantage": "reinforce"},
+            note="of a group of one, GRPO there takes the reward itself, which is reinforce",
+        )
+    return Became({"algorithm.advantage": value})
+
+
+def _batch_normalize(value: bool, source: Source) -> Became:
+    estimator = source.get(f"{_AT}.advantage_estimator")
+    if estimator in ("gae", "reinforce++"):
+        return no_effect(f"{estimator} whitens its advantages anyway")
+    return Became({"algorithm.whiten_advantages": value})
+
+
+# --- KL ----------------------------------------------------------------------------------------------------------
+
+
+def _kl_place(_: bool, source: Source) -> Became:
+    """Both flags together say where KL goes; with neither it is off."""
+    if not uses_reference(source):
+        return Became({"algorithm.kl_coef": 0.0})
+    return Became({"algorithm.kl_in": "reward" if source.get(f"{_AT}.use_kl_in_reward") else "loss"})
+
+
+def _estimated(kind: str) -> Became:
+    """An estimator, with the bound that SkyRL has set on k3 since 2025."""
+    return Became({"algorithm.kl_estimator": kind, "algorithm.kl_clamp": 10.0 if kind == "k3" else "off"})
+
+
+def _flagged_estimator(source: Source) -> Became:
+    """The estimator that the page's two flags choose: |k3| is k3, which is never negative."""
+    if source.get(f"{_AT}.use_kl_estimator_k3"):
+        return _estimated("k3")
+    return _estimated("abs" if source.get(f"{_AT}.use_abs_kl") else "k1")
+
+
+def _named(source: Source) -> str:
+    named = source.get(f"{_AT}.kl_estimator_type")
+    return f"kl_estimator_type={named} names the estimator" if named else ""
+
+
+def _k3_idle(source: Source) -> str:
+    return "k3 is never negative" if source.get(f"{_AT}.use_kl_estimator_k3") else ""
+
+
+def _kl_target(value: float, source: Source) -> Became:
+    is_adaptive = source.get(f"{_AT}.kl_ctrl.type") == "adaptive" and source.get(f"{_AT}.use_kl_in_reward")
+    return Became({"algorithm.kl_target": value}) if is_adaptive else no_effect("the coefficient is fixed")
+
+
+def _kl_horizon(value: int, source: Source) -> Became:
+    made = _kl_target(1.0, source)
+    return Became({"algorithm.kl_horizon": float(value)}) if made.native else made
+
+
+def _kl_control(value: str, source: Source) -> Became:
+    if value == "adaptive" and not source.get(f"{_AT}.use_kl_in_reward"):
+        return no_effect("only KL in the reward has an adaptive coefficient there")
+    if value == "adaptive":
+        return Became({"algorithm.kl_target": source.get(f"{_AT}.kl_ctrl.kl_target")})
+    return Became({"algorithm.kl_target": "off"})
+
+
+# --- losses ------------------------------------------------------------------------------------------------------
+
+_LOSSES: dict[str, dict[str, Any]] = {
+    "regular": {"algorithm.policy_loss": "ppo_clip"},
+    "dual_clip": {"algorithm.policy_loss": "ppo_clip"},
+    "gspo": {"algorithm.policy_loss": "ppo_clip", "algorithm.ratio_level": "sequence"},
+    "cispo": {"algorithm.policy_loss": "cispo"},
+    "sapo": {"algorithm.policy_loss": "sapo"},
+    "clip_cov": {"algorithm.policy_loss": "clip_cov"},
+    "kl_cov": {"algorithm.policy_loss": "kl_cov"},
+    "dppo": {"algorithm.policy_loss": "dppo", "algorithm.old_logprobs": "behavior"},
+    "cross_entropy": {"algorithm.policy_loss": "cross_entropy"},
+}
+_LOSS_NOTES = {
+    "regular": "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)",
+    "dual_clip": "as regular; where A < 0 at most -clip_ratio_c*A",
+    "gspo": "regular with r of the sequence: exp of the mean log-ratio",
+    "cispo": "-A*sg(clamp(r, 1-low, 1+high))*logp",
+    "sapo": "-A*sigmoid(tau*(r-1))*4/tau",
+    "clip_cov": "regular, without a random share of tokens of high covariance; SkyRL scales advantages before, so finds none",
+    "kl_cov": "-r*A, plus |logp - old logp| on the share of tokens of the highest covariance",
+    "dppo": "-r*A where the token's probability has not moved too far from the sampler's",
+    "cross_entropy": "-logp",
+}  # fmt: skip
+_MISSING_LOSSES = {
+    "rollout_is": "take regular with off_policy_correction.tis_ratio_type=token",
+    "importance_sampling": "take regular with wide eps_clip_low and eps_clip_high",
+}
+
+
+def _loss(value: str, _: Source) -> Became:
+    if value in _MISSING_LOSSES:
+        return unsupported(_MISSING_LOSSES[value])
+    return Became(_LOSSES[value], note=_LOSS_NOTES[value])
+
+
+_CLIPPED = not_loss("regular", "dual_clip", "gspo", "clip_cov")
+
+
+def _anchor(value: str, _: Source) -> Became:
+    return Became({"algorithm.old_logprobs": "behavior" if value == "rollout" else "recompute"})
+
+
+_REDUCTIONS = {
+    "sequence_mean": "sequence_mean_token_mean",
+    "token_mean": "token_mean",
+    "token_mean_legacy": "token_mean",
+    "seq_mean_token_sum_norm": "token_sum_constant",
+    "prompt_mean": "prompt_mean",
+}
+
+
+def _reduction(value: str, _: Source) -> Became:
+    note = "the mean over micro-batches of their means is not copied: it depends on how rows are batched"
+    return Became(
+        {"algorithm.aggregation": _REDUCTIONS[value]}, note=note if value == "token_mean_legacy" else ""
+    )
+
+
+def _max_seq_len(value: int | None, source: Source) -> Became:
+    if source.get(f"{_AT}.loss_reduction") != "seq_mean_token_sum_norm" or value is None:
+        return no_effect("only loss_reduction=seq_mean_token_sum_norm divides by it")
+    return Became({"algorithm.aggregation_constant": float(value)})
+
+
+def _entropy(value: float, source: Source) -> Became:
+    if not source.get(f"{_AT}.use_entropy_loss"):
+        return no_effect("use_entropy_loss is off")
+    return Became({"algorithm.entropy_coef": float(value)})
+
+
+def _temperature(value: float | None, source: Source) -> Became:
+    if value not in (None, source.get("generator.sampling_params.temperature")):
+        raise ValueError(
+            "log-probs are of the distribution sampled from; set it to sampling_params.temperature, or to null"
+        )
+    return implied("log-probs of policy, old and reference are of the distribution sampled from")
+
+
+# --- off-policy correction ---------------------------------------------------------------------------------------
+
+_FIX = f"{_AT}.off_policy_correction"
+
+
+def corrections(source: Source) -> list[dict[str, Any]]:
+    """Native corrections, w = exp(old - rollout log-prob), in the order in which SkyRL takes them."""
+
+    def get(name: str) -> Any:
+        return source.get(f"{_FIX}.{name}")
+
+    out = []
+    kind = get("tis_ratio_type") or ("token" if source.get(f"{_AT}.use_tis") else None)
+    if kind is not None:
+        is_old = source.get(f"{_AT}.use_tis") and get("tis_ratio_type") is None
+        cap = source.get(f"{_AT}.tis_imp_ratio_cap") if is_old else get(f"{kind}_tis_ratio_clip_high")
+        out.append({"level": kind, "mode": "truncate", "low": 0.0, "high": float(cap)})
+    if (metric := get("sequence_mask_metric")) is not None:
+        name, level = ("product", "sequence") if metric == "product" else ("geo", "geometric")
+        bounds = {"low": float(get(f"{name}_mask_low")), "high": float(get(f"{name}_mask_high"))}
+        out.append({"level": level, "mode": "mask", **bounds})
+    low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
+    if low is not None or high is not None:
+        out.append(
+            {"level": "token", "mode": "mask", "low": low or 0.0, "high": UNBOUNDED if high is None else high}
+        )
+    return out
+
+
+def _corrected(_: Any, source: Source) -> Became:
+    made = corrections(source)
+    if not made:
+        return no_effect("no correction is on")
+    return Became({"algorithm.corrections": made, "algorithm.old_logprobs": "recompute"})
+
+
+def _correction_read(name: str, *wanted: Any) -> Any:
+    """Corrections where off_policy_correction's `name` is one of `wanted`."""
+
+    def convert(value: Any, source: Source) -> Became:
+        chosen = source.get(f"{_FIX}.{name}")
+        return _corrected(value, source) if chosen in wanted else no_effect(f"{name} is {chosen or 'null'}")
+
+    return convert
+
+
+def _use_tis(value: Any, source: Source) -> Became:
+    is_on = source.get(f"{_AT}.use_tis") and source.get(f"{_FIX}.tis_ratio_type") is None
+    return _corrected(value, source) if is_on else no_effect("off_policy_correction decides")
+
+
+def _outliers(value: float | None, _: Source) -> Became:
+    return (
+        implied("no sequence is left out for one token")
+        if value is None
+        else unsupported("take sequence_mask_metric or token_mask_is_threshold_*")
+    )
+
+
+# --- filters -----------------------------------------------------------------------------------------------------
+
+
+def _dynamic(value: str | None, source: Source) -> Became:
+    if value is None:
+        return implied("one batch of prompts a round")
+    keep = {"rollout.filter.min_std": _tolerance(source)}
+    return Became({**keep, "rollout.filter.then": "resample" if value == "filter" else "replace"})
+
+
+def _tolerance(source: Source) -> float:
+    return source.get(f"{_AT}.zero_variance_filter_tol") if source.get(f"{_AT}.zero_variance_filter") else 0.0
+
+
+def _dynamic_is(kind: str) -> Any:
+    def idle(source: Source) -> str:
+        chosen = source.get(f"{_AT}.dynamic_sampling.type")
+        return "" if chosen == kind else f"dynamic_sampling.type is {chosen or 'null'}"
+
+    return idle
+
+
+def _max_batches(value: int, _: Source) -> Became:
+    if value < 0:
+        return unsupported("a round must end: give a number of batches")
+    return Became({"rollout.filter.max_batches": value})
+
+
+def _zero_variance(value: bool, source: Source) -> Became:
+    if not value:
+        return no_effect("groups with equal rewards stay; their advantages are 0")
+    return Became({"rollout.filter.min_std": _tolerance(source)})
+
+
+def _filter_idle(source: Source) -> str:
+    return "" if source.get(f"{_AT}.zero_variance_filter") else "zero_variance_filter is off"
+
+
+_ESTIMATORS = choice("grpo", "gae", "rloo", "reinforce++", "maxrl")
+_LOSS_NAMES = choice(*_LOSSES, *_MISSING_LOSSES)
+_BOUND = nullable(POSITIVE)
+_K3 = (
+    "k3 = exp(-d) - 1 + d, false: k1 = d, with d = logp - ref logp; k3 is bounded at 10 as in later releases"
+)
+
+ALGORITHM: tuple[Rule, ...] = (
+    # advantages
+    Apply(f"{_AT}.advantage_estimator", "algorithm.advantage", _ESTIMATORS, _estimator, default="grpo",
+        note="one of your own is none of braid's; see docs/algorithms.md for what there is"),
+    Apply(f"{_AT}.grpo_norm_by_std", "algorithm.normalize_by_std", BOOL, when(not_estimator("grpo")), default=True,
+        note="(r - mean) / (std + eps), std unbiased; false: Dr. GRPO"),
+    Apply(f"{_AT}.lambd", "algorithm.gae_lambda", SHARE, when(not_estimator("gae")), default=1.0),
+    Apply(f"{_AT}.gamma", "algorithm.gamma", SHARE, when(not_estimator("gae", "reinforce++")), default=1.0),
+    Apply(f"{_AT}.advantage_batch_normalize", "algorithm.whiten_advantages", BOOL, _batch_normalize, default=False,
+        note="(A - mean) / std over the batch's trained tokens; SkyRL's mean counts padding too"),
+    # KL
+    Apply(f"{_AT}.use_kl_loss", "algorithm.kl_in", BOOL, _kl_place, default=True,
+        note="loss + kl_loss_coef * KL; not together with use_kl_in_reward"),
+    Apply(f"{_AT}.use_kl_in_reward", "algorithm.kl_in", BOOL, _kl_place, default=False,
+        note="reward_t - kl_loss_coef * KL_t at every token"),
+    Apply(f"{_AT}.kl_loss_coef", "algorithm.kl_coef", NON_NEGATIVE, when(without_reference), default=0.001,
+        note="in the loss and in the reward alike"),
+    Apply(f"{_AT}.use_kl_estimator_k3", "algorithm.kl_estimator", BOOL,
+        when(without_reference, _named, then=lambda _, source: _flagged_estimator(source)), default=True, note=_K3),
+    Apply(f"{_AT}.use_abs_kl", "algorithm.kl_estimator", BOOL,
+        when(without_reference, _named, _k3_idle, then=lambda _, source: _flagged_estimator(source)), default=False,
+        note="|k1|; in the loss too (SkyRL took it for the reward only)"),
+    Apply(f"{_AT}.kl_estimator_type", "algorithm.kl_estimator", choice("k1", "k2", "k3", "abs"),
+        when(without_reference, then=lambda v, _: _estimated(v)),
+        note="in place of use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2, the others as there"),
+    Apply(f"{_AT}.kl_ctrl.type", "algorithm.kl_target", choice("fixed", "adaptive"),
+        when(without_reference, then=_kl_control), default="fixed"),
+    Apply(f"{_AT}.kl_ctrl.kl_target", "algorithm.kl_target", POSITIVE, when(without_reference, then=_kl_target),
+        default=0.1, note="coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n / horizon"),
+    Apply(f"{_AT}.kl_ctrl.horizon", "algorithm.kl_horizon", COUNT, when(without_reference, then=_kl_horizon),
+        default=10_000, note="trajectories"),
+    NoEffect(f"{_AT}.kl_target", nullable(NUMBER), "SkyRL never reads it; kl_ctrl steers"),
+    NoEffect(f"{_AT}.init_kl_coef", NUMBER, "SkyRL never reads it; kl_loss_coef is the coefficient"),
+    # policy loss
+    Apply(f"{_AT}.ppo_loss_type", "algorithm.policy_loss", _LOSS_NAMES, _loss, default="regular"),
+    Apply(f"{_AT}.eps_clip_low", "algorithm.clip_low", NON_NEGATIVE, when(_CLIPPED), default=0.2,
+        note="ratios below 1 - it are clipped"),
+    Apply(f"{_AT}.eps_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(_CLIPPED), default=0.2,
+        note="ratios above 1 + it are clipped"),
+    Apply(f"{_AT}.clip_ratio_c", "algorithm.dual_clip", number(1.0, above=True, samples=(2.0, 4.0)),
+        when(not_loss("dual_clip")), default=3.0, note="the loss is at most -c*A where A < 0"),
+    Apply(f"{_AT}.loss_reduction", "algorithm.aggregation", choice(*_REDUCTIONS), _reduction,
+        default="sequence_mean",
+        note="the page's time has sequence_mean; later releases default to token_mean. KL and entropy are reduced "
+        "likewise (there: sequence_mean)"),
+    Apply(f"{_AT}.max_seq_len", "algorithm.aggregation_constant", nullable(COUNT), _max_seq_len),
+    Apply(f"{_AT}.use_entropy_loss", "algorithm.entropy_coef", BOOL, lambda v,
+        source: Became({"algorithm.entropy_coef": float(source.get(f"{_AT}.entropy_loss_coef")) if v else 0.0}),
+        default=False),
+    Apply(f"{_AT}.entropy_loss_coef", "algorithm.entropy_coef", NUMBER, _entropy, default=0.01),
+    Apply(f"{_AT}.temperature", "", nullable(POSITIVE), _temperature, default=None),
+    Apply(f"{_AT}.cispo.cispo_eps_clip_low", "algorithm.clip_low", NON_NEGATIVE, when(not_loss("cispo")),
+        default=1.0),
+    Apply(f"{_AT}.cispo.cispo_eps_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(not_loss("cispo")),
+        default=4.0),
+    Apply(f"{_AT}.cispo.cispo_anchor", "algorithm.old_logprobs", choice("old", "rollout"),
+        when(not_loss("cispo"), then=_anchor), default="old"),
+    Apply(f"{_AT}.sapo.tau_pos", "algorithm.sapo_tau_positive", POSITIVE, when(not_loss("sapo")), default=1.0),
+    Apply(f"{_AT}.sapo.tau_neg", "algorithm.sapo_tau_negative", POSITIVE, when(not_loss("sapo")), default=1.05),
+    Apply(f"{_AT}.clip_cov.clip_ratio", "algorithm.cov_fraction", SHARE, when(not_loss("clip_cov")),
+        default=0.0002),
+    Apply(f"{_AT}.clip_cov.clip_cov_lb", "algorithm.cov_low", NUMBER, when(not_loss("clip_cov")), default=1.0),
+    Apply(f"{_AT}.clip_cov.clip_cov_ub", "algorithm.cov_high", NUMBER, when(not_loss("clip_cov")), default=5.0),
+    Apply(f"{_AT}.kl_cov.kl_cov_frac", "algorithm.cov_fraction", SHARE, when(not_loss("kl_cov")), default=0.2),
+    Apply(f"{_AT}.kl_cov.ppo_kl_coef", "algorithm.cov_coef", NON_NEGATIVE, when(not_loss("kl_cov")), default=1.0),
+    Apply(f"{_AT}.dppo.dppo_type", "algorithm.dppo_divergence", choice("binary_tv", "binary_kl"),
+        when(not_loss("dppo"), then=mapped({"binary_tv": "tv", "binary_kl": "kl"})), default="binary_tv"),
+    Apply(f"{_AT}.dppo.delta_low", "algorithm.clip_low", NON_NEGATIVE, when(not_loss("dppo")), default=0.2),
+    Apply(f"{_AT}.dppo.delta_high", "algorithm.clip_high", NON_NEGATIVE, when(not_loss("dppo")), default=0.2),
+    # off-policy correction
+    Apply(f"{_FIX}.tis_ratio_type", "algorithm.corrections", choice(None, "token", "sequence"), _corrected,
+        default=None, note="the loss times min(w, cap)"),
+    Apply(f"{_FIX}.token_tis_ratio_clip_high", "algorithm.corrections", POSITIVE,
+        _correction_read("tis_ratio_type", "token"), default=2.0),
+    Apply(f"{_FIX}.sequence_tis_ratio_clip_high", "algorithm.corrections", POSITIVE,
+        _correction_read("tis_ratio_type", "sequence"), default=5.0),
+    Apply(f"{_FIX}.sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
+        default=None, note="sequences with w outside the bounds are left out"),
+    Apply(f"{_FIX}.geo_mask_low", "algorithm.corrections", NON_NEGATIVE,
+        _correction_read("sequence_mask_metric", "geometric"), default=0.99),
+    Apply(f"{_FIX}.geo_mask_high", "algorithm.corrections", POSITIVE,
+        _correction_read("sequence_mask_metric", "geometric"), default=1.01),
+    Apply(f"{_FIX}.product_mask_low", "algorithm.corrections", NON_NEGATIVE,
+        _correction_read("sequence_mask_metric", "product"), default=0.5),
+    Apply(f"{_FIX}.product_mask_high", "algorithm.corrections", POSITIVE,
+        _correction_read("sequence_mask_metric", "product"), default=2.0),
+    Apply(f"{_FIX}.token_mask_is_threshold_low", "algorithm.corrections", _BOUND, _corrected),
+    Apply(f"{_FIX}.token_mask_is_threshold_high", "algorithm.corrections", _BOUND, _corrected),
+    Apply(f"{_FIX}.outlier_token_is_threshold_low", "", _BOUND, _outliers),
+    Apply(f"{_FIX}.outlier_token_is_threshold_high", "", _BOUND, _outliers),
+    Apply(f"{_AT}.use_tis", "algorithm.corrections", BOOL, _use_tis, default=False,
+        note="older spelling of off_policy_correction.tis_ratio_type=token"),
+    Apply(f"{_AT}.tis_imp_ratio_cap", "algorithm.corrections", either(POSITIVE, choice(-1.0, -1)), _use_tis,
+        default=-1.0),
+    # filters
+    Apply(f"{_AT}.dynamic_sampling.type", "rollout.filter.then", choice(None, "filter", "replace"), _dynamic,
+        default=None,
+        note="filter: sample on until the batch is full (DAPO); replace: copies of good groups (POLARIS)"),
+    Apply(f"{_AT}.dynamic_sampling.max_sample_batches", "rollout.filter.max_batches", either(COUNT, choice(-1)),
+        when(_dynamic_is("filter"), then=_max_batches), default=30),
+    Apply(f"{_AT}.dynamic_sampling.min_replace_ratio", "rollout.filter.min_kept_fraction", SHARE,
+        when(_dynamic_is("replace")), default=0.3),
+    Apply(f"{_AT}.zero_variance_filter", "rollout.filter.min_std", BOOL, _zero_variance, default=False,
+        note="left out of the loss"),
+    Apply(f"{_AT}.zero_variance_filter_tol", "rollout.filter.min_std", NON_NEGATIVE, when(_filter_idle),
+        default=1e-6),
+    # values
+    Apply(f"{_AT}.value_head_prefix", "critic.head_name", TEXT, when(without_critic), default="value_head"),
+    Apply(f"{_AT}.value_clip", "algorithm.value_clip", nullable(POSITIVE),
+        when(without_critic, then=null_as("off")), default=0.2,
+        note="0.5 * max((clamped V - R)^2, (V - R)^2); null for no clipping"),
+    Apply(f"{_AT}.normalize_reward", "critic.normalize_values", BOOL, when(without_critic), default=True,
+        note="values, not rewards: mean and deviation of returns are learned, as the page says; SkyRL's stay at 0 "
+        "and 1"),
+)  # fmt: skip

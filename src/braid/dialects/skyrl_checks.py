@@ -1,0 +1,239 @@
+"""Rules between keys of a SkyRL file: sizes, devices, and options that exclude each other.
+
+Each check yields (key, message). Counts of devices are the file's own whatever backend runs it, so a file that SkyRL
+refuses is refused here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from .skyrl_algorithm import corrections
+from .skyrl_facts import (
+    Role,
+    backend,
+    engine_gpus,
+    is_colocated,
+    is_remote,
+    model_parallel,
+    ranks,
+    uses_critic,
+    uses_reference,
+    world,
+)
+from .table import Check, Source
+
+Finding = tuple[str, str]
+
+
+def _trained(source: Source) -> list[Role]:
+    has_critic = source.get("trainer.critic.model.path") is not None
+    return ["policy", "critic"] if has_critic else ["policy"]
+
+
+def _batches(source: Source) -> Iterator[Finding]:
+    """train_batch_size (prompts) -> mini-batches (prompts) -> per rank (samples) -> micro batches (samples)."""
+    batch, num = source.get("trainer.train_batch_size"), source.get("generator.n_samples_per_prompt")
+    micro = source.get("trainer.micro_train_batch_size_per_gpu")
+    is_counted_in_tokens = source.get("trainer.max_tokens_per_microbatch") > 0
+    for role in _trained(source):
+        key = f"trainer.{role}_mini_batch_size"
+        mini, dp = source.get(key), ranks(source, role)
+        if batch < mini:
+            yield key, f"{mini} is more than trainer.train_batch_size={batch}; lower it"
+            continue
+        if batch % mini:
+            fitting = [n for n in range(1, batch + 1) if batch % n == 0]
+            yield (
+                key,
+                f"trainer.train_batch_size={batch} is not divisible by {mini}; {_nearest(mini, fitting)} would do",
+            )
+        if dp == 0:
+            continue  # the devices have a problem of their own
+        per_rank = mini * num // dp
+        arithmetic = (
+            f"{role}_mini_batch_size * n_samples_per_prompt // ranks = {mini}*{num}//{dp} = {per_rank}"
+        )
+        if per_rank == 0:
+            yield (
+                key,
+                f"the mini-batch of one rank is empty: {arithmetic}; raise it to {math.ceil(dp / num)} at least",
+            )
+            continue
+        if per_rank % micro and not is_counted_in_tokens:
+            yield (
+                "trainer.micro_train_batch_size_per_gpu",
+                f"the mini-batch of one rank of the {role} is not divisible by {micro}: {arithmetic}; "
+                f"{_nearest(micro, [n for n in range(1, per_rank + 1) if per_rank % n == 0])} would do",
+            )
+        if (batch * num // dp) % per_rank:
+            yield (
+                key,
+                f"a rank's samples of the whole batch, {batch}*{num}//{dp} = {batch * num // dp}, are not divisible by those "
+                f"of a mini-batch: {arithmetic}",
+            )
+
+
+def _nearest(value: int, fitting: list[int]) -> str:
+    """The two values around `value`, in words."""
+    around = [[n for n in fitting if n <= value][-1:], [n for n in fitting if n > value][:1]]
+    return " or ".join(str(n) for found in around for n in found)
+
+
+def _ranks(source: Source) -> Iterator[Finding]:
+    used: list[Role] = [
+        "policy",
+        *(["critic"] if uses_critic(source) else []),
+        *(["ref"] if uses_reference(source) else []),
+    ]
+    for role in used:
+        size, shared = world(source, role), model_parallel(source, role)
+        if size % shared:
+            yield (
+                f"trainer.placement.{role}_num_gpus_per_node",
+                f"the {role}'s {size} GPUs cannot be cut into groups of {shared} that share a model; make them a multiple",
+            )
+            return
+    batch = source.get("trainer.train_batch_size") * source.get("generator.n_samples_per_prompt")
+    least = math.lcm(*(ranks(source, role) for role in used))
+    if batch < least:
+        yield (
+            "trainer.train_batch_size",
+            f"a batch has {batch} samples, fewer than the {least} that the models' data-parallel ranks take at a time; raise it",
+        )
+
+
+def _devices(source: Source) -> Iterator[Finding]:
+    at = "trainer.placement"
+    used: list[Role] = [
+        *(["ref"] if uses_reference(source) else []),
+        *(["critic"] if uses_critic(source) else []),
+    ]
+    if is_colocated(source):
+        policy, engines = world(source, "policy"), engine_gpus(source)
+        if not is_remote(source) and engines != policy:
+            yield (
+                "generator.num_inference_engines",
+                f"with colocate_all the engines have the policy's {policy} GPUs, and num_inference_engines times their "
+                f"parallel sizes is {engines}; make them equal, or set {at}.colocate_all=false",
+            )
+        for role in used:
+            if world(source, role) != policy:
+                yield (
+                    f"{at}.{role}_num_gpus_per_node",
+                    f"with colocate_all the {role} has the policy's {policy} GPUs, not {world(source, role)}; make them equal, "
+                    f"or set {at}.colocate_all=false",
+                )
+    elif source.get(f"{at}.colocate_policy_ref") and uses_reference(source):
+        for what in ("num_nodes", "num_gpus_per_node"):
+            policy, ref = source.get(f"{at}.policy_{what}"), source.get(f"{at}.ref_{what}")
+            if policy != ref:
+                yield (
+                    f"{at}.ref_{what}",
+                    f"with colocate_policy_ref it must be {at}.policy_{what}={policy}, not {ref}; make them equal, or set "
+                    f"{at}.colocate_policy_ref=false",
+                )
+
+
+def _lengths(source: Source) -> Iterator[Finding]:
+    prompt, given = source.get("trainer.max_prompt_length"), source.get("generator.max_input_length")
+    key = "generator.max_input_length"
+    if given is None:
+        return
+    if source.get("generator.max_turns") == 1 and given != prompt:
+        yield key, f"for a single turn it must be trainer.max_prompt_length={prompt}, not {given}"
+    elif given < prompt:
+        yield key, f"{given} is less than trainer.max_prompt_length={prompt}; raise it"
+
+
+def _engines(source: Source) -> Iterator[Finding]:
+    urls, num = (
+        source.get("generator.remote_inference_engine_urls"),
+        source.get("generator.num_inference_engines"),
+    )
+    if is_remote(source):
+        if not urls:
+            yield (
+                "generator.remote_inference_engine_urls",
+                "run_engines_locally=false needs the URLs of running servers; list them",
+            )
+        elif num != len(urls):
+            yield (
+                "generator.num_inference_engines",
+                f"{num} is not the number of generator.remote_inference_engine_urls, which is {len(urls)}",
+            )
+    if not source.get("generator.async_engine") and not source.get("generator.batched"):
+        yield "generator.batched", "async_engine=false generates in batches only; set batched=true"
+
+
+def _algorithm(source: Source) -> Iterator[Finding]:
+    at = "trainer.algorithm"
+    if uses_critic(source) and source.get("trainer.critic.model.path") is None:
+        yield (
+            "trainer.critic.model.path",
+            "advantage_estimator=gae needs a critic; give its path, for example the policy's",
+        )
+    if source.get(f"{at}.use_kl_in_reward") and source.get(f"{at}.use_kl_loss"):
+        yield (
+            f"{at}.use_kl_in_reward",
+            "use_kl_in_reward and use_kl_loss exclude each other; set one of them to false",
+        )
+    if (
+        source.get(f"{at}.loss_reduction") == "seq_mean_token_sum_norm"
+        and source.get(f"{at}.max_seq_len") is None
+    ):
+        yield f"{at}.max_seq_len", "loss_reduction=seq_mean_token_sum_norm divides by it; give it"
+    fixes, loss = corrections(source), source.get(f"{at}.ppo_loss_type")
+    if fixes and loss in ("clip_cov", "kl_cov"):
+        yield f"{at}.off_policy_correction", f"has no place in ppo_loss_type={loss}; turn it off"
+    if loss == "cispo" and source.get(f"{at}.cispo.cispo_anchor") == "rollout" and fixes:
+        yield (
+            f"{at}.off_policy_correction",
+            "cispo_anchor=rollout corrects already; turn the correction off, or set cispo_anchor=old",
+        )
+    for name in ("geo_mask", "product_mask", "token_mask_is_threshold"):
+        low, high = (source.get(f"{at}.off_policy_correction.{name}_{end}") for end in ("low", "high"))
+        if low is not None and high is not None and low > high:
+            yield f"{at}.off_policy_correction.{name}_low", f"{low} is more than {name}_high={high}; lower it"
+
+
+def _backends(source: Source) -> Iterator[Finding]:
+    used: list[Role] = ["policy", *(["critic"] if uses_critic(source) else [])]
+    chosen = backend(source)
+    for role in used:
+        if chosen == "fsdp" and source.get(f"trainer.{role}.fsdp_config.cpu_offload"):
+            yield (
+                f"trainer.{role}.fsdp_config.cpu_offload",
+                "FSDP1 cannot offload a model that is trained; set it to false, or take trainer.strategy=fsdp2",
+            )
+        if chosen == "deepspeed" and not source.get(f"trainer.{role}.optimizer_config.offload_after_step"):
+            yield (
+                f"trainer.{role}.optimizer_config.offload_after_step",
+                "DeepSpeed moves the optimizer after each step; set it to true, or take another trainer.strategy",
+            )
+    if chosen == "megatron" and uses_critic(source):
+        yield (
+            "trainer.strategy",
+            "a critic is not trained with megatron; take fsdp2, or another advantage_estimator",
+        )
+    packed: list[Role] = [*used, *(["ref"] if uses_reference(source) else [])]
+    for role in packed:
+        if source.get(f"trainer.{role}.sequence_parallel_size") > 1 and not source.get(
+            "trainer.use_sample_packing"
+        ):
+            yield (
+                f"trainer.{role}.sequence_parallel_size",
+                "sequence parallelism needs trainer.use_sample_packing=true",
+            )
+
+
+def _resume(source: Source) -> Iterator[Finding]:
+    if source.get("trainer.resume_mode") == "from_path" and source.get("trainer.resume_path") is None:
+        yield (
+            "trainer.resume_path",
+            "resume_mode=from_path needs the folder of a checkpoint; give it, or take latest",
+        )
+
+
+CHECKS: tuple[Check, ...] = (_batches, _ranks, _devices, _lengths, _engines, _algorithm, _backends, _resume)

@@ -1,0 +1,328 @@
+"""SkyRL's models (`trainer.policy`, `critic`, `ref`) and backends: optimizers, FSDP, DeepSpeed, Megatron, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .conversions import Idle, only, when
+from .skyrl_facts import (
+    NATIVE_TRAIN,
+    NO_REWARD_WORKERS,
+    Role,
+    everywhere,
+    is_colocated,
+    is_distributed,
+    not_backend,
+    off_only,
+    shared,
+    without_critic,
+    without_reference,
+)
+from .table import (
+    Apply,
+    Became,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    implied,
+    no_effect,
+    unsupported,
+)
+from .values import (
+    ANY,
+    BOOL,
+    COUNT,
+    NATURAL,
+    NON_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    choice,
+    either,
+    integer,
+    list_of,
+    nullable,
+)
+
+_DTYPES = choice("bf16", "fp32", "fp16")
+
+
+# --- models and backends -----------------------------------------------------------------------------------------
+
+
+def _strategy(value: str, source: Source) -> Became:
+    if source.backend is not None:
+        return no_effect(f"the command line says --backend {source.backend}")
+    return everywhere("backend")(value, source)
+
+
+def _clip(value: float, _: Source) -> float | None:
+    return value or None
+
+
+def _schedule(native: str) -> Any:
+    names = {
+        "constant_with_warmup": "constant",
+        "linear": "linear",
+        "cosine": "cosine",
+        "inverse_sqrt": "inverse_sqrt",
+    }
+
+    def convert(value: str, _: Source) -> Became:
+        if value == "constant":
+            return Became(
+                {
+                    f"{native}.optimizer.schedule.decay": "constant",
+                    f"{native}.optimizer.schedule.warmup_steps": 0,
+                }
+            )
+        if value not in names:
+            return unsupported("take constant_with_warmup, linear, cosine or inverse_sqrt")
+        return Became({f"{native}.optimizer.schedule.decay": names[value]})
+
+    return convert
+
+
+_SCHEDULES = choice("constant_with_warmup", "constant", "linear", "cosine", "inverse_sqrt", "cosine_with_restarts",
+                    "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr", "warmup_stable_decay")  # fmt: skip
+
+
+def _offload(native: str) -> Any:
+    def convert(value: bool, source: Source) -> Became:
+        if is_distributed(source) and not is_colocated(source):
+            return no_effect("the optimizer has its devices to itself without colocate_all")
+        return Became({f"{native}.offload.optimizer": value})
+
+    return convert
+
+
+def _optimizer(role: Role, lr: float) -> tuple[Rule, ...]:
+    """The rules of `trainer.ROLE.optimizer_config`."""
+    at, native = f"trainer.{role}.optimizer_config", NATIVE_TRAIN[role]
+    idle = (without_critic,) if role == "critic" else ()
+    return (
+        Apply(f"{at}.lr", f"{native}.optimizer.lr", POSITIVE, when(*idle), default=lr),
+        Apply(f"{at}.adam_betas", f"{native}.optimizer.betas", list_of(SHARE, length=2), when(*idle),
+            default=[0.9, 0.999]),
+        Apply(f"{at}.weight_decay", f"{native}.optimizer.weight_decay", NON_NEGATIVE, when(*idle), default=0.01,
+            note="decoupled (AdamW), though the page says L2; biases and norm weights are left out here"),
+        Apply(f"{at}.max_grad_norm", f"{native}.max_grad_norm", NON_NEGATIVE, when(*idle, then=_clip), default=1.0,
+            note="0 for no clipping"),
+        Apply(f"{at}.offload_after_step", f"{native}.offload.optimizer", BOOL, when(*idle, then=_offload(native)),
+            default=True, note="where training and generation share devices"),
+        Apply(f"{at}.num_warmup_steps", f"{native}.optimizer.schedule.warmup_steps", NATURAL, when(*idle),
+            note="optimizer steps; trainer.num_warmup_steps sets both models'"),
+        Apply(f"{at}.scheduler", f"{native}.optimizer.schedule.decay", _SCHEDULES,
+            when(*idle, then=_schedule(native)), default="constant_with_warmup"),
+    )  # fmt: skip
+
+
+_IDLE: Mapping[Role, tuple[Idle, ...]] = {
+    "policy": (),
+    "critic": (without_critic,),
+    "ref": (without_reference,),
+}
+
+
+def _fsdp(role: Role, *, cpu_offload: bool) -> tuple[Rule, ...]:
+    """The rules of `trainer.ROLE.fsdp_config`."""
+    at, native = f"trainer.{role}.fsdp_config", f"{NATIVE_TRAIN[role]}.fsdp"
+    both, second = (not_backend("fsdp", "fsdp2"), *_IDLE[role]), (not_backend("fsdp2"), *_IDLE[role])
+    return (
+        Apply(f"{at}.cpu_offload", f"{native}.cpu_offload", BOOL, when(*both), default=cpu_offload,
+            note="parameters and optimizer live on the CPU; unlike offload_after_step, which moves them after the "
+            "step"),
+        Apply(f"{at}.reshard_after_forward", f"{native}.reshard_after_forward",
+            either(BOOL, integer(1, samples=(1, 2))), when(*second), default=True),
+        Apply(f"{at}.fsdp_size", f"{native}.size", either(COUNT, choice(-1)),
+            when(*both, then=lambda v, _: None if v < 0 else v), default=-1, note="-1 for all ranks"),
+        Apply(f"{at}.mixed_precision.param_dtype", f"{native}.param_dtype", _DTYPES, when(*both), default="bf16"),
+        Apply(f"{at}.mixed_precision.reduce_dtype", f"{native}.reduce_dtype", _DTYPES, when(*both), default="fp32"),
+        Apply(f"{at}.mixed_precision.buffer_dtype", f"{native}.buffer_dtype", _DTYPES, when(*both), default="fp32"),
+        NoEffect(f"{at}.wrap_policy.*", ANY, "each layer is a unit"),
+    )  # fmt: skip
+
+
+def _unset(value: Any, _: Source) -> Became:
+    if value is not None:
+        raise ValueError(
+            "must not be set: clipping is optimizer_config.max_grad_norm for every backend; remove it"
+        )
+    return implied("clipping is optimizer_config.max_grad_norm")
+
+
+def _automatic(value: Any, _: Source) -> Became:
+    if value == "auto":
+        return implied("DeepSpeed chooses")
+    return unsupported("of DeepSpeed, braid has the stage, zero_hpz_partition_size and offload to the CPU")
+
+
+def _on_cpu(value: str, _: Source) -> bool:
+    return value == "cpu"
+
+
+def _deepspeed(role: Role) -> tuple[Rule, ...]:
+    """The rules of `trainer.ROLE.deepspeed_config`, which is a reference to one of the top-level groups."""
+    at, native = f"trainer.{role}.deepspeed_config", f"{NATIVE_TRAIN[role]}.deepspeed"
+    idle, zero = (not_backend("deepspeed"), *_IDLE[role]), f"{at}.zero_optimization"
+    return (
+        Apply(f"{zero}.stage", f"{native}.stage", choice(3), when(*idle), default=3),
+        Apply(f"{zero}.zero_hpz_partition_size", f"{native}.hpz_partition_size", COUNT, when(*idle), default=1),
+        Apply(f"{zero}.offload_param.device", f"{native}.cpu_offload", choice("none", "cpu"),
+            when(*idle, then=_on_cpu)),
+        Apply(f"{zero}.offload_optimizer.device", f"{native}.cpu_offload", choice("none", "cpu"),
+            when(*idle, then=_on_cpu)),
+        Apply(f"{zero}.*", "", ANY, when(*idle, then=_automatic)),
+        Apply(f"{at}.gradient_clipping", "", ANY, when(*idle, then=_unset)),
+        Apply(f"{at}.*", "", ANY, when(*idle, then=_automatic)),
+    )  # fmt: skip
+
+
+def _groups() -> tuple[Rule, ...]:
+    """The groups `deepspeed_config.train` and `.eval`, which `${...}` puts into the models' settings."""
+    why = "a template: it counts where ${deepspeed_config.train} or ${deepspeed_config.eval} names it"
+    paths = [
+        f"deepspeed_config.{group}{part}"
+        for group in ("train", "eval")
+        for part in ("", ".zero_optimization")
+    ]
+    offloads = [f"{path}.offload_{what}.*" for path in paths[1::2] for what in ("param", "optimizer")]
+    known = [f"{path}.{key}" for path in paths[1::2] for key in ("stage", "zero_hpz_partition_size")]
+    return tuple(NoEffect(path, ANY, why) for path in (*known, *(f"{path}.*" for path in paths), *offloads))
+
+
+_DISPATCH = choice("alltoall", "allgather", "flex")
+_RECOMPUTE = nullable(choice("full", "selective"))
+
+
+def _tensor_parallel(native: str) -> Any:
+    return lambda v, _: Became({f"{native}.tensor_parallel": v, f"{native}.sequence_parallel": v > 1})
+
+
+_MEGATRON_PARTS = (
+    "optimizer_config_kwargs",
+    "model_config_kwargs",
+    "torch_profiler_config",
+    "hf_export_config",
+    "lora_config",
+)
+
+
+def _megatron(role: Role) -> tuple[Rule, ...]:
+    """The rules of `trainer.ROLE.megatron_config` (newer releases)."""
+    at, native = f"trainer.{role}.megatron_config", f"{NATIVE_TRAIN[role]}.megatron"
+    idle = (not_backend("megatron"), *_IDLE[role])
+    kwargs, ddp = f"{at}.transformer_config_kwargs", f"{at}.ddp_config"
+    instead = "see the options of train.megatron in docs/config.md"
+    return (
+        Apply(f"{at}.tensor_model_parallel_size", f"{native}.tensor_parallel", COUNT,
+            when(*idle, then=_tensor_parallel(native)), default=1),
+        Apply(f"{at}.pipeline_model_parallel_size", f"{native}.pipeline_parallel", COUNT, when(*idle), default=1),
+        Apply(f"{at}.context_parallel_size", f"{native}.context_parallel", COUNT, when(*idle), default=1),
+        Apply(f"{at}.expert_model_parallel_size", f"{native}.expert_parallel", COUNT, when(*idle), default=1),
+        Apply(f"{at}.expert_tensor_parallel_size", f"{native}.expert_tensor_parallel", nullable(COUNT),
+            when(*idle)),
+        Apply(f"{at}.moe_token_dispatcher_type", f"{native}.moe_token_dispatcher", _DISPATCH, when(*idle),
+            default="alltoall"),
+        Apply(f"{at}.moe_grouped_gemm", f"{native}.moe_grouped_gemm", BOOL, when(*idle), default=True),
+        Apply(f"{ddp}.overlap_grad_reduce", f"{native}.overlap_grad_reduce", BOOL, when(*idle), default=False),
+        Apply(f"{ddp}.overlap_param_gather", f"{native}.overlap_param_gather", BOOL, when(*idle), default=False),
+        NoEffect(f"{ddp}.grad_reduce_in_fp32", BOOL, "gradients are reduced in fp32"),
+        NoEffect(f"{ddp}.average_in_collective", BOOL,
+            "denominators are global, so what is averaged where changes nothing"),
+        Unsupported(f"{ddp}.*", instead),
+        Apply(f"{kwargs}.recompute_granularity", f"{native}.recompute_granularity", _RECOMPUTE,
+            when(*idle, then=lambda v, _: v or "off"), default="full"),
+        Apply(f"{kwargs}.recompute_method", f"{native}.recompute_method", nullable(choice("block", "uniform")),
+            when(*idle), default="uniform"),
+        Apply(f"{kwargs}.recompute_num_layers", f"{native}.recompute_num_layers", nullable(COUNT), when(*idle),
+            default=1),
+        Apply(f"{kwargs}.gradient_accumulation_fusion", f"{native}.transformer.gradient_accumulation_fusion", BOOL,
+            when(*idle), default=False),
+        Unsupported(f"{kwargs}.*", instead),
+        NoEffect(f"{at}.empty_cuda_cache", nullable(BOOL), "memory is freed by the backend"),
+        Unsupported(f"{at}.*", instead),
+        *(Unsupported(f"{at}.{part}.*", instead) for part in _MEGATRON_PARTS),
+    )  # fmt: skip
+
+
+def _has_adapters(source: Source) -> str:
+    return "" if source.get("trainer.policy.model.lora.rank") > 0 else "lora.rank=0 trains all weights"
+
+
+def _targets(value: Any, _: Source) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+_LORA = "trainer.policy.model.lora"
+MODELS: tuple[Rule, ...] = (
+    Apply("trainer.strategy", "train.backend", choice("fsdp", "fsdp2", "deepspeed", "megatron"), _strategy,
+        default="fsdp2", note="fsdp is FSDP1, as on the page; releases from 2026 mean FSDP2 by it"),
+    Implied("trainer.sequence_parallel_backend", choice("ulysses"), "sequence parallelism is Ulysses"),
+    Apply("trainer.policy.model.path", "model.path", TEXT, default="Qwen/Qwen2.5-1.5B-Instruct",
+        note="weights are trained in fp32, as there"),
+    Apply("trainer.critic.model.path", "critic.path", nullable(TEXT), when(without_critic),
+        note="its value head starts at random; needed by gae"),
+    Apply("trainer.ref.model.path", "reference.path", nullable(TEXT), when(without_reference),
+        note="the policy as it is at the start when null"),
+    *_optimizer("policy", 1e-6),
+    *_optimizer("critic", 5e-6),
+    *_fsdp("policy", cpu_offload=False),
+    *_fsdp("critic", cpu_offload=False),
+    *_fsdp("ref", cpu_offload=True),
+    *_deepspeed("policy"),
+    *_deepspeed("critic"),
+    *_deepspeed("ref"),
+    *_groups(),
+    *_megatron("policy"),
+    *_megatron("ref"),
+    *(
+        Apply(f"trainer.{role}.sequence_parallel_size", f"{NATIVE_TRAIN[role]}.sequence_parallel", COUNT,
+            when(not_backend("fsdp", "fsdp2", "deepspeed"), *_IDLE[role]), default=1,
+            note="Ulysses; data-parallel ranks = GPUs / it")
+        for role in NATIVE_TRAIN
+    ),
+    Apply("trainer.policy.use_torch_compile", "train.compile", BOOL, shared("compile"), default=False,
+        note="log-probs and entropy"),
+    Apply("trainer.policy.record_memory", "train.record_memory", BOOL, default=False,
+        note="memory/ of the run's folder"),
+    Apply("trainer.policy.use_liger_kernel", "train.liger_kernels", BOOL, default=False),
+    NoEffect("trainer.ref.use_liger_kernel", BOOL, "the policy's setting counts"),
+    Apply(f"{_LORA}.rank", "model.lora.rank", NATURAL, when(_has_adapters), default=0, note="0 trains all weights"),
+    Apply(f"{_LORA}.alpha", "model.lora.alpha", POSITIVE, when(_has_adapters), default=16),
+    Apply(f"{_LORA}.dropout", "model.lora.dropout", SHARE, when(_has_adapters), default=0.0),
+    Apply(f"{_LORA}.target_modules", "model.lora.targets", either(TEXT, list_of(TEXT)),
+        when(_has_adapters, then=_targets), default="all-linear"),
+    Apply(f"{_LORA}.exclude_modules", "", nullable(TEXT),
+        off_only("nothing is excluded", "name the wanted layers in target_modules")),
+    Apply(f"{_LORA}.init_method", "", TEXT, only("kaiming", "take kaiming", "adapters start as in peft"),
+        default="kaiming"),
+    NoEffect(f"{_LORA}.lora_sync_path", TEXT, "engines get the merged weights"),
+    NoEffect(f"{_LORA}.max_loras", COUNT, "one adapter is trained"),
+    NoEffect(f"{_LORA}.max_cpu_loras", nullable(COUNT), "one adapter is trained"),
+    *(
+        Apply(f"trainer.{role}.model.lora.rank", "", NATURAL,
+            off_only("no adapters", "adapters are the policy's only"))
+        for role in ("critic", "ref")
+    ),
+    *(NoEffect(f"trainer.{role}.model.lora.*", ANY, "adapters are the policy's only") for role in ("critic", "ref")),
+    Unsupported("trainer.policy.model.fake_int4_qat.*", "train without quantisation"),
+    *(
+        Unsupported(f"trainer.{role}.model_config_kwargs.*", "change config.json of the model's folder")
+        for role in NATIVE_TRAIN
+    ),
+    Unsupported("trainer.policy.torch_profiler_config.*", "record_memory, or a profiler around the command"),
+    NoEffect("trainer.policy.inference_only_init", BOOL, "an optimizer is made where something is trained"),
+    *(NoEffect(f"trainer.{role}.language_model_only", BOOL, "text models only") for role in ("policy", "ref")),
+    Apply("trainer.reward.model.path", "", nullable(TEXT),
+        off_only("no reward model", "braid.reward.parts=[{kind: model, path: ...}]; SkyRL never built it"),
+        default=None),
+    NoEffect("trainer.reward.*", ANY, NO_REWARD_WORKERS),
+    *(
+        NoEffect(f"trainer.reward.{part}.*", ANY, NO_REWARD_WORKERS)
+        for part in ("fsdp_config", "deepspeed_config", "deepspeed_config.zero_optimization")
+    ),
+)  # fmt: skip
