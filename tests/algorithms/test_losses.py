@@ -1,15 +1,27 @@
 """Gradients and limits of the policy loss, the value loss and the KL estimators."""
 
 import math
+from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
 import torch
 
 from braid.algorithms.kl import MAX_EXPONENT, kl_estimate
-from braid.algorithms.policy_loss import LOG_RATIO_BOUND, importance_ratio, ppo_clip
+from braid.algorithms.policy_loss import (
+    LOG_RATIO_BOUND,
+    POLICY_LOSSES,
+    Tokens,
+    cispo,
+    importance_ratio,
+    ppo_clip,
+)
+from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS, RECIPES, Recipe
+from braid.algorithms.segments import segments
 from braid.algorithms.value_loss import value_loss
-from braid.types import KlEstimator
+from braid.types import KlEstimator, PolicyLoss
+
+LOSSES = get_args(PolicyLoss)
 
 
 def _ppo_gradient(ratios, advantages, **bounds):
@@ -35,6 +47,119 @@ def test_the_dual_clip_takes_the_gradient_of_bad_tokens_beyond_it():
 def test_bounds_of_zero_still_let_the_first_step_learn():
     gradient = _ppo_gradient([1.0, 1.0], [1.0, -1.0], clip_low=0.0, clip_high=0.0)
     assert gradient.tolist() == [-1.0, 1.0]
+
+
+def _loss(recipe: Recipe, logprobs, old, advantages, chosen=0.0):
+    ratio = importance_ratio(logprobs, old, None)
+    tokens = Tokens(logprobs, old, advantages, ratio, torch.full_like(old, chosen))
+    return POLICY_LOSSES[recipe.policy_loss](recipe, tokens)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+@pytest.mark.parametrize("gap", [1e3, -1e3, 1e30])
+def test_any_gap_between_policies_gives_a_finite_loss_and_gradient(name, divergence, gap):
+    logprobs = torch.tensor([gap, gap], requires_grad=True)
+    recipe = replace(RECIPES["grpo"], policy_loss=name, dppo_divergence=divergence)
+    loss, diagnostics = _loss(recipe, logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), chosen=1.0)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    for tensor in (loss, logprobs.grad, *diagnostics.values()):
+        assert torch.isfinite(tensor).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_tokens_that_are_certain_give_a_finite_loss_and_gradient(name):
+    logprobs = torch.tensor([0.0, 0.0, -1e-9, -50.0], requires_grad=True)
+    old = torch.tensor([0.0, -50.0, 0.0, 0.0])
+    for divergence in ("tv", "kl"):
+        recipe = replace(RECIPES["grpo"], policy_loss=name, dppo_divergence=divergence)
+        loss, _ = _loss(recipe, logprobs, old, torch.tensor([1.0, -1.0, 1.0, 1.0]))
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert torch.isfinite(loss).all()
+        assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_diagnostics_carry_no_gradient(name):
+    recipe = replace(RECIPES["grpo"], policy_loss=name, dual_clip=3.0)
+    loss, diagnostics = _loss(recipe, torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1))
+    assert loss.requires_grad
+    assert not any(tensor.requires_grad for tensor in diagnostics.values())
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy"}))
+def test_tokens_without_advantage_are_not_moved(name):
+    logprobs = torch.tensor([-0.5, -3.0], requires_grad=True)
+    recipe = replace(RECIPES["grpo"], policy_loss=name)
+    loss, _ = _loss(recipe, logprobs, torch.tensor([-1.0, -1.0]), torch.zeros(2))
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+
+
+OTHER_VALUES = {
+    "ratio_level": "sequence",
+    "clip_low": 0.05,
+    "clip_high": 0.1,
+    "dual_clip": 1.5,
+    "sapo_tau_positive": 3.0,
+    "sapo_tau_negative": 3.0,
+    "topr_positive_weight": 0.5,
+    "topr_negative_weight": 0.5,
+    "cov_coef": 3.0,
+    "dppo_divergence": "kl",
+}
+BEFORE_THE_LOSS = {"ratio_level", "cov_fraction", "cov_low", "cov_high"}
+"""Read where the ratio is taken and the tokens are chosen."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_reads_the_keys_of_its_line_and_no_others(name):
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(64, generator=generator)
+    logprobs = old + 0.5 * torch.randn(64, generator=generator)
+    advantages = torch.randn(64, generator=generator)
+
+    chosen = 0.0 if name == "clip_cov" else 1.0  # it leaves out what is chosen
+
+    def value(recipe):
+        return _loss(replace(recipe, policy_loss=name), logprobs, old, advantages, chosen)[0]
+
+    base = replace(RECIPES["grpo"], clip_low=0.12, clip_high=0.12)
+    for key, other in OTHER_VALUES.items():
+        changes = not torch.equal(value(base), value(replace(base, **{key: other})))
+        assert changes == (key in POLICY_LOSS_KEYS[name] - BEFORE_THE_LOSS), key
+
+
+def test_every_key_of_the_lines_is_one_of_a_recipe_and_every_loss_has_a_line():
+    assert POLICY_LOSS_KEYS.keys() == POLICY_LOSSES.keys() == set(LOSSES)
+    names = {field.name for field in fields(Recipe)}
+    assert set().union(*POLICY_LOSS_KEYS.values()) <= names
+    assert {name for name, keys in POLICY_LOSS_KEYS.items() if "cov_fraction" in keys} == CHOOSING_LOSSES
+
+
+def test_cispo_learns_where_ppo_has_stopped():
+    logprobs = torch.tensor([0.5, -0.5], requires_grad=True)  # ratios 1.65 and 0.61, beyond both clips
+    advantages = torch.tensor([1.0, -1.0])
+    ratio = importance_ratio(logprobs, torch.zeros(2), None)
+    clipped, _ = ppo_clip(ratio, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    kept, _ = cispo(ratio, logprobs, advantages, clip_low=0.2, clip_high=0.2)
+    (of_ppo,) = torch.autograd.grad(clipped.sum(), logprobs, retain_graph=True)
+    (of_cispo,) = torch.autograd.grad(kept.sum(), logprobs)
+    assert of_ppo.tolist() == [0.0, 0.0]
+    torch.testing.assert_close(of_cispo, torch.tensor([-1.2, 0.8]))
+
+
+def test_each_token_of_a_sequence_keeps_a_gradient_of_its_own():
+    mask = torch.tensor([False, True, True, True])
+    over = segments(mask, torch.zeros(4, dtype=torch.long), "sequence")
+    logprobs = torch.tensor([7.0, 0.2, 0.4, 0.0], requires_grad=True)
+    ratio = importance_ratio(logprobs, torch.zeros(4), over)
+    (ratio * torch.tensor([0.0, 1.0, -2.0, 0.0])).sum().backward()
+    rho = math.exp(0.2)
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, rho, -2 * rho, 0.0]))
 
 
 def test_ratios_within_the_bound_are_exact():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -266,6 +266,24 @@ def test_a_skipped_step_counts_for_the_schedule(case: Case) -> None:
     rates.append(backend.train(_poisoned(case.rows), case.weights, policy_loss(RECIPES["grpo"])).lr)
     rates.append(case.step(backend).lr)
     assert rates == pytest.approx([0.04, 0.03, 0.02])
+
+
+def test_a_step_past_a_limit_of_its_loss_changes_only_the_counter(case: Case) -> None:
+    """The limit is on the mean over the whole step, whatever single micro-batches have."""
+    backend = case.make(micro_batch_tokens=1, max_skipped_steps=1)
+    base = policy_loss(RECIPES["grpo"])
+    other = case.make()
+    for one in (backend, other):
+        case.step(one)
+    total, count = case.step(other).metrics["policy/entropy"]
+    limit, before = total / count, _frozen(backend)
+    for _ in range(2):  # more than max_skipped_steps, which counts what is not finite
+        report = case.step(backend, replace(base, limits={"policy/entropy": limit * 0.999}))
+        assert report.is_stopped
+        assert not report.is_skipped
+    assert _differences(before, backend.state()) == ["/num_steps"]
+    assert not case.step(backend, replace(base, limits={"policy/entropy": limit * 1.001})).is_stopped
+    assert _differences(before, backend.state()) != ["/num_steps"]
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(case: Case) -> None:

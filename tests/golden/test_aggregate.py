@@ -62,3 +62,26 @@ def test_weights_equal_hand_computed_values():
         0,
     ]
     assert row_weights(counts, PROMPTS, mode="prompt_mean", constant=None) == [1 / 8, 1 / 8, 1 / 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "mode", "expected"),
+    [
+        # two prompts of one row each: 6 and 10 over 3 and 2 tokens
+        ([[1.0, 2.0, 3.0], [4.0, 6.0]], "token_mean", 3.2),  # 16 / 5
+        ([[1.0, 2.0, 3.0], [4.0, 6.0]], "sequence_mean_token_sum", 8.0),  # 16 / 2
+        ([[1.0, 2.0, 3.0], [4.0, 6.0]], "sequence_mean_token_mean", 3.5),  # (2 + 5) / 2
+        # ROLL's seq-mean-token-sum-norm, 16 / 4, is over the longest row only; here it is over the rows as well
+        ([[1.0, 2.0, 3.0], [4.0, 6.0]], "token_sum_constant", 2.0),  # 16 / (2 * 4)
+        ([[1.0, 2.0], [4.0, 5.0, 6.0]], "token_mean", 3.6),  # 18 / 5
+        ([[1.0, 2.0], [3.0]], "sequence_mean_token_mean", 2.25),  # (1.5 + 3) / 2
+        ([[2.0, 3.0], [9.0]], "token_sum_constant", 1.75),  # 14 / (2 * 4)
+    ],
+)
+def test_reductions_of_two_rows_equal_hand_computed_values(losses, mode, expected):
+    counts = [len(row) for row in losses]
+    weights = row_weights(counts, [0, 1], mode=mode, constant=4.0)
+    per_position = torch.repeat_interleave(torch.tensor(weights), torch.tensor(counts))
+    values = torch.tensor([loss for row in losses for loss in row])
+    total = aggregate(values, torch.ones(len(values), dtype=torch.bool), per_position)
+    torch.testing.assert_close(total, torch.tensor(expected), atol=1e-6, rtol=0)  # float32 sums of five

@@ -38,6 +38,24 @@ def test_the_clamp_bounds_the_absolute_value(estimator):
     torch.testing.assert_close(kl, torch.tensor(bounded), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # log pi less log ref
+        ("k1", [0.1, -0.2, 0.5]),
+        ("abs", [0.1, 0.2, 0.5]),
+        # 0.01 / 2, 0.04 / 2, 0.25 / 2
+        ("k2", [0.005, 0.02, 0.125]),
+        # e^-0.1 - 0.9, e^0.2 - 1.2, e^-0.5 - 0.5 = 0.904837 - 0.9, 1.221403 - 1.2, 0.606531 - 0.5
+        ("k3", [0.004837, 0.021403, 0.106531]),
+    ],
+)
+def test_estimators_of_small_moves_equal_hand_computed_values(estimator, expected):
+    policy, reference = torch.tensor([-0.5, -1.0, -2.0]), torch.tensor([-0.6, -0.8, -2.5])
+    kl = kl_estimate(policy, reference, estimator=estimator, clamp=10.0)
+    torch.testing.assert_close(kl, torch.tensor(expected), atol=1e-6, rtol=0)  # six digits given
+
+
 def test_the_mean_of_k1_and_of_k3_under_the_policy_is_the_divergence():
     policy, reference = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
     # 0.5 ln(0.5/0.2) + 0.3 ln(0.3/0.2) + 0.2 ln(0.2/0.6) = 0.458145 + 0.121640 - 0.219722 = 0.360062

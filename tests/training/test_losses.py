@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.algorithms.recipes import RECIPES, Recipe
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.models.batch import PackedBatch
 from braid.training.backend import Diagnostics
 from braid.training.losses import policy_loss, supervised_loss, value_loss_of
@@ -114,6 +114,103 @@ def test_the_plain_policy_gradient_does_not_use_the_ratio_but_tells_it() -> None
     assert means["policy/ratio_mean"] == pytest.approx(math.e, **CLOSE)
     assert means["policy/approx_kl"] == pytest.approx(math.e - 2.0, **CLOSE)
     assert "policy/clip_fraction" not in means
+
+
+def test_the_kl_coefficient_may_be_another_than_the_recipes() -> None:
+    recipe = replace(GRPO, kl_coef=0.1, kl_estimator="k2")
+    batch = _batch(advantages=[0.0, 0.0], ref_logprobs=[-3.0, -2.0])
+    loss, _ = policy_loss(recipe, kl_coef=0.4).compute(_outputs([-1.0, -2.0]), batch)
+    assert loss.item() == pytest.approx(0.4 * 0.5 * 2.0)
+
+
+def test_the_policy_loss_coefficient_weighs_surrogate_and_kl_but_not_entropy() -> None:
+    recipe = replace(GRPO, policy_loss_coef=0.5, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.2)
+    loss, _, _ = _policy(recipe, [-1.0, -2.0], advantages=[2.0, -4.0], ref_logprobs=[-3.0, -2.0])
+    # surrogate -2 + 4, KL 0.1 * 2, entropy 0.2 * 0.8; the row's weight is 0.5
+    assert loss.item() == pytest.approx(0.5 * (0.5 * (2.0 + 0.2) - 0.16))
+
+
+def _corrected(*corrections: Correction) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """Log-probs of the sampler such that w = (2, 0.5)."""
+    old = [-1.0, -2.0]
+    behavior = [-1.0 - math.log(2.0), -2.0 + math.log(2.0)]
+    loss, grads, diagnostics = _policy(
+        replace(GRPO, corrections=corrections, kl_coef=0.1, kl_estimator="k2"),
+        [-1.0, -2.0],
+        advantages=[1.0, -3.0],
+        old_logprobs=old,
+        behavior_logprobs=behavior,
+        ref_logprobs=[-1.0, -1.0],
+    )
+    return loss, grads, _means(diagnostics)
+
+
+def test_a_correction_weighs_the_surrogate_and_nothing_else() -> None:
+    loss, _, means = _corrected(Correction(level="token", mode="truncate", low=0.0, high=1.5))
+    # surrogate -1 and 3, times 1.5 and 0.5; KL 0 and 1/2, times 0.1
+    assert loss.item() == pytest.approx(0.5 * (-1.5 + 1.5 + 0.05), **CLOSE)
+    assert means["policy/correction_mean"] == pytest.approx(1.0, **CLOSE)
+    assert means["policy/correction_truncated_fraction"] == 0.5
+    assert means["policy/correction_masked_fraction"] == 0.0
+
+
+def test_a_masked_token_keeps_its_place_in_the_denominator() -> None:
+    loss, grads, means = _corrected(Correction(level="token", mode="mask", low=0.0, high=1.5))
+    # the other token weighs 0.5 as before
+    assert loss.item() == pytest.approx(0.5 * (3.0 + 0.05), **CLOSE)
+    assert grads["logprobs"][1].item() == 0.0
+    assert means["policy/correction_mean"] == 0.5
+    assert means["policy/correction_masked_fraction"] == 0.5
+
+
+def test_corrections_multiply() -> None:
+    truncate = Correction(level="token", mode="truncate", low=0.0, high=5.0)
+    mask = Correction(level="token", mode="mask", low=1.0, high=5.0)
+    loss, _, means = _corrected(truncate, mask)
+    assert loss.item() == pytest.approx(0.5 * (-2.0 + 0.05), **CLOSE)
+    assert means["policy/correction_mean"] == pytest.approx(1.0, **CLOSE)
+    # the product over the sequence is 1
+    loss, _, _ = _corrected(replace(truncate, level="sequence"))
+    assert loss.item() == pytest.approx(0.5 * (2.0 + 0.05), **CLOSE)
+
+
+def test_the_decoupled_recipe_weighs_by_the_sampler_and_leaves_out_what_is_far() -> None:
+    recipe = RECIPES["decoupled_ppo"]
+    logs = {"old_logprobs": [-1.0, -1.0], "behavior_logprobs": [-1.0 - math.log(2.0), -4.0]}
+    loss, _, _ = _policy(recipe, [-1.0, -1.0], advantages=[1.0, 1.0], **logs)
+    assert loss.item() == pytest.approx(-0.5 * 2.0, **CLOSE)  # w = 2, and e^3 > 5
+
+
+def test_a_correction_without_the_samplers_log_probs_is_our_bug() -> None:
+    recipe = replace(GRPO, corrections=(Correction(level="token", mode="mask", low=0.0, high=2.0),))
+    with pytest.raises(AssertionError, match="needs the sampler's log-probs"):
+        _policy(recipe, [-1.0, -2.0], advantages=[0.0, 0.0])
+
+
+def test_the_supervised_term_is_the_cross_entropy_under_its_own_weights() -> None:
+    recipe = replace(GRPO, supervised_coef=0.1)
+    loss, grads, diagnostics = _policy(
+        recipe, [-1.0, -2.0], advantages=[0.0, 0.0], supervised_weights=[0.0, 0.25]
+    )
+    assert loss.item() == pytest.approx(0.1 * 0.25 * 2.0)
+    assert grads["logprobs"].tolist() == pytest.approx([0.0, 0.0, -0.025])
+    assert diagnostics.means["policy/supervised_loss"][1].item() == 1
+    assert _means(diagnostics)["policy/supervised_loss"] == 2.0
+
+
+def test_a_sequences_ratio_is_clipped_as_one() -> None:
+    old = [-1.0 - math.log(1.1), -2.0 - math.log(1.6)]
+    recipe = replace(GRPO, ratio_level="sequence")
+    loss, grads, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[1.0, 1.0], old_logprobs=old)
+    # sqrt(1.1 * 1.6) = 1.327 is above 1.2 for both tokens
+    assert loss.item() == pytest.approx(-0.5 * 2.4, **CLOSE)
+    assert grads["logprobs"].tolist() == [0.0, 0.0, 0.0]
+    assert _means(diagnostics)["policy/ratio_mean"] == pytest.approx(math.sqrt(1.76), **CLOSE)
+
+
+def test_the_ratio_is_limited_only_where_the_recipe_says_so() -> None:
+    assert policy_loss(GRPO).limits == {}
+    assert policy_loss(replace(GRPO, early_stop_ratio=1.5)).limits == {"policy/ratio_mean": 1.5}
 
 
 def test_what_stands_outside_the_mask_is_not_read() -> None:

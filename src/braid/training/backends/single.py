@@ -111,7 +111,7 @@ class SingleBackend:
         if self._config.count_flops:
             self._work.train_flops += self._flops_of(rows).training
             self._work.train_s += time.perf_counter() - start
-        self._count(report)
+        self._count(report, loss.limits)
         return report
 
     def _flops_of(self, rows: Sequence[Row]) -> Flops:
@@ -170,7 +170,7 @@ class SingleBackend:
             scale.update(is_overflow=is_overflow)
         return report
 
-    def _count(self, report: StepReport) -> None:
+    def _count(self, report: StepReport, limits: Mapping[str, float]) -> None:
         self._num_steps += 1
         if report.is_overflow:
             logger.info(
@@ -181,9 +181,13 @@ class SingleBackend:
             )
             return
         if report.is_stopped:
-            logger.warning(
-                "step %d of %d left out: a limit of its loss was passed", self._num_steps, self._total_steps
+            means = {name: report.metrics[name] for name in limits}
+            what = ", ".join(
+                f"{name} {total / count:g} is above {limits[name]:g}"
+                for name, (total, count) in means.items()
+                if total > count * limits[name]
             )
+            logger.warning("step %d of %d left out: %s", self._num_steps, self._total_steps, what)
         if not report.is_skipped:
             self._skipped_in_row = 0
             return
