@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .table import Became, Convert, Source, no_effect
+from .table import Became, Convert, Source, implied, no_effect, unsupported
 
 Idle = Callable[[Source], str]
 """Why a key changes nothing in this file; empty when it does."""
@@ -41,3 +41,8 @@ def null_as(native: Any) -> Convert:
 def several(*native: str) -> Convert:
     """The same value at several native paths."""
     return lambda value, _: Became(dict.fromkeys(native, value))
+
+
+def only(usual: Any, instead: str, why: str = "how braid works") -> Convert:
+    """The one value that braid has; for all others what to use instead."""
+    return lambda value, _: implied(why) if value == usual else unsupported(instead)

@@ -1,15 +1,260 @@
-"""The config language of ROLL: a table of its keys."""
+"""The config language of ROLL, of its RLVR pipeline: the table, what the file says as a whole, and its cross-key rules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from . import roll_facts as facts
+from .roll_data import (
+    ANSWER,
+    DATA,
+    PARTS,
+    REWARDS,
+    column_of,
+    eval_max_new_tokens,
+    part,
+    samples_for_itself,
+    sampling,
+    worker_of,
+)
+from .roll_facts import STRATEGY
+from .roll_run import ALIASES, OTHER_PIPELINES, PIPELINE
+from .roll_workers import ACTOR_INFER, ACTOR_TRAIN, CRITIC, REFERENCE
 from .table import Dialect, Source, table
 
+NO_MODEL = "(none: give pretrain)"
+"""In place of the model folder in a file that names none: it can be explained, and no run can start from it."""
 
-def _base(source: Source) -> Mapping[str, Any]:  # noqa: ARG001
-    return {}
+
+def _base(source: Source) -> Mapping[str, Any]:
+    """What follows from several keys: data, rewards, micro-batches, who gives way to whom on a device."""
+    return {
+        "model.path": NO_MODEL,
+        **_data(source),
+        **_rewards(source),
+        **_evaluation(source),
+        **_micro_batches(source),
+        **_sharing(source),
+    }
+
+
+def _data(source: Source) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for role, native in (("actor_train", "data.train[0]"), ("validation", "data.eval[0]")):
+        if source.get(f"{role}.data_args.file_name"):
+            made |= {f"{native}.kind": "file", f"{native}.answer_key": ANSWER}
+            made[f"{native}.prompt_key"] = column_of(source, role)
+            if len(facts.domains(source)) > 1:
+                made[f"{native}.source_key"] = source.get(f"{role}.data_args.tag") or "tag"
+    return made
+
+
+def _rewards(source: Source) -> dict[str, Any]:
+    """A part for each domain; mathematics where the file has none."""
+    names = facts.domains(source)
+    if not names:
+        return {"reward.parts[0].kind": "math"}
+    return {path: value for name in names for path, value in part(source, name).items()}
+
+
+def _evaluation(source: Source) -> dict[str, Any]:
+    """Sampling of evaluation where the file has it apart; what it leaves out is that of training."""
+    if not samples_for_itself(source):
+        return {}
+    role = "validation" if source.has("validation.generating_args") else "actor_infer"
+    values = sampling(source, role) | {"max_new_tokens": eval_max_new_tokens(source)}
+    return {f"eval.sampling.{name}": value for name, value in values.items()}
+
+
+def _micro_batches(source: Source) -> dict[str, Any]:
+    """Token limits that do not bind where micro-batches have a number of rows."""
+    whole = source.get("prompt_length") + facts.max_new_tokens(source)
+    roles = {"actor_train": True, "critic": not facts.no_critic(source)}
+    made: dict[str, Any] = {}
+    for role in (name for name, is_there in roles.items() if is_there):
+        native = facts.NATIVE_TRAIN[role]
+        made[f"{native}.micro_batch_tokens"] = whole * source.get(
+            f"{role}.training_args.per_device_train_batch_size"
+        )
+        made[f"{native}.infer_batch_tokens"] = whole * source.get(f"{role}.infer_batch_size")
+    if not facts.no_critic(source):
+        made["critic.train.backend"] = facts.backend(source, "critic")
+    if not facts.no_reference(source) and source.has("reference"):
+        made["reference.train.backend"] = facts.backend(source, "reference")
+        made["reference.train.infer_batch_tokens"] = whole * source.get("reference.infer_batch_size")
+    return made
+
+
+def _sharing(source: Source) -> dict[str, Any]:
+    """A policy that shares devices with its engine leaves them while the engine works."""
+    if facts.one_process(source) or not facts.is_colocated(source):
+        return {}
+    return {f"train.offload.{what}": True for what in ("weights", "gradients", "optimizer")}
+
+
+# Rules that several keys keep together: (key, what is wrong)
+
+Findings = Iterator[tuple[str, str]]
+
+
+def _lengths(source: Source) -> Findings:
+    whole, prompt = facts.sequence_length(source), source.get("prompt_length")
+    if whole is None:
+        yield "response_length", "give response_length, or sequence_length for prompt and response together"
+    elif whole <= prompt:
+        yield "sequence_length", f"{whole} leaves no response beside prompt_length={prompt}; raise it"
+    given = [source.get(f"val_{name}_length") for name in ("prompt", "sequence")]
+    if (given[0] is None) != (given[1] is None):
+        yield "val_prompt_length", "give val_prompt_length and val_sequence_length together, or neither"
+    elif given[0] is not None and given[1] <= given[0]:
+        yield (
+            "val_sequence_length",
+            f"{given[1]} leaves no response beside val_prompt_length={given[0]}; raise it",
+        )
+
+
+def _columns(source: Source) -> Findings:
+    for role in ("actor_train", "validation"):
+        data = f"{role}.data_args"
+        if source.get(f"{data}.prompt") and source.get(f"{data}.messages"):
+            yield (
+                f"{data}.messages",
+                "conflicts with data_args.prompt; give one of them, and null for the other",
+            )
+    if source.get("actor_train.data_args.file_name") and column_of(source, "actor_train") is None:
+        yield (
+            "actor_train.data_args.prompt",
+            "name the column: prompt for plain text, or messages for chat messages",
+        )
+
+
+def _devices(source: Source) -> Findings:
+    for role in ("actor_train", "critic", "reference"):
+        if (role == "critic" and facts.no_critic(source)) or (
+            role == "reference" and facts.no_reference(source)
+        ):
+            continue
+        ranks, shared = facts.world(source, role), facts.model_parallel(source, role)
+        if ranks % shared:
+            yield (
+                f"{role}.device_mapping",
+                f"{ranks} devices cannot be shared out among {shared} that hold one row together "
+                "(TP * PP * CP, or ulysses_size); make their number a multiple",
+            )
+        size, ulysses = (
+            source.get(f"{role}.{STRATEGY}.fsdp_size") or 1,
+            source.get(f"{role}.model_args.ulysses_size") or 1,
+        )
+        if facts.file_backend(source, role) == "fsdp2" and 1 < size < ulysses:
+            yield (
+                f"{role}.{STRATEGY}.fsdp_size",
+                f"{size} is less than ulysses_size={ulysses}; raise it to that at least",
+            )
+    count, each = len(facts.devices(source, "actor_infer")), facts.devices_per_engine(source)
+    if count % each:
+        yield (
+            "actor_infer.device_mapping",
+            f"{count} devices cannot be shared out among engines of {each} (num_gpus_per_worker, or tensor times pipeline "
+            "parallelism); make their number a multiple",
+        )
+    per_worker = source.values.get("actor_infer.num_gpus_per_worker")
+    if facts.engine(source) == "vllm" and per_worker not in (None, 1, each):
+        yield (
+            "actor_infer.num_gpus_per_worker",
+            f"{per_worker} is not tensor_parallel_size * pipeline_parallel_size = {each} of vllm; make them agree",
+        )
+
+
+def _batches(source: Source) -> Findings:
+    roles = ["actor_train"] if facts.no_critic(source) else ["actor_train", "critic"]
+    for role in roles:
+        whole, step = facts.samples(source), facts.global_batch(source, role)
+        group = source.get("num_return_sequences_in_group")
+        key = f"{role}.training_args.gradient_accumulation_steps"
+        if whole % step == 0 and step % group == 0:
+            continue
+        what = (
+            f"samples of a round ({whole}) are no multiple of"
+            if whole % step
+            else f"mini-batches are whole prompts with their {group} samples, and no whole number of them makes"
+        )
+        dp = facts.data_parallel(source, role)
+        per_device = source.get(f"{role}.training_args.per_device_train_batch_size")
+        yield (
+            key,
+            (
+                f"{what} the global batch: per_device_train_batch_size={per_device} * gradient_accumulation_steps="
+                f"{source.get(key)} * dp={dp} = {step}; {_fitting(whole, group, per_device * dp)}"
+            ),
+        )
+
+
+def _fitting(whole: int, group: int, unit: int) -> str:
+    """Values of gradient_accumulation_steps with which a round is cut into whole prompts."""
+    found = [n for n in range(1, whole // unit + 1) if whole % (n * unit) == 0 and n * unit % group == 0]
+    if found:
+        shown = [*found[:6], *(["..."] if len(found) > 7 else []), *found[6:][-1:]]
+        return f"it fits with {', '.join(map(str, shown))}"
+    return f"no value fits, as {unit} rows (per_device_train_batch_size * dp) do not divide {whole}; change rollout_batch_size"
+
+
+def _megatron(source: Source) -> Findings:
+    if facts.backend(source, "actor_train") != "megatron":
+        return
+    prompts, dp = source.get("rollout_batch_size"), facts.data_parallel(source, "actor_train")
+    if prompts % dp:
+        yield (
+            "rollout_batch_size",
+            f"{prompts} prompts cannot be shared out among dp={dp} ranks; make it a multiple of {dp}",
+        )
+    config = f"actor_train.{STRATEGY}"
+    dispatcher = source.get(f"{config}.moe_token_dispatcher_type")
+    if source.get(f"{config}.moe_shared_expert_overlap") and dispatcher != "alltoall":
+        yield (
+            f"{config}.moe_shared_expert_overlap",
+            f"needs moe_token_dispatcher_type: alltoall, which is {dispatcher}",
+        )
+    stages, chunks = (
+        source.get(f"{config}.{name}") or 1
+        for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+    )
+    accumulated = source.get("actor_train.training_args.gradient_accumulation_steps")
+    if chunks > 1 and accumulated % stages:
+        yield (
+            "actor_train.training_args.gradient_accumulation_steps",
+            f"{accumulated} micro-batches are no multiple of pipeline_model_parallel_size={stages}, which the interleaved "
+            f"schedule (virtual_pipeline_model_parallel_size={chunks}) needs",
+        )
+
+
+def _exclusive(source: Source) -> Findings:
+    if source.get("profiler_timeline") and source.get("profiler_memory"):
+        yield "profiler_timeline", "profiler_timeline and profiler_memory exclude each other; choose one"
+    if source.get("use_kl_loss") and source.get("kl_loss_coef") > 0 and source.get("add_token_level_kl"):
+        yield (
+            "add_token_level_kl",
+            "there is one KL term here: in the loss (use_kl_loss) or in the reward; choose one",
+        )
+    if source.get("enable_old_logprobs_recompute") and source.get("force_disable_old_logprobs_recompute"):
+        yield (
+            "force_disable_old_logprobs_recompute",
+            "says the opposite of enable_old_logprobs_recompute; choose one",
+        )
+    if facts.engine(source) == "sglang" and source.get(f"actor_infer.{STRATEGY}.mem_fraction_static") is None:
+        yield (
+            f"actor_infer.{STRATEGY}.mem_fraction_static",
+            "sglang needs it: the share of memory for weights and cache, such as 0.6",
+        )
+
+
+def _domains(source: Source) -> Findings:
+    names = facts.domains(source)
+    for name in names:
+        if worker_of(source, name) not in PARTS and not source.get(f"rewards.{name}.worker_cls"):
+            yield f"rewards.{name}.worker_cls", "name the reward worker of the domain"
+        if len(names) > 1 and not source.get(f"rewards.{name}.tag_included"):
+            yield f"rewards.{name}.tag_included", "with several domains each lists the tags of its rows"
 
 
 ROLL = Dialect(
@@ -20,13 +265,22 @@ ROLL = Dialect(
             "rollout_batch_size",
             "prompt_length",
             "response_length",
+            "sequence_length",
+            "num_return_sequences_in_group",
+            "adv_estimator",
             "actor_train",
             "actor_infer",
             "reference",
+            "rewards",
             "pretrain",
-            "num_return_sequences_in_group",
+            "hydra",
+            "defaults",
         ]
     ),
-    rules=table(),
+    rules=table(
+        *PIPELINE, *ACTOR_TRAIN, *CRITIC, *REFERENCE, *ACTOR_INFER, *DATA, *REWARDS, *OTHER_PIPELINES
+    ),
     base=_base,
+    checks=(_lengths, _columns, _devices, _batches, _megatron, _exclusive, _domains),
+    aliases=ALIASES,
 )

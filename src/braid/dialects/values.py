@@ -104,6 +104,15 @@ def list_of(takes: Takes, *, length: int | None = None) -> Takes:
     )
 
 
+def mapping_of(takes: Takes, *samples: dict[str, Any]) -> Takes:
+    """A mapping from any names to what `takes` accepts."""
+    return Takes(
+        f"a mapping of names to values, each {takes.words}",
+        lambda v: isinstance(v, dict) and all(takes.accepts(item) for item in v.values()),
+        samples or tuple({"name": sample} for sample in takes.samples),
+    )
+
+
 BOOL = Takes("true or false", lambda v: isinstance(v, bool), (True, False), (True, False))
 COUNT = integer(1)
 NATURAL = integer(0)

@@ -1,0 +1,163 @@
+"""ROLL's device mappings: Python expressions there, run by `eval`; here a small language that is read and never run.
+
+    mapping = term { "+" term }
+    term    = "list(" mapping ")" | "range(" [first ","] end ["," step] ")" | "[" [number { "," number }] "]"
+            | "(" mapping ")"
+
+Numbers are whole numbers; a YAML list of them is as good.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .values import Takes
+
+GRAMMAR = "write list(range(0,8)), range(8), [0,1,2], or a sum of these"
+MAX_TEXT = 1000
+"""Characters of one mapping."""
+MAX_DEPTH = 8
+"""Brackets within brackets."""
+MAX_DEVICES = 65_536
+"""Devices of one mapping."""
+_TOKEN = re.compile(r"\s*(?:(-?\d{1,9})(?!\w)|(list|range)\b|([][(),+]))")
+
+
+def parse_devices(mapping: str | Sequence[int]) -> tuple[int, ...]:
+    """The device numbers that a mapping names, in its order.
+
+    Raises ValueError for what is not in the grammar, for no devices, for negative numbers, and for one that comes twice.
+    """
+    devices = _Parser(mapping).parse() if isinstance(mapping, str) else tuple(mapping)
+    if not devices:
+        raise ValueError(f"{_shown(mapping)} names no device; {GRAMMAR}")
+    seen: set[int] = set()
+    for device in devices:
+        if device < 0 or device in seen:
+            what = "devices are numbered from 0" if device < 0 else f"device {device} comes twice"
+            raise ValueError(f"{_shown(mapping)}: {what}; {GRAMMAR}")
+        seen.add(device)
+    return devices
+
+
+def placement_text(devices: Sequence[int]) -> str:
+    """The devices in the grammar of `cluster.placement`, in rising order: (0, 1, 2, 5) is `0-2,5`."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _is_mapping(value: object) -> bool:
+    """Text, or a list of whole numbers. What is wrong within it parse_devices says."""
+    is_list = isinstance(value, list) and all(type(item) is int for item in value)
+    return is_list or (isinstance(value, str) and value != "")
+
+
+DEVICES = Takes(
+    f"a device mapping: {GRAMMAR}", _is_mapping, ("list(range(0,8))", "list(range(0,16))", [0, 1, 2, 3])
+)
+
+
+def _shown(mapping: object) -> str:
+    text = str(mapping)
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+class _Parser:
+    """Reads one mapping, a token at a time."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._depth = 0
+        if len(text) > MAX_TEXT:
+            raise self._wrong("is too long")
+        self._rest = self._tokens()
+
+    def parse(self) -> tuple[int, ...]:
+        devices = self._sum()
+        if self._rest:
+            raise self._wrong(f"{self._rest[0]!r} is not expected")
+        return tuple(devices)
+
+    def _tokens(self) -> list[str]:
+        tokens, at = [], 0
+        text = self._text.rstrip()
+        while at < len(text):
+            found = _TOKEN.match(text, at)
+            if found is None:
+                raise self._wrong(f"{text[at:].strip()[:20]!r} is not in its grammar")
+            tokens.append(found[0].strip())
+            at = found.end()
+        return tokens
+
+    def _sum(self) -> list[int]:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._wrong("has too many brackets within brackets")
+        devices = self._term()
+        while self._rest[:1] == ["+"]:
+            self._take("+")
+            devices = devices + self._term()
+            self._check_count(len(devices))
+        self._depth -= 1
+        return devices
+
+    def _term(self) -> list[int]:
+        match self._rest[:1]:
+            case ["list"]:
+                self._take("list")
+                return self._in_brackets()
+            case ["("]:
+                return self._in_brackets()
+            case ["range"]:
+                self._take("range")
+                return self._range()
+            case ["["]:
+                return self._numbers("[", "]")
+        raise self._wrong(f"{self._rest[0]!r} is not expected" if self._rest else "ends too early")
+
+    def _in_brackets(self) -> list[int]:
+        self._take("(")
+        devices = self._sum()
+        self._take(")")
+        return devices
+
+    def _range(self) -> list[int]:
+        bounds = self._numbers("(", ")")
+        if not 1 <= len(bounds) <= 3 or (len(bounds) == 3 and bounds[2] == 0):
+            raise self._wrong("range takes an end, or a first number and an end, and a step that is not 0")
+        numbers = range(*bounds)
+        self._check_count(len(numbers))
+        return list(numbers)
+
+    def _numbers(self, opening: str, closing: str) -> list[int]:
+        self._take(opening)
+        numbers: list[int] = []
+        while self._rest[:1] != [closing]:
+            numbers.append(self._number())
+            if self._rest[:1] != [closing]:
+                self._take(",")
+        self._take(closing)
+        return numbers
+
+    def _number(self) -> int:
+        if not self._rest or not re.fullmatch(r"-?\d+", self._rest[0]):
+            raise self._wrong(f"{self._rest[0]!r} is not a number" if self._rest else "ends too early")
+        return int(self._rest.pop(0))
+
+    def _take(self, token: str) -> None:
+        if self._rest[:1] != [token]:
+            raise self._wrong(f"{token!r} is missing" + (f" before {self._rest[0]!r}" if self._rest else ""))
+        self._rest.pop(0)
+
+    def _check_count(self, count: int) -> None:
+        if count > MAX_DEVICES:
+            raise self._wrong(f"names {count} devices, more than {MAX_DEVICES}")
+
+    def _wrong(self, what: str) -> ValueError:
+        return ValueError(f"{_shown(self._text)} is no device mapping: {what}; {GRAMMAR}")

@@ -1,0 +1,312 @@
+"""ROLL's keys of data, templates, sampling and rewards: data_args, generating_args, validation, rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import roll_facts as facts
+from .conversions import Idle, only, when
+from .roll_run import max_new_tokens
+from .table import (
+    Apply,
+    Became,
+    Convert,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    implied,
+    no_effect,
+    unsupported,
+)
+from .values import (
+    ANY,
+    BOOL,
+    COUNT,
+    NON_NEGATIVE,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    choice,
+    either,
+    integer,
+    list_of,
+    mapping_of,
+    nullable,
+    number,
+)
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+OWN_TEMPLATES = ("native", "qwen2_5", "qwen3")
+"""Names by which ROLL takes the tokenizer's own template."""
+_OTHER_TEMPLATES = ("native_nonthinking", "base", "longCOT_qwen2.5", "longcot_V3")
+
+
+def _template(value: str, _: Source) -> Any:
+    if value in OWN_TEMPLATES:
+        return Became({"data.use_chat_template": "auto"})
+    if value in ("chatml", "empty"):
+        return Became({"data.use_chat_template": "always", "model.chat_template": CHATML})
+    return unsupported("write the template as Jinja: braid.model.chat_template=file.jinja")
+
+
+def column_of(source: Source, role: str) -> str | None:
+    """The column of prompts; that of evaluation is training's where it has none of its own."""
+    names = (
+        f"{worker}.data_args.{key}" for worker in (role, "actor_train") for key in ("messages", "prompt")
+    )
+    return next((found for name in names if (found := source.get(name))), None)
+
+
+def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
+    """data_args of training and evaluation."""
+    data = f"{role}.data_args"
+
+    def column(value: str | None, _: Source) -> Any:
+        return (
+            implied("the other of prompt and messages")
+            if value is None
+            else Became({f"{native}.prompt_key": value})
+        )
+
+    def interleave(value: dict[str, float], _: Source) -> Any:
+        if sum(share > 0 for share in value.values()) <= 1:
+            return implied("one domain")
+        return unsupported("sources are mixed by their sizes; repeat the rows of a domain")
+
+    return (
+        Apply(f"{data}.file_name", f"{native}.path", either(TEXT, list_of(TEXT)), when(*idle),
+              note="JSON, JSONL, CSV or Parquet; several are read one after the other"),
+        Apply(f"{data}.prompt", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column), note="column of plain text. The "
+              "page puts the template around it, and so it is here; ROLL's code takes the text as it is (braid.data.use_chat_template=never)"),
+        Apply(f"{data}.messages", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column), note="column of chat messages"),
+        Apply(f"{data}.tag", f"{native}.source_key", nullable(TEXT),
+              when(*idle, lambda s: "" if len(facts.domains(s)) > 1 else "there is one domain of rewards")),
+        Apply(f"{data}.domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})),
+              when(*idle, then=lambda v, s: interleave(v or {}, s))),
+        Implied(f"{data}.dataset_type", either(TEXT, list_of(TEXT)), "the file's name ends with it"),
+        NoEffect(f"{data}.preprocessing_num_workers", nullable(COUNT), "tokenizers use all cores"),
+        NoEffect(f"{data}.id", TEXT, "a prompt is known by its source and row"),
+        NoEffect(f"{data}.response", TEXT, "of supervised learning"),
+        *(NoEffect(f"{data}.{name}", ANY, "ROLL does not read it") for name in ("dataset_dir", "interleave_probs", "eval_file_name")),
+        *(
+            Unsupported(f"{data}.{name}", "prompts are text")
+            for name in (
+                "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_total_pixels", "video_fps",
+                "video_max_frames", "video_resize_chunk_frames", "image_folder", "video_folder", "audio_folder",
+                "custom_data_kwargs_func",
+            )
+        ),
+    )  # fmt: skip
+
+
+# Sampling
+
+
+def sampling(source: Source, role: str) -> dict[str, Any]:
+    """generating_args of a role, under native names."""
+    given = {name: source.get(f"{role}.generating_args.{name}") for name in _SAMPLING}
+    made = {
+        "greedy": not given["do_sample"] or given["temperature"] == 0,
+        "top_p": float(given["top_p"]),
+        "top_k": max(0, given["top_k"]),
+        "repetition_penalty": float(given["repetition_penalty"]),
+        "stop_strings": given["stop_strings"] or [],
+    }
+    return made | ({"temperature": float(given["temperature"])} if given["temperature"] else {})
+
+
+_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "stop_strings")
+
+
+def eval_max_new_tokens(source: Source) -> int:
+    """Longest response of evaluation."""
+    prompt, whole = source.get("val_prompt_length"), source.get("val_sequence_length")
+    longest = (
+        facts.max_new_tokens(source) if whole is None else whole - (prompt or source.get("prompt_length"))
+    )
+    own = source.get("validation.generating_args.max_new_tokens")
+    return max(1, longest if own is None else min(own, longest))
+
+
+def samples_for_itself(source: Source) -> bool:
+    """Evaluation has settings of its own."""
+    own = source.has("validation.generating_args") or source.get("val_sequence_length") is not None
+    return facts.validates(source) and own
+
+
+def _generating(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
+    """generating_args of training and evaluation."""
+    generating = f"{role}.generating_args"
+
+    def sampled(*names: str) -> Convert:
+        def convert(_: Any, source: Source) -> Became:
+            made = sampling(source, role)
+            return Became({f"{native}.{name}": made[name] for name in names if name in made})
+
+        return when(*idle, then=convert)
+
+    return (
+        Apply(f"{generating}.temperature", f"{native}.temperature", NON_NEGATIVE, sampled("temperature", "greedy"), default=0.95,
+              note="logits are divided by it in training too; ROLL's trainer leaves it out, so its ratios compare two "
+              "distributions. 0 takes the likeliest token"),
+        Apply(f"{generating}.top_p", f"{native}.top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), sampled("top_p"), default=0.7,
+              note="0.7 when absent: another distribution than the one that is trained; 1 for off"),
+        Apply(f"{generating}.top_k", f"{native}.top_k", integer(-1, samples=(20, 40)), sampled("top_k"), default=50,
+              note="50 when absent: another distribution than the one that is trained; 0 or -1 for off"),
+        Apply(f"{generating}.do_sample", f"{native}.greedy", BOOL, sampled("greedy"), default=True),
+        Apply(f"{generating}.repetition_penalty", f"{native}.repetition_penalty", POSITIVE, sampled("repetition_penalty"), default=1.0),
+        Apply(f"{generating}.stop_strings", f"{native}.stop_strings", nullable(list_of(TEXT)), sampled("stop_strings"), default=None),
+        Implied(f"{generating}.include_stop_str_in_output", nullable(BOOL), "the string stays in the text"),
+        Apply(f"{generating}.num_beams", "", COUNT, only(1, "set 1: beams are no samples", "one beam")),
+        NoEffect(f"{generating}.length_penalty", NUMBER, "of beam search"),
+        NoEffect(f"{generating}.max_length", COUNT, "response_length and max_new_tokens say it, in ROLL too"),
+        NoEffect(f"{generating}.logprobs", nullable(COUNT), "the log-prob of each token is always there"),
+    )  # fmt: skip
+
+
+def _no_own_sampling(source: Source) -> str:
+    own = samples_for_itself(source)
+    return facts.no_validation(source) or ("" if own else "evaluation samples as training does")
+
+
+def _eval_new(_: Any, source: Source) -> Became:
+    return Became({"eval.sampling.max_new_tokens": eval_max_new_tokens(source)})
+
+
+def _same_template(value: str, source: Source) -> Any:
+    trained = source.get("actor_train.data_args.template")
+    same = value == trained or {value, trained} <= set(OWN_TEMPLATES)
+    return (
+        implied("that of training")
+        if same
+        else unsupported(f"there is one template; training's is {trained}")
+    )
+
+
+DATA: tuple[Rule, ...] = (
+    Apply("actor_train.data_args.template", "data.use_chat_template",
+          choice(*OWN_TEMPLATES, "chatml", "empty", *_OTHER_TEMPLATES), _template, default="native",
+          note="native, qwen2_5 and qwen3 are the tokenizer's own (apply_chat_template); without one, plain text stays as it is"),
+    *_data("actor_train", "data.train[0]"),
+    *_generating("actor_infer", "rollout.sampling"),
+    Apply("actor_infer.generating_args.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, max_new_tokens,
+          note="at most sequence_length - prompt_length, with which ROLL overwrites it"),
+    NoEffect("actor_infer.generating_args.num_return_sequences", COUNT, "num_return_sequences_in_group says it, in ROLL too"),
+    # Evaluation
+    Apply("validation.data_args.template", "", TEXT, when(facts.no_validation, then=_same_template)),
+    *_data("validation", "data.eval[0]", facts.no_validation),
+    *_generating("validation", "eval.sampling", _no_own_sampling),
+    Apply("validation.generating_args.max_new_tokens", "eval.sampling.max_new_tokens", COUNT, when(facts.no_validation, then=_eval_new)),
+    Apply("validation.generating_args.num_return_sequences", "eval.samples_per_prompt", COUNT, when(facts.no_validation), default=1),
+    NoEffect("validation.worker_cls", TEXT, "the parts of training score evaluation too"),
+    NoEffect("validation.strategy_args.*", ANY, "the engine of training samples"),
+    NoEffect("validation.device_mapping", ANY, "the engine of training samples"),
+    NoEffect("validation.world_size", COUNT, "the engine of training samples"),
+    NoEffect("validation.num_gpus_per_worker", COUNT, "the engine of training samples"),
+    NoEffect("validation.infer_batch_size", COUNT, "the engine takes requests as they come"),
+    NoEffect("validation.model_args.*", ANY, "the policy is evaluated"),
+    NoEffect("validation.eval_steps", COUNT, "ROLL does not read it here; see eval_steps"),
+)  # fmt: skip
+
+
+# Rewards
+
+PARTS: dict[str, dict[str, Any]] = {
+    "MathRuleRewardWorker": {"kind": "math"},
+    "MultipleChoiceBoxedRuleRewardWorker": {"kind": "exact", "pattern": r"\\boxed\{([^{}]*)\}"},
+}
+"""Reward worker -> part."""
+_BY_NAME = {
+    "math_rule": "MathRuleRewardWorker",
+    "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
+}
+"""Domain -> its worker, where the file names none."""
+ANSWER = "ground_truth"
+"""Column of the reference answer in ROLL's rows."""
+
+
+def worker_of(source: Source, domain: str) -> str:
+    """Class name of a domain's reward worker."""
+    given = source.get(f"rewards.{domain}.worker_cls")
+    return given.rpartition(".")[2] if given else _BY_NAME.get(domain, "")
+
+
+def part(source: Source, domain: str) -> dict[str, Any]:
+    """Native path -> value of a domain's reward part."""
+    prefix = f"reward.parts[{facts.domains(source).index(domain)}]"
+    named = {"name": domain} | PARTS.get(worker_of(source, domain), {})
+    return {f"{prefix}.{name}": value for name, value in named.items()}
+
+
+def _domain(source: Source) -> str:
+    return source.at.split(".")[1]
+
+
+def _worker_class(value: str, source: Source) -> Any:
+    if value.rpartition(".")[2] not in PARTS:
+        return unsupported(
+            "write a function (braid.reward.parts, kind function), or take one of docs/rewards.md"
+        )
+    return Became(part(source, _domain(source)))
+
+
+def _tags(value: list[str], source: Source) -> Any:
+    if len(facts.domains(source)) == 1:
+        return no_effect("one domain scores every row")
+    index = facts.domains(source).index(_domain(source))
+    return Became({f"reward.parts[{index}].sources": value})
+
+
+def _filter(source: Source, domain: str) -> dict[str, Any]:
+    """Native path -> value of a domain's query filter."""
+    where = f"rewards.{domain}.query_filter_config"
+    arguments = source.get(f"{where}.filter_args") or {}
+    kind = source.get(f"{where}.type")
+    if kind not in ("mean_filter", "std_filter"):
+        return {}
+    made = {"rollout.filter.then": "resample"}
+    if kind == "mean_filter":
+        given = {"min_mean": arguments.get("threshold_down"), "max_mean": arguments.get("threshold_up")}
+    else:
+        threshold = arguments.get("std_threshold", -1)
+        given = {"min_std": threshold if threshold >= 0 else None}
+    return made | {f"rollout.filter.{name}": value for name, value in given.items() if value is not None}
+
+
+def _query_filter(_: Any, source: Source) -> Any:
+    filters = [_filter(source, domain) for domain in facts.domains(source)]
+    if any(other != filters[0] for other in filters):
+        raise ValueError("the domains have different filters, and braid has one for all; make them the same")
+    return Became(filters[0]) if filters[0] else implied("every group counts")
+
+
+_JUDGED = "of a judge; write it as a part: braid.reward.parts (kind judge)"
+
+REWARDS: tuple[Rule, ...] = (
+    Apply("rewards.*.worker_cls", "", TEXT, _worker_class, note="the part of the reward that this domain's rows get"),
+    Apply("rewards.*.tag_included", "", list_of(TEXT), _tags, note="tags (see data_args.tag) of the rows that the part scores"),
+    Apply("rewards.*.query_filter_config.type", "rollout.filter.then", choice("no_filter", "mean_filter", "std_filter"), _query_filter,
+          note="groups are dropped when mean <= threshold_down, mean >= threshold_up, or unbiased deviation <= std_threshold; then "
+          "further prompts are drawn until the round is full"),
+    Apply("rewards.*.query_filter_config.filter_args", "rollout.filter.min_mean",
+          mapping_of(NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}), _query_filter),
+    Apply("rewards.*.response_filter_config.type", "", choice("no_filter"), only("no_filter", "", "every answer counts")),
+    Apply("rewards.*.response_length_penalty_coef", "", NON_NEGATIVE, only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
+    *(Unsupported(f"rewards.*.{name}", _JUDGED) for name in ("judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key")),
+    *(Unsupported(f"rewards.*.{name}", "write a function: braid.reward.parts (kind function)") for name in ("reward_type", "reward_manager_config", "format_pattern", "code_url")),
+    NoEffect("rewards.*.use_local", BOOL, "rewards run in processes of their own on this machine"),
+    NoEffect("rewards.*.name", TEXT, "the domain names the part"),
+    NoEffect("rewards.*.world_size", COUNT, "see reward.concurrency"),
+    NoEffect("rewards.*.max_concurrency", COUNT, "see reward.concurrency"),
+    NoEffect("rewards.*.infer_batch_size", COUNT, "a rule has no batches"),
+    NoEffect("rewards.*.num_gpus_per_worker", COUNT, "a rule has no device"),
+    NoEffect("rewards.*.device_mapping", ANY, "a rule has no device"),
+    *(NoEffect(f"rewards.*.{name}", ANY, "a rule has no model")
+      for name in ("model_args", "data_args", "generating_args", "strategy_args", "system_envs")),
+    Unsupported("reward_model.*", _JUDGED),
+)  # fmt: skip

@@ -1,0 +1,269 @@
+"""What a ROLL file says as a whole: backends, devices, sizes, batches, terms of the loss.
+
+The batch arithmetic is the original's, with the file's own device counts whatever runs it:
+
+    S = rollout_batch_size * num_return_sequences_in_group       samples of a round
+    dp = devices / (TP * PP * CP) for Megatron (experts do not count), devices / ulysses_size for FSDP2
+    global batch = per_device_train_batch_size * gradient_accumulation_steps * dp
+    optimizer steps of a pass = S / global batch
+
+Functions of the last part are the reasons why a key changes nothing in a file; see conversions.when.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conversions import Idle
+from .devices import parse_devices
+from .table import Source
+
+NATIVE_TRAIN = {"actor_train": "train", "critic": "critic.train", "reference": "reference.train"}
+"""Where the settings of a role's workers stand natively."""
+NATIVE_ROLE = {
+    "actor_train": "policy",
+    "actor_infer": "rollout",
+    "critic": "critic",
+    "reference": "reference",
+}
+"""Name of a role in the placement."""
+BACKENDS = {
+    "megatron_train": "megatron",
+    "fsdp2_train": "fsdp2",
+    "megatron_infer": "megatron",
+    "fsdp2_infer": "fsdp2",
+    "hf_infer": "single",
+}
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "hf_infer": "native"}
+STRATEGY = "strategy_args.strategy_config"
+
+
+def file_backend(source: Source, role: str) -> str:
+    """The training backend that the file gives a role, native name."""
+    return BACKENDS[source.get(f"{role}.strategy_args.strategy_name") or "fsdp2_train"]
+
+
+def backend(source: Source, role: str) -> str:
+    """The training backend of a role; the command line comes first."""
+    return source.backend or file_backend(source, role)
+
+
+def engine(source: Source) -> str:
+    """The rollout engine; the command line comes first."""
+    return source.engine or ENGINES[source.get("actor_infer.strategy_args.strategy_name") or "vllm"]
+
+
+def devices(source: Source, role: str) -> tuple[int, ...]:
+    """The devices of a role; none where the file has none, or a mapping that cannot be read (its own key says so)."""
+    try:
+        return parse_devices(source.get(f"{role}.device_mapping") or "")
+    except ValueError:
+        return ()
+
+
+def world(source: Source, role: str) -> int:
+    """Ranks of a training role: its devices, or its processes where it has none."""
+    return len(devices(source, role)) or source.get(f"{role}.world_size") or 1
+
+
+def model_parallel(source: Source, role: str) -> int:
+    """Ranks that share one row: TP * PP * CP, or Ulysses."""
+    if file_backend(source, role) != "megatron":
+        return source.get(f"{role}.model_args.ulysses_size") or 1
+    product = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        product *= source.get(f"{role}.{STRATEGY}.{name}") or 1
+    return product
+
+
+def data_parallel(source: Source, role: str) -> int:
+    """dp: ranks with rows of their own."""
+    return max(1, world(source, role) // model_parallel(source, role))
+
+
+def samples(source: Source) -> int:
+    """S: trajectories of a round."""
+    return source.get("rollout_batch_size") * source.get("num_return_sequences_in_group")
+
+
+def rank_batch(source: Source, role: str) -> int:
+    """Rows of one optimizer step on one data-parallel rank."""
+    arguments = f"{role}.training_args"
+    per_device = source.get(f"{arguments}.per_device_train_batch_size")
+    return per_device * source.get(f"{arguments}.gradient_accumulation_steps")
+
+
+def global_batch(source: Source, role: str) -> int:
+    """Rows of one optimizer step."""
+    return rank_batch(source, role) * data_parallel(source, role)
+
+
+def steps_per_pass(source: Source, role: str) -> int:
+    """Optimizer steps of one pass over a round's rows; at least 1, as a check of its own tells what does not fit."""
+    return max(1, samples(source) // global_batch(source, role))
+
+
+def sequence_length(source: Source) -> int | None:
+    """Longest prompt plus response; None when the file gives neither it nor the response's."""
+    response = source.get("response_length")
+    whole = source.get("sequence_length")
+    return whole or (None if response is None else source.get("prompt_length") + response)
+
+
+def max_new_tokens(source: Source) -> int:
+    """Longest response: what the sequence leaves beside the longest prompt, or less if generating_args say so."""
+    limits = [source.get("actor_infer.generating_args.max_new_tokens")]
+    if (whole := sequence_length(source)) is not None:
+        limits.append(whole - source.get("prompt_length"))
+    return max(1, min(limit for limit in limits if limit is not None))
+
+
+def replicas(source: Source) -> int:
+    """Engines side by side."""
+    return max(1, len(devices(source, "actor_infer")) // devices_per_engine(source))
+
+
+def devices_per_engine(source: Source) -> int:
+    """Devices of one engine."""
+    return engine_tensor_parallel(source) * _engine_config(source, "pipeline_parallel_size", "pp_size")
+
+
+def engine_tensor_parallel(source: Source) -> int:
+    """Devices that share each layer of an engine; what num_gpus_per_worker says when the engine's own key is absent."""
+    given = _engine_config(source, "tensor_parallel_size", "tp_size", absent=0)
+    per_worker = source.get("actor_infer.num_gpus_per_worker")
+    return given or max(1, per_worker // _engine_config(source, "pipeline_parallel_size", "pp_size"))
+
+
+def _engine_config(source: Source, *names: str, absent: int = 1) -> int:
+    found = (source.get(f"actor_infer.{STRATEGY}.{name}") for name in names)
+    return next((value for value in found if value is not None), absent)
+
+
+def is_colocated(source: Source) -> bool:
+    """The policy's training and sampling take turns on a device."""
+    return bool(set(devices(source, "actor_train")) & set(devices(source, "actor_infer")))
+
+
+def has_critic(source: Source) -> bool:
+    return source.get("adv_estimator") == "gae"
+
+
+def kl_place(source: Source) -> str | None:
+    """Where a KL term counts: loss, reward, or nowhere."""
+    if source.get("use_kl_loss") and source.get("kl_loss_coef") > 0:
+        return "loss"
+    return "reward" if source.get("add_token_level_kl") and source.get("init_kl_coef") > 0 else None
+
+
+def is_plain_grpo(source: Source) -> bool:
+    """`grpo` is there the return of rewards that are normalised in their group. With one reward at the end, gamma 1 and no KL
+    in it, it is the advantage `grpo` here."""
+    return (
+        source.get("adv_estimator") == "grpo"
+        and source.get("gamma") == 1
+        and kl_place(source) != "reward"
+        and not source.get("whiten_rewards")
+    )
+
+
+def normalisation(source: Source) -> tuple[str, str]:
+    """(mean, deviation) that rewards are normalised with before credit is assigned. `grpo` takes the group's."""
+    if source.get("adv_estimator") == "grpo":
+        return ("none", "none") if is_plain_grpo(source) else ("group", "group")
+    return source.get("norm_mean_type") or "none", source.get("norm_std_type") or "none"
+
+
+def variant(source: Source) -> str:
+    """The policy loss: that of ActorPGWorker, else ppo."""
+    worker = source.get("actor_train.worker_cls") or ""
+    return (source.get("actor_train.pg_variant") or "vanilla") if worker.endswith("ActorPGWorker") else "ppo"
+
+
+def clip_range(source: Source) -> tuple[float, float]:
+    """(low, high) of the ratio's clip."""
+    match variant(source):
+        case "tis":
+            return 1.0, 0.0
+        case "cispo":
+            return 0.1, 0.1
+    if source.get("use_pg_clip_range"):
+        return float(source.get("pg_clip_low")), float(source.get("pg_clip_high"))
+    return float(source.get("pg_clip")), float(source.get("pg_clip"))
+
+
+def domains(source: Source) -> list[str]:
+    """Names below `rewards`, in the file's order."""
+    return list(dict.fromkeys(name.split(".")[1] for name in source.values if name.startswith("rewards.")))
+
+
+def validates(source: Source) -> bool:
+    return bool(source.get("validation.data_args.file_name"))
+
+
+def one_process(source: Source) -> str:
+    """Keys of devices and processes."""
+    return "the run has one process (--backend single)" if source.backend == "single" else ""
+
+
+def of_backend(name: str, role: str) -> Idle:
+    """Keys of one training backend."""
+
+    def idle(source: Source) -> str:
+        chosen = backend(source, role)
+        return "" if chosen == name else f"of {name}; {role} runs on {chosen}"
+
+    return idle
+
+
+def of_engine(*names: str) -> Idle:
+    """Keys of some engines."""
+
+    def idle(source: Source) -> str:
+        chosen = engine(source)
+        return "" if chosen in names else f"of {' and '.join(names)}; the engine is {chosen}"
+
+    return idle
+
+
+def no_critic(source: Source) -> str:
+    """Keys of the critic."""
+    if not has_critic(source):
+        return f"adv_estimator={source.get('adv_estimator')} has no critic"
+    return "" if source.has("critic") else "the critic has the policy's settings"
+
+
+def no_values(source: Source) -> str:
+    """Keys of GAE."""
+    return "" if has_critic(source) else f"adv_estimator={source.get('adv_estimator')} has no values"
+
+
+def no_reference(source: Source) -> str:
+    """Keys of the reference. Its model is there for KL terms alone; ROLL loads it whenever init_kl_coef is not 0."""
+    return "" if kl_place(source) else "no KL term needs a reference"
+
+
+def not_in_loss(source: Source) -> str:
+    """Keys of the KL term in the loss."""
+    return "" if kl_place(source) == "loss" else "there is no KL term in the loss (use_kl_loss, kl_loss_coef)"
+
+
+def not_in_reward(source: Source) -> str:
+    """Keys of the KL term in the reward."""
+    return "" if kl_place(source) == "reward" else "there is no KL in the reward (add_token_level_kl)"
+
+
+def no_validation(source: Source) -> str:
+    """Keys of evaluation."""
+    return "" if validates(source) else "there is no validation.data_args.file_name"
+
+
+def no_lora(source: Source) -> str:
+    """Keys of adapters."""
+    target = source.get("actor_train.model_args.lora_target")
+    return "" if target else "there are no adapters without actor_train.model_args.lora_target"
+
+
+def only_where(path: str, value: Any, why: str) -> Idle:
+    """Keys that count where another key has a value."""
+    return lambda source: "" if source.get(path) == value else why

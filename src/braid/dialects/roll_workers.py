@@ -1,0 +1,654 @@
+"""ROLL's keys of workers: actor_train, critic, reference and actor_infer, with their models, strategies and devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import roll_facts as facts
+from .conversions import Idle, mapped, null_as, only, opposite, when
+from .devices import DEVICES, parse_devices, placement_text
+from .roll_facts import STRATEGY, of_backend, of_engine
+from .roll_run import batches
+from .table import (
+    ABSENT,
+    Apply,
+    Became,
+    Convert,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    implied,
+    no_effect,
+    unsupported,
+)
+from .values import (
+    ANY,
+    BOOL,
+    COUNT,
+    INT,
+    NATURAL,
+    NON_NEGATIVE,
+    PATH,
+    POSITIVE,
+    TEXT,
+    choice,
+    mapping_of,
+    nullable,
+    number,
+)
+
+DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+TORCH_DTYPES = DTYPES | {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "wsd",
+}
+OTHER_SCHEDULES = ("cosine_with_restarts", "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr")
+_FRACTION = number(0.0, 1.0, above=True, samples=(0.4, 0.7))
+_LAYER_NOTE = "of Megatron's layers; see braid.train.megatron.transformer"
+
+
+def _of_batch(native: str = "", *idle: Idle) -> Convert:
+    """A key of the batch arithmetic: it sets steps_per_pass, and its own native key where no reason stands against it."""
+
+    def convert(value: Any, source: Source) -> Became:
+        made = batches(source)
+        if native and not any(condition(source) for condition in idle):
+            made[native] = value if value is not None else 1
+        return Became(made)
+
+    return convert
+
+
+def _mapping(role: str) -> Convert:
+    def convert(value: Any, source: Source) -> Any:
+        made: dict[str, Any] = {} if role in ("reference", "actor_infer") else {**batches(source)}
+        devices = parse_devices(value)
+        if not facts.one_process(source):
+            made[f"cluster.placement.{facts.NATIVE_ROLE[role]}"] = placement_text(devices)
+            if role == "actor_infer" and facts.engine(source) != "native":
+                made[f"rollout.{facts.engine(source)}.replicas"] = facts.replicas(source)
+        return Became(made) if made else no_effect(facts.one_process(source))
+
+    return convert
+
+
+def _strategy(role: str) -> Convert:
+    def convert(_: str, source: Source) -> Any:
+        if source.backend is not None:
+            return no_effect(
+                "the command line's --backend comes before it; batches are counted as in the file"
+            )
+        made: dict[str, Any] = {f"{facts.NATIVE_TRAIN[role]}.backend": facts.file_backend(source, role)}
+        return Became(made | ({} if role == "reference" else batches(source)))
+
+    return convert
+
+
+def _compute_type(native: str) -> Convert:
+    def convert(value: str | None, _: Source) -> Became:
+        chosen = "auto" if value is None else "none" if value == "fp32" else value
+        scaler = {f"{native}.grad_scaler.init_scale": 65536.0} if value == "fp16" else {}
+        return Became({f"{native}.autocast": chosen} | scaler)
+
+    return convert
+
+
+def _betas(native: str, role: str) -> Convert:
+    def convert(_: Any, source: Source) -> Became:
+        betas = [source.get(f"{role}.training_args.adam_beta{i}") for i in (1, 2)]
+        return Became({f"{native}.optimizer.betas": betas})
+
+    return convert
+
+
+def _schedule(value: str, _: Source) -> Any:
+    if value in OTHER_SCHEDULES:
+        return unsupported(f"use one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[value]
+
+
+def _warmup_ratio(role: str) -> Idle:
+    path = f"{role}.training_args.warmup_steps"
+    return lambda source: "warmup_steps comes before it" if source.get(path) else ""
+
+
+def _checkpointing(role: str) -> Idle:
+    def idle(source: Source) -> str:
+        is_megatron = facts.backend(source, role) == "megatron"
+        return "Megatron has recompute_granularity in its place" if is_megatron else ""
+
+    return idle
+
+
+def _fixed(flag: str) -> Idle:
+    return lambda source: "" if source.get(flag) else f"{flag} is off"
+
+
+def _names(value: str | list[str], _: Source) -> list[str]:
+    parts = value if isinstance(value, list) else value.split(",")
+    return [part.strip() for part in parts]
+
+
+def _model(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
+    """model_args of a trained role."""
+    model = f"{role}.model_args"
+    return (
+        Apply(
+            f"{model}.dtype", f"{native}.autocast", nullable(choice("fp32", "bf16", "fp16")),
+            when(*idle, then=_compute_type(native)), default="bf16",
+            note="type of matrix products; the trained weights are fp32 whatever it says, as ROLL's are but for FSDP2 with "
+            "param_dtype. null: bf16 on GPUs, fp32 on CPUs",
+        ),
+        Apply(
+            f"{model}.disable_gradient_checkpointing", f"{native}.gradient_checkpointing", BOOL,
+            when(*idle, _checkpointing(role), then=opposite), default=False,
+        ),
+        NoEffect(f"{model}.gradient_checkpointing_use_reentrant", nullable(BOOL), "never re-entrant"),
+        Apply(
+            f"{model}.ulysses_size", f"{native}.sequence_parallel", nullable(COUNT),
+            when(
+                *idle,
+                lambda s: "of FSDP2; the file's strategy is Megatron" if facts.file_backend(s, role) == "megatron" else "",
+                then=_of_batch(f"{native}.sequence_parallel", of_backend("fsdp2", role)),
+            ),
+            default=1, note="devices that share each sequence (Ulysses); dp = devices / ulysses_size",
+        ),
+    )  # fmt: skip
+
+
+def _any_model(role: str) -> tuple[Rule, ...]:
+    """model_args that braid has for no role, or decides otherwise."""
+    model = f"{role}.model_args"
+    return (
+        Apply(f"{model}.moe_aux_loss_coef", "", nullable(NON_NEGATIVE), only(None, "remove it: the router has no loss of its own")),
+        NoEffect(f"{model}.model_type", nullable(TEXT), "the role says it"),
+        NoEffect(f"{model}.num_labels", COUNT, "the role says it"),
+        Apply(f"{model}.model_config_kwargs", "", mapping_of(ANY), only({}, "edit config.json of the model folder")),
+        Apply(f"{model}.freeze_module_prefix", "", nullable(TEXT), only(None, "train adapters (lora_target) in place of some weights")),
+        NoEffect(f"{model}.device_map", nullable(TEXT), "the placement says it"),
+        NoEffect(f"{model}.flash_attn", nullable(TEXT), "ROLL does not read it; see attn_implementation"),
+        NoEffect(f"{model}.autocast_adapter_dtype", BOOL, "adapters are held in the type of the weights"),
+        Apply(f"{model}.additional_target", "", nullable(TEXT), only(None, "name the layers in lora_target")),
+    )  # fmt: skip
+
+
+def _lora() -> tuple[Rule, ...]:
+    model = "actor_train.model_args"
+    return (
+        Apply(f"{model}.lora_target", "model.lora.targets", nullable(TEXT),
+              lambda v, s: implied("all weights are trained") if v is None else _names(v, s),
+              note="names of layers, with commas between them, or all-linear"),
+        Apply(f"{model}.lora_rank", "model.lora.rank", nullable(COUNT), when(facts.no_lora), default=8),
+        Apply(f"{model}.lora_alpha", "model.lora.alpha", nullable(POSITIVE),
+              when(facts.no_lora, then=lambda v, s: v or 2 * s.get(f"{model}.lora_rank")), default=None, note="null: 2 * lora_rank"),
+        Apply(f"{model}.lora_dropout", "model.lora.dropout", number(0.0, 0.9), when(facts.no_lora), default=0.0),
+        Apply(f"{model}.adapter_name_or_path", "model.lora.path", nullable(PATH), when(facts.no_lora)),
+    )  # fmt: skip
+
+
+def _trainer(role: str, *idle: Idle) -> tuple[Rule, ...]:
+    """Keys of a role that learns: actor_train, critic."""
+    native = facts.NATIVE_TRAIN[role]
+    arguments, packing = f"{role}.training_args", f"{role}.sequence_packing_args"
+    schedule = f"{native}.optimizer.schedule"
+    return (
+        *_model(role, native, *idle),
+        *_any_model(role),
+        # training_args
+        Apply(f"{arguments}.learning_rate", f"{native}.optimizer.lr", POSITIVE, when(*idle), default=5e-5),
+        Apply(f"{arguments}.weight_decay", f"{native}.optimizer.weight_decay", NON_NEGATIVE, when(*idle), default=0.0),
+        Apply(f"{arguments}.adam_beta1", f"{native}.optimizer.betas", number(0.0, 0.999), when(*idle, then=_betas(native, role)), default=0.9),
+        Apply(f"{arguments}.adam_beta2", f"{native}.optimizer.betas", number(0.0, 0.9999), when(*idle, then=_betas(native, role)), default=0.999),
+        Apply(f"{arguments}.adam_epsilon", f"{native}.optimizer.eps", POSITIVE, when(*idle), default=1e-8),
+        Apply(f"{arguments}.lr_scheduler_type", f"{schedule}.decay", choice(*SCHEDULES, *OTHER_SCHEDULES),
+              when(*idle, then=_schedule), default="linear", note="to the last optimizer step of the run"),
+        Apply(f"{arguments}.warmup_steps", f"{schedule}.warmup_steps", NATURAL, when(*idle), default=0, note="optimizer steps, not rounds"),
+        Apply(f"{arguments}.warmup_ratio", f"{schedule}.warmup_fraction", number(0.0, 0.9), when(*idle, _warmup_ratio(role)), default=0.0),
+        Apply(f"{arguments}.per_device_train_batch_size", f"{native}.micro_batch_rows", COUNT,
+              when(*idle, then=_of_batch(f"{native}.micro_batch_rows", _dynamic(role, "train"))), default=8,
+              note="rows of a micro-batch; global batch = it * gradient_accumulation_steps * dp"),
+        Apply(f"{arguments}.gradient_accumulation_steps", f"{native}.steps_per_pass", COUNT, when(*idle, then=_of_batch()), default=1,
+              note="micro-batches of an optimizer step; steps_per_pass = S / (per_device_train_batch_size * it * dp)"),
+        *(
+            NoEffect(f"{arguments}.{name}", ANY, "the pipeline's own keys say it, in ROLL too")
+            for name in ("max_steps", "num_train_epochs", "output_dir", "seed", "bf16", "fp16", "logging_steps", "save_steps", "eval_steps")
+        ),
+        *(
+            NoEffect(f"{arguments}.{name}", ANY, "ROLL never reads it for reinforcement learning")
+            for name in ("tf32", "data_seed", "dataloader_num_workers")
+        ),
+        # Micro-batches by tokens
+        *_by_tokens(role, "train", f"{native}.micro_batch", f"{packing}.max_packed_sequence_length_train", *idle),
+        *_by_tokens(role, "infer", f"{native}.infer_batch", f"{packing}.max_packed_sequence_length_forward", *idle),
+        Apply(f"{role}.infer_batch_size", f"{native}.infer_batch_rows", COUNT, when(*idle, _dynamic(role, "infer")), default=16,
+              note="rows of one forward pass without gradients"),
+        NoEffect(f"{role}.use_sequence_packing", BOOL, "rows are always packed"),
+        NoEffect(f"{packing}.algorithm", choice("none", "load_balance"), "rows are always packed and balanced"),
+        NoEffect(f"{packing}.min_num_micro_batches_train", COUNT, "results do not depend on the cut"),
+        NoEffect(f"{packing}.min_num_micro_batches_forward", COUNT, "results do not depend on the cut"),
+        Implied(f"{role}.apply_loss_scale", BOOL, "denominators count the whole optimizer step"),
+        Implied(f"{role}.logits_in_fp32", BOOL, "log-probs are computed in fp32"),
+        Apply(f"{role}.mtp_training_mode", "", nullable(choice("disabled", "standalone", "joint")), only("disabled", "multi-token heads are not trained; set disabled")),
+        Apply(f"{role}.world_size", f"{native}.steps_per_pass", nullable(COUNT),
+              when(*idle, lambda s: "device_mapping gives the number of ranks" if facts.devices(s, role) else "",
+                   then=lambda v, s: implied("one rank") if v is None else _of_batch()(v, s)),
+              note="ranks without devices, for the batch arithmetic"),
+        *_strategies(role, *idle),
+    )  # fmt: skip
+
+
+def _dynamic(role: str, what: str) -> Idle:
+    return lambda source: (
+        f"use_dynamic_batching_in_{what} counts tokens"
+        if source.get(f"{role}.use_dynamic_batching_in_{what}")
+        else ""
+    )
+
+
+def _by_tokens(role: str, what: str, native: str, packed: str, *idle: Idle) -> tuple[Rule, ...]:
+    """Micro-batches of at most so many tokens."""
+    flag, limit = f"{role}.use_dynamic_batching_in_{what}", f"{role}.max_tokens_per_microbatch_in_{what}"
+
+    def convert(_: Any, source: Source) -> Any:
+        if not source.get(flag):
+            return implied("micro-batches have a number of rows")
+        return Became({f"{native}_tokens": source.get(limit) or 8192})
+
+    return (
+        Apply(flag, f"{native}_tokens", BOOL, when(*idle, then=convert), note="micro-batches of max_tokens_per_microbatch tokens"),
+        Apply(limit, f"{native}_tokens", nullable(NATURAL), when(*idle, _fixed(flag), then=convert)),
+        NoEffect(f"{role}.sequence_length_round_in_{what}", COUNT, "rows are packed without padding"),
+        Apply(packed, f"{native}_tokens", nullable(COUNT),
+              when(*idle, _fixed(f"{role}.use_sequence_packing"), then=lambda v, _: implied("no limit of its own") if v is None else v)),
+    )  # fmt: skip
+
+
+def _worker(role: str) -> tuple[Rule, ...]:
+    """Keys that every worker has."""
+    native = facts.NATIVE_ROLE[role]
+    idle = {"critic": (facts.no_critic,), "reference": (facts.no_reference,)}.get(role, ())
+    return (
+        Apply(f"{role}.name", f"cluster.group_names.{native}", TEXT, when(*idle, facts.one_process)),
+        Apply(f"{role}.device_mapping", f"cluster.placement.{native}", nullable(DEVICES),
+              when(*idle, then=lambda v, s: implied("processes without a device") if v is None else _mapping(role)(v, s)),
+              note="read, never evaluated. Roles on the same devices take turns"),
+        Apply(f"{role}.system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
+              lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
+              note="of every worker; two roles cannot have different values"),
+        NoEffect(f"{role}.max_concurrency", COUNT, "workers answer one call at a time, engines many"),
+        NoEffect(f"{role}.offload_nccl", BOOL, "ROLL itself forces it off"),
+    )  # fmt: skip
+
+
+def _data_of(role: str) -> tuple[Rule, ...]:
+    return (NoEffect(f"{role}.data_args.*", ANY, "data_args count under actor_train and validation"),)
+
+
+def _strategies(role: str, *idle: Idle) -> tuple[Rule, ...]:
+    """strategy_args of a role that learns, or computes log-probs."""
+    native = facts.NATIVE_TRAIN[role]
+    kind = "infer" if role == "reference" else "train"
+    names = (f"megatron_{kind}", f"fsdp2_{kind}", *(("hf_infer",) if role == "reference" else ()))
+    return (
+        Apply(f"{role}.strategy_args.strategy_name", f"{native}.backend", choice(*names),
+              when(*idle, then=_strategy(role)), default=f"fsdp2_{kind}"),
+        Implied(f"{role}.num_gpus_per_worker", COUNT, "a worker with a training strategy has one device, in ROLL too"),
+        Apply(f"{role}.backend_timeout", f"{native}.megatron.timeout_minutes", COUNT,
+              when(*idle, of_backend("megatron", role)), default=30),
+        *_megatron(role, *idle),
+        *_fsdp2(role, *idle),
+        Implied(f"{role}.router_replay.mode", choice("disable"), "experts are routed anew"),
+    )  # fmt: skip
+
+
+_COUNT_IN_BATCH = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
+    """strategy_config of megatron_train and megatron_infer. The keys of the page first."""
+    config, native = f"{role}.{STRATEGY}", f"{facts.NATIVE_TRAIN[role]}.megatron"
+    chosen = (*idle, of_backend("megatron", role))
+
+    def sized(name: str, short: str) -> Rule:
+        """TP, PP and CP, which the batch arithmetic counts."""
+        own = f"{native}.{short}"
+        convert = (
+            when(*chosen, then=null_as(1))
+            if role == "reference"
+            else when(*idle, _not_file_megatron(role), then=_of_batch(own, of_backend("megatron", role)))
+        )
+        return Apply(f"{config}.{name}", own, nullable(COUNT), convert, note="dp = devices / (TP * PP * CP)")
+
+    def plain(
+        name: str,
+        short: str,
+        takes: Any = BOOL,
+        convert: Convert | None = None,
+        default: Any = ABSENT,
+        note: str = "",
+    ) -> Rule:
+        return Apply(
+            f"{config}.{name}", f"{native}.{short}", takes, when(*chosen, then=convert), default, note
+        )
+
+    return (
+        sized("tensor_model_parallel_size", "tensor_parallel"),
+        sized("pipeline_model_parallel_size", "pipeline_parallel"),
+        sized("context_parallel_size", "context_parallel"),
+        plain("expert_model_parallel_size", "expert_parallel", nullable(COUNT), null_as(1), note="not divided by in the batch arithmetic"),
+        plain("expert_tensor_parallel_size", "expert_tensor_parallel", nullable(COUNT)),
+        plain("virtual_pipeline_model_parallel_size", "virtual_pipeline", nullable(COUNT)),
+        plain("sequence_parallel", "sequence_parallel", convert=_sequence_parallel(role),
+              note="on with TP > 1 and EP > 1, off with TP = 1, whatever it says: Megatron needs it so"),
+        plain("recompute_granularity", "recompute_granularity", nullable(choice("full", "selective")), _recompute(role, native),
+              note="full with nothing else said: each layer by itself (uniform, 1)"),
+        plain("recompute_method", "recompute_method", nullable(choice("uniform", "block", "recompute")),
+              lambda v, _: "block" if v == "recompute" else v, note="recompute, which ROLL's own list has, is block"),
+        plain("recompute_num_layers", "recompute_num_layers", nullable(COUNT)),
+        plain("moe_layer_recompute", "moe_layer_recompute"),
+        plain("moe_token_dispatcher_type", "moe_token_dispatcher", choice("allgather", "alltoall"), default="allgather"),
+        plain("moe_grouped_gemm", "moe_grouped_gemm", nullable(BOOL), null_as(False)),
+        plain("moe_shared_expert_overlap", "moe_shared_expert_overlap"),
+        plain("overlap_grad_reduce", "overlap_grad_reduce"),
+        plain("overlap_param_gather", "overlap_param_gather", note="ROLL refuses it"),
+        plain("use_distributed_optimizer", "distributed_optimizer", default=False),
+        plain("ddp_bucket_size", "ddp_bucket_size", nullable(COUNT)),
+        plain("ckpt_format", "checkpoint.format", choice("legacy", "torch_dist"), mapped({"legacy": "torch", "torch_dist": "torch_dist"})),
+        plain("variable_seq_lengths", "transformer.variable_seq_lengths"),
+        plain("apply_rope_fusion", "transformer.apply_rope_fusion"),
+        plain("bias_activation_fusion", "transformer.bias_activation_fusion"),
+        *(
+            NoEffect(f"{config}.{name}", ANY, why)
+            for name, why in {
+                "delay_grad_reduce": "gradients are reduced after the last micro-batch",
+                "accumulate_allreduce_grads_in_fp32": "gradients are fp32",
+                "check_for_nan_in_loss_and_grad": "every step is checked, and skipped when not finite",
+                "calculate_per_token_loss": "loss_agg_mode says it",
+                "use_flash_attn": "ROLL does not read it; see attn_implementation",
+                "overlap_p2p_comm": _LAYER_NOTE,
+                "sequence_packing": "rows are always packed",
+                "save_hf_model": "training_args.save_hf_model says it",
+                "save_merged_model": "braid export writes merged weights",
+                "async_save_ckpt": "checkpoints are written where they stay",
+                "ckpt_d2h_non_blocking": "checkpoints are written where they stay",
+                "compile_warmup": "see braid.train.compile",
+                "moe_router_dtype": "the router computes in fp32",
+            }.items()
+        ),
+        *(
+            Unsupported(f"{config}.{name}", "remove it, or set Megatron's keys below braid.train.megatron")
+            for name in (
+                "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+                "recompute_modules", "cross_entropy_loss_fusion", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
+                "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
+                "moe_enable_routing_replay", "mtp_num_layers", "transformer_impl", "cuda_graph_impl", "cuda_graph_scope", "fp8",
+                "fp8_recipe", "fp8_param", "additional_configs", "distrib_optim_fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient", "ddp_average_in_collective", "optimizer", "optimizer_cpu_offload",
+                "optimizer_offload_fraction",
+            )
+        ),
+    )  # fmt: skip
+
+
+def _not_file_megatron(role: str) -> Idle:
+    return lambda source: (
+        "" if facts.file_backend(source, role) == "megatron" else "of megatron; the file's strategy is fsdp2"
+    )
+
+
+def _sequence_parallel(role: str) -> Convert:
+    def convert(value: bool, source: Source) -> bool:
+        config = f"{role}.{STRATEGY}"
+        tensor, expert = (
+            source.get(f"{config}.{name}_model_parallel_size") or 1 for name in ("tensor", "expert")
+        )
+        return tensor > 1 and (value or expert > 1)
+
+    return convert
+
+
+def _recompute(role: str, native: str) -> Convert:
+    def convert(value: str | None, source: Source) -> Became:
+        made: dict[str, Any] = {f"{native}.recompute_granularity": value or "off"}
+        method, layers = f"{role}.{STRATEGY}.recompute_method", f"{role}.{STRATEGY}.recompute_num_layers"
+        if value == "full" and source.get(method) is None and source.get(layers) is None:
+            made |= {f"{native}.recompute_method": "uniform", f"{native}.recompute_num_layers": 1}
+        return Became(made)
+
+    return convert
+
+
+def _fsdp2(role: str, *idle: Idle) -> tuple[Rule, ...]:
+    """strategy_config of fsdp2_train and fsdp2_infer."""
+    config, native = f"{role}.{STRATEGY}", f"{facts.NATIVE_TRAIN[role]}.fsdp"
+    chosen = (*idle, of_backend("fsdp2", role))
+    dtype = choice(*TORCH_DTYPES)
+
+    def size(value: int, source: Source) -> int | None:
+        return value if 1 < value < facts.world(source, role) else None
+
+    def offload(value: bool, _: Source) -> Became:
+        return Became({f"{native}.cpu_offload": value, f"{native}.pin_memory": value})
+
+    return (
+        Apply(f"{config}.fsdp_size", f"{native}.size", INT, when(*chosen, then=size), note="at most 1, or all devices: one shard group"),
+        Apply(f"{config}.param_dtype", f"{native}.param_dtype", dtype, when(*chosen, then=mapped(TORCH_DTYPES)),
+              note="of gathered weights and computation; ROLL then trains weights of that type, here they stay fp32"),
+        Apply(f"{config}.reduce_dtype", f"{native}.reduce_dtype", dtype, when(*chosen, then=mapped(TORCH_DTYPES))),
+        Apply(f"{config}.reshard_after_forward", f"{native}.reshard_after_forward", nullable(BOOL), when(*chosen, then=null_as(True))),
+        Apply(f"{config}.offload_policy", f"{native}.cpu_offload", BOOL, when(*chosen, then=offload)),
+        Apply(f"{config}.reduce_scatter_during_grad_accumulation", f"{native}.sync_last_micro_batch_only", BOOL,
+              when(*chosen, then=opposite), default=True),
+        NoEffect(f"{config}.wrap_policy", ANY, "every decoder layer is a unit"),
+        NoEffect(f"{config}.save_only_model", BOOL, "a checkpoint has the whole state"),
+        *(
+            Unsupported(f"{config}.{name}", "remove it: experts are sharded as other weights are")
+            for name in ("ep_size", "efsdp_size", "moe_use_grouped_mm", "apply_expert_patch")
+        ),
+        *(Unsupported(f"{config}.{name}", "lower braid.train.micro_batch_tokens") for name in ("apply_tiled_mlp", "tiled_num_shards")),
+    )  # fmt: skip
+
+
+def _variant(value: str, source: Source) -> Any:
+    if facts.variant(source) != value:
+        return no_effect("it needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, in ROLL too")
+    if value == "kimi15":
+        return unsupported("use vanilla with use_kl_loss")
+    losses = {
+        "vanilla": "policy_gradient",
+        "ppo": "ppo_clip",
+        "tis": "cispo",
+        "topr": "topr",
+        "cispo": "cispo",
+    }
+    made: dict[str, Any] = {"algorithm.policy_loss": losses[value]}
+    if value in ("tis", "cispo"):
+        low, high = facts.clip_range(source)
+        made |= {"algorithm.clip_low": low, "algorithm.clip_high": high}
+    return Became(made)
+
+
+def _worker_class(value: str, source: Source) -> Any:
+    match value.rpartition(".")[2]:
+        case "ActorWorker":
+            return implied("PPO's loss")
+        case "ActorPGWorker":
+            return _variant(facts.variant(source), source)
+    return unsupported(
+        "write a reward, an environment or a loss of braid's own; the actor is ActorWorker or ActorPGWorker"
+    )
+
+
+def _no_topr(source: Source) -> str:
+    return "" if facts.variant(source) == "topr" else "pg_variant is not topr"
+
+
+ACTOR_TRAIN: tuple[Rule, ...] = (
+    *_worker("actor_train"),
+    *_trainer("actor_train"),
+    Apply("actor_train.model_args.model_name_or_path", "model.path", PATH, note="comes before pretrain"),
+    Apply("actor_train.model_args.attn_implementation", "model.attention", nullable(choice("sdpa", "fa2", "auto")),
+          mapped({"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"})),
+    *_lora(),
+    Apply("actor_train.training_args.save_hf_model", "checkpoint.export_every_rounds", BOOL,
+          lambda v, s: s.get("save_steps") if v else 0, note="a Hugging Face folder every save_steps rounds"),
+    Apply("actor_train.worker_cls", "algorithm.policy_loss", TEXT, _worker_class),
+    Apply("actor_train.pg_variant", "algorithm.policy_loss",
+          choice("vanilla", "ppo", "tis", "topr", "cispo", "kimi15"), _variant,
+          note="vanilla -A log p; tis -sg(clip(ratio, 0, 1)) A log p; cispo the same with [0.9, 1.1]; topr no ratio where the "
+          "advantage is positive, clip(ratio, 0, 1) elsewhere"),
+    Apply("actor_train.topr_positive_weight", "algorithm.topr_positive_weight", NON_NEGATIVE, when(_no_topr), default=1.0),
+    Apply("actor_train.topr_negative_weight", "algorithm.topr_negative_weight", NON_NEGATIVE, when(_no_topr), default=1.0),
+    Apply("actor_train.model_update_frequency", "", COUNT, only(1, "weights are published in every round", "weights are published in every round")),
+    Unsupported("actor_train.opd_kl_coef", "distillation from a teacher is not built"),
+)  # fmt: skip
+
+CRITIC: tuple[Rule, ...] = (
+    *_worker("critic"),
+    *_trainer("critic", facts.no_critic),
+    *_data_of("critic"),
+    Apply("critic.model_args.model_name_or_path", "critic.path", PATH, when(facts.no_critic), note="comes before reward_pretrain"),
+    Implied("critic.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "the policy's"),
+    NoEffect("critic.training_args.save_hf_model", BOOL, "braid export writes a critic"),
+    NoEffect("critic.worker_cls", TEXT, "there is one kind of critic"),
+)  # fmt: skip
+
+REFERENCE: tuple[Rule, ...] = (
+    *_worker("reference"),
+    *_strategies("reference", facts.no_reference),
+    *_any_model("reference"),
+    *_data_of("reference"),
+    Apply("reference.model_args.model_name_or_path", "reference.path", PATH, when(facts.no_reference)),
+    Apply("reference.model_args.dtype", "reference.train.autocast", nullable(choice("fp32", "bf16", "fp16")),
+          when(facts.no_reference, then=lambda v, _: {None: "auto", "fp32": "none"}.get(v, v)), default="bf16"),
+    Implied("reference.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "the policy's"),
+    NoEffect("reference.model_args.disable_gradient_checkpointing", BOOL, "a reference has no backward pass"),
+    Apply("reference.model_args.ulysses_size", "reference.train.sequence_parallel", nullable(COUNT),
+          when(facts.no_reference, of_backend("fsdp2", "reference"), then=null_as(1))),
+    Apply("reference.infer_batch_size", "reference.train.infer_batch_rows", COUNT, when(facts.no_reference), default=16),
+    *_by_tokens("reference", "infer", "reference.train.infer_batch", "reference.sequence_packing_args.max_packed_sequence_length_forward",
+                facts.no_reference),
+    NoEffect("reference.use_sequence_packing", BOOL, "rows are always packed"),
+    NoEffect("reference.world_size", COUNT, "device_mapping says it"),
+    NoEffect("reference.worker_cls", TEXT, "there is one kind of reference"),
+)  # fmt: skip
+
+
+def _per_worker(_: Any, source: Source) -> Became:
+    engine = facts.engine(source)
+    return Became(
+        {
+            f"rollout.{engine}.tensor_parallel": facts.engine_tensor_parallel(source),
+            f"rollout.{engine}.replicas": facts.replicas(source),
+        }
+    )
+
+
+def _served(short: str, convert: Convert | None = None) -> Convert:
+    """A key that both engines have."""
+
+    def converted(value: Any, source: Source) -> Became:
+        made = value if convert is None else convert(value, source)
+        return Became({f"rollout.{facts.engine(source)}.{short}": made})
+
+    return when(of_engine("vllm", "sglang"), then=converted)
+
+
+def _engine_keys(engine: str, rows: dict[str, tuple[str, Any, Convert | None]]) -> tuple[Rule, ...]:
+    """strategy_config of one engine: foreign name -> (native name, takes, conversion)."""
+    config = f"actor_infer.{STRATEGY}"
+    return tuple(
+        Apply(f"{config}.{name}", f"rollout.{engine}.{native}", takes, when(of_engine(engine), then=convert))
+        for name, (native, takes, convert) in rows.items()
+    )
+
+
+def _pipeline_parallel(value: int, source: Source) -> Became:
+    return Became(
+        {f"rollout.{facts.engine(source)}.pipeline_parallel": value} | dict(_per_worker(None, source).native)
+    )
+
+
+_CONFIG = f"actor_infer.{STRATEGY}"
+
+ACTOR_INFER: tuple[Rule, ...] = (
+    *_worker("actor_infer"),
+    *_any_model("actor_infer"),
+    *_data_of("actor_infer"),
+    Apply("actor_infer.num_gpus_per_worker", "", COUNT, when(of_engine("vllm", "sglang"), then=_per_worker), default=1,
+          note="devices of one engine: its tensor parallelism where the engine's own key does not say it"),
+    Apply("actor_infer.strategy_args.strategy_name", "rollout.engine", choice(*facts.ENGINES),
+          when(lambda s: "the command line's --engine comes before it" if s.engine else "", then=mapped(facts.ENGINES)),
+          default="vllm", note="hf_infer is the native engine, over the very weights that are trained"),
+    Apply("actor_infer.model_args.dtype", "rollout.native.dtype", nullable(choice("fp32", "bf16", "fp16")),
+          lambda v, s: Became({f"rollout.{facts.engine(s)}.dtype": v or "auto"}),
+          note="of the engine's weights; absent, the native engine shares the trainer's"),
+    Implied("actor_infer.model_args.model_name_or_path", PATH, "the engine has the policy's weights"),
+    NoEffect("actor_infer.model_args.disable_gradient_checkpointing", BOOL, "an engine has no backward pass"),
+    NoEffect("actor_infer.model_args.attn_implementation", nullable(TEXT), "the engine chooses"),
+    *(NoEffect(f"actor_infer.model_args.{name}", ANY, "the engine has the policy's adapters")
+      for name in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "adapter_name_or_path")),
+    NoEffect("actor_infer.infer_batch_size", COUNT, "an engine takes requests as they come, in ROLL too"),
+    NoEffect("actor_infer.world_size", COUNT, "device_mapping says it"),
+    NoEffect("actor_infer.backend_timeout", COUNT, "rpc_timeout limits a call"),
+    NoEffect("actor_infer.worker_cls", TEXT, "strategy_name says which engine"),
+    # strategy_config of both
+    Apply(f"{_CONFIG}.load_format", "rollout.vllm.load_weights", choice("dummy", "auto", "safetensors", "pt"),
+          _served("load_weights", lambda v, _: v != "dummy"), default="dummy",
+          note="dummy: random weights until the first publication, which comes before the first answer"),
+    # vLLM
+    *_engine_keys("vllm", {
+        "gpu_memory_utilization": ("memory_fraction", _FRACTION, None),
+        "block_size": ("block_size", nullable(COUNT), None),
+        "max_model_len": ("max_model_tokens", nullable(COUNT), None),
+        "tensor_parallel_size": ("tensor_parallel", COUNT, _per_worker),
+        "pipeline_parallel_size": ("pipeline_parallel", COUNT, _pipeline_parallel),
+        "enforce_eager": ("cuda_graphs", BOOL, opposite),
+        "enable_prefix_caching": ("prefix_caching", BOOL, None),
+        "enable_chunked_prefill": ("chunked_prefill", BOOL, None),
+        "max_num_batched_tokens": ("prefill_tokens", COUNT, None),
+        "disable_log_stats": ("log_stats", BOOL, opposite),
+        "distributed_executor_backend": ("executor", choice("mp", "ray", "uni"), None),
+    }),
+    Apply(f"{_CONFIG}.max_num_seqs", "rollout.vllm.max_running", COUNT, when(of_engine("vllm"), _running_said := (
+        lambda s: "max_running_requests says it" if "max_running_requests" in s.values else "")), note="comes after max_running_requests"),
+    *(
+        NoEffect(f"{_CONFIG}.{name}", ANY, why)
+        for name, why in {
+            "disable_custom_all_reduce": "vLLM's own choice",
+            "sleep_level": "a sleeping engine gives up weights and cache",
+            "logprobs_mode": "log-probs are those of the distribution sampled from",
+            "swap_space": "vLLM's own choice",
+            "seed": "the run's seed",
+            "enable_memory_saver": "a sleeping engine gives up weights and cache",
+            "grpc_mode": "the engine is a part of the run",
+        }.items()
+    ),
+    *(
+        Unsupported(f"{_CONFIG}.{name}", "remove it, or start servers and name them in braid.rollout.vllm.servers")
+        for name in ("data_parallel_size", "quantization", "speculative_config", "dp_size", "ep_size", "enable_expert_parallel")
+    ),
+    # SGLang
+    *_engine_keys("sglang", {
+        "mem_fraction_static": ("memory_fraction", _FRACTION, None),
+        "tp_size": ("tensor_parallel", COUNT, _per_worker),
+        "pp_size": ("pipeline_parallel", COUNT, _pipeline_parallel),
+        "context_length": ("max_model_tokens", nullable(COUNT), None),
+        "attention_backend": ("attention", nullable(TEXT), None),
+        "disable_cuda_graph": ("cuda_graphs", BOOL, opposite),
+        "cuda_graph_max_bs": ("cuda_graph_max_batch", nullable(COUNT), None),
+        "disable_radix_cache": ("prefix_caching", BOOL, opposite),
+        "chunked_prefill_size": ("prefill_tokens", COUNT, None),
+        "enable_torch_compile": ("torch_compile", BOOL, None),
+        "torch_compile_max_bs": ("torch_compile_max_batch", COUNT, None),
+        "decode_log_interval": ("decode_log_interval", COUNT, None),
+        "max_running_requests": ("max_running", COUNT, when(_running_said)),
+    }),
+)  # fmt: skip
