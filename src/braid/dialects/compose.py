@@ -132,7 +132,7 @@ class _Presets:
 
     def compose(self, written: Written, at: _Place, chosen: Mapping[str, str | None]) -> Written:
         """`written`, which is mounted at `at`, over and under its presets. Of the primary file the list itself is kept,
-        for the ledger."""
+        for the ledger, and the order of its parts."""
         out = Written(problems=list(written.problems))
         own = _below(written, at)
         is_placed = False
@@ -148,6 +148,7 @@ class _Presets:
         if not is_placed:
             _lay(out, own)
         if not at.chain:
+            out.tree = {key: out.tree[key] for key in (*written.tree, *out.tree)}
             out.problems += self._problems
             self._keep_searchpath(out)
         return out

@@ -90,10 +90,10 @@ def _precision(_: Any, source: Source) -> Became:
         "train.autocast": _autocast(source),
     }
     if facts.file_backend(source) == "megatron" and kind == "fp16":
-        native |= {f"train.grad_scaler.{name}": value for name, value in _megatron_scaler(source).items()}
+        native["train.grad_scaler.growth_interval"] = source.get("actor.optim.loss_scale_window")
     if facts.engine(source) != "native":
         native[f"rollout.{facts.engine(source)}.dtype"] = kind
-    return Became(native)
+    return Became(native, note="what adapters leave frozen is held in this type" if is_frozen else "")
 
 
 def _autocast(source: Source) -> str:
@@ -104,10 +104,6 @@ def _autocast(source: Source) -> str:
         )
     kind = facts.precision(source)
     return "none" if kind == "fp32" else kind
-
-
-def _megatron_scaler(source: Source) -> dict[str, Any]:
-    return {"growth_interval": source.get("actor.optim.loss_scale_window")}
 
 
 def _scale_window(value: int, source: Source) -> Any:
@@ -231,7 +227,6 @@ def _steps_of_round(value: int, source: Source) -> Became:
     return Became({"train.steps_per_pass": max(1, chunks // value)})
 
 
-_META = "packed rows need no padding"
 _TRANSFORMER = "train.megatron.transformer"
 _CONVERTER = "train.megatron.checkpoint"
 
@@ -350,7 +345,7 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.tokenizer.tokenizer_model", "model.tokenizer", PATH),
     NoEffect("actor.tokenizer.use_fast", BOOL, "the tokenizer is the folder's; unread by RLinf"),
     Apply("actor.tokenizer.trust_remote_code", "", BOOL, _trust, note="here or for the model: model.trust_remote_code"),
-    NoEffect("actor.tokenizer.padding_side", choice("left", "right"), _META),
+    NoEffect("actor.tokenizer.padding_side", choice("left", "right"), "packed rows need no padding"),
     NoEffect("actor.tokenizer.tokenizer_type", choice("HuggingFaceTokenizer"), "tokenizers are Hugging Face's"),
     Apply("actor.tokenizer.extra_vocab_size", "model.vla.extra_vocab_size", NATURAL, when(robots_only)),
     # Megatron

@@ -7,12 +7,16 @@ for what is legal but seldom meant. No accepted key is silently without effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
+from braid.config.cluster import Role
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
+from braid.errors import suggest
 
+from . import available
+from .placement import parse_placement
 from .plan import Plan
 
 Finding = tuple[str, str]
@@ -21,8 +25,10 @@ _Check = Callable[[RunConfig, Plan], Iterator[Finding]]
 
 
 def find_problems(config: RunConfig, plan: Plan) -> list[Finding]:
-    """Everything that makes the run impossible."""
-    return [finding for check in _PROBLEMS for finding in check(config, plan)]
+    """Everything that makes the run impossible; where parts of it are missing, these alone."""
+    return list(available.missing_parts(config, plan)) or [
+        finding for check in _PROBLEMS for finding in check(config, plan)
+    ]
 
 
 def find_warnings(config: RunConfig, plan: Plan) -> list[Finding]:
@@ -199,6 +205,22 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             )
 
 
+def _placement(config: RunConfig, _: Plan) -> Iterator[Finding]:
+    cluster = config.cluster
+    devices = None if cluster.devices_per_node is None else cluster.num_nodes * cluster.devices_per_node
+    try:
+        placed = parse_placement(cluster.placement, devices)
+    except ValueError as error:
+        yield "cluster.placement", str(error)
+        return
+    for role in sorted(placed.keys() - set(get_args(Role))):
+        known = get_args(Role)
+        yield (
+            "cluster.placement",
+            f"there is no role {role!r}{suggest(role, known)}; roles are {', '.join(known)}",
+        )
+
+
 def _total(config: RunConfig, key: str, sampling: SamplingConfig, total: int) -> Finding:
     """(key to change, how long a trajectory gets)."""
     if isinstance(config.env, ToolEnv):
@@ -216,6 +238,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _batches,
     _algorithm,
     _contexts,
+    _placement,
 )
 
 
@@ -277,6 +300,8 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             "sft.optimizer.schedule.warmup_steps",
             f"supervised learning ends after {config.sft.steps} steps, before its warm-up does",
         )
+    if config.train.autocast == "fp16" and config.train.grad_scaler is None:
+        yield "train.autocast", "small gradients of fp16 products vanish; set train.grad_scaler={}, or bf16"
     if config.model.dtype == "fp16":
         yield "model.dtype", "fp16 weights lose small updates and gradients; bf16 or fp32 is safer"
 
@@ -409,6 +434,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ),
         ("env.num_envs",),
     ),
+    *available.IDLE,
 )
 """(why, when, keys)."""
 
