@@ -44,13 +44,15 @@ class Loaded:
     """A config and where it came from.
 
     `origins` has every leaf of the config: key path -> "file.yaml:12", "override" or "default". `base_dir` is what
-    relative paths of data files and functions start from. `path` is the file, None when there was none.
+    relative paths of data files and functions start from. `path` is the file, None when there was none. `kept` are texts that a
+    run's folder keeps beside the config, by file name: of a config in another language, its source and what became of it.
     """
 
     config: RunConfig
     origins: Mapping[str, str] = field(repr=False)
     base_dir: Path
     path: Path | None = None
+    kept: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def origin(self, key: str) -> str:
         """Where `key` was written; for a part of the config, the first of its values that the user wrote; for a key that

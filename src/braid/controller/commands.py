@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
+from braid.checkpoint.export import export_model
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.schema import RunConfig
-from braid.errors import ConfigError, RunInterrupted, TargetMissed
+from braid.errors import (
+    ConfigError,
+    EngineError,
+    EnvError,
+    Problem,
+    RolloutError,
+    RunInterrupted,
+    TargetMissed,
+)
 from braid.models.base import copy_weights
-from braid.models.loading import load_policy, load_tokenizer, save_pretrained
+from braid.models.loading import load_policy, load_tokenizer
 from braid.plan import Verb, resolve
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
+from braid.runtime.environment import environment
 from braid.runtime.memory import keep_freed_memory
 
 from . import build, on_policy, steps, supervised
@@ -40,9 +53,21 @@ class Outcome:
     is_target_reached: bool
 
 
+PASSING = (EngineError, EnvError, RolloutError, OSError)
+"""Failures of what a run works with, not of its config, its numbers or its disk: another try may go well (run.max_restarts)."""
+_LONGEST_PAUSE_S = 60.0
+
+
 def train(loaded: Loaded) -> Outcome:
-    """`braid train`: reinforcement learning, after supervised learning where the config has it."""
-    return _run(loaded, "train", on_policy.run)
+    """`braid train`: reinforcement learning, after supervised learning where the config has it. With run.eval_only, the
+    evaluation of the config's model, or of the checkpoint that run.resume names."""
+    run = loaded.config.run
+    if not run.eval_only:
+        return _run(loaded, "train", on_policy.run)
+    if run.resume == "none":
+        return _evaluate(loaded, {})
+    own = _store_of(loaded.config, Path(run.output_dir) / run.name)
+    return _evaluate(loaded, _weights_in(own, run.resume))
 
 
 def sft(loaded: Loaded) -> Outcome:
@@ -55,20 +80,7 @@ def evaluate(loaded: Loaded, *, run_dir: Path | None = None) -> Outcome:
 
     Writes a run folder of its own, named after the run with `-eval`.
     """
-    run = loaded.config.run
-    name = f"{run.name}-eval"
-    config = loaded.config.model_copy(
-        update={"run": run.model_copy(update={"name": name, "if_exists": "new", "resume": "none"})}
-    )
-    weights = {} if run_dir is None else _weights_of(run_dir)
-
-    def loop(parts: Parts) -> None:
-        copy_weights(weights, parts.policy.named_weights())
-        steps.publish(parts)
-        steps.evaluate(parts, is_due=True)
-        steps.report(parts)
-
-    return _run(replace(loaded, config=config), "eval", loop)
+    return _evaluate(loaded, {} if run_dir is None else _weights_of(run_dir))
 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
@@ -80,26 +92,61 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
             f"{run_dir} trained a perceptron (model.mlp), which has no Hugging Face form; its weights are in "
             f"{run_dir / 'checkpoints'} as safetensors"
         )
+    disable_progress_bar()
     weights = _weights_of(run_dir, step)
     lm = load_policy(model, temperature=1.0, seed=loaded.config.run.seed, device=torch.device("cpu"))
     copy_weights(weights, lm.named_weights())
     folder = output or run_dir / "export"
-    save_pretrained(lm, load_tokenizer(model), folder)
+    export_model(lm, load_tokenizer(model), folder)
     return folder
 
 
+def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor]) -> Outcome:
+    """Score the config's model with `weights` in place of its own, where given."""
+    run = loaded.config.run
+    update = {"name": f"{run.name}-eval", "if_exists": "new", "resume": "none"}
+    # Nothing is saved, so the run's own checkpoints are left alone wherever they are.
+    checkpoint = loaded.config.checkpoint.model_copy(update={"dir": None})
+    config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
+
+    def loop(parts: Parts) -> None:
+        copy_weights(weights, parts.policy.named_weights())
+        steps.publish(parts)
+        steps.evaluate(parts, is_due=True)
+        steps.report(parts)
+
+    return _run(replace(loaded, config=config), "eval", loop)
+
+
 def _weights_of(run_dir: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    """The policy's weights in the newest checkpoint, or in that of `step`."""
-    store = CheckpointStore(run_dir / "checkpoints", keep=None)
-    _, state = store.load("latest" if step is None else run_dir / "checkpoints" / f"step_{step}")
+    """The policy's weights in a run's newest checkpoint, or in that of `step`."""
+    store = _store_of(load_config(run_dir / "config.yaml").config, run_dir)
+    return _weights_in(store, "latest" if step is None else str(store.path(step)))
+
+
+def _weights_in(store: CheckpointStore, which: str) -> dict[str, torch.Tensor]:
+    _, state = store.load(which if which == "latest" else Path(which))
     return state["policy"]["weights"]
+
+
+def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
+    """Where the run in `run_dir` has its checkpoints."""
+    given = config.checkpoint.dir
+    return CheckpointStore(run_dir / "checkpoints" if given is None else Path(given), config.checkpoint.keep)
 
 
 def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
     config = loaded.config
     keep_freed_memory()
+    disable_progress_bar()
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
+    with environment(config.cluster.env):
+        return _run_in_folder(loaded, verb, loop)
+
+
+def _run_in_folder(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
+    config = loaded.config
     inputs = build.read_inputs(loaded, verb)
     num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
     plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
@@ -109,47 +156,49 @@ def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
         if_exists=config.run.if_exists,
         resume=config.run.resume != "none",
     )
-    run_dir.describe(to_yaml(loaded), plan.to_json())
-    store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
+    store = _store_of(config, run_dir.path)
+    _refuse_checkpoints_of_others(config, store)
+    run_dir.describe(to_yaml(loaded), plan.to_json(), loaded.kept)
     with Console(config.report.console, title=f"{verb} {run_dir.path.name}", folder=run_dir.path) as console:
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
-        reporter = Reporter(run_dir, console, build_sinks(run_dir, **_trackers(config)))
+        sinks = build_sinks(run_dir, **_sink_settings(config, run_dir.path.name))
+        reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
         if inputs is not None:
             reporter.decode = inputs.decode
             reporter.count_prompts(inputs.train, inputs.eval)
         else:
             console.counted = "env steps"
         with _told(reporter, store):
-            with reporter.phase("build"):
-                parts = build.build(loaded, plan, inputs, reporter, store)
-            with closing(parts):
-                if config.run.resume != "none":
-                    _resume(parts, config.run.resume)
-                loop(parts)
+            _keep_trying(
+                config, reporter, store, lambda: build.build(loaded, plan, inputs, reporter, store), loop
+            )
             missed = _missed(config, reporter, verb)
             reporter.finish("not_learned" if missed else "finished", missed)
     return Outcome(run_dir.path, missed is None)
 
 
-def _trackers(config: RunConfig) -> dict[str, Any]:
+def _sink_settings(config: RunConfig, name: str) -> dict[str, Any]:
     report = config.report
     shown = config.model_dump(mode="json")
     trackers = {"wandb": report.wandb, "swanlab": report.swanlab}
-    return {"tensorboard": report.tensorboard} | {
-        name: Tracker(section.project, section.mode, shown) for name, section in trackers.items() if section
+    return {
+        "folder": None if report.dir is None else Path(report.dir),
+        "tensorboard_queue": report.tensorboard_queue if report.tensorboard else None,
+    } | {
+        key: Tracker(section.project, section.name or name, section.mode, shown)
+        for key, section in trackers.items()
+        if section
     }
 
 
-def _resume(parts: Parts, which: str) -> None:
-    """Go back to a checkpoint; with `latest` and none there, to the beginning."""
-    if which == "latest" and not parts.store.steps():
-        logger.warning(
-            "there is no checkpoint yet in %s; the run starts from the beginning", parts.store.folder
+def _refuse_checkpoints_of_others(config: RunConfig, store: CheckpointStore) -> None:
+    """A new run would take the checkpoints that it finds for its own, and remove them."""
+    if config.run.resume == "none" and store.steps():
+        message = (
+            f"{store.folder} holds checkpoints of another run. To go on with that run, set run.resume=latest; else give another "
+            "folder, or remove them"
         )
-        return
-    step, state = parts.store.load("latest" if which == "latest" else Path(which))
-    parts.store.forget_after(step)
-    steps.restore(parts, state)
+        raise ConfigError([Problem("checkpoint.dir", message, "file system")])
 
 
 @contextmanager
@@ -161,7 +210,7 @@ def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
         reporter.finish("interrupted")
         saved = store.steps()
         folder = reporter.run_dir.path
-        raise RunInterrupted(folder, store.folder / f"step_{saved[-1]}" if saved else None) from None
+        raise RunInterrupted(folder, store.path(saved[-1]) if saved else None) from None
     except BaseException as error:
         reporter.finish("failed", error)
         raise

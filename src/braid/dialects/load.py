@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +62,16 @@ def read_config(
     )
     if translation.written.problems:
         raise ConfigError(translation.written.problems)
-    return Read(validate(translation.written, path), language, translation.ledger)
+    kept = {"source.yaml": path.read_text("utf-8"), "ledger.json": ledger_text(translation.ledger)}
+    loaded = replace(validate(translation.written, path), kept=kept)
+    return Read(loaded, language, translation.ledger)
+
+
+def ledger_text(ledger: Sequence[Entry]) -> str:
+    """The ledger as JSON: a list of objects with path, value, disposition, native (path -> value) and note."""
+    names = ("path", "value", "disposition", "native", "note")
+    rows = [{name: getattr(entry, name) for name in names} for entry in ledger]
+    return json.dumps(rows, indent=2, ensure_ascii=False, default=dict) + "\n"
 
 
 def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Written:

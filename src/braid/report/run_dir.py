@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,10 +106,12 @@ class RunDir:
     def batches(self) -> Path:
         return self.path / "batches"
 
-    def describe(self, config_yaml: str, plan: dict[str, Any]) -> None:
-        """Write what the run is to do: the resolved config as YAML, and its plan."""
+    def describe(self, config_yaml: str, plan: dict[str, Any], kept: Mapping[str, str] | None = None) -> None:
+        """Write what the run is to do: the resolved config as YAML, its plan, and further texts by file name."""
         self._write(self.config, config_yaml)
         self._write(self.plan, to_json(plan, indent=2) + "\n")
+        for name, text in (kept or {}).items():
+            self._write(self.path / name, text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write(self.summary, to_json(summary, indent=2) + "\n")
