@@ -1,0 +1,156 @@
+"""What this version cannot run is said by name, with what runs here; options of parts not chosen warn."""
+
+from __future__ import annotations
+
+import pytest
+
+from braid.config.load import load_config
+from braid.errors import ConfigError
+from braid.plan import resolve
+
+TEXT = [
+    "model.build={}",
+    "run.max_rounds=10",
+    "data.train=[{kind: procedural, generator: chain_sum, size: 100}]",
+    "reward.parts=[{kind: exact}]",
+]
+PPO = ["algorithm.recipe=ppo", "train.passes_per_round=2"]
+
+
+def complaints(*overrides: str) -> dict[str, str]:
+    config = load_config(None, [*TEXT, *overrides]).config
+    with pytest.raises(ConfigError) as error:
+        resolve(config)
+    return {problem.key: problem.message for problem in error.value.problems}
+
+
+def warnings(*overrides: str) -> dict[str, str]:
+    config = load_config(None, [*TEXT, *overrides]).config
+    return {warning.key: warning.message for warning in resolve(config).warnings}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "part", "here"),
+    [
+        ("train.backend=fsdp2", "train.backend", "the training backend fsdp2", "single"),
+        ("train.backend=deepspeed", "train.backend", "braid-rl[deepspeed]", "single"),
+        ("train.backend=megatron", "train.backend", "braid-rl[megatron]", "single"),
+        ("rollout.engine=vllm", "rollout.engine", "braid-rl[vllm]", "native"),
+        ("rollout.engine=sglang", "rollout.engine", "braid-rl[sglang]", "native"),
+        ("env={kind: libero}", "env.kind", "the simulator libero", "gymnasium"),
+        ("env={kind: maniskill}", "env.kind", "braid-rl[maniskill]", "gymnasium"),
+        ("model.vla={}", "model.vla", "vision-language-action", "model.build"),
+        ("cluster.runtime=ray", "cluster.runtime", "the runtime ray", "in_process"),
+        ("cluster.num_nodes=2", "cluster.num_nodes", "2 machines", "1 runs here"),
+        ("cluster.devices_per_node=8", "cluster.devices_per_node", "all 8 devices", "set it to 1"),
+        ("cluster.placement={policy: 0-3, rollout: 2-5}", "cluster.placement", "6 devices (0, 1", "device 0"),
+        ("train.sequence_parallel=2", "train.sequence_parallel", "2 devices", "1 runs here"),
+    ],
+)
+def test_a_part_that_is_not_built_is_named_with_what_runs_here(
+    override: str, key: str, part: str, here: str
+) -> None:
+    found = complaints(override)
+    assert set(found) == {key}
+    assert part in found[key]
+    assert here in found[key]
+
+
+def test_all_missing_parts_are_told_together_and_nothing_else() -> None:
+    found = complaints("train.backend=fsdp", "rollout.engine=vllm", "train.steps_per_pass=1000")
+    assert set(found) == {"train.backend", "rollout.engine"}
+
+
+def test_a_critics_backend_counts_where_there_is_a_critic() -> None:
+    assert set(complaints(*PPO, "critic.train={backend: megatron}")) == {"critic.train.backend"}
+    assert "critic.train.backend" not in warnings("critic.train={backend: megatron}")
+
+
+def test_one_device_for_every_role_is_what_runs_here() -> None:
+    assert warnings("cluster.placement={policy: '0', rollout: '0'}", "cluster.devices_per_node=1") == {}
+
+
+def test_flash_attention_wants_half_precision() -> None:
+    assert "bf16" in complaints("model.attention=flash_attention_2", "train.autocast=none")["model.attention"]
+    assert warnings("model.attention=flash_attention_2", "train.autocast=bf16") == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        (["train.fsdp.cpu_offload=true"], "train.fsdp.cpu_offload", "train.backend is not fsdp or fsdp2"),
+        (
+            ["train.megatron.transformer.layer_spec=x"],
+            "train.megatron.transformer.layer_spec",
+            "train.backend is not megatron",
+        ),
+        (["rollout.vllm.replicas=2"], "rollout.vllm.replicas", "rollout.engine is not vllm"),
+        (["rollout.publish.transport=nccl"], "rollout.publish.transport", "where they are"),
+        (["cluster.call_timeout_s=5"], "cluster.call_timeout_s", "one process"),
+        (["train.balance_ranks=false"], "train.balance_ranks", "one process"),
+        (["train.offload.gradients=true"], "train.offload.gradients", "frees gradients"),
+        (
+            ["train.offload.optimizer=true", "run.device=cpu"],
+            "train.offload.optimizer",
+            "host memory is where everything is",
+        ),
+        (["train.offload.weights=true"], "train.offload.weights", "samples with these very weights"),
+        (["train.infer_batch_rows=4"], "train.infer_batch_rows", "without gradients"),
+        (["train.grad_scaler={}"], "train.grad_scaler", "fp16"),
+        (
+            ["train.optimizer={kind: sgd, betas: [0.5, 0.9]}"],
+            "train.optimizer.betas",
+            "train.optimizer.kind=sgd",
+        ),
+        (["train.optimizer.value_lr=0.1"], "train.optimizer.value_lr", "value head"),
+        (
+            ["train.optimizer.schedule.min_ratio=0.1"],
+            "train.optimizer.schedule.min_ratio",
+            "schedule.decay=constant",
+        ),
+        (
+            ["train.optimizer.schedule={decay: inverse_sqrt, decay_steps: 5}"],
+            "train.optimizer.schedule.decay_steps",
+            "inverse_sqrt",
+        ),
+        (
+            ["train.optimizer.schedule.start_ratio=0.1"],
+            "train.optimizer.schedule.start_ratio",
+            "no warm-up",
+        ),
+        (["critic.normalize_values=true"], "critic.normalize_values", "no critic"),
+        (["critic.head_name=v"], "critic.head_name", "no critic"),
+        (["model.lora={dropout: 0.1}"], "model.lora.dropout", "the same in rollout and in training"),
+        (["model.lora={path: adapter, rank: 4}"], "model.lora.rank", "have it already"),
+        (["model.low_memory_load=false"], "model.low_memory_load", "no files"),
+    ],
+)
+def test_an_option_of_a_part_that_is_not_chosen_has_no_effect_and_says_why(
+    overrides: list[str], key: str, why: str
+) -> None:
+    found = warnings(*overrides)
+    assert set(found) == {key}
+    assert found[key].startswith("has no effect: ")
+    assert why in found[key]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.grad_scaler={}", "train.autocast=fp16"],
+        ["train.offload.weights=true", "rollout.native.dtype=bf16"],
+        ["train.offload.optimizer=true"],
+        ["train.optimizer.value_lr=0.1", *PPO],
+        ["critic.normalize_values=true", "critic.head_name=v", *PPO],
+        ["train.infer_batch_rows=4", "train.passes_per_round=2"],
+        ["train.optimizer.schedule={decay: wsd, decay_steps: 5, min_ratio: 0.1}"],
+        ["train.optimizer.schedule={warmup_steps: 2, start_ratio: 0.1}"],
+        ["model.lora={rank: 4}", "train.compile=true", "train.count_flops=true", "train.record_memory=true"],
+    ],
+)
+def test_options_that_somebody_reads_do_not_warn(overrides: list[str]) -> None:
+    assert warnings(*overrides) == {}
+
+
+def test_fp16_products_without_loss_scaling_are_suspicious() -> None:
+    assert "train.grad_scaler={}" in warnings("train.autocast=fp16")["train.autocast"]
