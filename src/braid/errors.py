@@ -8,6 +8,8 @@
     ├── EnvError (RuntimeError)        an environment failed; recorded on the trajectory, never scored
     ├── EngineError (RuntimeError)     the rollout engine failed
     ├── TrainingError (RuntimeError)   optimization cannot go on (non-finite steps in a row, no valid rows)
+    │   └── RolloutError               too many trajectories of a round failed
+    ├── WorkerError (RuntimeError)     a worker process died, hung or failed; names it and what it was doing
     ├── CheckpointError (RuntimeError) a checkpoint cannot be written, or none can be read
     ├── TargetMissed                   the run ended without reaching eval.target
     └── RunInterrupted                 Ctrl-C or SIGTERM; says where the run stands
@@ -74,6 +76,14 @@ class EngineError(BraidError, RuntimeError):
 
 class TrainingError(BraidError, RuntimeError):
     """Training cannot go on."""
+
+
+class WorkerError(BraidError, RuntimeError):
+    """A worker process died, did not answer in time, or raised."""
+
+
+class RolloutError(TrainingError):
+    """More trajectories of a round failed than rollout.max_invalid_fraction allows."""
 
 
 class CheckpointError(BraidError, RuntimeError):

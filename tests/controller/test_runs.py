@@ -142,7 +142,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
     assert reason in str(caught.value)
     summary = json.loads(Path("runs/tiny/summary.json").read_text())
     assert summary["status"] == "failed"
-    assert "TrainingError" in summary["error"]
+    assert "RolloutError" in summary["error"]
 
 
 def test_a_round_without_any_valid_answer_ends_the_run_even_when_allowed(load_tiny: LoadTiny) -> None:

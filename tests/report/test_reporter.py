@@ -57,7 +57,7 @@ def reporter_of(path: Path, *sinks: Sink) -> Reporter:
     console = Console("plain", title="train run", folder=path, screen=screen)
     console.num_rounds = 4
     run_dir = RunDir(path)
-    return Reporter(run_dir, console, [*build_sinks(run_dir, tensorboard=False), *sinks])
+    return Reporter(run_dir, console, [*build_sinks(run_dir, tensorboard_queue=None), *sinks])
 
 
 def printed(reporter: Reporter) -> str:

@@ -58,6 +58,24 @@ def test_tensorboard_has_a_point_for_each_round(tmp_path: Path) -> None:
     assert scalars(tmp_path, "step") == [(0, 0.0), (1, 2.0), (2, 4.0)]
 
 
+def test_tensorboard_holds_back_as_many_values_as_the_queue_says(tmp_path: Path) -> None:
+    sink = TensorboardSink(tmp_path, queue=6)
+    seen = []
+    for i in range(4):
+        sink.log(i, i, {"reward/mean": 0.0})  # two values with the step
+        seen.append(len(scalars(tmp_path, "step")) if any(tmp_path.iterdir()) else 0)
+    sink.close()
+    assert [*seen, len(scalars(tmp_path, "step"))] == [0, 0, 3, 3, 4]
+
+
+def test_tensorboard_drops_rounds_that_the_same_process_does_again(tmp_path: Path) -> None:
+    sink = TensorboardSink(tmp_path)
+    for i, value in ((0, 1.0), (1, 1.0), (1, 2.0), (2, 2.0)):
+        sink.log(i, i, {"reward/mean": value})
+    sink.close()
+    assert scalars(tmp_path, "reward/mean") == [(0, 1.0), (1, 2.0), (2, 2.0)]
+
+
 def test_tensorboard_drops_rounds_that_a_resumed_run_does_again(tmp_path: Path) -> None:
     for rounds, value in ((range(4), 1.0), (range(2, 5), 2.0)):
         sink = TensorboardSink(tmp_path)
@@ -101,8 +119,8 @@ TRACKED_RUN = textwrap.dedent(
     from braid.report.sinks.build import build_sinks
 
     run = RunDir(Path(sys.argv[2]))
-    tracker = Tracker("a-project", "offline", {"train": {"lr": 0.1}})
-    jsonl, sink = build_sinks(run, tensorboard=False, **{sys.argv[1]: tracker})
+    tracker = Tracker("a-project", "a-name", "offline", {"train": {"lr": 0.1}})
+    jsonl, sink = build_sinks(run, tensorboard_queue=None, **{sys.argv[1]: tracker})
     for i in range(3):
         sink.log(i, i, {"reward/mean": i / 2, "policy/kl": math.nan})
     sink.close()
@@ -132,7 +150,9 @@ def test_an_offline_tracker_leaves_files_in_the_run_and_asks_nobody(
     assert done.returncode == 0, done.stderr
     found = list((tmp_path / "run").glob(files))
     assert len(found) == 1
-    assert b"reward/mean" in found[0].read_bytes()
+    content = found[0].read_bytes()
+    assert b"reward/mean" in content
+    assert b"a-name" in content
     assert asked == []
     assert done.stdout == ""  # the terminal is the run's own
 
@@ -146,10 +166,21 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     with pytest.raises(
         ConfigError, match=rf"report\.{name}: {name} is not installed.*pip install 'braid-rl\[{name}\]'"
     ):
-        build_sinks(run, tensorboard=False, **{name: Tracker("p", "offline")})
+        build_sinks(run, tensorboard_queue=None, **{name: Tracker("p", "r", "offline")})
 
 
 def test_metrics_jsonl_is_always_among_the_sinks(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert [sink.name for sink in build_sinks(run, tensorboard=False)] == ["metrics.jsonl"]
-    assert [sink.name for sink in build_sinks(run, tensorboard=True)] == ["metrics.jsonl", "TensorBoard"]
+    assert [sink.name for sink in build_sinks(run, tensorboard_queue=None)] == ["metrics.jsonl"]
+    assert [sink.name for sink in build_sinks(run, tensorboard_queue=10)] == ["metrics.jsonl", "TensorBoard"]
+
+
+def test_sinks_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    run, folder = RunDir(tmp_path / "run"), tmp_path / "curves"
+    jsonl, tensorboard = build_sinks(run, folder=folder, tensorboard_queue=1)
+    for sink in (jsonl, tensorboard):
+        sink.log(1, 1, {"reward/mean": 0.5})
+        sink.close()
+    assert scalars(folder / "tensorboard", "reward/mean") == [(1, 0.5)]
+    assert run.metrics.exists()
+    assert not (run.path / "tensorboard").exists()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from braid.checkpoint.export import export_model
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
@@ -31,6 +33,8 @@ from braid.models.value import ValueModel
 from braid.plan import Plan, Verb
 from braid.report.reporter import Reporter
 from braid.rewards.scorer import build_scorer
+from braid.rollout.drivers.base import Driver
+from braid.rollout.drivers.batches import Batches
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import Sampling
@@ -38,6 +42,7 @@ from braid.rollout.engines.native import NativeEngine
 from braid.runtime.memory_record import MemoryRecorder
 from braid.training.backends.single import SingleBackend
 from braid.types import Row
+from braid.weights.fingerprint import check_published
 
 from .costs import held_bytes
 from .parts import Parts
@@ -135,14 +140,9 @@ def _build_text(
         **config.rollout.native.model_dump(),
     )
 
-    def driver(sampling: SamplingConfig) -> TextDriver:
-        context = (
-            plan.max_trajectory_tokens
-            if sampling is config.rollout.sampling
-            else plan.eval_max_trajectory_tokens
-        )
+    def driver(sampling: SamplingConfig, context: int | None, batch: int | None) -> Driver:
         assert context is not None, "text has a bound on its context"
-        return TextDriver(
+        driver = TextDriver(
             engine,
             text_env_maker(config.env),  # pyright: ignore[reportArgumentType]  # narrowed above
             tokenizer,
@@ -151,6 +151,7 @@ def _build_text(
             retries=config.rollout.retries,
             max_context_tokens=context,
         )
+        return driver if batch is None else Batches(driver, batch)
 
     critic = None
     if plan.needs_critic:
@@ -177,16 +178,23 @@ def _build_text(
         else _sampler(config, max(1, len(inputs.train.prompts))),
         train_prompts=inputs.train.prompts,
         eval_prompts=inputs.eval.by_source(),
-        driver=driver(config.rollout.sampling),
-        eval_driver=driver(config.eval.sampling or config.rollout.sampling),
+        driver=driver(config.rollout.sampling, plan.max_trajectory_tokens, config.rollout.request_batch),
+        eval_driver=driver(
+            config.eval.sampling or config.rollout.sampling,
+            plan.eval_max_trajectory_tokens,
+            config.eval.batch_prompts,
+        ),
         scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
         policy=policy,
         critic=None if critic is None else _critic_backend(config, plan, critic, device),
         reference=None
         if reference is None
-        else SingleBackend(reference, config.train, total_steps=0, device=device),
+        else SingleBackend(reference, config.reference.train or config.train, total_steps=0, device=device),
         supervised=supervised,
         follow_policy=partial(_follow, config, lm, critic, reference),
+        update_reference=partial(_update_reference, lm, reference),
+        export=partial(export_model, lm, tokenizer),
+        check_weights=_weight_check(config, lm, engine, reporter) if config.rollout.check_weights else None,
         loop=asyncio.Runner(),
     )
 
@@ -210,10 +218,11 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
         )
         critic.module.to(device)
 
-    def driver(sampling: SamplingConfig) -> SimulatorDriver:
-        return SimulatorDriver(
+    def driver(sampling: SamplingConfig, batch: int | None) -> Driver:
+        driver = SimulatorDriver(
             simulator, policy, seed=config.run.seed, retries=config.rollout.retries, greedy=sampling.greedy
         )
+        return driver if batch is None else Batches(driver, batch)
 
     return Parts(
         config=config,
@@ -223,8 +232,8 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
         sampler=_sampler(config, NUM_RESET_STATES),
         train_prompts=reset_prompts(env.id, NUM_RESET_STATES),
         eval_prompts={env.id: reset_prompts(env.id, env.eval_episodes)},
-        driver=driver(config.rollout.sampling),
-        eval_driver=driver(config.eval.sampling or config.rollout.sampling),
+        driver=driver(config.rollout.sampling, config.rollout.request_batch),
+        eval_driver=driver(config.eval.sampling or config.rollout.sampling, config.eval.batch_prompts),
         scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
         policy=SingleBackend(
             policy, config.train, total_steps=plan.num_steps, device=device, keeps_weights=True
@@ -233,12 +242,14 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
         reference=None,
         supervised=None,
         follow_policy=lambda: None,
+        update_reference=lambda: None,
         loop=asyncio.Runner(),
     )
 
 
 def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
-    return PromptSampler(num_prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
 
 
 def _critic_of(config: RunConfig, lm: CausalLM, device: torch.device) -> ValueModel:
@@ -267,16 +278,16 @@ def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> Caus
     if config.reference.path is None:
         return AdapterReference(lm) if lm.has_adapters else lm.frozen_copy()
     model = config.model.model_copy(update={"path": config.reference.path, "build": None, "lora": None})
-    temperature, chunk = config.rollout.sampling.temperature, config.train.logprob_chunk_bytes
+    train = config.reference.train or config.train
     reference = load_policy(
         model,
-        temperature=temperature,
+        temperature=config.rollout.sampling.temperature,
         seed=0,
         device=device,
-        chunk_bytes=chunk,
+        chunk_bytes=train.logprob_chunk_bytes,
         key="reference",
-        compiles=config.train.compile,
-        liger=config.train.liger_kernels,
+        compiles=train.compile,
+        liger=train.liger_kernels,
     )
     reference.module.requires_grad_(False)
     return reference
@@ -293,6 +304,29 @@ def _follow(
         copy_weights(dict(lm.named_weights()), reference.named_weights())
     if critic is not None and config.critic.path is None:
         copy_weights(dict(lm.merged_weights()), critic.named_weights())
+
+
+def _update_reference(lm: CausalLM, reference: CausalLM | AdapterReference | None) -> None:
+    """Copy the policy's weights into the reference, whatever it began with."""
+    if reference is None:
+        return
+    is_alike = isinstance(reference, AdapterReference) or not lm.has_adapters
+    weights = lm.named_weights() if is_alike else lm.merged_weights()
+    copy_weights(dict(weights), reference.named_weights())
+
+
+def _weight_check(
+    config: RunConfig, lm: CausalLM, engine: NativeEngine, reporter: Reporter
+) -> Callable[[int], None]:
+    given = config.rollout.check_weights_dir
+    folder = reporter.run_dir.path / "check_weights" if given is None else Path(given)
+
+    def check(version: int) -> None:
+        check_published(
+            lm.model.named_parameters(), engine.named_parameters(), version=version, folder=folder
+        )
+
+    return check
 
 
 def _supervised_of(

@@ -201,6 +201,55 @@ def _refuse_checkpoints_of_others(config: RunConfig, store: CheckpointStore) -> 
         raise ConfigError([Problem("checkpoint.dir", message, "file system")])
 
 
+def _keep_trying(
+    config: RunConfig,
+    reporter: Reporter,
+    store: CheckpointStore,
+    new_parts: Callable[[], Parts],
+    loop: Callable[[Parts], None],
+) -> None:
+    """Run the loop, and after a failure that may pass once more with new parts from the newest checkpoint, up to
+    run.max_restarts times and with longer and longer pauses."""
+    which = config.run.resume
+    for restart in itertools.count(1):
+        try:
+            with reporter.phase("build"):
+                parts = new_parts()
+            with closing(parts):
+                if which != "none":
+                    _resume(parts, which)
+                loop(parts)
+            return
+        except PASSING as error:
+            if restart > config.run.max_restarts:
+                raise
+            which = "latest" if store.steps() else config.run.resume
+            pause_s = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
+            logger.warning(
+                "the run failed: %s: %s; restart %d of %d in %g s, from %s",
+                type(error).__name__,
+                error,
+                restart,
+                config.run.max_restarts,
+                pause_s,
+                "the beginning" if which == "none" else f"checkpoint {which}",
+            )
+            reporter.restart()
+            time.sleep(pause_s)
+
+
+def _resume(parts: Parts, which: str) -> None:
+    """Go back to a checkpoint; with `latest` and none there, to the beginning."""
+    if which == "latest" and not parts.store.steps():
+        logger.warning(
+            "there is no checkpoint yet in %s; the run starts from the beginning", parts.store.folder
+        )
+        return
+    step, state = parts.store.load("latest" if which == "latest" else Path(which))
+    parts.store.forget_after(step)
+    steps.restore(parts, state)
+
+
 @contextmanager
 def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
     """Whatever ends the run, its summary says so."""

@@ -35,10 +35,12 @@ def run(parts: Parts) -> None:
         rows = steps.credit(parts, groups)
         steps.improve(parts, rows)
         steps.publish(parts)
-        steps.store_samples(parts, groups, rows)
+        steps.update_reference(parts)
+        steps.store(parts, groups, rows)
         steps.evaluate(
             parts, is_due=parts.is_due(parts.config.eval.every_rounds, is_last and parts.config.eval.at_end)
         )
+        steps.export(parts)
         steps.report(parts)
         steps.save(
             parts,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from braid.checkpoint.store import CheckpointStore
 from braid.config.schema import RunConfig
@@ -14,31 +15,13 @@ from braid.plan import Plan
 from braid.report.metrics import Metrics
 from braid.report.reporter import Reporter
 from braid.rewards.scorer import Scorer
+from braid.rollout.drivers.base import Driver
 from braid.runtime.memory_record import MemoryRecorder
 from braid.training.backend import TrainingBackend
-from braid.types import Group, Prompt
+from braid.types import Prompt
 
 if TYPE_CHECKING:
     from .supervised import Supervised
-
-
-class Driver(Protocol):
-    """Turns prompts into groups of trajectories: an engine with a text environment, or a simulator."""
-
-    async def run(
-        self, prompts: Sequence[Prompt], group_size: int, *, key: tuple[int, ...]
-    ) -> list[Group]: ...
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the engine's key/value cache in this process."""
-        ...
-
-    def publish(self, version: int) -> None:
-        """Take the policy's weights as they are now."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -46,11 +29,13 @@ class Progress:
     """How far the run has come; saved with every checkpoint.
 
     `round` counts rollout rounds and `step` optimizer steps of the policy in them; `is_warm` after the warm-up.
+    `reference_updates` counts how often the reference has taken over the policy's weights.
     """
 
     round: int = 0
     step: int = 0
     is_warm: bool = False
+    reference_updates: int = 0
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,7 +50,9 @@ class Parts:
     """Everything that the verbs of steps.py work on. Built by build.py; lives as long as the run.
 
     `follow_policy` makes the reference and the critic's backbone copies of the policy as it is now, where the config
-    gives them no weights of their own.
+    gives them no weights of their own; `update_reference` makes the reference one in any case. `export` writes the policy as a
+    Hugging Face folder; None for policies that have no such form. `check_weights` compares the engine's weights with the
+    trainer's, given the version that was published; None when that is not asked for.
     """
 
     config: RunConfig
@@ -84,6 +71,9 @@ class Parts:
     supervised: Supervised | None
     loop: asyncio.Runner
     follow_policy: Callable[[], None]
+    update_reference: Callable[[], None]
+    export: Callable[[Path], None] | None = None
+    check_weights: Callable[[int], None] | None = None
     progress: Progress = field(default_factory=Progress)
     metrics: Metrics = field(default_factory=Metrics)
     memory: MemoryRecorder | None = None

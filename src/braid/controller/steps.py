@@ -7,19 +7,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 
 from braid.algorithms.aggregate import row_weights
-from braid.errors import TrainingError
+from braid.config.train import TrainConfig
+from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
+from braid.report.outputs import log_outputs
 from braid.rollout.rows import rows_of
 from braid.training.backend import StepReport, TrainingBackend
 from braid.training.credit import assign_credit
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.step_fields import write_step_fields
-from braid.types import Group, Prompt, Row, Status
+from braid.types import Group, Row, Status
 
 from . import costs
 from .parts import Parts
@@ -65,6 +68,9 @@ def collect(parts: Parts) -> list[Group]:
     metrics.mean("rollout/output_length_mean", sum(tokens), len(tokens))
     metrics.max("rollout/output_length_max", max(tokens))
     metrics.mean("rollout/tokens_per_s", sum(tokens) / metrics.value("time/collect_s"))
+    for trajectory in trajectories:
+        if trajectory.turns:
+            metrics.mean("rollout/turns_mean", len(trajectory.turns))
     costs.count_sampling(parts, groups)
     return groups
 
@@ -74,6 +80,8 @@ def score(parts: Parts, groups: Sequence[Group]) -> None:
     trajectories = [t for group in groups for t in group.trajectories]
     with _timed(parts, "score"):
         parts.loop.run(parts.scorer.score(trajectories))
+    if parts.config.rollout.print_outputs:
+        log_outputs(parts.progress.round, groups)
     metrics = parts.metrics
     for status in Status:
         metrics.add(f"status/{status}", sum(t.status is status for t in trajectories))
@@ -84,7 +92,7 @@ def score(parts: Parts, groups: Sequence[Group]) -> None:
     limit = parts.config.rollout.max_invalid_fraction
     if invalid > limit * len(trajectories):
         common = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
-        raise TrainingError(
+        raise RolloutError(
             f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, more than "
             f"rollout.max_invalid_fraction={limit:g} allows. Most common: {common}"
         )
@@ -128,32 +136,38 @@ def _infer(backend: TrainingBackend, rows: Sequence[Row], output: Output, field:
 
 
 def improve(parts: Parts, rows: Sequence[Row]) -> None:
-    """The round's optimizer steps: critic, then policy, on each mini-batch."""
-    recipe = parts.plan.recipe
-    is_policy_due = parts.critic is None or parts.progress.round > parts.config.critic.warmup_rounds
+    """The round's optimizer steps: the critic's, then the policy's, each on mini-batches of its own."""
     with _timed(parts, "improve"):
-        for batch in _batches(parts, rows):
-            counts, groups = [row.num_tokens for row in batch], [row.group for row in batch]
-            weights = row_weights(
-                counts, groups, mode=recipe.aggregation, constant=parts.plan.aggregation_constant
-            )
-            if parts.critic is not None:
-                record(parts.metrics, "critic", parts.critic.train(batch, weights, value_loss_of(recipe)))
-            if is_policy_due:
-                key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
-                write_step_fields(batch, recipe, constant=parts.plan.aggregation_constant, key=key)
-                report = parts.policy.train(batch, weights, policy_loss(recipe))
-                record(parts.metrics, "policy", report)
-                if recipe.early_stop_ratio is not None:
-                    parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))
-                parts.progress.step += 1
+        if parts.critic is not None:
+            _improve_critic(parts, parts.critic, rows)
+        if parts.critic is None or parts.progress.round > parts.config.critic.warmup_rounds:
+            _improve_policy(parts, rows)
     tokens = sum(len(row) for row in rows) * parts.config.train.passes_per_round
     parts.metrics.mean("train/tokens_per_s", tokens / parts.metrics.value("time/improve_s"))
 
 
-def _batches(parts: Parts, rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Mini-batches of whole prompts, each pass in a new order."""
-    train = parts.config.train
+def _improve_critic(parts: Parts, critic: TrainingBackend, rows: Sequence[Row]) -> None:
+    loss = value_loss_of(parts.plan.recipe)
+    for batch, weights in _batches(parts, rows, parts.config.critic.train or parts.config.train):
+        record(parts.metrics, "critic", critic.train(batch, weights, loss))
+
+
+def _improve_policy(parts: Parts, rows: Sequence[Row]) -> None:
+    recipe = parts.plan.recipe
+    for batch, weights in _batches(parts, rows, parts.config.train):
+        key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
+        write_step_fields(batch, recipe, constant=parts.plan.aggregation_constant, key=key)
+        report = parts.policy.train(batch, weights, policy_loss(recipe))
+        record(parts.metrics, "policy", report)
+        if recipe.early_stop_ratio is not None:
+            parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))
+        parts.progress.step += 1
+
+
+def _batches(
+    parts: Parts, rows: Sequence[Row], train: TrainConfig
+) -> Iterator[tuple[list[Row], list[float]]]:
+    """Mini-batches of whole prompts, each pass in a new order, with what each position of a row counts in the loss."""
     groups = sorted({row.group for row in rows})
     for pass_ in range(train.passes_per_round):
         order = np.array(groups)
@@ -162,7 +176,16 @@ def _batches(parts: Parts, rows: Sequence[Row]) -> Iterator[list[Row]]:
             np.random.default_rng(seed).shuffle(order)
         for chosen in np.array_split(order, min(train.steps_per_pass, len(order))):
             members = set(chosen.tolist())
-            yield [row for row in rows if row.group in members]
+            batch = [row for row in rows if row.group in members]
+            yield (
+                batch,
+                row_weights(
+                    [row.num_tokens for row in batch],
+                    [row.group for row in batch],
+                    mode=parts.plan.recipe.aggregation,
+                    constant=parts.plan.aggregation_constant,
+                ),
+            )
 
 
 def record(metrics: Metrics, role: str, report: StepReport) -> None:
@@ -181,17 +204,30 @@ def record(metrics: Metrics, role: str, report: StepReport) -> None:
         metrics.max(name, value)
 
 
+def update_reference(parts: Parts) -> None:
+    """After every so many passes over the prompts, the reference takes over the policy's weights."""
+    every = parts.config.reference.update_every_epochs
+    if every and parts.sampler.epoch // every > parts.progress.reference_updates:
+        parts.progress.reference_updates = parts.sampler.epoch // every
+        parts.update_reference()
+
+
 def publish(parts: Parts) -> None:
     """Hand the new weights to the samplers."""
     with _timed(parts, "publish"):
         parts.driver.publish(parts.progress.round)
         parts.eval_driver.publish(parts.progress.round)
+        if parts.check_weights is not None:
+            parts.check_weights(parts.progress.round)
 
 
-def store_samples(parts: Parts, groups: Sequence[Group], rows: Sequence[Row]) -> None:
-    """Keep every trajectory of chosen rounds for reading."""
-    if parts.is_due(parts.config.report.samples_every_rounds):
-        parts.reporter.store_samples(f"round_{parts.progress.round:06d}", groups, rows)
+def store(parts: Parts, groups: Sequence[Group], rows: Sequence[Row]) -> None:
+    """Keep every trajectory of chosen rounds for reading, and every array of the rows for machines."""
+    report, name = parts.config.report, f"round_{parts.progress.round:06d}"
+    if parts.is_due(report.samples_every_rounds):
+        parts.reporter.store_samples(name, groups, rows)
+    if parts.is_due(report.batches_every_rounds):
+        parts.reporter.store_batch(name, groups, rows)
 
 
 def evaluate(parts: Parts, *, is_due: bool) -> None:
@@ -200,25 +236,38 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
         return
     with _timed(parts, "evaluate"):
         results, groups = _evaluate(parts)
-    parts.reporter.store_samples(f"eval_{parts.progress.round:06d}", groups, ())
+    if parts.config.report.eval_samples:
+        parts.reporter.store_samples(f"eval_{parts.progress.round:06d}", groups, ())
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
 
 
 def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
+    """Results by source, and the groups in the order in which they were sampled. The order changes no result."""
     config = parts.config.eval
-    prompts: list[Prompt] = [p for source in parts.eval_prompts.values() for p in source]
+    prompts = [p for source in parts.eval_prompts.values() for p in source]
+    order = np.arange(len(prompts))
+    if config.shuffle:
+        np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
     with costs.device_freed(parts):
-        groups = parts.loop.run(parts.eval_driver.run(prompts, config.samples_per_prompt, key=(EVAL_KEY, 0)))
+        groups = parts.loop.run(
+            parts.eval_driver.run(
+                [prompts[i] for i in order],
+                config.samples_per_prompt,
+                key=(EVAL_KEY, 0),
+                numbers=order.tolist(),
+            )
+        )
     parts.loop.run(parts.scorer.score([t for g in groups for t in g.trajectories]))
+    in_order = [groups[place] for place in np.argsort(order)]
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
-    for group in groups:
+    for group in in_order:
         by_source[group.prompt.source].append(group)
     results = {
         name: summarize_eval(of, config.pass_at, config.success_reward) for name, of in by_source.items()
     }
-    results["all"] = summarize_eval(groups, config.pass_at, config.success_reward)
+    results["all"] = summarize_eval(in_order, config.pass_at, config.success_reward)
     return results, groups
 
 
@@ -263,6 +312,16 @@ def save(parts: Parts, *, is_due: bool) -> None:
         parts.store.save(parts.progress.step, state_of(parts))
 
 
+def export(parts: Parts) -> None:
+    """Write the policy of chosen rounds as a Hugging Face folder."""
+    config = parts.config.checkpoint
+    if parts.export is None or not parts.is_due(config.export_every_rounds):
+        return
+    home = parts.reporter.run_dir.exports if config.export_dir is None else Path(config.export_dir)
+    with _timed(parts, "export"):
+        parts.export(home / f"step_{parts.progress.step}")
+
+
 def state_of(parts: Parts) -> dict[str, object]:
     """All that `restore` needs to go on to the bit."""
     return {
@@ -270,9 +329,15 @@ def state_of(parts: Parts) -> dict[str, object]:
         "sampler": parts.sampler.state(),
         "policy": parts.policy.state(),
         "critic": parts.critic.state() if parts.critic else None,
-        "reference": parts.reference.state() if parts.reference and not parts.config.reference.path else None,
+        "reference": parts.reference.state() if parts.reference and _reference_changes(parts) else None,
         "reporter": parts.reporter.state(),
     }
+
+
+def _reference_changes(parts: Parts) -> bool:
+    """Whether the reference is ever other than what its folder holds."""
+    config = parts.config.reference
+    return config.path is None or config.update_every_epochs > 0
 
 
 def restore(parts: Parts, state: dict[str, object]) -> None:

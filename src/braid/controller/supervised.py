@@ -54,6 +54,7 @@ def run(parts: Parts) -> None:
         sft.learn(parts.metrics)
         steps.publish(parts)
         steps.evaluate(parts, is_due=parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end))
+        steps.export(parts)
         steps.report(parts)
         steps.save(
             parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end)

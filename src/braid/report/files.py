@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, pieces: Iterable[str]) -> None:
-    """Replace the file at `path` by `pieces` of text, one after the other. On an OSError, which is passed on, the old file
-    stays."""
+def write_atomically(path: Path, pieces: Iterable[str | bytes]) -> None:
+    """Replace the file at `path` by `pieces` of text (UTF-8) or bytes, one after the other. On an OSError, which is passed on,
+    the old file stays."""
     beside = path.with_name(f".{path.name}.new")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with beside.open("wb") as file:
             for piece in pieces:
-                file.write(piece)
+                file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

@@ -55,6 +55,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/tokens_per_s", "tokens/s", "The same per second of collecting."),
     Metric("rollout/output_length_mean", "tokens", "Mean tokens that the policy wrote in a trajectory."),
     Metric("rollout/output_length_max", "tokens", "Most tokens that the policy wrote in a trajectory."),
+    Metric("rollout/turns_mean", "", "Mean turns of the policy in a trajectory."),
     Metric("status/<status>", "", "Trajectories that ended finished, truncated or invalid."),
     Metric("invalid/<boundary>", "", "Invalid trajectories by what failed: environment, engine or reward."),
     # the policy
@@ -106,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("flops/infer_per_s", "FLOP/s", "Model operations of log-probs and values before the update, per second of computing them."),
     Metric("flops/train_per_s", "FLOP/s", "Model operations of optimizer steps, per second of taking them."),
     Metric("time/round_s", "s", "Since the line before, all included."),
-    Metric("time/<verb>_s", "s", "Time in one verb: warm_up, collect, score, credit, improve, publish, evaluate, save."),
+    Metric("time/<verb>_s", "s", "Time in one verb: warm_up, collect, score, credit, improve, publish, evaluate, export, save."),
     Metric("memory/peak_rss_bytes", "bytes", "Most memory that the process has held."),
 )  # fmt: skip
 

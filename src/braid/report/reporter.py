@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from braid.errors import ReportError
 from braid.types import Group, Row
 
+from .batches import write_batch
 from .closing import answers, closing, what_was_learned
 from .metrics import Metrics
 from .run_dir import RunDir
@@ -53,8 +54,17 @@ class Reporter:
     is reported once and left out from there on; metrics.jsonl and summary.json raise ReportError.
     """
 
-    def __init__(self, run_dir: RunDir, console: Console, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        console: Console,
+        sinks: Sequence[Sink] = (),
+        *,
+        checkpoints: Path | None = None,
+    ) -> None:
+        """`checkpoints` is their folder, the run's own when None."""
         self.run_dir = run_dir
+        self._checkpoints = checkpoints or run_dir.checkpoints
         self.console = console
         self.decode: Decode | None = None
         self._sinks: list[Sink] = [*sinks, console]
@@ -66,6 +76,7 @@ class Reporter:
         self._earlier_s = 0.0
         self._start_s = self._line_s = time.monotonic()
         self._is_begun = False
+        self._num_restarts = 0
 
     def phase(self, verb: str) -> AbstractContextManager[None]:
         """Show that the run is busy with `verb`, for as long as the context lasts."""
@@ -116,6 +127,26 @@ class Reporter:
         except OSError as error:
             logger.warning("samples were not stored: cannot write %s: %s", path, error.strerror)
 
+    def store_batch(self, name: str, groups: Sequence[Group], rows: Sequence[Row]) -> None:
+        """Keep all arrays of training rows as batches/`name`. A full disk is told, no more."""
+        self._begin()
+        path = self.run_dir.batches / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_batch(path, groups, rows)
+        except OSError as error:
+            logger.warning("training rows were not stored: cannot write %s: %s", path, error.strerror)
+
+    def restart(self) -> None:
+        """The run begins anew or goes on from a checkpoint (then `load` follows), in the same process. Its restarts are
+        counted in the summary."""
+        self._num_restarts += 1
+        self._round, self._step = None, 0
+        self._first_eval = self._last_eval = _NO_EVAL
+        self._earlier_s = 0.0
+        self._start_s = self._line_s = time.monotonic()
+        self._is_begun = False
+
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on telling: the round, the time, the first and last evaluation."""
         return {
@@ -124,6 +155,7 @@ class Reporter:
             "wall_s": self._wall_s,
             "first_eval": self._first_eval,
             "last_eval": self._last_eval,
+            "restarts": self._num_restarts,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -131,6 +163,7 @@ class Reporter:
         self._round, self._step = state["round"], state["step"]
         self._earlier_s = state["wall_s"]
         self._first_eval, self._last_eval = state["first_eval"], state["last_eval"]
+        self._num_restarts = max(self._num_restarts, state["restarts"])
         self._begin()
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
@@ -191,6 +224,7 @@ class Reporter:
                 "num_rounds": self.console.num_rounds,
                 "steps": self._step,
                 "wall_s": round(self._wall_s, 3),
+                "restarts": self._num_restarts,
                 "eval": {
                     "first": self.first_eval,
                     "last": self.last_eval,
@@ -212,7 +246,9 @@ class Reporter:
             "run": folder,
             "metrics": run.metrics,
             "samples": run.samples,
-            "checkpoints": run.checkpoints,
+            "batches": run.batches,
+            "checkpoints": self._checkpoints,
+            "exports": run.exports,
         }
         return closing(
             status,

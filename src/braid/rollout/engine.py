@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from braid.types import StopReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,10 @@ class RolloutEngine(Protocol):
 
     def publish(self, version: int) -> None:
         """Take the policy's weights as they are now, as `version`. Not while requests run."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that it samples with, in its own type."""
         ...
 
     def close(self) -> None: ...

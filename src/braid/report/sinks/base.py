@@ -25,17 +25,17 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """Where an experiment tracker is to put a run; fields as in config.report. `config` is shown beside the curves."""
+    """Where an experiment tracker is to put a run; fields as in config.report, `name` filled in. `config` is shown beside the
+    curves."""
 
     project: str
+    name: str
     mode: str
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def run_id(folder: Path) -> str:
-    """The id under which a tracker knows this run, so that a resumed one goes on under it. Kept in `folder`."""
-    path = folder / "run_id"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex[:12], "utf-8")
-    return path.read_text("utf-8")
+def run_id(file: Path) -> str:
+    """The id under which a tracker knows a run, so that a resumed one goes on under it. Kept in `file`."""
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12], "utf-8")
+    return file.read_text("utf-8")

@@ -141,7 +141,11 @@ class Console:
             self.say(f"{_words(name)} {done}/{total}")
 
     def go_on(self, records: Sequence[Mapping[str, float | None]]) -> None:
-        """Take up what a resumed run has shown before: the lines of metrics.jsonl so far."""
+        """Take up what the run has shown before the round that it goes on from, and no more: the lines of metrics.jsonl."""
+        self._first, self._latest = {}, {}
+        self._curves = {name: [] for name in CURVES}
+        self._ends_s.clear()
+        self._round = self._step = 0
         for record in records:
             self._take({name: value for name, value in record.items() if value is not None})
         if records:

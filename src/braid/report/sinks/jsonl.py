@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from braid.report.files import to_json
 
 
 class JsonlSink:
-    """Appends to the file; each line is with the system when `log` returns. The file is open for no longer than that, so
+    """Appends to the file; each line is on the disk when `log` returns. The file is open for no longer than that, so
     that the run's folder can be rewound. Raises ReportError when a line cannot be written.
     """
 
@@ -23,6 +24,8 @@ class JsonlSink:
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(to_json({"round": round_, "step": step, **flat}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise ReportError(
                 f"cannot write round {round_} to {self._path}: {error.strerror}; make room, then go on from the last "

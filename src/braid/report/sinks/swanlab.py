@@ -22,7 +22,7 @@ MODES: dict[str, Literal["online", "local", "offline"]] = {
 
 class SwanlabSink:
     """Logs to a run of SwanLab whose files lie in `folder`/swanlab; `offline` writes there and talks to nobody
-    (`swanlab sync` uploads it later). A resumed cloud run goes on under the id that it began with. Its messages are
+    (`swanlab sync` uploads it later). A resumed cloud run goes on under the id in `id_file`. Its messages are
     kept off the terminal, which is the run's own display.
 
     Raises ConfigError when swanlab is not installed, or does not take the run.
@@ -30,7 +30,7 @@ class SwanlabSink:
 
     name = "swanlab"
 
-    def __init__(self, tracker: Tracker, *, run_name: str, folder: Path) -> None:
+    def __init__(self, tracker: Tracker, *, folder: Path, id_file: Path) -> None:
         try:
             import swanlab  # noqa: TID251  # an extra
         except ImportError:
@@ -42,8 +42,8 @@ class SwanlabSink:
             with redirect_stdout(io.StringIO()):
                 self._run = swanlab.init(
                     project=tracker.project,
-                    name=run_name,
-                    id=run_id(folder / "swanlab") if is_online else None,
+                    name=tracker.name,
+                    id=run_id(id_file) if is_online else None,
                     resume="allow" if is_online else "never",
                     log_dir=str(folder / "swanlab"),
                     mode=MODES[tracker.mode],

@@ -11,24 +11,39 @@ if TYPE_CHECKING:
 
 
 class TensorboardSink:
-    """Writes scalars to `folder`. After a resume, TensorBoard shows the new points of rounds that were done twice."""
+    """Writes scalars to `folder` once at least `queue` of them wait. After a resume or a restart, TensorBoard shows the new
+    points of rounds that were done twice."""
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, queue: int = 1) -> None:
         self._folder = folder
+        self._queue = queue
         self._writer: SummaryWriter | None = None
+        self._last_round = -1
+        self._waiting: list[tuple[str, float, int]] = []
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second
-
-            self._writer = SummaryWriter(str(self._folder), purge_step=round_)
-        for name, value in {"step": float(step), **flat}.items():
-            self._writer.add_scalar(name, value, round_)
-        self._writer.flush()
+        if round_ <= self._last_round:
+            self.close()
+        self._last_round = round_
+        self._waiting += [(name, value, round_) for name, value in {"step": float(step), **flat}.items()]
+        if len(self._waiting) >= self._queue:
+            self._write()
 
     def close(self) -> None:
+        if self._waiting:
+            self._write()
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+    def _write(self) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._waiting[0][2])
+        for name, value, round_ in self._waiting:
+            self._writer.add_scalar(name, value, round_)
+        self._writer.flush()
+        self._waiting.clear()

@@ -13,14 +13,14 @@ from .base import Tracker, run_id
 
 class WandbSink:
     """Logs to a run of wandb whose files lie in `folder`/wandb; `offline` writes there and talks to nobody
-    (`wandb sync` uploads it later). A resumed run goes on under the id that it began with.
+    (`wandb sync` uploads it later). A resumed run goes on under the id in `id_file`.
 
     Raises ConfigError when wandb is not installed, or does not take the run.
     """
 
     name = "wandb"
 
-    def __init__(self, tracker: Tracker, *, run_name: str, folder: Path) -> None:
+    def __init__(self, tracker: Tracker, *, folder: Path, id_file: Path) -> None:
         try:
             import wandb  # noqa: TID251  # an extra
         except ImportError:
@@ -33,8 +33,8 @@ class WandbSink:
         try:
             self._run = wandb.init(
                 project=tracker.project,
-                name=run_name,
-                id=run_id(folder / "wandb"),
+                name=tracker.name,
+                id=run_id(id_file),
                 dir=str(folder),
                 mode="offline" if is_offline else "online",
                 config=tracker.config,

@@ -18,7 +18,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -157,6 +157,10 @@ class NativeEngine:
         self._version = version
         if self._lm is not self._source:
             _copy_weights(self._source, self._lm)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See RolloutEngine."""
+        return self._lm.model.named_parameters()
 
     def close(self) -> None:
         """Fail what is pending and give the cache's memory back."""

@@ -1,0 +1,25 @@
+"""Environment variables of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` for this process and those that it starts, and put them back as they were in the end.
+
+    What a library reads when it is imported, such as OMP_NUM_THREADS, has to be set before.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

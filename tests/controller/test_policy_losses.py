@@ -1,0 +1,79 @@
+"""Recipes of the policy side through whole rounds: what needs the step as a whole, and steps that are not taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from braid.checkpoint.store import CheckpointStore
+from braid.controller import commands
+
+from .conftest import LoadTiny
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    _, state = CheckpointStore(run / "checkpoints").load()
+    return state["policy"]["weights"]
+
+
+def _lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metrics"),
+    [
+        ("gspo", {"policy/clip_fraction"}),
+        ("cispo", {"policy/clip_fraction"}),
+        ("sapo", {"policy/ratio_mean"}),
+        ("topr", {"policy/clip_fraction"}),
+        ("dppo", {"policy/clip_fraction"}),
+        ("clip_cov", {"policy/chosen_fraction", "policy/clip_fraction"}),
+        ("kl_cov", {"policy/chosen_fraction"}),
+        ("decoupled_ppo", {"policy/correction_mean", "policy/correction_masked_fraction"}),
+    ],
+)
+def test_a_recipe_trains_and_tells_what_it_did(load_tiny: LoadTiny, recipe: str, metrics: set[str]) -> None:
+    run = commands.train(load_tiny(f"algorithm.recipe={recipe}", "train.steps_per_pass=2")).run_dir
+    for line in _lines(run)[1:]:
+        assert metrics <= line.keys()
+        assert line["policy/skipped_steps"] == 0
+        assert line["policy/ratio_mean"] == pytest.approx(1.0, abs=0.2)  # two small steps
+
+
+def test_kl_cov_acts_on_the_share_of_tokens_that_was_asked_for(load_tiny: LoadTiny) -> None:
+    run = commands.train(load_tiny("algorithm.recipe=kl_cov", "algorithm.cov_fraction=0.25")).run_dir
+    for line in _lines(run)[1:]:
+        assert line["policy/chosen_fraction"] == pytest.approx(0.25, abs=0.02)  # of some 50 tokens, rounded down
+
+
+def test_a_resumed_run_chooses_the_tokens_that_the_unbroken_one_would_have(load_tiny: LoadTiny) -> None:
+    common = (
+        "algorithm.recipe=clip_cov",
+        "algorithm.cov_low=0",
+        "algorithm.cov_fraction=0.2",
+        "train.passes_per_round=2",
+        "checkpoint.every_rounds=1",
+    )
+    whole = commands.train(load_tiny("run.name=whole", *common)).run_dir
+    commands.train(load_tiny("run.name=parts", "run.max_rounds=2", *common))
+    parts = commands.train(load_tiny("run.name=parts", "run.resume=latest", *common)).run_dir
+    ours, theirs = _weights(parts), _weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert all(0 < line["policy/chosen_fraction"] <= 0.2 for line in _lines(whole)[1:])
+
+
+def test_steps_past_the_early_stop_are_counted_and_change_nothing(load_tiny: LoadTiny) -> None:
+    """A ratio starts at 1, so a bound of 1/2 stops every step; more of them than max_skipped_steps."""
+    settings = ("algorithm.early_stop_ratio=0.5", "train.passes_per_round=2", "train.max_skipped_steps=1")
+    run = commands.train(load_tiny(*settings, "checkpoint.every_rounds=1")).run_dir
+    store = CheckpointStore(run / "checkpoints")
+    weights = [store.load(store.path(step))[1]["policy"]["weights"] for step in store.steps()]
+    assert len(weights) > 1
+    assert all(torch.equal(weights[0][name], weights[-1][name]) for name in weights[0])
+    for line in _lines(run)[1:]:
+        assert line["policy/early_stopped_steps"] == 2
+        assert line["policy/skipped_steps"] == 0
