@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from braid.config.explain import show_value
@@ -19,36 +19,29 @@ from braid.dialects.table import ABSENT, Apply, Dialect, Entry, Implied, NoEffec
 from braid.errors import ConfigError, Problem, suggest
 
 _STYLES = {"applied": "green", "implied": "cyan", "no effect": "yellow", "unsupported": "red"}
-
-
-def as_json(ledger: Sequence[Entry]) -> str:
-    """The ledger as JSON text: a list of objects with path, value, disposition, native and note."""
-    rows = [
-        {
-            "path": entry.path,
-            "value": entry.value,
-            "disposition": entry.disposition,
-            "native": dict(entry.native),
-            "note": entry.note,
-        }
-        for entry in ledger
-    ]
-    return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+_MAX_KEY, _MAX_VALUE, _GAP = 36, 24, 2
 
 
 def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None = None) -> None:
-    """A line per key, then how many there are of each disposition."""
+    """A line per key under the part of the file that it stands in, then how many there are of each disposition.
+
+    Lines are cut or go on below, by the console's width; notes stand dimmed behind or below what the key became.
+    """
     console = console or Console(highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("key", "value", "", "became"):
-        table.add_column(name, overflow="fold")
-    for entry in ledger:
-        word = Text(entry.disposition, _STYLES[entry.disposition])
-        table.add_row(Text(entry.path), Text(show_value(entry.value)), word, _became(entry))
-    console.print(table)
+    for section, group in groupby(ledger, key=lambda entry: _split(entry.path)[0]):
+        entries = list(group)
+        if section:
+            console.print(Text(section, style="bold"))
+        key_width = min(max(len(_split(entry.path)[1]) for entry in entries), _MAX_KEY)
+        value_width = min(max(len(shown(entry.value)) for entry in entries), _MAX_VALUE)
+        for entry in entries:
+            for line in _lines(entry, key_width, value_width, console.width):
+                console.print(line, no_wrap=True, overflow="ignore", crop=False)
     counts = Counter(entry.disposition for entry in ledger)
-    parts = [f"{counts[name]} {name}" for name in _STYLES if counts[name]]
-    console.print(f"\n{title}: {len(ledger)} keys, " + ", ".join(parts))
+    words = [
+        Text.assemble(f"{counts[name]} ", (name, style)) for name, style in _STYLES.items() if counts[name]
+    ]
+    console.print(Text(f"\n{title}: {len(ledger)} keys, ") + Text(", ").join(words))
 
 
 def print_key(key: str, console: Console | None = None) -> None:
@@ -59,49 +52,122 @@ def print_key(key: str, console: Console | None = None) -> None:
         rule = dialect.rule_of(dialect.aliases.get(key, key))
         if rule is not None:
             found = True
-            _print_rule(console, dialect, key, rule)
+            _print_facts(console, dialect.title, key, _facts(rule, key, dialect))
     for path, field in fields_of(RunConfig):
         if path == key:
             found = True
-            console.print(Text.assemble(("braid", "bold cyan"), f"  {key}"))
-            console.print(f"  takes    {allowed(field)}", markup=False)
-            console.print(f"  does     {' '.join((field.description or '').split())}\n", markup=False)
+            facts = [("takes", allowed(field)), ("does", _described(path)), *_sources_of(path)]
+            _print_facts(console, "braid", key, facts)
     if not found:
-        known = [path for path, _ in fields_of(RunConfig)]
-        known += [path for dialect in DIALECTS.values() for path in (*dialect.rules, *dialect.aliases)]
-        raise ConfigError([Problem(key, f"no language has this key{suggest(key, known)}")])
+        raise ConfigError([Problem(key, f"no language has this key{_near(key)}")])
 
 
-def _became(entry: Entry) -> Text:
-    native = ", ".join(f"{path}={show_value(value)}" for path, value in entry.native.items())
-    return Text.assemble(native, "  " if native and entry.note else "", (entry.note, "dim"))
+def shown(value: Any) -> str:
+    """A value as its user wrote it, on one line."""
+    return value if isinstance(value, str) and value and value == value.strip() else show_value(value)
 
 
-def _print_rule(console: Console, dialect: Dialect, key: str, rule: Rule) -> None:
-    console.print(Text.assemble((dialect.title, "bold cyan"), f"  {key}"))
-    if rule.path != key:
-        console.print(f"  spelled  {rule.path}", markup=False)
-    console.print(f"  takes    {rule.takes.words}", markup=False)
-    for name, text in _facts(rule).items():
-        console.print(f"  {name:<8} {text}", markup=False)
+def _split(path: str) -> tuple[str, str]:
+    """The part of the file that a key stands in, and its own name."""
+    section, _, name = path.rpartition(".")
+    return section, name
+
+
+def _cut(text: str, width: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _lines(entry: Entry, key_width: int, value_width: int, width: int) -> Iterator[Text]:
+    """The lines of one row, none of them wider than `width`."""
+    head = Text("  ") + Text(_split(entry.path)[1].ljust(key_width + _GAP))
+    head += Text(_cut(shown(entry.value), value_width).ljust(value_width + _GAP), style="bold")
+    style, became = _STYLES[entry.disposition], _became(entry)
+    room = width - len(head)
+    if len(became) + (len(entry.note) + _GAP if entry.native and entry.note else 0) <= room:
+        note = f"{' ' * _GAP}{entry.note}" if entry.native and entry.note else ""
+        yield head + Text(became, style=style) + Text(note, style="dim")
+        return
+    if entry.native and len(became) <= room:
+        yield head + Text(became, style=style)
+        yield from _wrapped(entry.note, "dim", len(head) if room >= 50 else 6, width)
+    elif room >= 50:
+        first, *rest = _wrapped(became, style, 0, room)
+        yield head + first
+        for line in rest:
+            yield Text(" " * len(head)) + line
+        yield from _wrapped(entry.note if entry.native else "", "dim", len(head), width)
+    else:
+        head.rstrip()
+        yield head
+        yield from _wrapped(became, style, 6, width)
+        yield from _wrapped(entry.note if entry.native else "", "dim", 6, width)
+
+
+def _wrapped(text: str, style: str, indent: int, width: int) -> Iterator[Text]:
+    room = max(width - indent, 20)
+    for line in textwrap.wrap(text, room, break_on_hyphens=False):
+        yield Text(" " * indent) + Text(line, style=style)
+
+
+def _became(entry: Entry) -> str:
+    """The native keys and values, or the disposition and its reason."""
+    if entry.native:
+        return ", ".join(f"{path}={shown(value)}" for path, value in entry.native.items())
+    return f"{entry.disposition}: {entry.note}" if entry.note else entry.disposition
+
+
+def _print_facts(console: Console, language: str, key: str, facts: Sequence[tuple[str, str]]) -> None:
+    console.print(Text.assemble((language, "bold cyan"), "  ", (key, "bold")))
+    for name, text in facts:
+        for i, line in enumerate(textwrap.wrap(text, max(console.width - 12, 20), break_on_hyphens=False)):
+            console.print(Text(f"  {name if i == 0 else '':<9} {line}"), no_wrap=True, crop=False)
     console.print()
 
 
-def _facts(rule: Rule) -> Mapping[str, Any]:
+def _facts(rule: Rule, key: str, dialect: Dialect) -> list[tuple[str, str]]:
+    """(word, text) of everything that a table says of a key."""
+    others = [alias for alias, name in dialect.aliases.items() if name == rule.path]
+    spellings = [name for name in (rule.path, *others) if name != key]
+    facts = [("also", ", ".join(spellings))] if spellings else []
+    facts.append(("takes", rule.takes.words))
     match rule:
         case Apply(native=native, note=note, default=default):
-            facts = {"becomes": native or "see the note"}
-            facts |= {} if default is ABSENT else {"default": show_value(default)}
-            return facts | ({"note": note} if note else {}) | _described(native)
+            facts += [] if default is ABSENT else [("default", shown(default))]
+            facts += [("becomes", native)] if native else []
+            facts += [("note", note)] if note else []
+            facts += [("does", described)] if (described := _described(native)) else []
         case Implied(why=why):
-            return {"implied": why}
+            facts.append(("implied", why))
         case NoEffect(why=why):
-            return {"effect": f"none: {why}"}
-    return {"not": f"supported: {rule.instead}"}
+            facts.append(("no effect", why))
+        case _:
+            facts.append(("instead", f"not supported; {rule.instead}"))
+    return facts
 
 
-def _described(native: str) -> dict[str, str]:
-    for path, field in fields_of(RunConfig):
-        if path == native:
-            return {"does": " ".join((field.description or "").split())}
-    return {}
+def _sources_of(native: str) -> list[tuple[str, str]]:
+    """The foreign keys that become a native one, by language."""
+    return [
+        (dialect.title, ", ".join(paths))
+        for dialect in DIALECTS.values()
+        if (
+            paths := [
+                p for p, rule in dialect.rules.items() if isinstance(rule, Apply) and rule.native == native
+            ]
+        )
+    ]
+
+
+def _described(native: str) -> str:
+    """What the native reference says of a key; that of the first kind where several kinds of a part have it."""
+    found = next((field for path, field in fields_of(RunConfig) if path == native), None)
+    return "" if found is None else " ".join((found.description or "").split())
+
+
+def _near(key: str) -> str:
+    """The nearest known name, or keys of the same last name."""
+    names = {path for path, _ in fields_of(RunConfig)}
+    names.update(path for dialect in DIALECTS.values() for path in (*dialect.rules, *dialect.aliases))
+    same = sorted(name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2])
+    return f"; there is {', '.join(same[:4])}" if same else suggest(key, names)

@@ -139,6 +139,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from braid.cli import explain
+    from braid.dialects.load import ledger_text
 
     if args.key is not None:
         explain.print_key(args.key)
@@ -152,7 +153,7 @@ def _explain(args: argparse.Namespace) -> int:
             f"{args.config} is in braid's own language; see what it means with: braid show {args.config}"
         )
     if args.json:
-        sys.stdout.write(explain.as_json(read.ledger))
+        sys.stdout.write(ledger_text(read.ledger))
     else:
         explain.print_ledger(read.ledger, title=f"{args.config} ({read.language})")
     return OK
@@ -189,6 +190,9 @@ def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
     from braid.plan import resolve
 
     args.loaded = loaded = _read(args).loaded
+    if loaded.config.run.eval_only:
+        verb = "eval"
+    os.environ.update(loaded.config.cluster.env)  # before torch is imported, which reads some
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
     return loaded

@@ -21,6 +21,9 @@ from braid.plan import Plan, idle_keys, merge_recipe
 
 from .figures import figures, human_bytes, human_count
 
+_VALUE_WIDTH, _ORIGIN_WIDTH = 28, 20
+"""Characters that values and origins get on narrow terminals."""
+
 
 def as_json(loaded: Loaded, plan: Plan) -> str:
     """Everything that `print_plan` shows, as JSON text."""
@@ -41,7 +44,7 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
         (
             "config",
             "" if show_defaults else "what you set; --all shows defaults too",
-            _config(loaded, show_defaults),
+            _config(loaded, show_defaults, console.width - 2),
         ),
         ("what follows", f"braid {plan.verb}", _figures(loaded.config, plan)),
     ]
@@ -62,9 +65,9 @@ def _table(*justify: Any) -> Table:
     return table
 
 
-def _config(loaded: Loaded, show_defaults: bool) -> RenderableType:
+def _config(loaded: Loaded, show_defaults: bool, width: int) -> RenderableType:
     """The config as an indented tree: key, value, origin."""
-    table = _table("left", "left", "left")
+    rows: list[tuple[Text, Text, Text]] = []
     shown: KeyPath = ()
     for path, value, origin in _lines(loaded):
         if origin == DEFAULT and not show_defaults:
@@ -73,13 +76,25 @@ def _config(loaded: Loaded, show_defaults: bool) -> RenderableType:
             list(takewhile(lambda pair: pair[0] == pair[1], zip(shown[:-1], path[:-1], strict=False)))
         )
         for depth in range(common, len(path) - 1):
-            table.add_row(Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), "", "")
+            rows.append((Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text()))
         dim = "dim" if origin == DEFAULT else ""
         key = Text(f"{'  ' * (len(path) - 1)}{_key(path[-1])}", style=dim)
         style = "yellow" if origin == OVERRIDE else "dim"
-        table.add_row(key, Text(value, style=dim), Text(origin, style=style))
+        rows.append((key, Text(value, style=dim), Text(origin, style=style)))
         shown = path
+    table = _table("left", "left", "left")
+    keys, values, _ = (max((len(cell) for cell in column), default=0) for column in zip(*rows, strict=True))
+    room = max(width - keys - min(values, _VALUE_WIDTH) - 4, _ORIGIN_WIDTH)
+    for key, value, origin in rows:
+        table.add_row(key, value, Text(short_origin(origin.plain, room), style=origin.style))
     return table
+
+
+def short_origin(origin: str, room: int) -> str:
+    """An origin within `room` characters: of a key in another language without the place, at last without its beginning."""
+    if len(origin) > room and " " in origin:
+        origin = origin.rpartition(" ")[2]
+    return origin if len(origin) <= room else f"…{origin[-(room - 1) :]}"
 
 
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
