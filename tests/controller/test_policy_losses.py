@@ -47,7 +47,9 @@ def test_a_recipe_trains_and_tells_what_it_did(load_tiny: LoadTiny, recipe: str,
 def test_kl_cov_acts_on_the_share_of_tokens_that_was_asked_for(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("algorithm.recipe=kl_cov", "algorithm.cov_fraction=0.25")).run_dir
     for line in _lines(run)[1:]:
-        assert line["policy/chosen_fraction"] == pytest.approx(0.25, abs=0.02)  # of some 50 tokens, rounded down
+        assert line["policy/chosen_fraction"] == pytest.approx(
+            0.25, abs=0.02
+        )  # of some 50 tokens, rounded down
 
 
 def test_a_resumed_run_chooses_the_tokens_that_the_unbroken_one_would_have(load_tiny: LoadTiny) -> None:

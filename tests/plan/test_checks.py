@@ -68,6 +68,11 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
             "compute; set auto, recompute or behavior",
         ),
         (
+            ["algorithm.old_logprobs=current", "algorithm.recipe=kl_cov"],
+            "algorithm.old_logprobs: algorithm.policy_loss=kl_cov chooses tokens by their log-probs before the update, which "
+            "current does not compute; set auto, recompute or behavior",
+        ),
+        (
             ["model={mlp: {}}"],
             "model.mlp: a perceptron cannot act in env.kind=single_turn, which speaks in text; "
             "set env.kind=gymnasium, or give model.path or model.build",
@@ -234,6 +239,18 @@ def test_each_verb_needs_its_own_parts() -> None:
         (
             ["algorithm.policy_loss=policy_gradient", "algorithm.dual_clip=3"],
             "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient does not read it",
+        ),
+        (
+            ["algorithm.sapo_tau_positive=2"],
+            "algorithm.sapo_tau_positive: has no effect: algorithm.policy_loss=ppo_clip does not read it",
+        ),
+        (
+            ["algorithm.old_logprobs=behavior", "algorithm.corrections=[{high: 3}]"],
+            "algorithm.corrections: has no effect: algorithm.old_logprobs=behavior leaves no difference to correct",
+        ),
+        (
+            ["algorithm.early_stop_ratio=2"],
+            "algorithm.early_stop_ratio: has no effect: algorithm.old_logprobs=current makes every ratio 1",
         ),
         (
             ["algorithm.aggregation_constant=3"],

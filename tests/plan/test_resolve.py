@@ -138,6 +138,12 @@ def test_the_policy_takes_no_steps_while_the_critic_warms_up() -> None:
         (["algorithm.old_logprobs=behavior"], "behavior"),
         (["algorithm.kl_coef=0.1"], "current"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "recompute"),
+        (["algorithm.recipe=decoupled_ppo"], "recompute"),
+        (["algorithm.recipe=decoupled_ppo", "algorithm.corrections=[]"], "current"),
+        (["algorithm.recipe=clip_cov"], "recompute"),
+        (["algorithm.policy_loss=kl_cov"], "recompute"),
+        (["algorithm.policy_loss=kl_cov", "algorithm.old_logprobs=behavior"], "behavior"),
+        (["algorithm.recipe=gspo"], "current"),
     ],
 )
 def test_old_logprobs_are_recomputed_where_the_round_needs_them(overrides: list[str], mode: str) -> None:

@@ -131,15 +131,16 @@ def topr(
         loss = -positive_weight A log pi                      where A > 0
         loss = -negative_weight sg(min(rho, 1)) A log pi      elsewhere
 
-    Diagnostics: `clip_fraction`, 1 where A <= 0 and rho > 1.
+    Diagnostics: `clip_fraction`, 1 where A < 0 and rho > 1.
 
     The paper takes the ratio of the whole answer, a product; here it is of a token, or the geometric mean that ratio_level
     asks for, as a product over hundreds of tokens is nearly always 0 or cut off. RLinf and SkyRL have none. ROLL: token
     ratios, and the sign of the answer's reward where braid looks at A, which differs once a baseline is taken off.
     """
-    is_good, rho = advantages > 0, ratio.detach()
-    weight = torch.where(is_good, positive_weight, negative_weight * rho.clamp(max=1.0))
-    return -(weight * advantages) * logprobs, {"clip_fraction": (~is_good & (rho > 1.0)).to(rho.dtype)}
+    rho = ratio.detach()
+    weight = torch.where(advantages > 0, positive_weight, negative_weight * rho.clamp(max=1.0))
+    is_clipped = (advantages < 0) & (rho > 1.0)
+    return -(weight * advantages) * logprobs, {"clip_fraction": is_clipped.to(rho.dtype)}
 
 
 def clip_cov(
