@@ -38,7 +38,7 @@ def warnings(*overrides: str) -> dict[str, str]:
         ("rollout.engine=vllm", "rollout.engine", "braid-rl[vllm]", "native"),
         ("rollout.engine=sglang", "rollout.engine", "braid-rl[sglang]", "native"),
         ("env={kind: libero}", "env.kind", "the simulator libero", "gymnasium"),
-        ("env={kind: maniskill}", "env.kind", "braid-rl[maniskill]", "gymnasium"),
+        ("env={kind: maniskill, task: PickCube-v1}", "env.kind", "braid-rl[maniskill]", "gymnasium"),
         ("model.vla={}", "model.vla", "vision-language-action", "model.build"),
         ("cluster.runtime=ray", "cluster.runtime", "the runtime ray", "in_process"),
         ("cluster.num_nodes=2", "cluster.num_nodes", "2 machines", "1 runs here"),

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from braid.config.train import OptimizerConfig, ScheduleConfig
-from braid.training.optimizer import build_optimizer, load_optimizer_state, lr_factor, optimizer_state
+from braid.training.optimizer import (
+    build_optimizer,
+    load_optimizer_state,
+    lr_factor,
+    optimizer_state,
+    set_rate,
+)
 
 
 def _factors(total: int, **schedule: object) -> list[float]:
@@ -113,3 +119,71 @@ def test_an_optimizer_that_never_stepped_has_an_empty_state() -> None:
     assert optimizer_state(optimizer, module) == {}
     load_optimizer_state(optimizer, module, {})
     assert not optimizer.state
+
+
+def test_a_warmup_may_begin_above_zero() -> None:
+    # from 0.4 to 1 in four equal parts, the first taken in step 0
+    assert _factors(4, warmup_steps=3, start_ratio=0.4) == pytest.approx([0.55, 0.7, 0.85, 1])
+
+
+def test_inverse_square_root_decay_is_the_root_of_warmup_over_step() -> None:
+    factors = _factors(17, warmup_steps=4, decay="inverse_sqrt")
+    assert factors[4] == 1
+    assert factors[9] == pytest.approx((4 / 9) ** 0.5)
+    assert factors[16] == pytest.approx(0.5)
+
+
+def test_inverse_square_root_decay_without_warmup_starts_at_the_peak_and_stops_at_the_least_rate() -> None:
+    assert _factors(5, decay="inverse_sqrt", min_ratio=0.55) == pytest.approx(
+        [1, 2**-0.5, 3**-0.5, 0.55, 0.55]
+    )
+
+
+def test_warmup_stable_decay_falls_in_the_last_tenth_only() -> None:
+    # 20 steps: the last 2 fall from 1 to the 0.2 of a step 20
+    factors = _factors(20, decay="wsd", min_ratio=0.2)
+    assert factors[:19] == [1.0] * 19
+    assert factors[19] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd"])
+def test_a_decay_may_end_before_the_run_does(decay: str) -> None:
+    factors = _factors(12, decay=decay, decay_steps=6, min_ratio=0.25)
+    assert factors[6:] == [0.25] * 6
+    assert factors[:6] == [lr_factor(s, 6, ScheduleConfig(decay=decay, min_ratio=0.25)) for s in range(6)]
+
+
+def test_gradient_descent_takes_the_gradient_as_it_is() -> None:
+    module = nn.Linear(1, 1)
+    nn.init.constant_(module.weight, 2.0)
+    nn.init.constant_(module.bias, 1.0)
+    for p in module.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    build_optimizer(module, OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.5)).step()
+    assert module.weight.item() == pytest.approx(2 - 0.1 * (3 + 0.5 * 2))  # a matrix decays
+    assert module.bias.item() == pytest.approx(1 - 0.1 * 3)
+
+
+def test_gradient_descent_has_no_state_to_keep() -> None:
+    module, optimizer = _stepped(OptimizerConfig(kind="sgd"))
+    assert optimizer_state(optimizer, module) == {}
+    load_optimizer_state(optimizer, module, {})
+
+
+def test_a_value_head_has_a_rate_of_its_own_at_every_point_of_the_schedule() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    config = OptimizerConfig(kind="sgd", lr=0.1, value_lr=0.4)
+    optimizer = build_optimizer(module, config, module[1])
+    before = [p.detach().clone() for p in module.parameters()]
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    set_rate(optimizer, 0.05)  # half of the peak
+    optimizer.step()
+    moved = [(old - p.detach()).mean().item() for old, p in zip(before, module.parameters(), strict=True)]
+    assert moved == pytest.approx([0.05, 0.05, 0.2, 0.2])  # float32 subtraction
+
+
+def test_without_a_rate_of_its_own_a_value_head_changes_no_group() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    groups = build_optimizer(module, OptimizerConfig(), module[1]).param_groups
+    assert [len(group["params"]) for group in groups] == [2, 2]

@@ -130,3 +130,25 @@ def test_micro_batches_keep_a_group_together_where_it_fits() -> None:
     cut = grouped_micro_batches(rows, 5)
     assert sorted(index for batch in cut for index in batch) == [0, 1, 2, 3, 4]
     assert all(pack([rows[i] for i in batch], CPU).num_positions <= 5 for batch in cut)
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 50), st.integers(1, 7))
+def test_no_micro_batch_has_more_rows_than_allowed(
+    lengths: list[int], max_tokens: int, max_rows: int
+) -> None:
+    batches = micro_batches(lengths, max_tokens, max_rows)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) <= max_rows
+        assert len(batch) == 1 or sum(lengths[i] for i in batch) <= max_tokens
+
+
+def test_a_limit_of_rows_gives_nearly_equal_batches_too() -> None:
+    assert [len(batch) for batch in micro_batches([1] * 9, 100, 4)] == [3, 3, 3]
+
+
+def test_a_group_is_cut_at_the_limit_of_rows() -> None:
+    rows = answers([1], [2], [3], [4], [5]) + answers([6], prompt=(8, 9), group=1)
+    batches = grouped_micro_batches(rows, 1000, 2)
+    assert all(len(batch) <= 2 for batch in batches)
+    assert sorted(index for batch in batches for index in batch) == [0, 1, 2, 3, 4, 5]

@@ -21,16 +21,16 @@ def build_optimizer(
     adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without momentum.
     Each group's "scale" is its peak rate as a share of `lr`: `value_lr / lr` for the parameters of `value_head`, else 1.
     """
-    of_head = {id(p) for p in value_head.parameters()} if value_head is not None else set()
-    head_scale = 1.0 if config.value_lr is None else config.value_lr / config.lr
+    has_own_rate = value_head is not None and config.value_lr is not None
+    of_head = {id(p) for p in value_head.parameters()} if has_own_rate else set()
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {
             "params": [p for p in trainable if (p.ndim >= 2) is decays and (id(p) in of_head) is is_head],
             "weight_decay": config.weight_decay if decays else 0.0,
-            "scale": head_scale if is_head else 1.0,
+            "scale": config.value_lr / config.lr if is_head and config.value_lr else 1.0,
         }
-        for is_head in ((False, True) if head_scale != 1.0 else (False,))
+        for is_head in (False, True)
         for decays in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
