@@ -37,7 +37,18 @@ def config(tmp_path: Path) -> str:
 
 def args(**values: object) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"debug": False, "verb_name": "train", "config": "c.yaml", "overrides": [], **values}
+        **{
+            "debug": False,
+            "verb_name": "train",
+            "config": "c.yaml",
+            "overrides": [],
+            "language": "native",
+            "dialect": None,
+            "backend": None,
+            "engine": None,
+            "allow_unsupported": [],
+            **values,
+        }
     )
 
 
@@ -51,7 +62,7 @@ def raising(error: BaseException) -> Callable[[], NoReturn]:
 def test_help_teaches_verbs_a_first_command_and_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for verb in ("train", "sft", "eval", "show", "export", "schema"):
+    for verb in ("train", "sft", "eval", "show", "explain", "convert", "export", "schema"):
         assert f"\n  {verb} " in text
     assert "braid train examples/quickstart.yaml" in text
     assert "docs/config.md" in text
@@ -74,7 +85,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "braid: there is no verb 'trian', did you mean 'train'?\ntry: braid --help\n"),
         (
             ["zzz"],
-            "braid: there is no verb 'zzz', the verbs are train, sft, eval, show, export, schema\ntry: braid --help\n",
+            "braid: there is no verb 'zzz', the verbs are train, sft, eval, show, explain, convert, export, schema\n"
+            "try: braid --help\n",
         ),
         (
             ["c.yaml"],
@@ -162,6 +174,24 @@ def test_an_interrupted_run_says_where_it_stands_and_how_to_go_on(capsys: pytest
     assert capsys.readouterr().err == (
         "braid: interrupted; the run is in runs/a-2, the newest checkpoint is runs/a-2/checkpoints/step_40\n"
         "to go on: braid train c.yaml run.seed=1 'data.train=[ ]' run.name=a-2 run.resume=latest\n"
+    )
+
+
+def test_a_run_of_another_systems_config_goes_on_with_its_options_and_native_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop = RunInterrupted(Path("runs/a"), Path("runs/a/checkpoints/step_4"))
+    found = args(
+        language="skyrl",
+        overrides=["trainer.seed=1", "braid.run.name=b"],
+        backend="single",
+        engine="native",
+        allow_unsupported=["trainer.mtp"],
+    )
+    assert guarded(raising(stop), found) == 130
+    assert capsys.readouterr().err.endswith(
+        "to go on: braid train c.yaml trainer.seed=1 braid.run.name=a braid.run.resume=latest --backend single "
+        "--engine native --allow-unsupported trainer.mtp\n"
     )
 
 

@@ -31,7 +31,7 @@ OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 _HELP = """\
 braid trains language models, agents and policies with reinforcement learning.
 One YAML file describes a run; key=value on the command line changes any part of it.
-Configs of RLinf, ROLL and SkyRL run as they are, with overrides in their own key names.
+Configs of RLinf, ROLL and SkyRL run as they are, with overrides in their own key names; braid.KEY=VALUE sets one of braid's.
 
 verbs:
   train   CONFIG.yaml [key=value ...]   reinforcement learning, after supervised learning where `sft` is set
@@ -50,8 +50,8 @@ start here:
 
 where to look:
   docs/config.md      every key          RUN/summary.json   how a run ended
-  examples/           configs to copy    RUN/samples/       what the model wrote
-  braid VERB --help   options of a verb
+  docs/dialects.md    other systems      RUN/samples/       what the model wrote
+  examples/           configs to copy    braid VERB --help  options of a verb
 
 exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, 3 eval.target was not reached, 130 interrupted
 """
@@ -160,13 +160,20 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from braid.config.load import to_yaml
+    from braid.cli.convert import native_text
 
-    text = to_yaml(_read(args).loaded)
-    if args.output is None:
+    read = _read(args)
+    if read.language == "native":
+        raise ConfigError(f"{args.config} is in braid's own language already")
+    output = None if args.output is None else Path(args.output)
+    text = native_text(read, None if output is None else output.parent)
+    if output is None:
         sys.stdout.write(text)
-    else:
-        Path(args.output).write_text(text, "utf-8")
+        return OK
+    try:
+        output.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}; give another --output") from error
     return OK
 
 
@@ -324,21 +331,26 @@ def _add_run_verb(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="changes, for example run.seed=1 data.train.0.size=5, in the config's own language",
+        help="changes in the config's own language, for example run.seed=1 data.train.0.size=5; in a config of another "
+        "system braid.KEY=VALUE sets a key of braid's, for example braid.run.max_rounds=2",
     )
     verb.add_argument(
         "--dialect",
         choices=("native", "rlinf", "roll", "skyrl"),
         help="language of the config; recognised by its keys when absent",
     )
-    verb.add_argument("--backend", metavar="NAME", help="training backend, whatever the config says")
-    verb.add_argument("--engine", metavar="NAME", help="rollout engine, whatever the config says")
+    verb.add_argument(
+        "--backend", metavar="NAME", help="training backend, whatever the config says; single: one process"
+    )
+    verb.add_argument(
+        "--engine", metavar="NAME", help="rollout engine, whatever the config says; native: braid's own"
+    )
     verb.add_argument(
         "--allow-unsupported",
         action="append",
         default=[],
         metavar="KEY",
-        help="run without this key of the config",
+        help="run without this unsupported key of the config, or part of it; may be given again",
     )
     return verb
 
@@ -363,9 +375,14 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:
     """What to type to go on; with nothing saved, the run begins again in its folder."""
-    overrides = [o for o in args.overrides if not o.startswith(("run.resume=", "run.name="))]
-    overrides += [f"run.name={stop.run_dir.name}", "run.resume=latest"]
-    return shlex.join(["braid", args.verb_name, args.config, *overrides])
+    own = "" if args.language == "native" else "braid."
+    settings = {f"{own}run.name": stop.run_dir.name, f"{own}run.resume": "latest"}
+    overrides = [text for text in args.overrides if text.partition("=")[0] not in settings]
+    overrides += [f"{key}={value}" for key, value in settings.items()]
+    options = [(f"--{name}", getattr(args, name)) for name in ("dialect", "backend", "engine")]
+    options += [("--allow-unsupported", key) for key in args.allow_unsupported]
+    flags = [part for option in options if option[1] is not None for part in option]
+    return shlex.join(["braid", args.verb_name, args.config, *overrides, *flags])
 
 
 def _say(code: int, message: str, args: argparse.Namespace) -> int:

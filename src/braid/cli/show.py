@@ -75,8 +75,10 @@ def _config(loaded: Loaded, show_defaults: bool, width: int) -> RenderableType:
         common = len(
             list(takewhile(lambda pair: pair[0] == pair[1], zip(shown[:-1], path[:-1], strict=False)))
         )
-        for depth in range(common, len(path) - 1):
-            rows.append((Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text()))
+        rows += [
+            (Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text())
+            for depth in range(common, len(path) - 1)
+        ]
         dim = "dim" if origin == DEFAULT else ""
         key = Text(f"{'  ' * (len(path) - 1)}{_key(path[-1])}", style=dim)
         style = "yellow" if origin == OVERRIDE else "dim"

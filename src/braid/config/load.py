@@ -108,6 +108,11 @@ def to_yaml(loaded: Loaded) -> str:
     """The whole config with all defaults as YAML text that loads as the same config, wherever it is put."""
     data = plain_data(loaded.config)
     data["run"]["base_dir"] = str(loaded.base_dir)
+    return yaml_text(data)
+
+
+def yaml_text(data: Mapping[str, Any]) -> str:
+    """Plain data as YAML text that is read back as the same."""
     return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 

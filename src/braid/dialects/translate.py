@@ -28,6 +28,9 @@ NATIVE = "braid"
 """Top-level key of a foreign file, or of an override, below which native keys may stand."""
 
 
+DEFAULT_OF, WHOLE = " default of ", " file as a whole"
+"""In origins of values that no key of the file gave: the original's default of a key, and what follows from all keys."""
+
 ALL = "*"
 """In place of the names of unsupported keys: whatever there is."""
 
@@ -78,8 +81,8 @@ def translate(
         ledger.append(entry)
         writer.put(entry.native, f"{entry.origin} {path}")
     for path, became in _defaults(source, native.problems):
-        writer.fill(became.native, f"{dialect.title} default of {path}")
-    writer.fill(dialect.base(source), f"{dialect.title} file as a whole")
+        writer.fill(became.native, f"{dialect.title}{DEFAULT_OF}{path}")
+    writer.fill(dialect.base(source), f"{dialect.title}{WHOLE}")
     for path, value in own.items():
         writer.replace(path, value, _origin(foreign, f"{NATIVE}.{path}"))
     for path, value in (("train.backend", backend), ("rollout.engine", engine)):

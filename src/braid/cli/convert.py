@@ -1,0 +1,108 @@
+"""`braid convert`: a foreign config in braid's own language, each value with the foreign key that it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from braid.config.base import Section
+from braid.config.load import DEFAULT, Loaded, leaves, path_text, plain_data, yaml_text
+from braid.config.schema import RunConfig
+from braid.config.shape import shape_of
+from braid.config.source import KeyPath, child, place
+from braid.dialects.load import DIALECTS, Read
+from braid.dialects.translate import DEFAULT_OF, WHOLE
+
+_COMMENT_COLUMN, _MAX_KEYS = 56, 3
+
+
+def native_text(read: Read, folder: Path | None) -> str:
+    """The config as YAML that gives the same plan, to be put into `folder` (None: anywhere).
+
+    It has what the foreign file says, and the foreign system's defaults where braid's are others.
+    """
+    loaded = read.loaded
+    tree = _said(loaded)
+    if folder is None or folder.resolve() != loaded.base_dir.resolve():
+        tree.setdefault("run", {})["base_dir"] = str(loaded.base_dir)
+    comments = _comments(read)
+    title = DIALECTS[read.language].title if read.language != "native" else ""
+    source = "" if loaded.path is None else f" {loaded.path.name}"
+    return f"# From{source} of {title}; a comment names the key there.\n" + _commented(
+        yaml_text(tree), comments
+    )
+
+
+def _said(loaded: Loaded) -> dict[str, Any]:
+    """The config without the values that nobody set, and without foreign defaults that are braid's too."""
+    tree: dict[str, Any] = {}
+    for path, value in leaves(plain_data(loaded.config)):
+        origin = loaded.origins[path_text(path)]
+        is_foreign = origin.endswith(WHOLE) or DEFAULT_OF in origin
+        if origin == DEFAULT or (is_foreign and _is_default(path, value)):
+            continue
+        place(tree, path, value)
+    return tree
+
+
+def _is_default(path: KeyPath, value: Any) -> bool:
+    """Whether leaving `path` out gives `value`. False below parts that are null unless something is set in them."""
+    section: type[Section] | None = RunConfig
+    for key in path[:-1]:
+        field = None if section is None else section.model_fields.get(str(key))
+        if field is None:
+            return False
+        shape = shape_of(field)
+        if shape.is_nullable or shape.is_list or len(shape.sections) != 1:
+            return False
+        section = shape.sections[0]
+    field = None if section is None else section.model_fields.get(str(path[-1]))
+    return (
+        field is not None
+        and not field.is_required()
+        and plain_data(field.get_default(call_default_factory=True)) == value
+    )
+
+
+def _comments(read: Read) -> dict[str, str]:
+    """Native path -> the foreign keys that gave it."""
+    keys: dict[str, list[str]] = {}
+    for entry in read.ledger:
+        for native in entry.native:
+            keys.setdefault(native, []).append(entry.path)
+    comments = {path: _few(names) for path, names in keys.items()}
+    for path, origin in read.loaded.origins.items():
+        if DEFAULT_OF in origin or origin.endswith(WHOLE):
+            comments.setdefault(path.partition("[")[0], origin)
+    return comments
+
+
+def _few(names: list[str]) -> str:
+    shown = (
+        names
+        if len(names) <= _MAX_KEYS
+        else [*names[: _MAX_KEYS - 1], f"and {len(names) - _MAX_KEYS + 1} more"]
+    )
+    return ", ".join(shown)
+
+
+def _commented(text: str, comments: Mapping[str, str]) -> str:
+    """The YAML text with a comment behind each line whose key has one."""
+    lines = text.splitlines()
+    node = yaml.compose(text, Loader=yaml.BaseLoader)
+    for path, number in _places(node, ""):
+        if path in comments:
+            lines[number] = f"{lines[number]:<{_COMMENT_COLUMN}}  # {comments[path]}"
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _places(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """(key path, line number from 0) of every key in mappings."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = child(prefix, key.value)
+            yield path, key.start_mark.line
+            yield from _places(value, path)
