@@ -89,18 +89,15 @@ def _groups(source: Source) -> _Found:
 
 
 def _logprobs(source: Source) -> _Found:
-    recomputes, returns = source.get("rollout.recompute_logprobs"), source.get("rollout.return_logprobs")
-    has_returned = source.values.get("rollout.return_logprobs", not recomputes)
-    if recomputes is False and returns is None and "rollout.return_logprobs" in source.values:
-        return
-    if recomputes is False and not has_returned:
+    recomputes, returns = (
+        source.values.get(f"rollout.{name}_logprobs", True) for name in ("recompute", "return")
+    )
+    if not recomputes and not returns:
         yield (
             "rollout.return_logprobs",
             "without rollout.recompute_logprobs there would be no log-probs; set one to true",
         )
-    if source.get("algorithm.importance_sampling_fix") and not (
-        recomputes and source.values.get("rollout.return_logprobs", True)
-    ):
+    if source.get("algorithm.importance_sampling_fix") and not (recomputes and returns):
         yield (
             "algorithm.importance_sampling_fix",
             "compares the trainer's log-probs with the engine's; set rollout.recompute_logprobs and return_logprobs to true",
@@ -117,41 +114,44 @@ def _devices(source: Source) -> _Found:
     actor, rollout = facts.devices_of(source, "actor"), facts.devices_of(source, "rollout")
     if actor is None or rollout is None or facts.is_robots(source):
         return
-    where, shared = "cluster.component_placement", set(actor.numbers) & set(rollout.numbers)
+    shared = sorted(set(actor.numbers) & set(rollout.numbers))
     if shared and actor.numbers != rollout.numbers:
         yield (
-            where,
-            f"actor and rollout share the devices {', '.join(map(str, sorted(shared)))} and not the others; give them the same "
+            "cluster.component_placement",
+            f"actor and rollout share the devices {', '.join(map(str, shared))} and not the others; give them the same "
             "devices, or none in common",
         )
-    engines, prompts = (
-        len(rollout.numbers) / facts.engine_parallel(source),
-        source.get("data.rollout_batch_size"),
-    )
-    if engines % 1:
+    per_engine, num_devices = facts.engine_parallel(source), len(rollout.numbers)
+    prompts, engines = source.get("data.rollout_batch_size"), num_devices // per_engine
+    if num_devices % per_engine:
         yield (
             "rollout.tensor_parallel_size",
-            f"{len(rollout.numbers)} rollout devices are no multiple of the {facts.engine_parallel(source)} that an engine takes",
+            f"{num_devices} rollout devices are no multiple of the {per_engine} that an engine takes",
         )
-    elif prompts is not None and prompts % int(engines):
+    elif prompts is not None and prompts % engines:
         yield (
             "data.rollout_batch_size",
-            f"{prompts} prompts cannot be shared out evenly among {int(engines)} engines",
+            f"{prompts} prompts cannot be shared out evenly among {engines} engines",
         )
-    if facts.file_backend(source) != "megatron":
-        return
-    if len(actor.numbers) % facts.model_parallel(source):
+    elif facts.file_backend(source) == "megatron":
+        yield from _model_parallel(source, len(actor.numbers), is_shared=actor.numbers == rollout.numbers)
+
+
+def _model_parallel(source: Source, num_devices: int, *, is_shared: bool) -> _Found:
+    per_copy = facts.model_parallel(source)
+    if num_devices % per_copy:
         yield (
             "actor.model.tensor_model_parallel_size",
-            f"{len(actor.numbers)} actor devices are no multiple of the {facts.model_parallel(source)} that one copy of the "
-            "model takes",
+            f"{num_devices} actor devices are no multiple of the {per_copy} that one copy of the model takes",
         )
-    train_tp = source.get("actor.model.tensor_model_parallel_size") or 1
-    rollout_tp = source.get("rollout.tensor_parallel_size") or 1
-    if actor.numbers == rollout.numbers and train_tp % rollout_tp:
+    trained, sampled = (
+        source.get("actor.model.tensor_model_parallel_size") or 1,
+        source.get("rollout.tensor_parallel_size"),
+    )
+    if is_shared and trained % sampled:
         yield (
             "rollout.tensor_parallel_size",
-            f"on the actor's devices it must divide actor.model.tensor_model_parallel_size={train_tp}, and {rollout_tp} does not",
+            f"on the actor's devices it must divide actor.model.tensor_model_parallel_size={trained}, and {sampled} does not",
         )
 
 

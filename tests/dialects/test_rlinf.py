@@ -1,0 +1,586 @@
+"""RLinf's text tasks: what the pages' files mean natively, renames, defaults, and conditions of keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from braid.config.schema import RunConfig
+from braid.config.shape import fields_of
+from braid.dialects.load import Read, read_config, read_foreign
+from braid.dialects.rlinf import RLINF
+from braid.dialects.table import Apply, Became, Entry, Source
+from braid.dialects.translate import translate
+from braid.errors import ConfigError
+from braid.plan import resolve
+
+SEEDS = Path(__file__).parent / "seeds"
+MATH_000 = SEEDS / "rlinf-math-000.yaml"
+MATH_003 = SEEDS / "rlinf-math-003.yaml"
+MODEL = "../../model/DeepSeek-R1-Distill-Qwen-1.5B/"
+
+
+def here(*overrides: str, path: Path = MATH_003) -> Read:
+    """The file in one process with braid's own engine."""
+    return read_config(path, overrides, backend="single", engine="native")
+
+
+def config(*overrides: str, path: Path = MATH_003) -> RunConfig:
+    return read_config(path, overrides).loaded.config
+
+
+def row(read: Read, path: str) -> Entry:
+    (found,) = [entry for entry in read.ledger if entry.path == path]
+    return found
+
+
+def problems(*overrides: str, path: Path = MATH_003, **options: Any) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        read_config(path, overrides, **options)
+    return [str(problem) for problem in error.value.problems]
+
+
+@pytest.mark.parametrize("path", [MATH_000, MATH_003], ids=lambda path: path.stem)
+def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> None:
+    read = read_config(path)
+    found = read.loaded.config
+    assert read.language == "rlinf"
+    assert (found.train.backend, found.rollout.engine, found.env.kind) == (
+        "megatron",
+        "sglang",
+        "single_turn",
+    )
+    assert (found.run.name, found.run.output_dir, found.run.seed) == ("grpo-1.5b", "../results", 1234)
+    assert (found.run.max_epochs, found.run.max_rounds, found.run.resume) == (5, None, "none")
+    assert (found.eval.every_rounds, found.eval.at_end, found.eval.before) == (1, True, False)
+    assert (found.checkpoint.every_rounds, found.checkpoint.at_end, found.checkpoint.keep) == (50, True, None)
+    assert found.cluster.placement == {"policy,inference,rollout": "all"}
+    assert (found.model.path, found.model.architecture, found.model.tokenizer) == (MODEL, "qwen2", MODEL)
+    assert found.model.trust_remote_code
+    algorithm = found.algorithm
+    assert (algorithm.recipe, algorithm.advantage, algorithm.normalize_by_std) == ("grpo", "grpo", True)
+    assert (algorithm.whiten_advantages, algorithm.policy_loss, algorithm.aggregation) == (
+        True,
+        "ppo_clip",
+        "token_mean",
+    )
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.2, "off")
+    assert (algorithm.kl_coef, algorithm.kl_estimator, algorithm.kl_clamp) == (0.0, "k3", 10.0)
+    assert (algorithm.early_stop_ratio, algorithm.old_logprobs) == (5.0, "recompute")
+    rollout = found.rollout
+    assert (rollout.prompts_per_round, rollout.group_size, rollout.max_sequence_tokens) == (64, 2, 2048)
+    assert (rollout.sampling.max_new_tokens, rollout.sampling.min_new_tokens) == (1024, 1)
+    assert (rollout.sampling.temperature, rollout.sampling.top_k, rollout.sampling.greedy) == (1.0, 0, False)
+    sglang = rollout.sglang
+    assert (sglang.memory_fraction, sglang.max_running, sglang.cuda_graph_max_batch) == (0.55, 64, 64)
+    assert (sglang.attention, sglang.decode_log_interval, sglang.torch_compile) == ("triton", 500_000, False)
+    assert (sglang.cuda_graphs, sglang.detokenize, sglang.dtype) == (True, False, "fp16")
+    train = found.train
+    assert (train.steps_per_pass, train.micro_batch_rows, train.micro_batch_tokens) == (4, 1, 2048)
+    assert (train.infer_batch_rows, train.infer_batch_tokens) == (1, 2048)
+    assert (train.optimizer.lr, train.optimizer.betas, train.optimizer.eps) == (2e-5, (0.9, 0.95), 1e-5)
+    assert (train.optimizer.weight_decay, train.max_grad_norm) == (0.05, 1.0)
+    schedule = train.optimizer.schedule
+    assert (schedule.decay, schedule.decay_steps, schedule.warmup_fraction) == ("constant", 10, 0.01)
+    assert (schedule.warmup_steps, schedule.start_ratio, schedule.min_ratio) == (0, 0.0, 0.0)
+    assert (train.offload.weights, train.offload.gradients, train.offload.optimizer) == (True, True, True)
+    megatron = train.megatron
+    assert (megatron.recompute_granularity, megatron.recompute_method, megatron.recompute_num_layers) == (
+        "full",
+        "block",
+        20,
+    )
+    assert (megatron.distributed_optimizer, megatron.overlap_grad_reduce, megatron.overlap_param_gather) == (
+        True,
+        True,
+        True,
+    )
+    assert (megatron.dynamic_loss_scale_window, megatron.timeout_minutes, megatron.distributed_backend) == (
+        5,
+        30,
+        "nccl",
+    )
+    assert not megatron.sequence_parallel
+    assert megatron.transformer.seq_length == 2048
+    assert (megatron.checkpoint.preset, megatron.checkpoint.hf_path) == (
+        "DeepSeek-R1-Distill-Qwen-1.5B",
+        MODEL,
+    )
+    assert megatron.checkpoint.cache_dir == "../results/grpo-1.5b/actor/megatron_ckpt_from_hf"
+    assert (megatron.checkpoint.num_processes, megatron.checkpoint.devices) == (16, ())
+    data = found.data
+    assert (data.max_prompt_tokens, data.overlong, data.use_chat_template) == (1024, "drop", "never")
+    assert (data.shuffle, data.seed, found.eval.shuffle) == (True, 1234, True)
+    for (source,) in (data.train, data.eval):
+        assert source.model_dump()["path"] == ("../../data/boba/AReaL-boba-106k.jsonl",)
+        assert (source.prompt_key, source.answer_key) == ("prompt", "solutions")
+    (part,) = found.reward.parts
+    assert part.kind == "math"
+    assert (found.reward.scale, found.reward.shift) == (10.0, -5.0)
+
+
+def test_both_pages_files_are_the_same_run_but_for_what_only_one_says() -> None:
+    """Page 000 has the older names, one device for each node and the inference group; page 003 has FSDP's options."""
+    older, newer = (here(path=path).loaded.config for path in (MATH_000, MATH_003))
+    assert older.model_copy(update={"report": newer.report}) == newer
+
+
+def test_the_agentic_blocks_lie_over_the_basic_file(tmp_path: Path) -> None:
+    basic, blocks = (
+        yaml.safe_load(path.read_text()) for path in (MATH_003, SEEDS / "rlinf-agentic-001.yaml")
+    )
+    del basic["data"]
+    path = tmp_path / "agentic.yaml"
+    path.write_text(yaml.safe_dump(merged(basic, blocks)))
+    assert config(path=path) == config()
+
+
+def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if both else value
+    return out
+
+
+def test_in_one_process_the_same_batches_are_cut_and_nothing_of_the_cluster_is_left() -> None:
+    read = here()
+    found = read.loaded.config
+    assert (found.train.backend, found.rollout.engine) == ("single", "native")
+    assert (found.cluster.placement, found.cluster.num_nodes) == ({}, 1)
+    assert found.train.megatron == RunConfig.model_validate({"model": {"path": "x"}}).train.megatron
+    assert found.rollout.native.max_running == 64
+    plan = resolve(found)
+    assert (plan.steps_per_round, plan.rows_per_step, plan.trajectories_per_round) == (4, 32, 128)
+    assert row(read, "actor.model.tensor_model_parallel_size").disposition == "no effect"
+    assert row(read, "actor.model.tensor_model_parallel_size").note == "Megatron's; the backend is single"
+    assert row(read, "rollout.attention_backend").note == "SGLang's; the engine is native"
+    assert row(read, "actor.group_name").note == "everything runs in one process (--backend single)"
+
+
+def test_no_key_of_the_pages_is_unsupported() -> None:
+    for path in (MATH_000, MATH_003):
+        for options in (
+            {},
+            {"backend": "single", "engine": "native"},
+            {"backend": "fsdp2", "engine": "vllm"},
+        ):
+            ledger = read_config(path, **options).ledger
+            assert {entry.disposition for entry in ledger} <= {"applied", "implied", "no effect"}
+            assert all(entry.native or entry.note for entry in ledger)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "parts", "rows_per_step"),
+    [(64, 2, 4, 32), (512, 16, 4, 2048), (8, 8, 1, 64), (6, 4, 3, 8)],
+)
+def test_a_round_is_cut_into_n_minibatches(prompts: int, group: int, parts: int, rows_per_step: int) -> None:
+    """rollout_batch_size * group_size // n_minibatches rows make an optimizer step."""
+    found = here(
+        f"data.rollout_batch_size={prompts}",
+        f"algorithm.group_size={group}",
+        f"algorithm.n_minibatches={parts}",
+    ).loaded.config
+    plan = resolve(found)
+    assert (plan.rows_per_step, plan.steps_per_round) == (rows_per_step, parts)
+
+
+def test_sizes_per_device_are_multiplied_by_the_files_devices_whatever_runs_it() -> None:
+    overrides = [
+        "cluster.num_nodes=2",
+        "cluster.num_gpus_per_node=8",
+        "algorithm.rollout_batch_size_per_gpu=2",
+        "algorithm.val_rollout_batch_size_per_gpu=3",
+        "rollout.tensor_parallel_size=2",
+        "actor.model.tensor_model_parallel_size=2",
+    ]
+    assert here(*overrides).loaded.config.rollout.request_batch == 32
+    assert here(*overrides).loaded.config.eval.batch_prompts == 48
+    assert here(*overrides, "data.val_rollout_batch_size=40").loaded.config.eval.batch_prompts == 40
+    assert here("algorithm.val_rollout_batch_size_per_gpu=null").loaded.config.eval.batch_prompts == 64
+    assert config(*overrides).rollout.sglang.replicas == 8
+
+
+def test_micro_batches_are_bounded_by_rows_or_by_tokens() -> None:
+    by_rows = here("algorithm.training_batch_size_per_gpu=4", "algorithm.logprob_forward_micro_batch_size=8")
+    train = by_rows.loaded.config.train
+    assert (train.micro_batch_rows, train.micro_batch_tokens) == (4, 8192)
+    assert (train.infer_batch_rows, train.infer_batch_tokens) == (8, 16_384)
+    assert row(by_rows, "runner.max_tokens_per_mbs").note == "runner.enable_dynamic_batch_size is false"
+    by_tokens = here("runner.enable_dynamic_batch_size=true", "runner.max_tokens_per_mbs=4096")
+    train = by_tokens.loaded.config.train
+    assert (train.micro_batch_rows, train.micro_batch_tokens) == (None, 4096)
+    assert (train.infer_batch_rows, train.infer_batch_tokens) == (None, None)
+    assert row(by_tokens, "algorithm.training_batch_size_per_gpu").disposition == "no effect"
+
+
+@pytest.mark.parametrize(
+    ("scale", "bounds", "expected"),
+    [
+        ("5.0", [], (10.0, -5.0)),
+        ("1", [], (2.0, -1.0)),
+        ("2.0", ["reward.reward_min_val=0", "reward.reward_max_val=1"], (2.0, 0.0)),
+        ("3.0", ["reward.reward_min_val=-0.5"], (4.5, -1.5)),
+    ],
+)
+def test_a_right_answer_gets_reward_scale_and_a_wrong_one_its_negative(
+    scale: str, bounds: list[str], expected: tuple[float, float]
+) -> None:
+    reward = here(f"reward.reward_scale={scale}", *bounds).loaded.config.reward
+    assert (reward.scale, reward.shift) == expected
+
+
+def test_a_reward_model_takes_the_place_of_the_rule() -> None:
+    read = here("reward.use_reward_model=true", "reward.model.model_path=some/folder")
+    (part,) = read.loaded.config.reward.parts
+    assert part.kind == "model"
+    assert (read.loaded.config.reward.scale, read.loaded.config.reward.shift) == (5.0, 0.0)
+    assert row(read, "reward.reward_type").disposition == "no effect"
+    (found,) = problems("reward.use_reward_model=true")
+    assert "true needs the model: set reward.model.model_path to its folder" in found
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("rollout.model_dir=m", "rollout.model.model_path=m"),
+        ("rollout.model_arch=qwen3", "rollout.model.model_type=qwen3"),
+        ("algorithm.sampling_params.use_greedy=true", "algorithm.sampling_params.do_sample=false"),
+        ("algorithm.recompute_logprobs=false", "rollout.recompute_logprobs=false"),
+        ("rollout.sglang.decode_log_interval=7", "rollout.sglang_decode_log_interval=7"),
+        ("rollout.sglang.attention_backend=fa3", "rollout.attention_backend=fa3"),
+        ("rollout.sglang.use_torch_compile=true", "rollout.use_torch_compile=true"),
+        ("actor.checkpoint_load_path=c", "actor.model.megatron_checkpoint=c"),
+        ("actor.megatron.ckpt_convertor.process_num=3", "actor.megatron.ckpt.process_num=3"),
+        ("runner.task_type=reasoning", "runner.task_type=math"),
+        ("data.type=reasoning", "data.type=math"),
+        ("algorithm.loss_type=actor", "algorithm.loss_type=ppo"),
+        ("rollout.enable_cuda_graph=false", "rollout.enforce_eager=true"),
+    ],
+)
+def test_both_spellings_of_a_renamed_key_mean_the_same(tmp_path: Path, older: str, newer: str) -> None:
+    keys = {text.partition("=")[0] for text in (older, newer)} | {
+        "algorithm.sampling_params.do_sample",
+        "actor.megatron.use_hf_ckpt",
+    }
+    tree = yaml.safe_load(MATH_003.read_text())
+    for key in keys:
+        at = tree
+        *parents, last = key.split(".")
+        for parent in parents:
+            at = at.get(parent, {}) if isinstance(at, dict) else {}
+        at.pop(last, None)
+    path = tmp_path / "without.yaml"
+    text = yaml.safe_dump(tree).replace("${rollout.model.model_path}", "m")
+    path.write_text(text)
+    common = [] if "model_path" in newer else ["rollout.model.model_path=m"]
+    assert config(older, *common, path=path) == config(newer, *common, path=path)
+
+
+def test_a_key_given_under_two_names_must_say_one_thing() -> None:
+    (found,) = problems("rollout.model_dir=other")
+    assert found.startswith("rollout.model_dir: is another spelling of rollout.model.model_path")
+    (found,) = problems("algorithm.sampling_params.use_greedy=true")
+    assert "makes it true" in found
+    assert "algorithm.sampling_params.do_sample" in found
+
+
+def test_what_the_file_leaves_out_is_as_in_rlinf(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "runner: {task_type: math, seq_length: 96, max_epochs: 1, experiment_name: small, output_dir: out}\n"
+        "data: {type: math, max_prompt_length: 32, rollout_batch_size: 8, train_data_paths: [a.jsonl]}\n"
+        "algorithm: {group_size: 4}\nrollout: {model: {model_path: m}}\nactor: {optim: {lr: 1.0e-3}}\n"
+    )
+    found = config(path=path)
+    assert (found.train.backend, found.rollout.engine) == ("megatron", "sglang")
+    assert found.algorithm.dual_clip == 3.0
+    assert (found.algorithm.clip_low, found.algorithm.kl_estimator, found.algorithm.aggregation) == (
+        0.2,
+        "k3",
+        "token_mean",
+    )
+    assert (found.algorithm.whiten_advantages, found.algorithm.early_stop_ratio) == (True, "off")
+    assert found.algorithm.old_logprobs == "recompute"
+    assert (found.train.steps_per_pass, found.train.micro_batch_rows, found.train.micro_batch_tokens) == (
+        1,
+        1,
+        96,
+    )
+    assert (found.train.optimizer.betas, found.train.optimizer.eps) == ((0.9, 0.999), 1e-8)
+    assert found.train.optimizer.weight_decay == 0.01
+    assert found.rollout.sampling.max_new_tokens == 64
+    assert (found.rollout.sglang.memory_fraction, found.rollout.sglang.tensor_parallel) == (0.65, 1)
+    assert (found.eval.every_rounds, found.eval.before) == (0, False)
+    assert (found.reward.scale, found.reward.shift) == (2.0, -1.0)
+    assert found.data.train[0].answer_key == "solutions"
+    assert found.data.eval == ()
+    assert found.run.base_dir == str(Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.adv_type=gae", "critic.use_critic_model=true"], ("ppo", "gae", "none")),
+        (["algorithm.adv_type=gae"], ("ppo", "reinforce", "none")),
+        (["algorithm.adv_type=gae", "algorithm.loss_type=actor_critic"], ("ppo", "gae", "none")),
+        (["algorithm.adv_type=reinpp"], ("reinforce_pp", "reinforce", "none")),
+        (
+            ["algorithm.adv_type=reinpp", "algorithm.use_reinpp_baseline=true"],
+            ("reinforce_pp", "reinforce", "group"),
+        ),
+        (["algorithm.adv_type=raw"], ("reinforce", "reinforce", "none")),
+        (["algorithm.adv_type=grpo_dynamic", "algorithm.advantage_mode=turn"], ("grpo", "grpo", None)),
+    ],
+)
+def test_advantages_by_their_names_there(overrides: list[str], expected: tuple[str, str, str | None]) -> None:
+    algorithm = here(*overrides).loaded.config.algorithm
+    assert (algorithm.recipe, algorithm.advantage, algorithm.reward_mean) == expected
+    is_turn = "algorithm.advantage_mode=turn" in overrides
+    assert algorithm.advantage_level == ("turn" if is_turn else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("kl", ("k1", "off")),
+        ("k1", ("k1", "off")),
+        ("abs", ("abs", "off")),
+        ("mse", ("k2", "off")),
+        ("k2", ("k2", "off")),
+        ("low_var_kl", ("k3", 10.0)),
+        ("k3", ("k3", 10.0)),
+    ],
+)
+def test_kl_estimators_by_their_names_there(name: str, expected: tuple[str, Any]) -> None:
+    algorithm = here("algorithm.kl_beta=0.01", f"algorithm.kl_penalty_type={name}").loaded.config.algorithm
+    assert (algorithm.kl_estimator, algorithm.kl_clamp) == expected
+    assert (algorithm.kl_coef, algorithm.kl_in) == (0.01, "reward")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.ratio_clip_eps=0.1"], (0.1, 0.1)),
+        (["algorithm.clip_ratio_high=0.28"], (0.2, 0.28)),
+        (["algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.4"], (0.3, 0.4)),
+    ],
+)
+def test_clip_bounds(overrides: list[str], expected: tuple[float, float]) -> None:
+    algorithm = here(*overrides).loaded.config.algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == expected
+
+
+def test_an_entropy_bonus_counts_when_entropy_is_calculated() -> None:
+    bonus = "algorithm.entropy_bonus=0.5"
+    read = here(bonus)
+    assert read.loaded.config.algorithm.entropy_coef == 0.0
+    assert row(read, "algorithm.entropy_bonus").note == "algorithm.calculate_entropy is false"
+    assert here(bonus, "algorithm.calculate_entropy=true").loaded.config.algorithm.entropy_coef == 0.5
+
+
+def test_corrections_for_what_separates_engine_and_trainer() -> None:
+    (fixed,) = (
+        here(
+            "algorithm.importance_sampling_fix=true", "algorithm.importance_sampling_clip=3"
+        ).loaded.config.algorithm.corrections
+        or ()
+    )
+    assert (fixed.level, fixed.mode, fixed.low, fixed.high) == ("token", "truncate", 0.0, 3.0)
+    decoupled = here(
+        "algorithm.adv_type=gae",
+        "algorithm.loss_type=decoupled_actor_critic",
+        "algorithm.behave_weight_threshold=4",
+    ).loaded.config.algorithm
+    (masked,) = decoupled.corrections or ()
+    assert (masked.level, masked.mode, masked.high) == ("token", "mask", 4.0)
+
+
+@pytest.mark.parametrize(("value", "native"), [("1000000", 0), ("-1", 0), ("0", 0), ("50", 50)])
+def test_a_very_large_top_k_is_none(value: str, native: int) -> None:
+    assert here(f"algorithm.sampling_params.top_k={value}").loaded.config.rollout.sampling.top_k == native
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.model.precision=fp16"], ("fp32", "fp16", 5)),
+        (
+            ["actor.model.precision=bf16", "actor.optim.fp16=false", "actor.optim.bf16=true"],
+            ("fp32", "bf16", None),
+        ),
+        (["actor.model.precision=fp32", "actor.training_backend=fsdp"], ("fp32", "none", None)),
+        (
+            ["actor.training_backend=fsdp", "actor.fsdp_config.grad_scaler.enabled=true"],
+            ("fp32", "fp16", 2000),
+        ),
+        (
+            [
+                "actor.training_backend=fsdp",
+                "actor.model.precision=fp32",
+                "actor.fsdp_config.amp_autocast.enabled=true",
+            ],
+            ("fp32", "bf16", None),
+        ),
+    ],
+)
+def test_precision_is_that_of_computation_over_weights_in_fp32(
+    overrides: list[str], expected: tuple[str, str, int | None]
+) -> None:
+    found = here(*overrides).loaded.config
+    scaler = found.train.grad_scaler
+    assert (found.model.dtype, found.train.autocast, scaler and scaler.growth_interval) == expected
+
+
+def test_fsdp_reads_the_options_of_its_own_generation() -> None:
+    base = ["actor.training_backend=fsdp", "actor.model.precision=bf16"]
+    options = [
+        "actor.fsdp_config.sharding_strategy=shard_grad_op",
+        "actor.fsdp_config.cpu_offload=true",
+        "actor.fsdp_config.backward_prefetch=pre",
+        "actor.fsdp_config.fsdp_size=4",
+    ]
+    first = read_config(MATH_003, [*base, *options])
+    fsdp = first.loaded.config.train.fsdp
+    assert first.loaded.config.train.backend == "fsdp"
+    assert (fsdp.sharding, fsdp.backward_prefetch, fsdp.cpu_offload, fsdp.size) == (
+        "grad_op",
+        "pre",
+        False,
+        None,
+    )
+    assert row(first, "actor.fsdp_config.cpu_offload").note == "of FSDP 2; the backend is fsdp"
+    assert (fsdp.param_dtype, fsdp.reduce_dtype, fsdp.buffer_dtype) == ("bf16", "bf16", "bf16")
+    second = read_config(MATH_003, [*base, *options, "actor.fsdp_config.strategy=FSDP2"])
+    fsdp = second.loaded.config.train.fsdp
+    assert second.loaded.config.train.backend == "fsdp2"
+    assert (fsdp.backward_prefetch, fsdp.cpu_offload, fsdp.size) == ("off", True, 4)
+    assert row(second, "actor.fsdp_config.backward_prefetch").note == "of FSDP 1; the backend is fsdp2"
+    assert row(second, "actor.megatron.use_hf_ckpt").note == "Megatron's; the backend is fsdp2"
+
+
+def test_learning_rates_and_the_warmup() -> None:
+    schedule = here(
+        "actor.optim.lr=1e-4", "actor.lr_sched.min_lr=1e-5", "actor.lr_sched.lr_warmup_init=5e-5",
+        "actor.lr_sched.lr_decay_style=inverse-square-root", "actor.lr_sched.lr_decay_iters=200",
+    ).loaded.config.train.optimizer.schedule  # fmt: skip
+    assert (schedule.decay, schedule.decay_steps) == ("inverse_sqrt", 200)
+    assert (schedule.min_ratio, schedule.start_ratio) == pytest.approx((0.1, 0.5))
+    read = here("actor.lr_sched.lr_warmup_iters=7")
+    assert read.loaded.config.train.optimizer.schedule.warmup_steps == 7
+    assert read.loaded.config.train.optimizer.schedule.warmup_fraction == 0.0
+    assert row(read, "actor.lr_sched.lr_warmup_fraction").note == "actor.lr_sched.lr_warmup_iters is above 0"
+    (found,) = problems("actor.lr_sched.min_lr=1e-3")
+    assert "0.001 is above the peak actor.optim.lr=2e-05; lower it" in found
+
+
+def test_loggers_under_both_names() -> None:
+    newer = config("runner.logger.logger_backends=[wandb, swanlab]").report
+    assert not newer.tensorboard
+    assert newer.wandb is not None
+    assert (newer.wandb.project, newer.wandb.name, newer.wandb.mode) == ("rlinf", "grpo-1.5b", "online")
+    assert newer.swanlab is not None
+    assert (newer.swanlab.project, newer.swanlab.mode) == ("rlinf", "cloud")
+    assert config("runner.logger.logger_backends=null").report.tensorboard is False
+    older = config("runner.logger.wandb.enable=true", path=MATH_000).report
+    assert older.wandb is not None
+    assert (older.wandb.project, older.wandb.name) == ("infini-rl", "grpo-1.5b")
+    assert (older.dir, older.tensorboard_queue) == ("../results/grpo-1.5b", 10)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.loss_agg_func=mean",
+            "'mean' is not one of token-mean, seq-mean-token-sum, seq-mean-token-mean",
+        ),
+        ("algorithm.clip_ratio_c=1.0", "1.0 is not a number above 1, or null"),
+        ("actor.model.precision=int8", "'int8' is not one of fp16, 16,"),
+        ("actor.optim.optimizer=muon", "'muon' is not one of adam, sgd"),
+        ("rollout.gpu_memory_utilization=1.5", "1.5 is not a number above 0 and at most 1"),
+        ("algorithm.group_size=two", "'two' is not a whole number of at least 1"),
+        ("cluster.component_placement={actr: all}", "there is no component 'actr', did you mean 'actor'?"),
+        ("cluster.component_placement={actor: 0-x}", "'0-x' is no placement"),
+        ("cluster.component_placement=[0]", "is not a mapping of components to devices"),
+        ("algorithm.kl_penalty_type=full", "is not supported: one of kl, k1"),
+        (
+            "algorithm.loss_type=actor_critic",
+            "which algorithm.adv_type=grpo does not take; set adv_type to gae",
+        ),
+        (
+            "critic.use_critic_model=true",
+            "algorithm.adv_type=grpo takes no values; set it to gae, or this to false",
+        ),
+        ("runner.max_steps=0", "0 steps are no run"),
+        ("algorithm.loss_tpe=ppo", "unknown key of RLinf, did you mean 'algorithm.loss_type'?"),
+        ("sampling_params.top_k=3", "did you mean 'algorithm.sampling_params.top_k'?"),
+        ("cluster.node_groups=[]", "is not supported: number the devices"),
+        ("algorithm.huber_delta=1", "is not supported: the value loss is squared"),
+    ],
+)
+def test_a_wrong_value_says_what_is_allowed(override: str, message: str) -> None:
+    assert any(message in problem for problem in problems(override)), problems(override)
+
+
+NATIVE = {path for path, _ in fields_of(RunConfig)}
+
+
+@pytest.mark.parametrize("seed", ["rlinf-math-003", "rlinf-embodied-003"])
+@pytest.mark.parametrize(
+    ("backend", "engine"), [(None, None), ("single", "native"), ("fsdp2", "vllm"), ("megatron", "sglang")]
+)
+def test_every_value_that_a_key_takes_is_converted_to_native_keys_or_refused_with_a_reason(
+    seed: str, backend: str | None, engine: str | None
+) -> None:
+    foreign = read_foreign(SEEDS / f"{seed}.yaml", [], RLINF)
+    values = {entry.path: entry.value for entry in translate(foreign, RLINF).ledger}
+    for path, rule in RLINF.rules.items():
+        if not isinstance(rule, Apply):
+            continue
+        for value in rule.takes.samples:
+            source = Source(RLINF, {**values, path: value}, backend, engine)
+            try:
+                made = value if rule.convert is None else rule.convert(value, source)
+            except ValueError:
+                continue
+            if not isinstance(made, Became):
+                made = Became({rule.native: made})
+            assert made.native or made.note or rule.note, (path, value)
+            for native in made.native:
+                plain = re.sub(r"\[\d+\]", "[]", native)
+                parent = plain.rpartition(".")[0]
+                assert plain in NATIVE or parent in ("cluster.placement", "cluster.group_names"), (
+                    path,
+                    native,
+                )
+
+
+def test_an_override_below_braid_sets_a_native_key() -> None:
+    found = here("braid.algorithm.kl_in=loss", "algorithm.kl_beta=0.1").loaded.config
+    assert (found.algorithm.kl_in, found.algorithm.kl_coef) == ("loss", 0.1)
+
+
+def test_aliases_lead_to_rules_and_every_conversion_names_a_native_key() -> None:
+    assert set(RLINF.aliases.values()) <= set(RLINF.rules)
+    assert not set(RLINF.aliases) & set(RLINF.rules)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor.fsdp_config.grad_scaler.init_scale",
+        "actor.fsdp_config.grad_scaler.growth_interval",
+        "actor.checkpoint_load_path",
+        "rollout.backend",
+        "rollout.pipeline_stage_num",
+        "runner.logger.logger_backends",
+        "env.eval.max_episode_steps",
+    ],
+)
+def test_keys_that_the_pages_name_in_prose_have_a_rule(key: str) -> None:
+    assert RLINF.rule_of(RLINF.aliases.get(key, key)) is not None

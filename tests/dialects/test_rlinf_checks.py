@@ -1,0 +1,153 @@
+"""What RLinf's keys have to keep together, each rule with its message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from braid.dialects.load import read_config
+from braid.errors import ConfigError
+
+SEED = Path(__file__).parent / "seeds" / "rlinf-math-003.yaml"
+EIGHT = "cluster.num_gpus_per_node=8"
+APART = "cluster.component_placement={actor: 0-3, rollout: 4-7, inference: 0-3}"
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        read_config(SEED, overrides)
+    return [str(problem) for problem in error.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["runner.seq_length=1024", "algorithm.sampling_params.max_new_tokens=8"],
+            "runner.seq_length: 1024 leaves no room for an answer after data.max_prompt_length=1024; raise it above 1024",
+        ),
+        (
+            ["runner.enable_dynamic_batch_size=true", "runner.max_tokens_per_mbs=1000"],
+            "runner.max_tokens_per_mbs: 1000 tokens do not hold the longest row, runner.seq_length=2048; raise it to 2048 at least",
+        ),
+        (
+            ["algorithm.n_minibatches=5"],
+            "algorithm.n_minibatches: 128 rows of a round cannot be cut into 5 equal mini-batches; give a divisor of 128",
+        ),
+        (
+            ["algorithm.training_batch_size_per_gpu=5"],
+            "algorithm.n_minibatches: an optimizer step has 32 rows, which is no multiple of 5 rows per micro-batch * 1 "
+            "data-parallel ranks = 5",
+        ),
+        (
+            [EIGHT, "algorithm.training_batch_size_per_gpu=8"],
+            "algorithm.n_minibatches: an optimizer step has 32 rows, which is no multiple of 8 rows per micro-batch * 8 "
+            "data-parallel ranks = 64",
+        ),
+        (
+            ["algorithm.group_size=1"],
+            "algorithm.group_size: algorithm.adv_type=grpo compares the answers of a group; raise it above 1",
+        ),
+        (
+            ["rollout.recompute_logprobs=false", "rollout.return_logprobs=false"],
+            "rollout.return_logprobs: without rollout.recompute_logprobs there would be no log-probs; set one to true",
+        ),
+        (
+            ["algorithm.importance_sampling_fix=true", "rollout.recompute_logprobs=false"],
+            "algorithm.importance_sampling_fix: compares the trainer's log-probs with the engine's; set "
+            "rollout.recompute_logprobs and return_logprobs to true",
+        ),
+        (
+            ["runner.val_check_interval=20"],
+            "runner.save_interval: 50 is no multiple of runner.val_check_interval=20",
+        ),
+        (
+            [EIGHT, "cluster.component_placement={actor: 0-3, rollout: 2-5}"],
+            "cluster.component_placement: actor and rollout share the devices 2, 3 and not the others; give them the same "
+            "devices, or none in common",
+        ),
+        (
+            [EIGHT, "rollout.tensor_parallel_size=3", "actor.model.tensor_model_parallel_size=1"],
+            "rollout.tensor_parallel_size: 8 rollout devices are no multiple of the 3 that an engine takes",
+        ),
+        (
+            [EIGHT, "data.rollout_batch_size=60", "algorithm.n_minibatches=1", "algorithm.group_size=4"],
+            "data.rollout_batch_size: 60 prompts cannot be shared out evenly among 8 engines",
+        ),
+        (
+            [EIGHT, "actor.model.tensor_model_parallel_size=3"],
+            "actor.model.tensor_model_parallel_size: 8 actor devices are no multiple of the 3 that one copy of the model takes",
+        ),
+        (
+            [EIGHT, "rollout.tensor_parallel_size=2"],
+            "rollout.tensor_parallel_size: on the actor's devices it must divide actor.model.tensor_model_parallel_size=1, and 2 "
+            "does not",
+        ),
+        (
+            [EIGHT, APART, "runner.enable_dynamic_batch_size=true"],
+            "runner.enable_dynamic_batch_size: needs the whole round, and with actor and rollout on different devices rows come "
+            "one by one; set it to false",
+        ),
+        (
+            [EIGHT, APART, "actor.enable_dp_load_balance=true"],
+            "actor.enable_dp_load_balance: needs the whole round, and with actor and rollout on different devices rows come one "
+            "by one; set it to false",
+        ),
+        (
+            [
+                EIGHT,
+                "cluster.component_placement={actor: 0-3, rollout: 0-3, inference: 4-7}",
+                "rollout.recompute_logprobs=false",
+            ],
+            "cluster.component_placement: inference has devices and nothing to do; set rollout.recompute_logprobs=true, or take "
+            "it out",
+        ),
+        (
+            ["actor.model.precision=fp32", "actor.optim.fp16=false"],
+            "actor.model.precision: Megatron trains in 16 bits; set fp16 or bf16, or actor.training_backend=fsdp",
+        ),
+        (
+            ["actor.model.precision=bf16"],
+            "actor.optim.fp16: true contradicts actor.model.precision=bf16; make them agree",
+        ),
+        (
+            ["actor.training_backend=fsdp", "actor.fsdp_config.amp_autocast.enabled=true"],
+            "actor.fsdp_config.amp_autocast.enabled: autocast works on fp32 weights, and mixed_precision.param_dtype=fp16; set "
+            "that to fp32, or this to false",
+        ),
+        (
+            ["actor.model.megatron_checkpoint=some/folder"],
+            "actor.model.megatron_checkpoint: and actor.megatron.use_hf_ckpt=true are two places to start from; keep one",
+        ),
+        (
+            ["actor.megatron.use_hf_ckpt=false"],
+            "actor.megatron.use_hf_ckpt: false needs another place to start from: set actor.model.megatron_checkpoint",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_each_other_are_refused(overrides: list[str], expected: str) -> None:
+    (found,) = problems(*overrides)
+    assert found.partition(" [")[0] == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [EIGHT, "algorithm.training_batch_size_per_gpu=4"],
+        [EIGHT, "actor.model.tensor_model_parallel_size=2", "rollout.tensor_parallel_size=2"],
+        [EIGHT, APART, "data.rollout_batch_size=64"],
+        ["runner.val_check_interval=-1", "runner.save_interval=7"],
+        ["algorithm.adv_type=reinpp", "algorithm.group_size=1"],
+        ["rollout.recompute_logprobs=false"],
+        ["runner.enable_dynamic_batch_size=true"],
+    ],
+)
+def test_what_fits_is_not_refused(overrides: list[str]) -> None:
+    assert read_config(SEED, overrides).language == "rlinf"
+
+
+def test_a_problem_has_the_place_where_its_key_was_written() -> None:
+    (found,) = problems("runner.val_check_interval=20")
+    line = SEED.read_text().splitlines().index("  save_interval: 50") + 1
+    assert found.endswith(f"[rlinf-math-003.yaml:{line}]")

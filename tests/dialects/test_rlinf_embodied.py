@@ -1,0 +1,194 @@
+"""RLinf's embodied task: presets, simulators, robot policies, and the batches of chunks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from braid.config.rollout import LiberoEnv, ManiskillEnv
+from braid.config.schema import RunConfig
+from braid.dialects.load import Read, read_config
+from braid.errors import ConfigError
+
+SEED = Path(__file__).parent / "seeds" / "rlinf-embodied-003.yaml"
+LIBERO = ("env@env.train=libero_10", "env@env.eval=libero_10")
+
+
+def read(*overrides: str) -> Read:
+    return read_config(SEED, overrides)
+
+
+def config(*overrides: str) -> RunConfig:
+    return read(*overrides).loaded.config
+
+
+def notes(*overrides: str) -> dict[str, str]:
+    return {entry.path: entry.note for entry in read(*overrides).ledger}
+
+
+def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
+    found = config()
+    env = found.env
+    assert isinstance(env, ManiskillEnv)
+    assert (env.task, env.max_episode_steps, env.group_size, env.seed) == (
+        "PutCarrotOnPlateInScene-v1",
+        10,
+        2,
+        0,
+    )
+    assert (env.auto_reset, env.ignore_terminations, env.fixed_reset_states) == (False, False, True)
+    assert (env.relative_reward, env.reward_scale) == (True, 5.0)
+    assert (env.video.save, env.video.overlay, env.video.dir) == (
+        True,
+        True,
+        "../results/grpo-1.5b/video/train",
+    )
+    assert (env.camera_height, env.camera_width) == (256, 256)
+    assert (env.offload, env.pipeline_stages, env.episodes_per_round) == (True, 2, 1)
+    assert env.eval is not None
+    assert env.eval.max_episode_steps == 10
+    assert (found.train.backend, found.rollout.engine) == ("fsdp", "native")
+    vla = found.model.vla
+    assert vla is not None
+    assert (vla.kind, vla.action_dim, vla.num_action_chunks, vla.unnorm_key) == (
+        "openvla_oft",
+        7,
+        8,
+        "bridge_orig",
+    )
+    assert (vla.value_level, vla.greedy, vla.image_size, vla.num_images) == ("chunk", True, (224, 224), 1)
+    assert (vla.center_crop, vla.use_proprio, vla.policy_setup) == (True, False, "widowx_bridge")
+    assert (vla.vocab_size, vla.extra_vocab_size, vla.hidden_size, vla.max_prompt_tokens) == (
+        32000,
+        421,
+        4096,
+        30,
+    )
+    assert (found.model.path, found.model.attention) == ("/path/to/huggingface_model", "flash_attention_2")
+    lora = found.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.path, lora.alpha) == (32, "/storage/models/oft-sft/lora_004000", None)
+    optimizer = found.train.optimizer
+    assert (optimizer.lr, optimizer.value_lr, optimizer.betas) == (1e-4, 3e-3, (0.9, 0.999))
+    assert found.train.max_grad_norm == 10.0
+    assert (found.train.offload.weights, found.train.offload.optimizer) == (True, True)
+    algorithm = found.algorithm
+    assert (algorithm.reward_level, algorithm.logprob_level, algorithm.entropy_level) == (
+        "chunk",
+        "token",
+        "token",
+    )
+    assert algorithm.advantage == "grpo"
+    assert (found.rollout.sampling.min_new_tokens, found.rollout.max_sequence_tokens) == (1, 1024)
+    assert (found.run.max_rounds, found.run.max_epochs) == (5, None)
+    assert found.reward.parts == ()
+
+
+def test_nothing_of_the_page_is_unsupported_and_text_keys_say_why_they_rest() -> None:
+    ledger = read().ledger
+    assert {entry.disposition for entry in ledger} == {"applied", "implied", "no effect"}
+    found = notes()
+    assert found["runner.seq_length"] == "runner.task_type is embodied, and this is of language models"
+    assert found["rollout.model.model_path"] == "the robot's policy is actor.model.model_path"
+    assert found["algorithm.auto_reset"] == "env.train.auto_reset says it"
+
+
+def test_another_preset_is_another_simulator() -> None:
+    env = config(*LIBERO).env
+    assert isinstance(env, LiberoEnv)
+    assert (env.suite, env.group_size, env.max_episode_steps) == ("libero_10", 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prompts", "steps"),
+    [
+        # null: one optimizer batch of 160 chunks; episodes of 10 steps are one chunk of 8 each, so 160 simulators
+        ([], 80, 1),
+        (["env.train.max_episode_steps=80"], 8, 1),
+        # 64 simulators * 80 // 8 chunks = 640 = 4 batches of 160
+        (["env.train.max_episode_steps=80", "env.train.total_num_envs=64"], 32, 4),
+        (
+            ["env.train.max_episode_steps=80", "env.train.total_num_envs=64", "algorithm.rollout_epoch=2"],
+            64,
+            8,
+        ),
+        (["env.train.total_num_envs=64", "actor.global_batch_size=64", "algorithm.group_size=8"], 8, 1),
+    ],
+)
+def test_a_round_has_the_episodes_of_all_simulators_and_a_step_global_batch_size_chunks(
+    overrides: list[str], prompts: int, steps: int
+) -> None:
+    found = config(*overrides)
+    assert (found.rollout.prompts_per_round, found.train.steps_per_pass) == (prompts, steps)
+
+
+def test_values_are_learned_by_a_head_when_gae_takes_them() -> None:
+    found = config(
+        "algorithm.adv_type=gae", "algorithm.loss_type=actor_critic", "algorithm.gamma=0.8"
+    ).algorithm
+    assert (found.advantage, found.gamma) == ("gae", 0.8)
+    assert config("algorithm.adv_type=ppo").algorithm.advantage == "gae"
+    assert config("algorithm.adv_type=gae", "algorithm.loss_type=actor").algorithm.advantage == "reinforce"
+
+
+def test_groups_of_mean_rewards_out_of_bounds_are_left_out() -> None:
+    found = config(
+        "algorithm.filter_rewards=true",
+        "algorithm.rewards_lower_bound=0.1",
+        "algorithm.rewards_upper_bound=4.9",
+    ).rollout.filter
+    assert (found.min_mean, found.max_mean) == (0.1, 4.9)
+    assert (
+        notes("algorithm.rewards_lower_bound=0.1")["algorithm.rewards_lower_bound"]
+        == "algorithm.filter_rewards is false"
+    )
+
+
+def test_old_log_probs_are_the_rollouts_where_the_file_does_not_ask_for_others(tmp_path: Path) -> None:
+    text = SEED.read_text().replace("  recompute_logprobs: True\n", "")
+    path = tmp_path / "env.yaml"
+    path.write_text(text)
+    preset = tmp_path / "env" / "manikill_put_carrot_on_plate_in_scene.yaml"
+    preset.parent.mkdir()
+    preset.write_text((SEED.parent / "env" / preset.name).read_text())
+    assert read_config(path).loaded.config.algorithm.old_logprobs == "behavior"
+    assert config().algorithm.old_logprobs == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["env.train.total_num_envs=63"],
+            "63 simulators are no multiple of rollout.pipeline_stage_num=2 * algorithm.group_size=2",
+        ),
+        (["env.eval.total_num_envs=3"], "3 simulators are no multiple of rollout.pipeline_stage_num=2"),
+        (
+            ["env.train.max_episode_steps=5"],
+            "5 env steps are fewer than one answer's actor.model.num_action_chunks=8",
+        ),
+        (
+            ["actor.micro_batch_size=7"],
+            "an optimizer step has 160 rows, which is no multiple of 7 rows per micro-batch * 1",
+        ),
+        (
+            ["env@env.eval=libero_10"],
+            "evaluation is in the simulator of training, env.train.env_type=maniskill",
+        ),
+        (
+            ["env.eval.task_name=Other-v1"],
+            "evaluation is on the task of training, env.train.task_name=PutCarrot",
+        ),
+        (["env.train.env_type=robotwin"], "is not supported: maniskill or libero"),
+        (
+            ["actor.model.model_type=openpi"],
+            "is not supported: one of openvla, openvla_oft with runner.task_type=embodied",
+        ),
+        (["actor.model.image_size=[224]"], "is not a list of 2, each a whole number of at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read(*overrides)
