@@ -61,8 +61,8 @@ def correction_factor(
         mask         1 where low <= w <= high, else 0
 
     To weigh and mask, as decoupled PPO does, name both. RLinf truncates from above (its release v0.1 from below, by mistake),
-    and masks above in decoupled PPO. ROLL: the weights of truncate, and masks as range filters, which its token mean counts
-    in the denominator only. SkyRL: both, each with bounds of its own.
+    and masks above in decoupled PPO. ROLL: both, but its token mean does not apply the masks. SkyRL: both, each with bounds
+    of its own.
     """
     is_outside = (weight < low) | (weight > high)
     factor = weight.clamp(low, high) if mode == "truncate" else (~is_outside).to(weight.dtype)

@@ -73,7 +73,7 @@ def ppo_clip(
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         diagnostics["dual_clip_fraction"] = (bound < loss).to(loss.dtype)
-        loss = torch.minimum(loss, bound)
+        loss = loss.clamp(max=bound)
     return loss, diagnostics
 
 
@@ -113,7 +113,7 @@ def sapo(ratio: PerToken, advantages: PerToken, *, tau_positive: float, tau_nega
     At rho = 1 the gradient is that of the ratio itself; it fades on both sides, the faster the greater tau: at rho = 1 + x to
     4 s (1 - s) of it, with s = sigmoid(tau x). RLinf and ROLL have none. SkyRL: the same.
     """
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    tau = _by_sign(advantages, tau_positive, tau_negative)
     return (-4.0 * advantages / tau) * torch.sigmoid(tau * (ratio - 1.0)), {}
 
 
@@ -138,7 +138,8 @@ def topr(
     ratios, and the sign of the answer's reward where braid looks at A, which differs once a baseline is taken off.
     """
     rho = ratio.detach()
-    weight = torch.where(advantages > 0, positive_weight, negative_weight * rho.clamp(max=1.0))
+    bounded = torch.where(advantages > 0, 1.0, rho.clamp(max=1.0))
+    weight = _by_sign(advantages, positive_weight, negative_weight) * bounded
     is_clipped = (advantages < 0) & (rho > 1.0)
     return -(weight * advantages) * logprobs, {"clip_fraction": is_clipped.to(rho.dtype)}
 
@@ -229,6 +230,11 @@ def cross_entropy(logprobs: PerToken) -> Surrogate:
     RLinf and ROLL have it in their supervised training only. SkyRL: the same, for recorded answers.
     """
     return -logprobs, {}
+
+
+def _by_sign(advantages: Tensor, positive: float, otherwise: float) -> Tensor:
+    """One number where A > 0 and another elsewhere, in the dtype of A."""
+    return torch.where(advantages > 0, advantages.new_full((), positive), otherwise)
 
 
 @dataclass(frozen=True, slots=True)
