@@ -190,18 +190,18 @@ def _existing_group(value: str, source: Source) -> Became:
 
 
 def _input_length(value: int | None, source: Source) -> Became:
-    """Every sequence may have that much before the answer, and the longest answer."""
+    """What comes before an answer, plus the longest answer, bounds a conversation and what an engine must accept."""
     answers = [
         source.get(f"{_AT}.{name}.max_generate_length")
         for name in ("sampling_params", "eval_sampling_params")
     ]
     longest = (value or longest_input(source)) + max(answer or 0 for answer in answers)
-    native: dict[str, Any] = {"rollout.max_sequence_tokens": longest}
+    native: dict[str, Any] = {}
     if source.own.get("env.kind") == "tools":
         native["env.max_context_tokens"] = longest
     if engine(source) in _SERVED:
         native[f"rollout.{engine(source)}.max_model_tokens"] = longest
-    return Became(native)
+    return Became(native) if native else implied("max_prompt_length bounds the only input of a single turn")
 
 
 def _max_turns(value: int, source: Source) -> Became:
@@ -346,7 +346,7 @@ def _eval_samples(value: int, _: Source) -> Became:
 SAMPLING: tuple[Rule, ...] = (
     Apply(f"{_AT}.n_samples_per_prompt", "rollout.group_size", COUNT, default=5,
         note="samples of a round = train_batch_size * it"),
-    Apply(f"{_AT}.max_input_length", "rollout.max_sequence_tokens", nullable(COUNT), _input_length, default=None,
+    Apply(f"{_AT}.max_input_length", "rollout.vllm.max_model_tokens", nullable(COUNT), _input_length, default=None,
         note="tokens before an answer, plus the longest answer; max_prompt_length for a single turn"),
     Apply(f"{_AT}.max_turns", "env.max_turns", COUNT, _max_turns, default=1),
     Apply(f"{_AT}.use_conversation_multi_turn", "", BOOL, _conversation, default=False),

@@ -324,6 +324,10 @@ def _ckpt_interval(value: int, _: Source) -> Became:
     return Became({"checkpoint.every_rounds": max(value, 0), "checkpoint.at_end": value > 0})
 
 
+def _exports(source: Source) -> str:
+    return "" if source.get("trainer.hf_save_interval") > 0 else "hf_save_interval turns exports off"
+
+
 _TRACKERS = ("wandb", "swanlab")
 
 
@@ -378,7 +382,7 @@ REPORT: tuple[Rule, ...] = (
     Apply("trainer.ckpt_interval", "checkpoint.every_rounds", _NEVER, _ckpt_interval, default=10,
         note="rounds, and after the last; -1 for never"),
     Apply("trainer.hf_save_interval", "checkpoint.export_every_rounds", _NEVER, _cadence, default=-1),
-    Apply("trainer.export_path", "checkpoint.export_dir", PATH, _expanded,
+    Apply("trainer.export_path", "checkpoint.export_dir", PATH, when(_exports, then=_expanded),
         note="Hugging Face folders; dumps lie in the run's folder (batches/, samples/)"),
     NoEffect("trainer.log_path", TEXT, "logs go to the terminal"),
     Apply("trainer.logger", "report", choice("wandb", "console", "tensorboard", "swanlab", "mlflow", "vemlp_wandb"),

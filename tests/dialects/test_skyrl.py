@@ -1,0 +1,632 @@
+"""SkyRL files: what each becomes natively, and what they are refused for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.cli.explain import shown
+from braid.dialects.load import Read, read_config
+from braid.dialects.skyrl import SKYRL
+from braid.dialects.table import Apply
+from braid.errors import ConfigError
+
+SEED = Path(__file__).parent / "seeds/skyrl-004.yaml"
+SINGLE = {"backend": "single", "engine": "native"}
+GAE = ("trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=m")
+
+
+@pytest.fixture(autouse=True)
+def _no_tracker_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", "/home/x")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that leaves everything to SkyRL's defaults."""
+    path = tmp_path / "skyrl.yaml"
+    path.write_text("trainer: {epochs: 1}\ngenerator: {max_turns: 1}\n")
+    return path
+
+
+def read(path: Path, *overrides: str, **options: Any) -> Read:
+    return read_config(path, overrides, dialect="skyrl", **options)
+
+
+def native(found: Read, path: str) -> Any:
+    """The native value at a dotted path."""
+    value: Any = found.loaded.config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def row(found: Read, path: str) -> Any:
+    (entry,) = [entry for entry in found.ledger if entry.path == path]
+    return entry
+
+
+def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(path, *overrides, **options)
+    return [f"{problem.key}: {problem.message}" for problem in caught.value.problems]
+
+
+# --- the page's file -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("run.name", "test_run"),
+        ("run.seed", 42),
+        ("run.max_epochs", 1),
+        ("run.resume", "latest"),
+        ("cluster.placement", {"policy,reference,rollout": "0-3"}),
+        ("cluster.num_nodes", 1),
+        ("cluster.devices_per_node", 4),
+        ("model.path", "Qwen/Qwen2.5-1.5B-Instruct"),
+        ("data.max_prompt_tokens", 512),
+        ("data.overlong", "truncate_left"),
+        ("rollout.prompts_per_round", 1024),
+        ("rollout.group_size", 5),
+        ("rollout.engine", "vllm"),
+        ("rollout.vllm.tensor_parallel", 4),
+        ("rollout.vllm.dtype", "bf16"),
+        ("rollout.vllm.memory_fraction", 0.8),
+        ("rollout.vllm.max_running", 1024),
+        ("rollout.vllm.prefill_tokens", 8192),
+        ("rollout.vllm.cuda_graphs", True),
+        ("rollout.vllm.in_process", True),
+        ("rollout.vllm.max_model_tokens", 1536),
+        ("rollout.sampling.max_new_tokens", 1024),
+        ("rollout.sampling.top_k", 0),
+        ("eval.sampling.max_new_tokens", 1024),
+        ("eval.every_rounds", 5),
+        ("eval.before", True),
+        ("eval.batch_prompts", 1024),
+        ("reward.truncated", "keep"),
+        ("train.backend", "fsdp2"),
+        ("train.steps_per_pass", 4),
+        ("train.micro_batch_rows", 1),
+        ("train.micro_batch_tokens", 1536),
+        ("train.infer_batch_rows", 1),
+        ("train.shuffle", False),
+        ("train.gradient_checkpointing", True),
+        ("train.max_grad_norm", 1.0),
+        ("train.optimizer.lr", 1e-6),
+        ("train.optimizer.weight_decay", 0.01),
+        ("train.offload.optimizer", True),
+        ("train.offload.weights", True),
+        ("train.fsdp.cpu_offload", False),
+        ("train.fsdp.size", None),
+        ("train.fsdp.param_dtype", "bf16"),
+        ("reference.train.backend", "fsdp2"),
+        ("reference.train.fsdp.cpu_offload", True),
+        ("critic.train", None),
+        ("algorithm.advantage", "grpo"),
+        ("algorithm.normalize_by_std", True),
+        ("algorithm.kl_coef", 0.001),
+        ("algorithm.kl_in", "loss"),
+        ("algorithm.kl_estimator", "k3"),
+        ("algorithm.policy_loss", "ppo_clip"),
+        ("algorithm.dual_clip", None),
+        ("algorithm.clip_high", 0.2),
+        ("algorithm.aggregation", "sequence_mean_token_mean"),
+        ("algorithm.whiten_advantages", False),
+        ("checkpoint.dir", "/home/x/ckpts/"),
+        ("checkpoint.every_rounds", 10),
+        ("checkpoint.keep", None),
+        ("report.wandb.project", "skyrl"),
+        ("report.wandb.name", "test_run"),
+        ("report.wandb.mode", "offline"),
+        ("report.tensorboard", False),
+        ("report.eval_samples", True),
+        ("report.batches_every_rounds", 0),
+    ],
+)  # fmt: skip
+def test_the_pages_file_becomes(path: str, value: object, seed: Read) -> None:
+    assert native(seed, path) == value
+
+
+@pytest.fixture(scope="module")
+def seed() -> Read:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_API_KEY", raising=False)
+        patch.setenv("HOME", "/home/x")
+        return read(SEED)
+
+
+def test_rows_are_read_as_skyrl_writes_them(seed: Read) -> None:
+    (source,) = seed.loaded.config.data.train
+    assert source.kind == "file"
+    assert source.path == ("/home/x/data/gsm8k/train.parquet",)
+    assert (source.prompt_key, source.answer_key, source.source_key) == (
+        "prompt",
+        "reward_spec.ground_truth",
+        "data_source",
+    )
+
+
+def test_a_file_without_keys_means_the_pages_defaults(file: Path, seed: Read) -> None:
+    bare, full = read(file).loaded.config, seed.loaded.config
+    assert bare.train == full.train
+    assert bare.algorithm == full.algorithm
+    assert bare.eval == full.eval
+    assert bare.reference == full.reference
+    assert bare.rollout == full.rollout
+    assert bare.cluster == full.cluster
+    assert bare.report == full.report
+
+
+def test_no_key_of_the_page_is_unsupported(seed: Read) -> None:
+    assert {entry.disposition for entry in seed.ledger} == {"applied", "implied", "no effect"}
+
+
+def test_in_one_process_devices_and_engines_have_no_effect(file: Path) -> None:
+    found = read(SEED, **SINGLE)
+    config = found.loaded.config
+    assert (config.train.backend, config.rollout.engine, config.cluster.placement) == ("single", "native", {})
+    assert config.reference.train is None
+    assert config.rollout.native.max_running == 1024
+    for path in (
+        "trainer.placement.policy_num_gpus_per_node",
+        "trainer.policy.fsdp_config.cpu_offload",
+        "generator.inference_engine_tensor_parallel_size",
+        "generator.weight_sync_backend",
+        "trainer.strategy",
+    ):
+        assert row(found, path).disposition == "no effect", path
+        assert row(found, path).note
+
+
+# --- batch arithmetic ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini", "num", "gpus", "steps"),
+    [(1024, 256, 5, 4, 4), (8, 8, 2, 4, 1), (64, 16, 4, 2, 4), (4, 2, 2, 1, 2)],
+)
+def test_mini_batches_are_counted_in_prompts(
+    file: Path, batch: int, mini: int, num: int, gpus: int, steps: int
+) -> None:
+    """SkyRL: a rank steps after mini * num // ranks samples, so train_batch_size / mini times a batch."""
+    found = read(
+        file,
+        f"trainer.train_batch_size={batch}",
+        f"trainer.policy_mini_batch_size={mini}",
+        f"trainer.critic_mini_batch_size={mini}",
+        f"generator.n_samples_per_prompt={num}",
+        *(f"trainer.placement.{role}_num_gpus_per_node={gpus}" for role in ("policy", "ref")),
+        f"generator.inference_engine_tensor_parallel_size={gpus}",
+    )
+    assert found.loaded.config.train.steps_per_pass == steps
+    assert found.loaded.config.rollout.prompts_per_round * num == batch * num
+
+
+def test_the_critic_has_mini_batches_of_its_own(file: Path) -> None:
+    critic = read(file, *GAE, "trainer.critic_mini_batch_size=64").loaded.config.critic
+    assert critic.train is not None
+    assert critic.train.steps_per_pass == 16
+    assert critic.train.optimizer.lr == 5e-6
+
+
+def test_token_budgets_take_the_place_of_samples(file: Path) -> None:
+    train = read(file, "trainer.max_tokens_per_microbatch=4096").loaded.config.train
+    assert (train.micro_batch_tokens, train.micro_batch_rows, train.infer_batch_tokens) == (4096, None, 4096)
+
+
+# --- algorithms ----------------------------------------------------------------------------------------------------
+
+_A = "trainer.algorithm"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (GAE, {"recipe": "ppo", "gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2}),
+        ((f"{_A}.advantage_estimator=rloo",), {"recipe": "grpo", "advantage": "rloo"}),
+        ((f"{_A}.advantage_estimator=reinforce++",), {"advantage": "reinforce", "gamma": 1.0}),
+        (("generator.n_samples_per_prompt=1",), {"advantage": "reinforce"}),
+        ((f"{_A}.advantage_batch_normalize=true",), {"whiten_advantages": True}),
+        ((f"{_A}.grpo_norm_by_std=false",), {"normalize_by_std": False}),
+        ((f"{_A}.use_kl_loss=false",), {"kl_coef": 0.0}),
+        ((f"{_A}.use_kl_loss=false", f"{_A}.use_kl_in_reward=true"), {"kl_in": "reward", "kl_coef": 0.001}),
+        ((f"{_A}.use_kl_estimator_k3=false",), {"kl_estimator": "k1", "kl_clamp": "off"}),
+        ((f"{_A}.use_kl_estimator_k3=false", f"{_A}.use_abs_kl=true"), {"kl_estimator": "abs"}),
+        ((f"{_A}.use_abs_kl=true",), {"kl_estimator": "k3"}),
+        ((f"{_A}.kl_estimator_type=k2",), {"kl_estimator": "k2"}),
+        ((f"{_A}.ppo_loss_type=dual_clip",), {"policy_loss": "ppo_clip", "dual_clip": 3.0}),
+        ((f"{_A}.policy_loss_type=dual_clip", f"{_A}.clip_ratio_c=5"), {"dual_clip": 5.0}),
+        ((f"{_A}.policy_loss_type=gspo",), {"ratio_level": "sequence", "clip_low": 0.2}),
+        ((f"{_A}.policy_loss_type=cispo",), {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
+        ((f"{_A}.policy_loss_type=sapo",), {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}),
+        ((f"{_A}.policy_loss_type=clip_cov",), {"cov_fraction": 0.0002, "cov_low": 1.0, "cov_high": 5.0}),
+        ((f"{_A}.policy_loss_type=kl_cov",), {"cov_fraction": 0.2, "cov_coef": 1.0}),
+        ((f"{_A}.policy_loss_type=dppo",), {"dppo_divergence": "tv", "old_logprobs": "behavior"}),
+        ((f"{_A}.loss_reduction=token_mean",), {"aggregation": "token_mean"}),
+        (
+            (f"{_A}.loss_reduction=seq_mean_token_sum_norm", f"{_A}.max_seq_len=2048"),
+            {"aggregation": "token_sum_constant", "aggregation_constant": 2048.0},
+        ),
+        ((f"{_A}.use_entropy_loss=true",), {"entropy_coef": 0.01}),
+        (("generator.apply_overlong_filtering=true",), {"mask_truncated": True}),
+    ],
+)  # fmt: skip
+def test_algorithms_become(file: Path, overrides: tuple[str, ...], values: dict[str, Any]) -> None:
+    algorithm = read(file, *overrides).loaded.config.algorithm
+    assert {name: getattr(algorithm, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("overrides", "corrections"),
+    [
+        (("tis_ratio_type=token",), [("token", "truncate", 0.0, 2.0)]),
+        (("tis_ratio_type=sequence", "sequence_tis_ratio_clip_high=3"), [("sequence", "truncate", 0.0, 3.0)]),
+        (
+            ("tis_ratio_type=token", "sequence_mask_metric=geometric"),
+            [("token", "truncate", 0.0, 2.0), ("geometric", "mask", 0.99, 1.01)],
+        ),
+        (("sequence_mask_metric=product",), [("sequence", "mask", 0.5, 2.0)]),
+        (("token_mask_is_threshold_high=4",), [("token", "mask", 0.0, 4.0)]),
+    ],
+)
+def test_off_policy_corrections_become(
+    file: Path, overrides: tuple[str, ...], corrections: list[tuple[Any, ...]]
+) -> None:
+    found = read(file, *(f"{_A}.off_policy_correction.{override}" for override in overrides))
+    made = found.loaded.config.algorithm.corrections
+    assert made is not None
+    assert [(c.level, c.mode, c.low, c.high) for c in made] == corrections
+    assert found.loaded.config.algorithm.old_logprobs == "recompute"
+
+
+def test_the_older_spelling_of_truncated_importance_sampling_works(file: Path) -> None:
+    made = read(file, f"{_A}.use_tis=true", f"{_A}.tis_imp_ratio_cap=1.5").loaded.config.algorithm.corrections
+    assert made is not None
+    assert [(c.level, c.mode, c.high) for c in made] == [("token", "truncate", 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (("dynamic_sampling.type=filter",), {"min_std": 0.0, "then": "resample", "max_batches": 30}),
+        (("dynamic_sampling.type=replace",), {"then": "replace", "min_kept_fraction": 0.3}),
+        (("zero_variance_filter=true",), {"min_std": 1e-6, "then": "mask"}),
+    ],
+)
+def test_dynamic_sampling_is_a_filter(file: Path, overrides: tuple[str, ...], values: dict[str, Any]) -> None:
+    chosen = read(file, *(f"{_A}.{override}" for override in overrides)).loaded.config.rollout.filter
+    assert {name: getattr(chosen, name) for name in values} == values
+
+
+def test_values_not_rewards_are_normalised(file: Path) -> None:
+    found = read(file, *GAE)
+    assert found.loaded.config.critic.normalize_values
+    assert found.loaded.config.critic.head_name == "value_head"
+    assert not read(file, *GAE, f"{_A}.normalize_reward=false").loaded.config.critic.normalize_values
+
+
+# --- environment, sampling, places ---------------------------------------------------------------------------------
+
+
+def test_gsm8k_answers_are_the_number_after_the_marks(seed: Read) -> None:
+    (part,) = seed.loaded.config.reward.parts
+    assert part.kind == "exact"
+    assert part.ignore == ",$"
+
+
+def test_another_environment_is_named_with_what_there_is(file: Path) -> None:
+    assert problems(file, "environment.env_class=text2sql") == [
+        "environment.env_class: 'text2sql' is not supported: braid has the environments of gsm8k, aime; score with "
+        "braid.reward.parts=[...]; to run without it: --allow-unsupported environment.env_class"
+    ]
+    found = read(
+        file,
+        "environment.env_class=mine",
+        "braid.reward.parts=[{kind: function, path: rewards.py:score}]",
+        allowed=["environment.env_class"],
+    )
+    assert found.loaded.config.reward.parts[0].kind == "function"
+
+
+def test_tools_read_turns_and_lengths(file: Path) -> None:
+    env = read(
+        file, "braid.env={kind: tools}", "generator.max_turns=3", "generator.max_input_length=2000"
+    ).loaded.config.env
+    assert env.kind == "tools"
+    assert (env.max_turns, env.max_context_tokens) == (3, 3024)
+
+
+def test_a_temperature_of_zero_is_greedy(file: Path) -> None:
+    found = read(file, "generator.eval_sampling_params.temperature=0.0")
+    assert found.loaded.config.eval.sampling is not None
+    assert found.loaded.config.eval.sampling.greedy
+
+
+def test_without_evaluation_its_data_is_not_read(file: Path) -> None:
+    found = read(file, "trainer.eval_interval=-1", "data.val_data=[x.parquet]")
+    assert found.loaded.config.data.eval == ()
+    assert not found.loaded.config.eval.before
+    assert row(found, "data.val_data").disposition == "no effect"
+
+
+def test_remote_servers_take_the_place_of_engines(file: Path) -> None:
+    found = read(
+        file,
+        "trainer.placement.colocate_all=false",
+        "generator.run_engines_locally=false",
+        "generator.num_inference_engines=2",
+        "generator.remote_inference_engine_urls=[10.0.0.1:8001, 'https://b']",
+        "generator.override_existing_update_group=disable",
+    )
+    config = found.loaded.config
+    assert config.rollout.vllm.servers == ("http://10.0.0.1:8001", "https://b")
+    assert config.rollout.publish.existing_group == "refuse"
+    assert config.cluster.placement == {"policy,reference": "0-3"}
+
+
+def test_devices_apart_are_numbered_one_after_the_other(file: Path) -> None:
+    found = read(
+        file,
+        *GAE,
+        "trainer.placement.colocate_all=false",
+        "trainer.placement.colocate_policy_ref=false",
+        "trainer.placement.ref_num_gpus_per_node=2",
+        "generator.num_inference_engines=2",
+    )
+    assert found.loaded.config.cluster.placement == {
+        "policy": "0-3",
+        "reference": "4-5",
+        "critic": "6-9",
+        "rollout": "10-17",
+    }
+    assert found.loaded.config.cluster.num_nodes == 5
+
+
+@pytest.mark.parametrize(
+    ("logger", "wandb", "swanlab", "tensorboard"),
+    [("console", False, False, False), ("tensorboard", False, False, True), ("swanlab", False, True, False)],
+)
+def test_loggers(file: Path, logger: str, *, wandb: bool, swanlab: bool, tensorboard: bool) -> None:
+    report = read(file, f"trainer.logger={logger}").loaded.config.report
+    assert (report.wandb is not None, report.swanlab is not None, report.tensorboard) == (
+        wandb,
+        swanlab,
+        tensorboard,
+    )
+
+
+def test_wandb_is_online_where_a_key_is_set(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    found = read(file, "trainer.logger=wandb")
+    assert found.loaded.config.report.wandb is not None
+    assert found.loaded.config.report.wandb.mode == "online"
+    assert "secret" not in str(found)
+
+
+def test_names_that_are_no_folder_names_are_kept_for_the_tracker(file: Path) -> None:
+    found = read(file, "trainer.run_name=my run/1")
+    assert found.loaded.config.run.name == "my-run-1"
+    assert found.loaded.config.report.wandb is not None
+    assert found.loaded.config.report.wandb.name == "my run/1"
+
+
+def test_adapters(file: Path) -> None:
+    assert read(file).loaded.config.model.lora is None
+    lora = read(
+        file, "trainer.policy.model.lora.rank=8", "trainer.target_modules=[q_proj]"
+    ).loaded.config.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.targets) == (8, 16.0, ("q_proj",))
+
+
+def test_each_backend_reads_its_own_section(file: Path) -> None:
+    sizes = ("trainer.policy.deepspeed_config.zero_optimization.zero_hpz_partition_size=2",
+             "trainer.policy.megatron_config.tensor_model_parallel_size=2")  # fmt: skip
+    found = {
+        name: read(file, *sizes, f"trainer.strategy={name}").loaded.config
+        for name in ("deepspeed", "megatron", "fsdp2")
+    }
+    assert {name: c.train.deepspeed.hpz_partition_size for name, c in found.items()} == {
+        "deepspeed": 2,
+        "megatron": 1,
+        "fsdp2": 1,
+    }
+    assert {name: c.train.megatron.tensor_parallel for name, c in found.items()} == {
+        "deepspeed": 1,
+        "megatron": 2,
+        "fsdp2": 1,
+    }
+    assert found["megatron"].train.megatron.sequence_parallel
+
+
+# --- other spellings -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alias", "name"), SKYRL.aliases.items())
+def test_later_names_mean_the_same(file: Path, alias: str, name: str) -> None:
+    rule = SKYRL.rules[name]
+    assert isinstance(rule, Apply)
+    other = next(v for v in rule.takes.samples if v not in (rule.default, None))
+    options = {"allowed": ["*"]}
+    old, new = (
+        _relaxed(file, f"{key}={shown(other) if not isinstance(other, list) else other}", **options)
+        for key in (name, alias)
+    )
+    assert old == new
+
+
+def _relaxed(file: Path, *overrides: str, **options: Any) -> Any:
+    """The config, or the problems without the spelling of the key."""
+    try:
+        return read(file, *overrides, **options).loaded.config
+    except ConfigError as error:
+        return [problem.message for problem in error.problems]
+
+
+def test_two_spellings_that_differ_are_refused(file: Path) -> None:
+    (message,) = problems(file, f"{_A}.ppo_loss_type=regular", f"{_A}.policy_loss_type=dual_clip")
+    assert message.endswith(f"is another spelling of {_A}.ppo_loss_type, which is 'regular' here; keep one")
+
+
+def test_warmup_of_one_model_or_of_both(file: Path) -> None:
+    both = read(file, *GAE, "trainer.num_warmup_steps=7").loaded.config
+    assert both.critic.train is not None
+    assert (
+        both.train.optimizer.schedule.warmup_steps == both.critic.train.optimizer.schedule.warmup_steps == 7
+    )
+    one = read(file, *GAE, "trainer.policy.optimizer_config.num_warmup_steps=7").loaded.config
+    assert one.critic.train is not None
+    assert (one.train.optimizer.schedule.warmup_steps, one.critic.train.optimizer.schedule.warmup_steps) == (
+        7,
+        0,
+    )
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("trainer.policy_mini_batch_size=0",), "trainer.policy_mini_batch_size: 0 is not a whole number of at least 1"),
+        (("trainer.micro_train_batch_size_per_gpu=0",), "trainer.micro_train_batch_size_per_gpu: 0 is not a whole number of at least 1"),
+        (("trainer.train_batch_size=128",), "trainer.policy_mini_batch_size: 256 is more than trainer.train_batch_size=128; lower it"),
+        (
+            ("trainer.train_batch_size=1000", "trainer.policy_mini_batch_size=300"),
+            "trainer.policy_mini_batch_size: trainer.train_batch_size=1000 is not divisible by 300; 250 or 500 would do",
+        ),
+        (
+            ("trainer.policy_mini_batch_size=1", "generator.n_samples_per_prompt=2"),
+            "trainer.policy_mini_batch_size: the mini-batch of one rank is empty: policy_mini_batch_size * "
+            "n_samples_per_prompt // ranks = 1*2//4 = 0; raise it to 2 at least",
+        ),
+        (
+            ("trainer.micro_train_batch_size_per_gpu=3",),
+            "trainer.micro_train_batch_size_per_gpu: the mini-batch of one rank of the policy is not divisible by 3: "
+            "policy_mini_batch_size * n_samples_per_prompt // ranks = 256*5//4 = 320; 2 or 4 would do",
+        ),
+        (
+            (*GAE, "trainer.critic_mini_batch_size=2048"),
+            "trainer.critic_mini_batch_size: 2048 is more than trainer.train_batch_size=1024; lower it",
+        ),
+        (
+            ("generator.max_input_length=600",),
+            "generator.max_input_length: for a single turn it must be trainer.max_prompt_length=512, not 600",
+        ),
+        (
+            ("generator.max_turns=2", "generator.max_input_length=100"),
+            "generator.max_input_length: 100 is less than trainer.max_prompt_length=512; raise it",
+        ),
+        (
+            ("generator.run_engines_locally=false", "generator.num_inference_engines=2"),
+            "generator.num_inference_engines: 2 is not the number of generator.remote_inference_engine_urls, which is 1",
+        ),
+        (
+            ("generator.async_engine=false", "generator.batched=false"),
+            "generator.batched: async_engine=false generates in batches only; set batched=true",
+        ),
+        (
+            (f"{_A}.advantage_estimator=gae",),
+            "trainer.critic.model.path: advantage_estimator=gae needs a critic; give its path, for example the policy's",
+        ),
+        (
+            (f"{_A}.use_kl_in_reward=true",),
+            f"{_A}.use_kl_in_reward: use_kl_in_reward and use_kl_loss exclude each other; set one of them to false",
+        ),
+        (
+            ("trainer.strategy=fsdp", "trainer.policy.fsdp_config.cpu_offload=true"),
+            "trainer.policy.fsdp_config.cpu_offload: FSDP1 cannot offload a model that is trained; set it to false, or take "
+            "trainer.strategy=fsdp2",
+        ),
+        (
+            ("trainer.strategy=deepspeed", "trainer.policy.optimizer_config.offload_after_step=false"),
+            "trainer.policy.optimizer_config.offload_after_step: DeepSpeed moves the optimizer after each step; set it to "
+            "true, or take another trainer.strategy",
+        ),
+        (
+            ("trainer.policy.deepspeed_config.zero_optimization.stage=2",),
+            "trainer.policy.deepspeed_config.zero_optimization.stage: 2 is not one of 3",
+        ),
+        (
+            ("trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.gradient_clipping=1.0"),
+            "trainer.policy.deepspeed_config.gradient_clipping: must not be set: clipping is optimizer_config.max_grad_norm "
+            "for every backend; remove it",
+        ),
+        (
+            ("trainer.max_ckpts_to_keep=0",),
+            "trainer.max_ckpts_to_keep: 0 keeps no checkpoint; give -1 to keep all, or how many of the newest to keep",
+        ),
+        (
+            ("trainer.resume_mode=from_path",),
+            "trainer.resume_path: resume_mode=from_path needs the folder of a checkpoint; give it, or take latest",
+        ),
+        (
+            ("trainer.resume_mode=from_path", "trainer.resume_path=a/b"),
+            "trainer.resume_path: a/b is no checkpoint: its last part must be step_N (or global_step_N)",
+        ),
+        (
+            ("trainer.placement.policy_num_gpus_per_node=8",),
+            "generator.num_inference_engines: with colocate_all the engines have the policy's 8 GPUs, and "
+            "num_inference_engines times their parallel sizes is 4; make them equal, or set "
+            "trainer.placement.colocate_all=false",
+        ),
+        (
+            ("trainer.placement.ref_num_gpus_per_node=2",),
+            "trainer.placement.ref_num_gpus_per_node: with colocate_all the ref has the policy's 4 GPUs, not 2; make them "
+            "equal, or set trainer.placement.colocate_all=false",
+        ),
+        (
+            ("trainer.placement.colocate_all=false", "trainer.placement.ref_num_gpus_per_node=2"),
+            "trainer.placement.ref_num_gpus_per_node: with colocate_policy_ref it must be "
+            "trainer.placement.policy_num_gpus_per_node=4, not 2; make them equal, or set "
+            "trainer.placement.colocate_policy_ref=false",
+        ),
+        (
+            ("trainer.policy.sequence_parallel_size=2", "trainer.use_sample_packing=false"),
+            "trainer.policy.sequence_parallel_size: sequence parallelism needs trainer.use_sample_packing=true",
+        ),
+        (
+            ("trainer.policy.sequence_parallel_size=3",),
+            "trainer.placement.policy_num_gpus_per_node: the policy's 4 GPUs cannot be cut into groups of 3 that share a "
+            "model; make them a multiple",
+        ),
+        (
+            (f"{_A}.loss_reduction=seq_mean_token_sum_norm",),
+            f"{_A}.max_seq_len: loss_reduction=seq_mean_token_sum_norm divides by it; give it",
+        ),
+        (
+            (f"{_A}.policy_loss_type=kl_cov", f"{_A}.off_policy_correction.tis_ratio_type=token"),
+            f"{_A}.off_policy_correction: has no place in ppo_loss_type=kl_cov; turn it off",
+        ),
+        (
+            ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=1"),
+            "trainer.train_batch_size: a batch has 2 samples, fewer than the 4 that the models' data-parallel ranks take at "
+            "a time; raise it",
+        ),
+    ],
+)  # fmt: skip
+def test_rules_between_keys(file: Path, overrides: tuple[str, ...], expected: str) -> None:
+    assert expected in problems(file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.strategy=ddp", "trainer.strategy: 'ddp' is not one of fsdp, fsdp2, deepspeed, megatron"),
+        (f"{_A}.advantage_estimator=rlo", f"{_A}.advantage_estimator: 'rlo' is not one of grpo, gae, rloo, reinforce++, maxrl"),
+        ("trainer.resume_mode=newest", "trainer.resume_mode: 'newest' is not one of null, none, latest, from_path"),
+        ("trainer.logger=mlflow", "trainer.logger: 'mlflow' is not supported: take tensorboard, wandb or swanlab, or read metrics.jsonl; "
+                                  "to run without it: --allow-unsupported trainer.logger"),
+        ("trainer.polcy_mini_batch_size=4", "trainer.polcy_mini_batch_size: unknown key of SkyRL, did you mean 'trainer.policy_mini_batch_size'?"),
+        ("trainer.fully_async.enabled=true", "trainer.fully_async.enabled: true is not supported: train on-policy; "
+                                             "to run without it: --allow-unsupported trainer.fully_async.enabled"),
+        (f"{_A}.temperature=0.5", f"{_A}.temperature: log-probs are of the distribution sampled from; set it to sampling_params.temperature, or to null"),
+    ],
+)  # fmt: skip
+def test_values_and_keys_that_are_refused(file: Path, override: str, expected: str) -> None:
+    assert problems(file, override) == [expected]
