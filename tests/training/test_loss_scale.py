@@ -105,7 +105,7 @@ def test_overflowing_steps_go_on_until_the_scale_fits() -> None:
     backend = _backend(grad_scaler=_scaled(2.0**24), max_skipped_steps=1)
     reports = [_step(backend) for _ in range(20)]
     first = [report.is_overflow for report in reports].index(False)
-    assert 0 < first
+    assert first > 0
     assert not any(report.is_overflow or report.is_skipped for report in reports[first:])
 
 

@@ -21,8 +21,9 @@ def build_optimizer(
     adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without momentum.
     Each group's "scale" is its peak rate as a share of `lr`: `value_lr / lr` for the parameters of `value_head`, else 1.
     """
-    has_own_rate = value_head is not None and config.value_lr is not None
-    of_head = {id(p) for p in value_head.parameters()} if has_own_rate else set()
+    of_head: set[int] = set()
+    if value_head is not None and config.value_lr is not None:
+        of_head = {id(p) for p in value_head.parameters()}
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {
