@@ -66,12 +66,10 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
     """data_args of training and evaluation."""
     data = f"{role}.data_args"
 
-    def column(value: str | None, _: Source) -> Any:
-        return (
-            implied("the other of prompt and messages")
-            if value is None
-            else Became({f"{native}.prompt_key": value})
-        )
+    def column(value: str | None, source: Source) -> Any:
+        if value is None:
+            return implied("the other of prompt and messages")
+        return Became({f"{native}.prompt_key": column_of(source, role)})
 
     def interleave(value: dict[str, float], _: Source) -> Any:
         if sum(share > 0 for share in value.values()) <= 1:

@@ -115,7 +115,7 @@ def max_new_tokens(source: Source) -> int:
     limits = [source.get("actor_infer.generating_args.max_new_tokens")]
     if (whole := sequence_length(source)) is not None:
         limits.append(whole - source.get("prompt_length"))
-    return max(1, min(limit for limit in limits if limit is not None))
+    return max(1, min((limit for limit in limits if limit is not None), default=1))
 
 
 def replicas(source: Source) -> int:

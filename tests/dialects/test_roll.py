@@ -1,0 +1,725 @@
+"""ROLL's language: the page's file in native words, the batch arithmetic, rules across keys, defaults and spellings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.config.load import Loaded
+from braid.dialects.devices import MAX_DEVICES, parse_devices, placement_text
+from braid.dialects.load import Read, read_config
+from braid.dialects.roll import NO_MODEL
+from braid.errors import ConfigError
+from braid.plan import resolve
+from braid.plan.placement import parse_devices as parse_native
+
+from .conftest import IN_ONE_PROCESS, SEEDS, laid_over
+
+SEED = SEEDS / "roll-rlvr-002.yaml"
+SMALL: dict[str, Any] = {
+    "rollout_batch_size": 8,
+    "num_return_sequences_in_group": 4,
+    "prompt_length": 64,
+    "response_length": 32,
+    "pretrain": "model",
+    "actor_train": {
+        "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "data_args": {"file_name": "rows.jsonl", "prompt": "prompt"},
+        "device_mapping": "[0, 1]",
+    },
+    "actor_infer": {"device_mapping": "[0, 1]"},
+}
+"""8 prompts * 4 samples = 32 rows; 4 rows * 2 micro-batches * 2 ranks = 16 rows a step: 2 steps a pass."""
+
+
+def read(tmp_path: Path, changes: dict[str, Any] | None = None, *overrides: str, **chosen: Any) -> Read:
+    path = tmp_path / "roll.yaml"
+    path.write_text(yaml.safe_dump(laid_over(SMALL, changes or {}), sort_keys=False), "utf-8")
+    return read_config(path, overrides, dialect="roll", **chosen)
+
+
+def native(loaded: Loaded, path: str) -> Any:
+    value: Any = loaded.config
+    for name in path.split("."):
+        value = value[int(name)] if name.isdecimal() else getattr(value, name)
+    return value
+
+
+def problems(tmp_path: Path, changes: dict[str, Any], **chosen: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, changes, **chosen)
+    return str(caught.value)
+
+
+GOLDEN = {
+    "run.seed": 42,
+    "run.max_rounds": 500,
+    "run.output_dir": "./output",
+    "model.path": NO_MODEL,
+    "data.train.0.path": "xxx/train.json",
+    "data.train.0.prompt_key": "instruction",
+    "data.train.0.answer_key": "ground_truth",
+    "data.max_prompt_tokens": 2048,
+    "data.use_chat_template": "auto",
+    "rollout.prompts_per_round": 64,
+    "rollout.group_size": 8,
+    "rollout.sampling.max_new_tokens": 4096,
+    "rollout.sampling.temperature": 0.99,
+    "rollout.sampling.top_p": 0.7,
+    "rollout.sampling.top_k": 50,
+    "rollout.engine": "vllm",
+    "rollout.vllm.memory_fraction": 0.6,
+    "rollout.vllm.block_size": 16,
+    "rollout.vllm.max_model_tokens": 8000,
+    "rollout.vllm.replicas": 16,
+    "rollout.vllm.load_weights": False,
+    "train.backend": "megatron",
+    "train.steps_per_pass": 1,
+    "train.passes_per_round": 1,
+    "train.micro_batch_rows": 1,
+    "train.infer_batch_rows": 4,
+    "train.autocast": "bf16",
+    "train.max_grad_norm": 1.0,
+    "train.optimizer.lr": 1e-6,
+    "train.optimizer.weight_decay": 0.0,
+    "train.optimizer.betas": (0.9, 0.999),
+    "train.optimizer.eps": 1e-8,
+    "train.optimizer.schedule.decay": "linear",
+    "train.optimizer.schedule.warmup_steps": 20,
+    "train.megatron.tensor_parallel": 1,
+    "train.megatron.moe_token_dispatcher": "allgather",
+    "train.offload.optimizer": True,
+    "cluster.placement": {"policy": "0-15", "rollout": "0-15"},
+    "algorithm.advantage": "gae",
+    "algorithm.gae_lambda": 0.95,
+    "algorithm.clip_low": 0.2,
+    "algorithm.clip_high": 0.2,
+    "algorithm.dual_clip": "off",
+    "algorithm.aggregation": "sequence_mean_token_mean",
+    "algorithm.kl_coef": 0.0,
+    "algorithm.whiten_advantages": False,
+    "checkpoint.every_rounds": 50,
+    "checkpoint.keep": None,
+    "report.tensorboard": True,
+}
+
+
+def test_the_page_s_file_becomes_these_native_values() -> None:
+    loaded = read_config(SEED, dialect="roll").loaded
+    assert {path: native(loaded, path) for path in GOLDEN} == GOLDEN
+
+
+def test_in_one_process_keys_of_devices_engines_and_megatron_have_no_effect() -> None:
+    found = read_config(SEED, dialect="roll", **IN_ONE_PROCESS)
+    config = found.loaded.config
+    assert (config.train.backend, config.rollout.engine, config.cluster.placement) == ("single", "native", {})
+    assert config.train.gradient_checkpointing
+    why = {entry.path: entry for entry in found.ledger}
+    placed = why["actor_infer.device_mapping"]
+    assert (placed.disposition, placed.note) == ("no effect", "the run has one process (--backend single)")
+    expert = why["actor_train.strategy_args.strategy_config.expert_model_parallel_size"]
+    assert (expert.disposition, expert.note) == ("no effect", "of megatron; actor_train runs on single")
+
+
+def test_the_page_s_file_takes_one_optimizer_step_a_round_with_a_horizon_of_500() -> None:
+    # 64 * 8 = 512 samples; 16 devices, TP = PP = CP = 1: 1 * 32 * 16 = 512 rows a step.
+    plan = resolve(read_config(SEED, dialect="roll", **IN_ONE_PROCESS).loaded.config)
+    assert (plan.steps_per_round, plan.rows_per_step, plan.planned_steps) == (1, 512, 500)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        # dp = 16 / (2 * 2) = 4: 1 * 32 * 4 = 128 rows a step of 512
+        (["{config}.tensor_model_parallel_size=2", "{config}.pipeline_model_parallel_size=2"], 4),
+        (["{config}.context_parallel_size=4"], 4),
+        (["{config}.expert_model_parallel_size=8"], 1),  # experts are not divided by
+        (["actor_train.training_args.gradient_accumulation_steps=4"], 8),
+        (["actor_train.training_args.per_device_train_batch_size=2", "rollout_batch_size=128"], 1),
+        (
+            [
+                "actor_train.strategy_args.strategy_name=fsdp2_train",
+                "actor_train.model_args.ulysses_size=2",
+                "actor_train.device_mapping=range(8)",
+            ],
+            4,  # dp = 8 / 2 = 4: 128 rows
+        ),
+        (["ppo_epochs=3"], 1),
+    ],
+)
+def test_steps_of_a_pass_follow_from_devices_and_accumulation(overrides: list[str], steps: int) -> None:
+    config = "actor_train.strategy_args.strategy_config"
+    texts = [text.replace("{config}", config) for text in overrides]
+    none: dict[str, Any] = {}
+    for chosen in (none, IN_ONE_PROCESS):  # the file's own device counts, whatever runs it
+        loaded = read_config(SEED, texts, dialect="roll", **chosen).loaded
+        assert loaded.config.train.steps_per_pass == steps
+
+
+def test_a_batch_that_does_not_fit_names_the_values_that_do(tmp_path: Path) -> None:
+    changes = {"actor_train": {"training_args": {"gradient_accumulation_steps": 3}}}
+    assert (
+        "actor_train.training_args.gradient_accumulation_steps: samples of a round (32) are no multiple of the global batch: "
+        "per_device_train_batch_size=4 * gradient_accumulation_steps=3 * dp=2 = 24; it fits with 1, 2, 4"
+    ) in problems(tmp_path, changes)
+
+
+def test_mini_batches_are_whole_prompts(tmp_path: Path) -> None:
+    training = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    text = problems(tmp_path, {"actor_train": {"training_args": training}})
+    assert (
+        "mini-batches are whole prompts with their 4 samples, and no whole number of them makes the global"
+        in text
+    )
+    assert "= 2; it fits with 2, 4, 8, 16" in text
+
+
+def test_a_batch_that_nothing_fits_says_so(tmp_path: Path) -> None:
+    training = {"per_device_train_batch_size": 7}
+    text = problems(tmp_path, {"actor_train": {"training_args": training}})
+    assert "no value fits, as 14 rows (per_device_train_batch_size * dp) do not divide 32" in text
+
+
+RULES: list[tuple[dict[str, Any], str]] = [
+    ({"response_length": None}, "response_length: give response_length, or sequence_length"),
+    ({"sequence_length": 64}, "sequence_length: 64 leaves no response beside prompt_length=64"),
+    (
+        {"val_prompt_length": 64},
+        "val_prompt_length: give val_prompt_length and val_sequence_length together, or neither",
+    ),
+    (
+        {"val_prompt_length": 64, "val_sequence_length": 32},
+        "val_sequence_length: 32 leaves no response beside val_prompt_length=64",
+    ),
+    (
+        {"actor_train": {"data_args": {"messages": "messages"}}},
+        "actor_train.data_args.messages: conflicts with data_args.prompt",
+    ),
+    ({"actor_train": {"data_args": {"prompt": None}}}, "actor_train.data_args.prompt: name the column"),
+    (
+        {"actor_train": {"device_mapping": "range(3)", "model_args": {"ulysses_size": 2}}},
+        "actor_train.device_mapping: 3 devices cannot be shared out among 2 that hold one row together",
+    ),
+    (
+        {
+            "actor_train": {
+                "device_mapping": "range(8)",
+                "model_args": {"ulysses_size": 4},
+                "strategy_args": {"strategy_config": {"fsdp_size": 2}},
+            }
+        },
+        "strategy_config.fsdp_size: 2 is less than ulysses_size=4",
+    ),
+    (
+        {"actor_infer": {"num_gpus_per_worker": 4}},
+        "actor_infer.device_mapping: 2 devices cannot be shared out among engines of 4",
+    ),
+    (
+        {
+            "actor_infer": {
+                "num_gpus_per_worker": 2,
+                "strategy_args": {"strategy_config": {"tensor_parallel_size": 1}},
+            }
+        },
+        "actor_infer.num_gpus_per_worker: 2 is not tensor_parallel_size * pipeline_parallel_size = 1 of vllm",
+    ),
+    (
+        {
+            "rollout_batch_size": 3,
+            "num_return_sequences_in_group": 8,
+            "actor_train": {
+                "strategy_args": {"strategy_name": "megatron_train"},
+                "training_args": {"gradient_accumulation_steps": 1},
+            },
+        },
+        "rollout_batch_size: 3 prompts cannot be shared out among dp=2 ranks; make it a multiple of 2",
+    ),
+    (
+        {
+            "actor_train": {
+                "strategy_args": {
+                    "strategy_name": "megatron_train",
+                    "strategy_config": {"moe_shared_expert_overlap": True},
+                }
+            }
+        },
+        "moe_shared_expert_overlap: needs moe_token_dispatcher_type: alltoall, which is allgather",
+    ),
+    (
+        {
+            "actor_train": {
+                "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+                "strategy_args": {
+                    "strategy_name": "megatron_train",
+                    "strategy_config": {
+                        "pipeline_model_parallel_size": 2,
+                        "virtual_pipeline_model_parallel_size": 2,
+                    },
+                },
+            }
+        },
+        "1 micro-batches are no multiple of pipeline_model_parallel_size=2",
+    ),
+    (
+        {"profiler_timeline": False, "use_kl_loss": True, "kl_loss_coef": 0.1, "add_token_level_kl": True},
+        "add_token_level_kl: there is one KL term here",
+    ),
+    (
+        {"enable_old_logprobs_recompute": True, "force_disable_old_logprobs_recompute": True},
+        "force_disable_old_logprobs_recompute: says the opposite",
+    ),
+    (
+        {"actor_infer": {"strategy_args": {"strategy_name": "sglang"}}},
+        "strategy_config.mem_fraction_static: sglang needs it",
+    ),
+    ({"rewards": {"mine": {"tag_included": ["a"]}}}, "rewards.mine.worker_cls: name the reward worker"),
+    (
+        {"rewards": {"math_rule": {"world_size": 1}, "multiple_choice_boxed": {"tag_included": ["b"]}}},
+        "rewards.math_rule.tag_included: with several domains each lists the tags",
+    ),
+    (
+        {
+            "rewards": {
+                "math_rule": {"tag_included": ["a"], "query_filter_config": {"type": "std_filter"}},
+                "multiple_choice_boxed": {"tag_included": ["b"]},
+            }
+        },
+        "the domains have different filters",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), RULES, ids=[text.partition(":")[0] for _, text in RULES])
+def test_keys_that_do_not_fit_each_other_are_told(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    assert text in problems(tmp_path, changes)
+
+
+def test_a_timeline_is_not_supported_and_says_what_is(tmp_path: Path) -> None:
+    text = problems(tmp_path, {"profiler_timeline": True})
+    assert "profiler_timeline: true is not supported: use profiler_memory" in text
+    assert "--allow-unsupported profiler_timeline" in text
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("mapping", "placement"),
+    [
+        ("list(range(0,16))", "0-15"),
+        ("  list( range( 0 , 4 ) ) ", "0-3"),
+        ("range(8)", "0-7"),
+        ("range(0, 8, 2)", "0,2,4,6"),
+        ("[0,1,2,5]", "0-2,5"),
+        ("[3, ]", "3"),
+        ("list(range(0,4)) + list(range(8,12)) + [15]", "0-3,8-11,15"),
+        ("(list((range(2))))", "0-1"),
+        ([4, 5, 6], "4-6"),
+        ("range(3, -1, -1)", "0-3"),
+    ],
+)
+def test_a_device_mapping_is_read(mapping: str | list[int], placement: str) -> None:
+    assert placement_text(parse_devices(mapping)) == placement
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        "__import__('os').system('true')",
+        "list(range(0,8)) if True else []",
+        "[i for i in range(8)]",
+        "list(range(0,2**3))",
+        "range(1, 2, 0)",
+        "range()",
+        "range(1,2,3,4)",
+        "list(range(0,8)",
+        "list(range(0,8)))",
+        "list(range(0;8))",
+        "0-7",
+        "range(0, 99999999)",
+        "[0, 0]",
+        "[-1]",
+        "[]",
+        "range(0)",
+        "[1.5]",
+        "[1, 2",
+        "1",
+        "(" * 50 + "range(2)" + ")" * 50,
+        "[" + "0," * 2000 + "]",
+        "range(2) range(3)",
+        "range(2) +",
+        "lambda: 0",
+        "\u0664",
+    ],
+)
+def test_anything_else_is_refused_with_the_value_and_the_grammar(mapping: str) -> None:
+    with pytest.raises(ValueError, match="write list\\(range\\(0,8\\)\\)") as caught:
+        parse_devices(mapping)
+    assert repr(mapping[:20])[1:-1] in str(caught.value).replace("\\\\", "\\")
+
+
+@given(st.lists(st.integers(0, MAX_DEVICES), min_size=1, max_size=40, unique=True))
+def test_a_placement_names_the_devices_of_its_mapping(devices: list[int]) -> None:
+    read_back = parse_native(placement_text(parse_devices(str(devices))))
+    assert read_back is not None
+    assert read_back.numbers == tuple(sorted(devices))
+
+
+def test_roles_on_the_same_devices_give_way_to_each_other(tmp_path: Path) -> None:
+    shared = read(tmp_path).loaded.config
+    assert shared.train.offload.weights
+    apart = read(tmp_path, {"actor_infer": {"device_mapping": "[2, 3]"}}).loaded.config
+    assert not apart.train.offload.weights
+    assert apart.cluster.placement == {"policy": "0-1", "rollout": "2-3"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor_parallel", "replicas"),
+    [
+        ({}, 1, 2),
+        ({"num_gpus_per_worker": 2}, 2, 1),
+        ({"strategy_args": {"strategy_config": {"tensor_parallel_size": 2}}}, 2, 1),
+        (
+            {
+                "device_mapping": "range(8)",
+                "strategy_args": {"strategy_config": {"pipeline_parallel_size": 2}},
+            },
+            1,
+            4,
+        ),
+    ],
+)
+def test_engines_are_as_many_as_their_devices_allow(
+    tmp_path: Path, changes: dict[str, Any], tensor_parallel: int, replicas: int
+) -> None:
+    vllm = read(tmp_path, {"actor_infer": changes}).loaded.config.rollout.vllm
+    assert (vllm.tensor_parallel, vllm.replicas) == (tensor_parallel, replicas)
+
+
+# Algorithms
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"adv_estimator": "grpo"}, {"advantage": "grpo", "normalize_by_std": True, "reward_mean": None}),
+        (
+            {"adv_estimator": "grpo", "gamma": 0.9},
+            {"advantage": "reinforce", "reward_mean": "group", "reward_std": "group", "gamma": 0.9},
+        ),
+        (
+            {"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "batch"},
+            {"advantage": "reinforce", "reward_mean": "group", "reward_std": "batch", "gae_lambda": None},
+        ),
+        (
+            {"use_kl_loss": True, "kl_loss_coef": 0.01},
+            {"kl_coef": 0.01, "kl_in": "loss", "kl_estimator": "k3", "kl_clamp": 10.0},
+        ),
+        (
+            {"add_token_level_kl": True, "kl_penalty": "mse", "target_kl": 0.1, "kl_horizon": 100},
+            {
+                "kl_coef": 0.2,
+                "kl_in": "reward",
+                "kl_estimator": "k2",
+                "kl_clamp": "off",
+                "kl_target": 0.1,
+                "kl_horizon": 100.0,
+            },
+        ),
+        ({"init_kl_coef": 0.5}, {"kl_coef": 0.0}),  # no reference is loaded for nothing
+        ({"dual_clip_loss": True, "pg_clip": 0.3}, {"dual_clip": 1.6, "clip_low": 0.3, "clip_high": 0.3}),
+        (
+            {"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.28},
+            {"clip_low": 0.1, "clip_high": 0.28},
+        ),
+        ({"pg_clip_high": 0.28}, {"clip_high": 0.2}),  # not without use_pg_clip_range
+        ({"importance_sampling": "seq"}, {"ratio_level": "sequence"}),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"aggregation": "token_sum_constant"}),
+        ({"value_clip": 0.5}, {"value_clip": 0.5}),
+        ({"rl_loss_coef": 0.5, "entropy_loss_coef": 0.01}, {"policy_loss_coef": 0.5, "entropy_coef": 0.01}),
+        ({"max_len_mask": True}, {"mask_truncated": True}),
+        ({"enable_old_logprobs_recompute": True}, {"old_logprobs": "recompute"}),
+        ({"force_disable_old_logprobs_recompute": True}, {"old_logprobs": "current"}),
+        ({"adv_estimator": "grpo", "reward_clip": 2.0}, {"advantage_clip": 2.0}),
+        ({"adv_estimator": "grpo", "reward_clip": 2.0, "advantage_clip": 1.0}, {"advantage_clip": 1.0}),
+    ],
+)
+def test_settings_of_the_algorithm_become_native_parts(
+    tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    algorithm = read(tmp_path, changes).loaded.config.algorithm
+    assert {name: getattr(algorithm, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("vanilla", ("policy_gradient", 0.2, 0.2)),
+        ("ppo", ("ppo_clip", 0.2, 0.2)),
+        ("tis", ("cispo", 1.0, 0.0)),
+        ("cispo", ("cispo", 0.1, 0.1)),
+        ("topr", ("topr", 0.2, 0.2)),
+    ],
+)
+def test_variants_of_the_policy_gradient_worker_are_policy_losses(
+    tmp_path: Path, variant: str, expected: tuple[str, float, float]
+) -> None:
+    worker = {"worker_cls": "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker", "pg_variant": variant}
+    plan = resolve(read(tmp_path, {"actor_train": worker}, **IN_ONE_PROCESS).loaded.config)
+    assert (plan.recipe.policy_loss, plan.recipe.clip_low, plan.recipe.clip_high) == expected
+
+
+def test_a_variant_without_its_worker_has_no_effect(tmp_path: Path) -> None:
+    found = read(tmp_path, {"actor_train": {"pg_variant": "cispo"}})
+    row = next(entry for entry in found.ledger if entry.path == "actor_train.pg_variant")
+    assert row.disposition == "no effect"
+    assert found.loaded.config.algorithm.policy_loss is None
+
+
+def test_corrections_of_the_sampler_come_weights_first(tmp_path: Path) -> None:
+    correction = {
+        "is_weight": {"enabled": True, "weight_type": "segment", "upper_bound": 1.5},
+        "filters": [{"enabled": True, "agg_type": "geometric", "ratio_low": 0.5}, {"enabled": False}],
+    }
+    algorithm = read(tmp_path, {"train_infer_correction": correction}).loaded.config.algorithm
+    assert algorithm.corrections is not None
+    made = [(c.level, c.mode, c.low, c.high) for c in algorithm.corrections]
+    assert made == [("turn", "truncate", 0.0, 1.5), ("geometric", "mask", 0.5, 1.2)]
+    assert algorithm.old_logprobs == "recompute"
+
+
+def test_a_filter_on_the_difference_is_refused(tmp_path: Path) -> None:
+    changes = {"train_infer_correction": {"filters": [{"enabled": True, "diff_enabled": True}]}}
+    assert "a filter on the difference of probabilities is not built" in problems(tmp_path, changes)
+
+
+def test_a_reward_clip_that_comes_before_whitening_is_not_supported(tmp_path: Path) -> None:
+    changes = {
+        "adv_estimator": "reinforce",
+        "norm_mean_type": "group",
+        "reward_clip": 5,
+        "whiten_advantages": True,
+    }
+    assert "reward_clip: 5 is not supported" in problems(tmp_path, changes)
+    changes["norm_mean_type"] = None
+    assert read(tmp_path, changes).loaded.config.reward.clip == 5.0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "std_filter", "filter_args": {"std_threshold": 0.0}}, (0.0, None, None, "resample")),
+        (
+            {"type": "mean_filter", "filter_args": {"threshold_down": 0.1, "threshold_up": 0.9}},
+            (None, 0.1, 0.9, "resample"),
+        ),
+        ({"type": "no_filter"}, (None, None, None, "mask")),
+    ],
+)
+def test_a_query_filter_draws_until_the_round_is_full(
+    tmp_path: Path, given: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    chosen = read(
+        tmp_path, {"rewards": {"math_rule": {"query_filter_config": given}}}
+    ).loaded.config.rollout.filter
+    assert (chosen.min_std, chosen.min_mean, chosen.max_mean, chosen.then) == expected
+
+
+def test_a_difficulty_mask_leaves_groups_out(tmp_path: Path) -> None:
+    changes = {
+        "difficulty_mask": True,
+        "difficulty_low_threshold": 0.1,
+        "difficulty_high_threshold": 0.95,
+    }
+    chosen = read(tmp_path, changes).loaded.config.rollout.filter
+    assert (chosen.min_mean, chosen.max_mean, chosen.then) == (0.1, 0.95, "mask")
+
+
+# Rewards, data, evaluation
+
+
+def test_domains_are_parts_that_score_their_tags(tmp_path: Path) -> None:
+    rules = "roll.pipeline.rlvr.rewards"
+    rewards = {
+        "math_rule": {
+            "tag_included": ["deepmath", "aime"],
+            "worker_cls": f"{rules}.math_rule_reward_worker.MathRuleRewardWorker",
+        },
+        "choice": {
+            "world_size": 2,
+            "worker_cls": f"{rules}.multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker",
+            "tag_included": ["mmlu"],
+        },
+    }
+    config = read(tmp_path, {"rewards": rewards}).loaded.config
+    parts = [(part.kind, part.name, part.sources) for part in config.reward.parts]
+    assert parts == [("math", "math_rule", ("deepmath", "aime")), ("exact", "choice", ("mmlu",))]
+    assert config.data.train[0].source_key == "tag"
+
+
+def test_a_domain_without_a_native_part_names_the_way_out(tmp_path: Path) -> None:
+    text = problems(tmp_path, {"rewards": {"code": {"worker_cls": "roll.x.CodeSandboxRewardWorker"}}})
+    assert "rewards.code.worker_cls" in text
+    assert "write a function" in text
+
+
+def test_evaluation_has_its_own_sampling_and_length(tmp_path: Path) -> None:
+    changes = {
+        "val_prompt_length": 64,
+        "val_sequence_length": 164,
+        "eval_steps": 5,
+        "validation": {
+            "data_args": {"file_name": "aime.jsonl"},
+            "generating_args": {"temperature": 0, "num_return_sequences": 4},
+        },
+    }
+    config = read(tmp_path, changes).loaded.config
+    assert config.eval.sampling is not None
+    assert (config.eval.sampling.greedy, config.eval.sampling.max_new_tokens) == (True, 100)
+    assert (config.eval.every_rounds, config.eval.samples_per_prompt) == (5, 4)
+    assert config.data.eval[0].prompt_key == "prompt"
+
+
+def test_evaluation_without_sampling_of_its_own_samples_as_training_does(tmp_path: Path) -> None:
+    config = read(tmp_path, {"validation": {"data_args": {"file_name": "aime.jsonl"}}}).loaded.config
+    assert config.eval.sampling is None
+    assert config.eval.every_rounds == 10
+
+
+@pytest.mark.parametrize("template", ["native", "qwen2_5", "qwen3"])
+def test_the_tokenizer_s_own_template_has_three_names(tmp_path: Path, template: str) -> None:
+    config = read(tmp_path, {"actor_train": {"data_args": {"template": template}}}).loaded.config
+    assert (config.data.use_chat_template, config.model.chat_template) == ("auto", None)
+
+
+def test_the_chatml_template_is_written_out(tmp_path: Path) -> None:
+    import jinja2
+
+    config = read(tmp_path, {"actor_train": {"data_args": {"template": "chatml"}}}).loaded.config
+    assert config.model.chat_template is not None
+    messages = [{"role": "user", "content": "1+1"}]
+    text = jinja2.Template(config.model.chat_template).render(messages=messages, add_generation_prompt=True)
+    assert text == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+
+
+# Roles
+
+
+def test_a_critic_with_settings_of_its_own_has_its_own_steps(tmp_path: Path) -> None:
+    critic = {
+        "device_mapping": "[0, 1]",
+        "training_args": {
+            "learning_rate": 1e-5,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 1,
+        },
+    }
+    config = read(tmp_path, {"critic": critic, "reward_pretrain": "critic"}).loaded.config
+    assert config.critic.train is not None
+    assert (config.train.steps_per_pass, config.critic.train.steps_per_pass) == (2, 4)
+    assert (config.critic.path, config.critic.train.optimizer.lr) == ("critic", 1e-5)
+    without = read(tmp_path, {"critic": critic, "adv_estimator": "grpo"})
+    assert without.loaded.config.critic.train is None
+    row = next(entry for entry in without.ledger if entry.path == "critic.training_args.learning_rate")
+    assert row.note == "adv_estimator=grpo has no critic"
+
+
+def test_a_reference_counts_only_where_a_kl_term_needs_it(tmp_path: Path) -> None:
+    reference = {
+        "infer_batch_size": 4,
+        "device_mapping": "[0]",
+        "strategy_args": {"strategy_name": "hf_infer"},
+    }
+    assert read(tmp_path, {"reference": reference}).loaded.config.reference.train is None
+    config = read(tmp_path, {"reference": reference, "use_kl_loss": True, "kl_loss_coef": 0.1}).loaded.config
+    assert config.reference.train is not None
+    assert (config.reference.train.backend, config.reference.train.infer_batch_rows) == ("single", 4)
+
+
+def test_adapters_are_trained_where_a_target_is_named(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, {"actor_train": {"model_args": {"lora_target": "q_proj,v_proj", "lora_rank": 16}}}
+    ).loaded.config
+    assert config.model.lora is not None
+    assert (config.model.lora.targets, config.model.lora.rank, config.model.lora.alpha) == (
+        ("q_proj", "v_proj"),
+        16,
+        32.0,
+    )
+    assert read(tmp_path, {"actor_train": {"model_args": {"lora_rank": 16}}}).loaded.config.model.lora is None
+
+
+def test_micro_batches_by_tokens_take_the_place_of_rows(tmp_path: Path) -> None:
+    changes = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 4096}
+    train = read(tmp_path, {"actor_train": changes}).loaded.config.train
+    assert (train.micro_batch_tokens, train.micro_batch_rows) == (4096, None)
+    train = read(tmp_path).loaded.config.train
+    assert (train.micro_batch_tokens, train.micro_batch_rows) == (4 * (64 + 32), 4)
+
+
+def test_the_longest_response_is_the_least_of_its_bounds(tmp_path: Path) -> None:
+    def longest(changes: dict[str, Any]) -> int:
+        return read(tmp_path, changes).loaded.config.rollout.sampling.max_new_tokens
+
+    assert longest({}) == 32
+    assert longest({"sequence_length": 100}) == 36
+    assert longest({"actor_infer": {"generating_args": {"max_new_tokens": 16}}}) == 16
+    assert longest({"actor_infer": {"generating_args": {"max_new_tokens": 500}}}) == 32
+
+
+# Names and values
+
+
+def test_other_spellings_of_a_key_work(tmp_path: Path) -> None:
+    found = read(tmp_path, {"global_template": "native", "router_args": {"max_running_requests": 64}})
+    assert found.loaded.config.rollout.vllm.max_running == 64
+    row = next(entry for entry in found.ledger if entry.path == "global_template")
+    assert row.note.startswith("another spelling of actor_train.data_args.template")
+
+
+def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
+    text = problems(
+        tmp_path,
+        {
+            "adv_estimator": "ppo",
+            "rollout_batch_size": "many",
+            "actor_train": {"strategy_args": {"strategy_name": "zero3"}},
+        },
+    )
+    assert "adv_estimator: 'ppo' is not one of gae, reinforce, grpo, gigpo" in text
+    assert "rollout_batch_size: 'many' is not a whole number of at least 1" in text
+    assert "strategy_name: 'zero3' is not one of megatron_train, fsdp2_train" in text
+
+
+def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    text = problems(tmp_path, {"actor_train": {"infer_batchsize": 4}, "rollout_batchsize": 1})
+    assert (
+        "actor_train.infer_batchsize: unknown key of ROLL, did you mean 'actor_train.infer_batch_size'?"
+        in text
+    )
+    assert "rollout_batchsize: unknown key of ROLL, did you mean 'rollout_batch_size'?" in text
+
+
+def test_keys_of_other_pipelines_are_known_and_not_supported(tmp_path: Path) -> None:
+    text = problems(
+        tmp_path, {"custom_envs": {"Sokoban": {"env_type": "sokoban"}}, "async_generation_ratio": 1}
+    )
+    assert "custom_envs.Sokoban" in text
+    assert "is of ROLL's agentic pipeline" in text
+    assert "async_generation_ratio: 1 is not supported: the pipelined loop is not built yet" in text
+
+
+def test_a_file_that_names_no_model_says_so_when_a_run_would_start(tmp_path: Path) -> None:
+    from braid.errors import ModelError
+    from braid.models.loading import load_tokenizer
+
+    config = read(tmp_path, {"pretrain": "model"}).loaded.config
+    assert config.model.path == "model"
+    unnamed = read_config(SEED, dialect="roll").loaded.config
+    with pytest.raises(ModelError, match="give pretrain"):
+        load_tokenizer(unnamed.model)

@@ -1,0 +1,100 @@
+"""Every file of the pages loads unchanged, each of its keys is accounted for, and the pages' prose keys too.
+
+`python -m tests.dialects.test_seeds` prints how many keys became what; docs/dialects.md has that table.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from braid.dialects.load import DIALECTS, read_foreign
+from braid.dialects.table import Unsupported
+from braid.dialects.translate import NATIVE
+from braid.plan import resolve
+
+from .conftest import ALL_SEEDS, IN_ONE_PROCESS, TEXT_SEEDS, Reader, Seed, leaves, with_environment
+
+DOCS = Path(__file__).parents[2] / "docs" / "dialects.md"
+DISPOSITIONS = ("applied", "implied", "no effect", "unsupported")
+
+PROSE = {
+    "rlinf": (
+        "cluster.component_placement",
+        "actor.fsdp_config.grad_scaler.init_scale",
+        "actor.fsdp_config.grad_scaler.growth_interval",
+    ),
+    "roll": (
+        "critic.device_mapping", "critic.infer_batch_size", "critic.model_args.dtype",
+        "critic.training_args.per_device_train_batch_size", "critic.training_args.gradient_accumulation_steps",
+        "critic.training_args.learning_rate", "critic.strategy_args.strategy_name", "reference.infer_batch_size",
+        "reference.model_args.dtype",
+    ),
+    "skyrl": ("trainer.policy.deepspeed_config.gradient_clipping", "generator.sampling_params.stop"),
+}  # fmt: skip
+"""Keys that the pages name in prose and none of their files has."""
+
+
+@pytest.mark.parametrize("seed", ALL_SEEDS, ids=lambda seed: seed.name)
+def test_a_page_s_file_loads_unchanged_with_each_leaf_in_the_ledger_once(reader: Reader, seed: Seed) -> None:
+    ledger = reader.read(seed).ledger
+    paths = [entry.path for entry in ledger]
+    assert len(set(paths)) == len(paths)
+    foreign = read_foreign(reader.path(seed), (), DIALECTS[seed.dialect])
+    for path, _ in leaves({key: value for key, value in foreign.tree.items() if key != NATIVE}):
+        rows = [row for row in paths if path == row or path.startswith(f"{row}.")]
+        assert len(rows) == 1, path
+    assert {entry.disposition for entry in ledger} <= set(DISPOSITIONS)
+    assert [entry.path for entry in ledger if entry.disposition == "unsupported"] == []
+
+
+@pytest.mark.parametrize("seed", ALL_SEEDS, ids=lambda seed: seed.name)
+def test_what_has_no_native_value_says_why(reader: Reader, seed: Seed) -> None:
+    for entry in reader.read(seed).ledger:
+        assert entry.native or entry.note, entry.path
+        assert not (entry.disposition == "applied" and not entry.native), entry.path
+        assert entry.origin, entry.path
+
+
+@pytest.mark.parametrize("seed", TEXT_SEEDS, ids=lambda seed: seed.name)
+def test_a_text_config_is_planned_for_one_process(reader: Reader, seed: Seed) -> None:
+    config = reader.read(seed, **IN_ONE_PROCESS).loaded.config
+    assert (config.train.backend, config.rollout.engine) == ("single", "native")
+    plan = resolve(config, num_prompts=1000)
+    assert plan.steps_per_round >= 1
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_a_key_that_a_page_names_in_prose_has_a_rule(name: str) -> None:
+    dialect = DIALECTS[name]  # pyright: ignore[reportArgumentType]
+    for key in PROSE[name]:
+        rule = dialect.rule_of(dialect.aliases.get(key, key))
+        assert rule is not None, key
+        assert not isinstance(rule, Unsupported), key
+
+
+def disposition_table(reader: Reader) -> str:
+    """How many keys of each file became what, as a Markdown table."""
+    lines = [
+        "| file | keys | " + " | ".join(DISPOSITIONS) + " |",
+        "|---|" + "---:|" * (len(DISPOSITIONS) + 1),
+    ]
+    for seed in ALL_SEEDS:
+        counts = Counter(entry.disposition for entry in reader.read(seed).ledger)
+        cells = [seed.name, str(counts.total()), *(str(counts[name]) for name in DISPOSITIONS)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_docs_count_the_keys_by_what_became_of_them(reader: Reader) -> None:
+    """`python -m tests.dialects.test_seeds` prints the table to put there."""
+    assert disposition_table(reader) in DOCS.read_text("utf-8")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        with_environment(lambda: sys.stdout.write(disposition_table(Reader(Path(folder)))) and None)
