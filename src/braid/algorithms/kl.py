@@ -45,9 +45,8 @@ def kl_estimate(
     beyond, so neither value nor gradient overflows.
 
     RLinf, ROLL and SkyRL clamp k3, and only k3, to 10 always. RLinf's FSDP actor swaps the two log-probs,
-    which estimates another divergence; the reference of SkyRL's FSDP backend leaves the temperature out, ROLL's trainer
-    everywhere. RLinf names a
-    `full` estimator and raises on it.
+    which estimates another divergence; it names a `full` estimator and raises on it. The reference of SkyRL's
+    FSDP backend leaves the temperature out, ROLL's trainer leaves it out everywhere.
     """
     difference = logprobs - ref_logprobs
     match estimator:
