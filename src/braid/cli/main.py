@@ -139,7 +139,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from braid.cli import explain
-    from braid.dialects.load import ledger_text
+    from braid.dialects.load import DIALECTS, ledger_text
 
     if args.key is not None:
         explain.print_key(args.key)
@@ -155,7 +155,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(ledger_text(read.ledger))
     else:
-        explain.print_ledger(read.ledger, title=f"{args.config} ({read.language})")
+        explain.print_ledger(read.ledger, title=f"{Path(args.config).name} ({DIALECTS[read.language].title})")
     return OK
 
 

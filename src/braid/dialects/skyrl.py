@@ -1,7 +1,7 @@
 """The config language of SkyRL: its tables put together, and the spellings of later releases.
 
-The page describes the first release. Names that were changed since are aliases; keys that came later have rules too. Where
-a default changed, the page's holds: a file of a later release that counts on its own must say so (docs/dialects.md).
+The first release's documentation says what keys mean. Names that were changed since are aliases; keys that came later have
+rules too. Where a default changed, the first release's holds: a file of a later release that counts on its own must say so (docs/dialects.md).
 """
 
 from __future__ import annotations

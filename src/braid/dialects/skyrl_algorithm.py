@@ -1,6 +1,6 @@
 """SkyRL's `trainer.algorithm`: advantages, KL, policy and value losses, corrections, filters.
 
-Two of the page's words need care. `kl_loss_coef` is the coefficient in both places, reward and loss. `normalize_reward`
+Two words need care. `kl_loss_coef` is the coefficient in both places, reward and loss. `normalize_reward`
 normalises what the critic predicts, not rewards.
 """
 
@@ -40,6 +40,13 @@ _REPORTS = "it sets algorithm.kl_coef and algorithm.kl_in"
 # --- advantages --------------------------------------------------------------------------------------------------
 
 
+_ESTIMATOR_NOTES = {
+    "grpo": "A = (r - mean) / (std + eps) over the group's trajectories, std unbiased",
+    "rloo": "A = (r - mean) * n / (n - 1) over the group's trajectories",
+    "maxrl": "A = (r - mean) / (mean + eps) over the group's trajectories",
+}
+
+
 def _estimator(value: str, source: Source) -> Became:
     if value == "gae":
         return Became(
@@ -55,7 +62,7 @@ def _estimator(value: str, source: Source) -> Became:
             {"algorithm.advantage": "reinforce"},
             note="of a group of one, GRPO there takes the reward itself, which is reinforce",
         )
-    return Became({"algorithm.advantage": value})
+    return Became({"algorithm.advantage": value}, note=_ESTIMATOR_NOTES[value])
 
 
 def _batch_normalize(value: bool, source: Source) -> Became:
@@ -81,7 +88,7 @@ def _estimated(kind: str) -> Became:
 
 
 def _flagged_estimator(source: Source) -> Became:
-    """The estimator that the page's two flags choose: |k3| is k3, which is never negative."""
+    """The estimator that the first release's two flags choose: |k3| is k3, which is never negative."""
     if source.get(f"{_AT}.use_kl_estimator_k3"):
         return _estimated("k3")
     return _estimated("abs" if source.get(f"{_AT}.use_abs_kl") else "k1")
@@ -300,7 +307,8 @@ _K3 = (
 ALGORITHM: tuple[Rule, ...] = (
     # advantages
     Apply(f"{_AT}.advantage_estimator", "algorithm.advantage", _ESTIMATORS, _estimator, default="grpo",
-        note="one of your own is none of braid's; see docs/algorithms.md for what there is"),
+        note="grpo: A = (r - mean) / (std + eps) of the group; gae: sum of (gamma*lambd)^k * delta; rloo: the mean of the "
+        "others as baseline; maxrl: (r - mean) / mean"),
     Apply(f"{_AT}.grpo_norm_by_std", "algorithm.normalize_by_std", BOOL, when(not_estimator("grpo")), default=True,
         note="(r - mean) / (std + eps), std unbiased; false: Dr. GRPO"),
     Apply(f"{_AT}.lambd", "algorithm.gae_lambda", SHARE, when(not_estimator("gae")), default=1.0),
@@ -331,7 +339,9 @@ ALGORITHM: tuple[Rule, ...] = (
     NoEffect(f"{_AT}.kl_target", nullable(NUMBER), "SkyRL never reads it; kl_ctrl steers"),
     NoEffect(f"{_AT}.init_kl_coef", NUMBER, "SkyRL never reads it; kl_loss_coef is the coefficient"),
     # policy loss
-    Apply(f"{_AT}.ppo_loss_type", "algorithm.policy_loss", _LOSS_NAMES, _loss, default="regular"),
+    Apply(f"{_AT}.ppo_loss_type", "algorithm.policy_loss", _LOSS_NAMES, _loss, default="regular",
+        note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A), r = exp(logp - old logp); dual_clip: at most "
+        "-clip_ratio_c*A where A < 0; docs/algorithms.md has the others"),
     Apply(f"{_AT}.eps_clip_low", "algorithm.clip_low", NON_NEGATIVE, when(_CLIPPED), default=0.2,
         note="ratios below 1 - it are clipped"),
     Apply(f"{_AT}.eps_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(_CLIPPED), default=0.2,
@@ -340,7 +350,7 @@ ALGORITHM: tuple[Rule, ...] = (
         when(not_loss("dual_clip")), default=3.0, note="the loss is at most -c*A where A < 0"),
     Apply(f"{_AT}.loss_reduction", "algorithm.aggregation", choice(*_REDUCTIONS), _reduction,
         default="sequence_mean",
-        note="the page's time has sequence_mean; later releases default to token_mean. KL and entropy are reduced "
+        note="the first release has sequence_mean only; later ones default to token_mean. KL and entropy are reduced "
         "likewise (there: sequence_mean)"),
     Apply(f"{_AT}.max_seq_len", "algorithm.aggregation_constant", nullable(COUNT), _max_seq_len),
     Apply(f"{_AT}.use_entropy_loss", "algorithm.entropy_coef", BOOL, lambda v,
@@ -409,6 +419,6 @@ ALGORITHM: tuple[Rule, ...] = (
         when(without_critic, then=null_as("off")), default=0.2,
         note="0.5 * max((clamped V - R)^2, (V - R)^2); null for no clipping"),
     Apply(f"{_AT}.normalize_reward", "critic.normalize_values", BOOL, when(without_critic), default=True,
-        note="values, not rewards: mean and deviation of returns are learned, as the page says; SkyRL's stay at 0 "
+        note="values, not rewards: mean and deviation of returns are learned, as documented; SkyRL's stay at 0 "
         "and 1"),
 )  # fmt: skip

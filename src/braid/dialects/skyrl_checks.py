@@ -25,6 +25,8 @@ from .skyrl_facts import (
 from .table import Check, Source
 
 Finding = tuple[str, str]
+_LARGE = 10**9
+"""Batches beyond it are not looked through for divisors."""
 
 
 def _trained(source: Source) -> list[Role]:
@@ -44,11 +46,11 @@ def _batches(source: Source) -> Iterator[Finding]:
             yield key, f"{mini} is more than trainer.train_batch_size={batch}; lower it"
             continue
         if batch % mini:
-            fitting = [n for n in range(1, batch + 1) if batch % n == 0]
             yield (
                 key,
-                f"trainer.train_batch_size={batch} is not divisible by {mini}; {_nearest(mini, fitting)} would do",
+                f"trainer.train_batch_size={batch} is not divisible by {mini}; {_fitting(mini, batch)} would do",
             )
+            continue
         if dp == 0:
             continue  # the devices have a problem of their own
         per_rank = mini * num // dp
@@ -65,7 +67,7 @@ def _batches(source: Source) -> Iterator[Finding]:
             yield (
                 "trainer.micro_train_batch_size_per_gpu",
                 f"the mini-batch of one rank of the {role} is not divisible by {micro}: {arithmetic}; "
-                f"{_nearest(micro, [n for n in range(1, per_rank + 1) if per_rank % n == 0])} would do",
+                f"{_fitting(micro, per_rank)} would do",
             )
         if (batch * num // dp) % per_rank:
             yield (
@@ -75,9 +77,13 @@ def _batches(source: Source) -> Iterator[Finding]:
             )
 
 
-def _nearest(value: int, fitting: list[int]) -> str:
-    """The two values around `value`, in words."""
-    around = [[n for n in fitting if n <= value][-1:], [n for n in fitting if n > value][:1]]
+def _fitting(value: int, total: int) -> str:
+    """The divisors of `total` next to `value`, in words."""
+    if total > _LARGE:
+        return "a divisor"
+    low = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
+    divisors = sorted({*low, *(total // n for n in low)})
+    around = [[n for n in divisors if n <= value][-1:], [n for n in divisors if n > value][:1]]
     return " or ".join(str(n) for found in around for n in found)
 
 

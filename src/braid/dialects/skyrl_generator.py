@@ -240,7 +240,7 @@ ENGINES: tuple[Rule, ...] = (
         nullable(list_of(text("127.0.0.1:8001", "http://host:8002"))), _remote_urls, default=["127.0.0.1:8001"],
         note="host:port as there, or URLs"),
     Apply(f"{_AT}.inference_engine_tensor_parallel_size", "rollout.vllm.tensor_parallel", COUNT, _tensor_parallel,
-        default=4, note="the page's default; later releases have 1"),
+        default=4, note="the first release's default; later ones have 1"),
     Apply(f"{_AT}.inference_engine_pipeline_parallel_size", "rollout.vllm.pipeline_parallel", COUNT,
         of_engine("pipeline_parallel", only=_SERVED), default=1),
     Apply(f"{_AT}.inference_engine_data_parallel_size", "", COUNT,

@@ -108,7 +108,7 @@ def _optimizer(role: Role, lr: float) -> tuple[Rule, ...]:
         Apply(f"{at}.adam_betas", f"{native}.optimizer.betas", list_of(SHARE, length=2), when(*idle),
             default=[0.9, 0.999]),
         Apply(f"{at}.weight_decay", f"{native}.optimizer.weight_decay", NON_NEGATIVE, when(*idle), default=0.01,
-            note="decoupled (AdamW), though the page says L2; biases and norm weights are left out here"),
+            note="decoupled (AdamW), though called L2 there; biases and norm weights are left out here"),
         Apply(f"{at}.max_grad_norm", f"{native}.max_grad_norm", NON_NEGATIVE, when(*idle, then=_clip), default=1.0,
             note="0 for no clipping"),
         Apply(f"{at}.offload_after_step", f"{native}.offload.optimizer", BOOL, when(*idle, then=_offload(native)),
@@ -260,7 +260,7 @@ def _targets(value: Any, _: Source) -> list[str]:
 _LORA = "trainer.policy.model.lora"
 MODELS: tuple[Rule, ...] = (
     Apply("trainer.strategy", "train.backend", choice("fsdp", "fsdp2", "deepspeed", "megatron"), _strategy,
-        default="fsdp2", note="fsdp is FSDP1, as on the page; releases from 2026 mean FSDP2 by it"),
+        default="fsdp2", note="fsdp is FSDP1, as in the first release; those from 2026 mean FSDP2 by it"),
     Implied("trainer.sequence_parallel_backend", choice("ulysses"), "sequence parallelism is Ulysses"),
     Apply("trainer.policy.model.path", "model.path", TEXT, default="Qwen/Qwen2.5-1.5B-Instruct",
         note="weights are trained in fp32, as there"),

@@ -164,7 +164,7 @@ PLACEMENT: tuple[Rule, ...] = (
         COUNT,
         when(in_one_process, then=_place("cluster.devices_per_node", "cluster.placement")),
         default=4,
-        note="the page's default; later releases have 1",
+        note="the first release's default; later ones have 1",
     ),
     *(
         Apply(
@@ -252,11 +252,11 @@ GENERAL: tuple[Rule, ...] = (
     Apply("trainer.update_ref_every_epoch", "reference.update_every_epochs", BOOL,
         when(without_reference, then=lambda v, _: int(v)), default=False),
     Apply("trainer.num_warmup_steps", "train.optimizer.schedule.warmup_steps", NATURAL, _warmup,
-        note="optimizer steps, for policy and critic; SkyRL's FSDP ignored it at the page's time"),
+        note="optimizer steps, for policy and critic; SkyRL's FSDP ignored it at first"),
     Apply("trainer.use_sample_packing", "", BOOL, _packing, default=True),
     Apply("trainer.max_prompt_length", "data.max_prompt_tokens", COUNT, lambda v,
         _: Became({"data.max_prompt_tokens": v, "data.overlong": "truncate_left"}), default=512,
-        note="longer prompts are truncated, as the page says, at their beginning; SkyRL's code leaves such rows "
+        note="longer prompts are truncated, as documented, at their beginning; SkyRL's code leaves such rows "
         "out (braid.data.overlong=drop)"),
     Apply("trainer.gradient_checkpointing", "train.gradient_checkpointing", BOOL, shared("gradient_checkpointing"),
         default=True),
