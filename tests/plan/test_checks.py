@@ -49,6 +49,25 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
             "lower it to 32, or raise rollout.prompts_per_round to 64",
         ),
         (
+            ["algorithm.recipe=ppo", "critic.train.steps_per_pass=64"],
+            "critic.train.steps_per_pass: a round's 32 prompts cannot be cut into 64 mini-batches of whole prompts; "
+            "lower it to 32, or raise rollout.prompts_per_round to 64",
+        ),
+        (
+            ["rollout.max_sequence_tokens=1024"],
+            "rollout.max_sequence_tokens: prompts of up to data.max_prompt_tokens=1024 tokens leave no room for an answer in "
+            "1024; raise it above 1024",
+        ),
+        (
+            ["rollout.max_sequence_tokens=1100", "rollout.native.kv_budget_tokens=1000"],
+            "rollout.native.kv_budget_tokens: a trajectory has up to 1100 tokens (rollout.max_sequence_tokens), which never "
+            "fits a cache of 1000 tokens; raise it to 1100 at least",
+        ),
+        (
+            ["cluster.env={'A=B': x}"],
+            "cluster.env: 'A=B' is no name of an environment variable; it may not be empty or hold =",
+        ),
+        (
             ["eval.pass_at=[1,4]", "eval.samples_per_prompt=2"],
             "eval.pass_at[1]: pass@4 needs 4 samples of each prompt, and eval.samples_per_prompt=2; "
             "raise it or lower k",
@@ -261,8 +280,49 @@ def test_each_verb_needs_its_own_parts() -> None:
             "algorithm.normalize_by_std: has no effect: only the advantage grpo divides by the group's deviation",
         ),
         (
-            ["algorithm.recipe=ppo", "critic.train.passes_per_round=2"],
-            "critic.train.passes_per_round: has no effect: the critic is trained on the mini-batches of `train`",
+            ["algorithm.kl_coef=0.1", "reference.train.passes_per_round=2"],
+            "reference.train.passes_per_round: has no effect: the reference is not trained",
+        ),
+        (
+            ["reference.update_every_epochs=1"],
+            "reference.update_every_epochs: has no effect: algorithm.kl_coef is 0",
+        ),
+        (
+            ["algorithm.recipe=ppo", "critic.train.steps_per_pass=3"],
+            "critic.train.steps_per_pass: 32 prompts in 3 mini-batches: some have 10 prompts and some 11",
+        ),
+        (
+            ["rollout.max_sequence_tokens=1280"],
+            "rollout.max_sequence_tokens: has no effect: the limits of prompt and answer add up to no more than that",
+        ),
+        (
+            ["rollout.request_batch=32"],
+            "rollout.request_batch: has no effect: a round has no more prompts than that",
+        ),
+        (
+            ["rollout.check_weights_dir=x"],
+            "rollout.check_weights_dir: has no effect: rollout.check_weights is false",
+        ),
+        (
+            ["checkpoint.export_dir=x"],
+            "checkpoint.export_dir: has no effect: checkpoint.export_every_rounds is 0",
+        ),
+        (
+            ["report.tensorboard=false", "report.dir=x"],
+            "report.dir: has no effect: neither TensorBoard nor a tracker writes files",
+        ),
+        (
+            ["report.tensorboard=false", "report.tensorboard_queue=3"],
+            "report.tensorboard_queue: has no effect: report.tensorboard is false",
+        ),
+        (["data.shuffle=false", "data.seed=3"], "data.seed: has no effect: data.shuffle is false"),
+        (
+            ["cluster.group_names={policy: actor}"],
+            "cluster.group_names: has no effect: everything runs in one process",
+        ),
+        (
+            ["run.max_restarts=3"],
+            "run.max_restarts: nothing is saved on the way, so a restart begins at the start; set checkpoint.every_rounds",
         ),
         (
             ["data.eval=[]", "eval.every_rounds=5"],

@@ -28,7 +28,7 @@ class ClusterConfig(Section):
     group_names: dict[Role, str] = Field(default_factory=dict)
     """Names of the worker groups in messages and process titles; the role's own when absent."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of every worker."""
+    """Environment variables of every worker, and of this process and those that score in it."""
     start_timeout_s: PositiveFloat = 600.0
     """Limit for all workers to be up."""
     call_timeout_s: PositiveFloat = 3600.0

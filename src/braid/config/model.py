@@ -111,7 +111,7 @@ class ModelConfig(Section):
     eos_token_id: NonNegativeInt | None = None
     """Token that ends an answer; the tokenizer's when null."""
     pad_token_id: NonNegativeInt | None = None
-    """Token that fills up rows where an engine wants rectangles; the tokenizer's when null."""
+    """Token that fills up rows where an engine wants rectangles, and in exports; the tokenizer's when null."""
     dtype: DType = "fp32"
     """Type in which the trained weights are held."""
     trust_remote_code: bool = False
@@ -157,6 +157,6 @@ class ReferenceConfig(Section):
     path: str | None = None
     """Its folder; a copy of the policy as it is when reinforcement starts, when absent."""
     update_every_epochs: int = Field(default=0, ge=0)
-    """Take over the policy's weights after so many passes over the prompts; 0 for never."""
+    """Take over the policy's weights after so many passes over the training prompts, at the end of a round; 0 for never."""
     train: TrainConfig | None = None
     """Its own backend and batch settings; those of the policy when absent."""

@@ -34,9 +34,10 @@ class RunSection(Section):
     if_exists: Literal["refuse", "new"] = "refuse"
     """When the folder holds a run and resume is none: stop, or take the next free name (name-2, ...)."""
     eval_only: bool = False
-    """`braid train` evaluates and ends."""
+    """`braid train` evaluates the config's model, or the checkpoint that `resume` names, as `braid eval` does, and ends."""
     max_restarts: NonNegativeInt = 0
-    """Times that a run goes on by itself from its newest checkpoint after a worker died."""
+    """Times that a run goes on by itself from its newest checkpoint after a failure that may pass: of a worker, the engine, an
+    environment, a service, or the network."""
     base_dir: str | None = None
     """Folder that relative paths of data files and functions start from; that of the config file when null."""
 
@@ -124,7 +125,7 @@ class ReportConfig(Section):
     tensorboard: bool = True
     """Write event files to tensorboard/."""
     tensorboard_queue: PositiveInt = 10
-    """Values held back before they are written."""
+    """Values that wait before they are written together."""
     wandb: WandbConfig | None = None
     """Weights & Biases (extra `wandb`)."""
     swanlab: SwanlabConfig | None = None

@@ -269,7 +269,8 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     """How training trajectories are sampled."""
     max_sequence_tokens: PositiveInt | None = None
-    """Longest prompt plus response; null for the sum of their limits."""
+    """Longest prompt plus response (replies too), in training and evaluation: a long prompt leaves less for the answer. null: the
+    sum of their limits."""
     engine: Literal["native", "vllm", "sglang"] = "native"
     """What samples."""
     native: NativeEngineConfig = NativeEngineConfig()
@@ -281,13 +282,13 @@ class RolloutConfig(Section):
     publish: PublishConfig = PublishConfig()
     """How new weights travel to engines in other processes."""
     request_batch: PositiveInt | None = None
-    """Prompts handed to the engine at a time; all of a round when null."""
+    """Prompts handed to the engine at a time, the next when all of them are done; all of a round when null."""
     print_outputs: bool = False
     """Log every answer as text."""
     check_weights: bool = False
     """After each publication compare a fingerprint of the engine's weights with the trainer's."""
     check_weights_dir: str | None = None
-    """Folder for both sets of weights when they differ; the run's folder when null."""
+    """Folder for both sets of weights when they differ; `check_weights/` in the run's folder when null."""
     filter: FilterConfig = FilterConfig()
     """Groups left out of training."""
     retries: NonNegativeInt = 1

@@ -275,10 +275,14 @@ def _critic_backend(
 
 
 def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> CausalLM | AdapterReference:
-    if config.reference.path is None:
-        return AdapterReference(lm) if lm.has_adapters else lm.frozen_copy()
-    model = config.model.model_copy(update={"path": config.reference.path, "build": None, "lora": None})
     train = config.reference.train or config.train
+    if config.reference.path is None and lm.has_adapters:
+        return AdapterReference(lm)
+    if config.reference.path is None:
+        reference = lm.frozen_copy()
+        reference.chunk_bytes, reference.compiles = train.logprob_chunk_bytes, train.compile
+        return reference
+    model = config.model.model_copy(update={"path": config.reference.path, "build": None, "lora": None})
     reference = load_policy(
         model,
         temperature=config.rollout.sampling.temperature,

@@ -73,6 +73,7 @@ def load_policy(
         model = build_model(config.build, load_tokenizer(config), dtype=TORCH_DTYPES[config.dtype], seed=seed)
     else:
         model = _pretrained(config, f"{key}.path", device)
+        _set_config_tokens(model, config)
         _note_dropout(model)
         _note_rotary(model)
     _check_architecture(model, config.architecture, key)
@@ -110,13 +111,35 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.chat_template is not None:
         tokenizer.chat_template = _chat_template(config.chat_template)
     name = config.tokenizer or config.path or "model.build"
+    _set_tokens(tokenizer, config, name)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {name} has no end token, so answers would never end; set eos_token in its "
-            "tokenizer_config.json or model.tokenizer to another tokenizer"
+            "tokenizer_config.json, model.eos_token_id, or model.tokenizer to another tokenizer"
         )
     _check_fits(tokenizer, name, _vocab_size(config))
     return tokenizer
+
+
+def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: str) -> None:
+    """Give the tokenizer the end and padding tokens of the config."""
+    for key, number in (("eos_token", config.eos_token_id), ("pad_token", config.pad_token_id)):
+        if number is None:
+            continue
+        if number >= len(tokenizer):
+            raise ModelError(
+                f"model.{key}_id={number}, but the tokenizer of {name} has {len(tokenizer)} tokens; give an id below that"
+            )
+        setattr(tokenizer, key, tokenizer.convert_ids_to_tokens(number))
+
+
+def _set_config_tokens(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Give what an export of the model says of its tokens the end and padding tokens of the config."""
+    for key in ("eos_token_id", "pad_token_id"):
+        if (number := getattr(config, key)) is not None:
+            for part in (model.config, model.generation_config):
+                if part is not None:
+                    setattr(part, key, number)
 
 
 def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -136,14 +136,31 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _batches(config: RunConfig, _: Plan) -> Iterator[Finding]:
-    prompts, steps = config.rollout.prompts_per_round, config.train.steps_per_pass
-    if steps > prompts:
-        yield (
-            "train.steps_per_pass",
-            f"a round's {prompts} prompts cannot be cut into {steps} mini-batches of whole prompts; "
-            f"lower it to {prompts}, or raise rollout.prompts_per_round to {steps}",
-        )
+def _batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    prompts = config.rollout.prompts_per_round
+    for key, steps in _steps_per_pass(config, plan):
+        if steps > prompts:
+            yield (
+                key,
+                f"a round's {prompts} prompts cannot be cut into {steps} mini-batches of whole prompts; "
+                f"lower it to {prompts}, or raise rollout.prompts_per_round to {steps}",
+            )
+
+
+def _steps_per_pass(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
+    """Of each role that is trained, under the key that sets it."""
+    yield "train.steps_per_pass", config.train.steps_per_pass
+    if plan.needs_critic and config.critic.train is not None:
+        yield "critic.train.steps_per_pass", config.critic.train.steps_per_pass
+
+
+def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
+    for name in config.cluster.env:
+        if not name or "=" in name or "\0" in name:
+            yield (
+                "cluster.env",
+                f"{name!r} is no name of an environment variable; it may not be empty or hold =",
+            )
 
 
 def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -179,6 +196,13 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Lengths against the model's and the engine's limits, with the arithmetic."""
     prompt = config.data.max_prompt_tokens
     limit = None if plan.model_size is None else plan.model_size.max_positions
+    bound = config.rollout.max_sequence_tokens
+    if bound is not None and prompt >= bound and _has_tokens(config, plan):
+        yield (
+            "rollout.max_sequence_tokens",
+            f"prompts of up to data.max_prompt_tokens={prompt} tokens leave no room for an answer in {bound}; raise it above "
+            f"{prompt}",
+        )
     samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
     if config.eval.sampling is not None:
         samplings.append(("eval.sampling", config.eval.sampling, plan.eval_max_trajectory_tokens))
@@ -223,6 +247,11 @@ def _placement(config: RunConfig, _: Plan) -> Iterator[Finding]:
 
 def _total(config: RunConfig, key: str, sampling: SamplingConfig, total: int) -> Finding:
     """(key to change, how long a trajectory gets)."""
+    if total == config.rollout.max_sequence_tokens:
+        return (
+            "rollout.max_sequence_tokens",
+            f"a trajectory has up to {total} tokens (rollout.max_sequence_tokens)",
+        )
     if isinstance(config.env, ToolEnv):
         return "env.max_context_tokens", f"a trajectory has up to {total} tokens (env.max_context_tokens)"
     prompt, new = config.data.max_prompt_tokens, sampling.max_new_tokens
@@ -236,6 +265,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _data,
     _evaluation,
     _batches,
+    _environment,
     _algorithm,
     _contexts,
     _placement,
@@ -266,12 +296,14 @@ def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    prompts, steps = config.rollout.prompts_per_round, config.train.steps_per_pass
-    if prompts % steps:
-        yield (
-            "train.steps_per_pass",
-            f"{prompts} prompts in {steps} mini-batches: some have {prompts // steps} prompts and some {prompts // steps + 1}",
-        )
+    prompts = config.rollout.prompts_per_round
+    for key, steps in _steps_per_pass(config, plan):
+        if prompts % steps:
+            few = prompts // steps
+            yield (
+                key,
+                f"{prompts} prompts in {steps} mini-batches: some have {few} prompts and some {few + 1}",
+            )
     if plan.old_logprobs == "current" and plan.steps_per_round > 1:
         yield (
             "algorithm.old_logprobs",
@@ -302,6 +334,11 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         )
     if config.train.autocast == "fp16" and config.train.grad_scaler is None:
         yield "train.autocast", "small gradients of fp16 products vanish; set train.grad_scaler={}, or bf16"
+    if config.run.max_restarts and plan.verb != "eval" and not config.checkpoint.every_rounds:
+        yield (
+            "run.max_restarts",
+            "nothing is saved on the way, so a restart begins at the start; set checkpoint.every_rounds",
+        )
     if config.model.dtype == "fp16":
         yield "model.dtype", "fp16 weights lose small updates and gradients; bf16 or fp32 is safer"
 
@@ -335,6 +372,16 @@ def _has_tokens(config: RunConfig, _: Plan) -> bool:
     return not isinstance(config.env, GymnasiumEnv)
 
 
+def _bound_is_wide(config: RunConfig, _: Plan) -> bool:
+    bound, samplings = config.rollout.max_sequence_tokens, (config.rollout.sampling, config.eval.sampling)
+    if bound is None:
+        return False
+    if isinstance(config.env, ToolEnv):
+        return bound >= config.env.max_context_tokens
+    longest = max(sampling.max_new_tokens for sampling in samplings if sampling is not None)
+    return bound >= config.data.max_prompt_tokens + longest
+
+
 _OF_TEXT = tuple(name for name in SamplingConfig.model_fields if name != "greedy")
 """Settings of sampling that only text has."""
 
@@ -353,9 +400,21 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ),
     ),
     (
-        "the critic is trained on the mini-batches of `train`",
-        lambda _, plan: plan.needs_critic,
-        ("critic.train.steps_per_pass", "critic.train.passes_per_round", "critic.train.shuffle"),
+        "the reference is not trained",
+        lambda _, plan: plan.needs_reference,
+        tuple(
+            f"reference.train.{name}"
+            for name in (
+                "optimizer",
+                "steps_per_pass",
+                "passes_per_round",
+                "shuffle",
+                "max_grad_norm",
+                "max_skipped_steps",
+                "gradient_checkpointing",
+                "grad_scaler",
+            )
+        ),
     ),
     (
         "only the advantage grpo divides by the group's deviation",
@@ -388,7 +447,14 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
     (
         "algorithm.kl_coef is 0",
         lambda _, plan: not plan.needs_reference,
-        ("algorithm.kl_estimator", "algorithm.kl_in", "algorithm.kl_clamp", "reference.path"),
+        (
+            "algorithm.kl_estimator",
+            "algorithm.kl_in",
+            "algorithm.kl_clamp",
+            "reference.path",
+            "reference.train",
+            "reference.update_every_epochs",
+        ),
     ),
     (
         "a simulator has no text",
@@ -396,6 +462,10 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         (
             *(f"{where}.sampling.{name}" for where in ("rollout", "eval") for name in _OF_TEXT),
             "rollout.native",
+            "rollout.max_sequence_tokens",
+            "rollout.print_outputs",
+            "rollout.check_weights",
+            "checkpoint.export_every_rounds",
             "critic.path",
             "data.max_prompt_tokens",
             "data.overlong",
@@ -415,7 +485,46 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
             "eval.pass_at",
             "eval.success_reward",
             "eval.sampling",
+            "eval.batch_prompts",
+            "eval.shuffle",
+            "report.eval_samples",
         ),
+    ),
+    (
+        "rollout.check_weights is false",
+        lambda config, _: not config.rollout.check_weights,
+        ("rollout.check_weights_dir",),
+    ),
+    (
+        "checkpoint.export_every_rounds is 0",
+        lambda config, _: not config.checkpoint.export_every_rounds,
+        ("checkpoint.export_dir",),
+    ),
+    (
+        "report.tensorboard is false",
+        lambda config, _: not config.report.tensorboard,
+        ("report.tensorboard_queue",),
+    ),
+    (
+        "neither TensorBoard nor a tracker writes files",
+        lambda config, _: not (config.report.tensorboard or config.report.wandb or config.report.swanlab),
+        ("report.dir",),
+    ),
+    ("data.shuffle is false", lambda config, _: not config.data.shuffle, ("data.seed",)),
+    (
+        "everything runs in one process",
+        lambda config, _: config.cluster.runtime != "ray",
+        ("cluster.group_names",),
+    ),
+    (
+        "a round has no more prompts than that",
+        lambda config, _: (config.rollout.request_batch or 0) >= config.rollout.prompts_per_round,
+        ("rollout.request_batch",),
+    ),
+    (
+        "the limits of prompt and answer add up to no more than that",
+        _bound_is_wide,
+        ("rollout.max_sequence_tokens",),
     ),
     (
         "rollout.sampling.greedy takes the likeliest token",

@@ -53,6 +53,8 @@ def merge_recipe(config: AlgorithmConfig) -> Recipe:
 
 def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
     rollout, train = config.rollout, config.train
+    of_critic = config.critic.train or train
+    critic_steps = of_critic.steps_per_pass * of_critic.passes_per_round
     recipe = merge_recipe(config.algorithm)
     steps_per_round = train.steps_per_pass * train.passes_per_round
     rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
@@ -78,7 +80,7 @@ def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
         rows_per_step=rows_per_step,
         planned_rounds=rounds,
         planned_steps=None if rounds is None else _policy_rounds(config, recipe, rounds) * steps_per_round,
-        planned_critic_steps=None if rounds is None else rounds * steps_per_round,
+        planned_critic_steps=None if rounds is None else rounds * critic_steps,
         sft_steps=0 if config.sft is None else config.sft.steps,
         max_output_tokens=output,
         max_trajectory_tokens=total,
@@ -135,9 +137,12 @@ def _token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | No
     env, prompt, new = config.env, config.data.max_prompt_tokens, sampling.max_new_tokens
     if isinstance(env, GymnasiumEnv):
         return None, None
+    limit = config.rollout.max_sequence_tokens or math.inf
     if isinstance(env, ToolEnv):
-        return min(env.max_turns * new, max(env.max_context_tokens - 1, 0)), env.max_context_tokens
-    return new, prompt + new
+        total = int(min(env.max_context_tokens, limit))
+        return min(env.max_turns * new, max(total - 1, 0)), total
+    total = int(min(prompt + new, limit))
+    return min(new, max(total - 1, 0)), total
 
 
 def _policy_size(config: RunConfig) -> ModelSize | None:
