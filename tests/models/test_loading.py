@@ -226,3 +226,34 @@ def test_a_chat_template_comes_as_text_or_from_a_file(folder: Path, tmp_path: Pa
         ModelError, match=r"none\.jinja: there is no such file; give Jinja text or a \.jinja file"
     ):
         load_tokenizer(ModelConfig(path=str(folder), chat_template="none.jinja"))
+
+
+def test_the_architecture_asked_for_must_be_the_folders(folder: Path) -> None:
+    assert _load(folder, architecture="qwen3").config.model_type == "qwen3"
+    with pytest.raises(ModelError, match=r"model\.architecture=llama, but model is a model of type qwen3"):
+        _load(folder, architecture="llama")
+
+
+def test_a_minor_version_in_the_name_of_an_architecture_is_of_the_same_type(
+    tmp_path: Path, tiny_model: Make
+) -> None:
+    save_pretrained(CausalLM(tiny_model("qwen2")), character_tokenizer(CHARACTERS), tmp_path)
+    assert _load(tmp_path, architecture="Qwen2.5").config.model_type == "qwen2"
+
+
+@pytest.mark.parametrize("low_memory_load", [True, False])
+def test_either_way_of_loading_reads_the_same_bits(folder: Path, low_memory_load: bool) -> None:
+    saved = load_file(folder / "model.safetensors")
+    lm = _load(folder, low_memory_load=low_memory_load)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in lm.named_weights())
+    assert not any(hasattr(module, "_hf_hook") for module in lm.module.modules())
+
+
+def test_liger_kernels_name_what_they_need(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"train\.liger_kernels=true needs .*a CUDA device in place of cpu"):
+        load_policy(ModelConfig(path=str(folder)), temperature=1.0, seed=0, device=CPU, liger=True)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="flash_attention_2 runs on CUDA devices"):
+        _load(tmp_path / "nowhere", attention="flash_attention_2")
