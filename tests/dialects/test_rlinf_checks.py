@@ -151,3 +151,14 @@ def test_a_problem_has_the_place_where_its_key_was_written() -> None:
     (found,) = problems("runner.val_check_interval=20")
     line = SEED.read_text().splitlines().index("  save_interval: 50") + 1
     assert found.endswith(f"[rlinf-math-003.yaml:{line}]")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cluster.num_gpus_per_node=1000000000000000000000000000000",
+        "actor.megatron.ckpt.use_gpu_num=1000000000000000000",
+    ],
+)
+def test_counts_beyond_all_measure_are_refused_before_they_are_counted_out(override: str) -> None:
+    assert any("more than" in problem for problem in problems(override))

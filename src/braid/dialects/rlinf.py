@@ -35,6 +35,7 @@ def _aliases() -> Iterator[tuple[str, str]]:
     yield "actor.checkpoint_load_path", "actor.model.megatron_checkpoint"
     yield "actor.model.max_prompt_length", "runner.max_prompt_length"
     yield "algorithm.recompute_logprobs", "rollout.recompute_logprobs"
+    yield "agentloop.print_outputs", "rollout.print_outputs"
     yield "rollout.sglang.attention_backend", "rollout.attention_backend"
     yield "rollout.sglang.decode_log_interval", "rollout.sglang_decode_log_interval"
     yield "rollout.sglang.use_torch_compile", "rollout.use_torch_compile"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from braid.plan.placement import MAX_DEVICES
+
 from . import rlinf_facts as facts
 from .conversions import mapped, null_as, when
 from .rlinf_facts import (
     cluster,
+    constant,
     fsdp,
     fsdp1,
     fsdp2,
@@ -181,7 +184,9 @@ def _granularity(value: str | None, source: Source) -> Any:
 
 def _conversion_devices(_: Any, source: Source) -> Became:
     index, count = (source.get(f"actor.megatron.ckpt.use_gpu_{name}") for name in ("index", "num"))
-    devices = list(range(count or 0)) if index is None else [index] if isinstance(index, int) else list(index)
+    if index is None and (count or 0) > MAX_DEVICES:
+        raise ValueError(f"{count} devices are more than there can be; 0 converts in host memory")
+    devices = list(range(count or 0)) if index is None else [index] if isinstance(index, int) else index
     return Became({"train.megatron.checkpoint.devices": devices})
 
 
@@ -207,8 +212,18 @@ def _is_lora(value: bool, source: Source) -> Became:
     )
 
 
-def _offload(value: bool, _: Source) -> Became:
-    return Became({"train.offload.weights": value, "train.offload.optimizer": value})
+def _shares_weights(source: Source) -> str:
+    is_one = source.backend == "single" and facts.engine(source) == "native"
+    return "in one process the engine samples with these very weights" if is_one else ""
+
+
+def _frees_gradients(source: Source) -> str:
+    return "in one process gradients are freed after every step" if source.backend == "single" else ""
+
+
+def _offload(value: bool, source: Source) -> Became:
+    native = {"train.offload.optimizer": value}
+    return Became(native if _shares_weights(source) else {"train.offload.weights": value} | native)
 
 
 def _mcore(value: bool, source: Source) -> Became:
@@ -245,8 +260,8 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.mcore_gpt", "", BOOL, _mcore),
     Apply("actor.spec_name", f"{_TRANSFORMER}.layer_spec", TEXT, when(megatron)),
     Apply("actor.offload_optimizer", "train.offload.optimizer", BOOL),
-    Apply("actor.offload_weight", "train.offload.weights", BOOL, note="between phases; no ZeRO"),
-    Apply("actor.offload_grad", "train.offload.gradients", BOOL),
+    Apply("actor.offload_weight", "train.offload.weights", BOOL, when(_shares_weights), note="between phases; no ZeRO"),
+    Apply("actor.offload_grad", "train.offload.gradients", BOOL, when(_frees_gradients)),
     Apply("actor.enable_offload", "", BOOL, _offload, note="train.offload.weights and train.offload.optimizer"),
     Apply("actor.enable_dp_load_balance", "train.balance_ranks", BOOL, when(cluster), default=False),
     Apply("actor.calculate_flops", "train.count_flops", BOOL, note="training counts as three forward passes"),
@@ -258,6 +273,7 @@ RULES: tuple[Rule, ...] = (
           note="answers of the policy in one pass on a device; text tasks set it from algorithm.training_batch_size_per_gpu"),
     Apply("actor.global_batch_size", "", COUNT, when(robots_only, then=_steps_of_round),
           note="train.steps_per_pass = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
+    Implied("actor.combine_reference_model", BOOL, "the reference is a copy of the policy's first weights, made when KL needs it"),
     Unsupported("actor.sync_precision", "weights travel in the engine's type"),
     Apply("actor.sync_bucket_capacity", "rollout.publish.bucket_bytes", COUNT, note="bytes"),
     # model
@@ -315,7 +331,7 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.optim.adam_beta1", "train.optimizer.betas", number(0.0, 1.0, samples=(0.8, 0.85)), _betas, default=0.9),
     Apply("actor.optim.adam_beta2", "train.optimizer.betas", number(0.0, 1.0, samples=(0.9, 0.99)), _betas, default=0.999),
     Apply("actor.optim.adam_eps", "train.optimizer.eps", POSITIVE, default=1e-8),
-    Apply("actor.optim.min_lr", "", NON_NEGATIVE, _floor, note="actor.lr_sched.min_lr comes first"),
+    Apply("actor.optim.min_lr", "", NON_NEGATIVE, when(constant, then=_floor), note="actor.lr_sched.min_lr comes first"),
     Apply("actor.optim.weight_decay", "train.optimizer.weight_decay", NON_NEGATIVE, default=0.01),
     Apply("actor.optim.clip_grad", "train.max_grad_norm", NON_NEGATIVE, lambda value, _: value or None, default=1.0,
           note="global norm; 0: none"),
@@ -331,16 +347,17 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.optim.lr_scheduler", "train.optimizer.schedule.decay", choice("constant", "cosine"), when(fsdp_file)),
     Apply("actor.optim.lr_warmup_steps", "train.optimizer.schedule.warmup_steps", NATURAL, when(fsdp_file)),
     Apply("actor.optim.lr_warmup_steps_ratio", "train.optimizer.schedule.warmup_fraction", SHARE, when(fsdp_file)),
-    Apply("actor.optim.total_training_steps", "train.optimizer.schedule.decay_steps", COUNT, when(fsdp_file)),
+    Apply("actor.optim.total_training_steps", "train.optimizer.schedule.decay_steps", COUNT, when(fsdp_file, constant)),
     # schedule
     Apply("actor.lr_sched.lr_warmup_fraction", "train.optimizer.schedule.warmup_fraction",
           nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _warmup, note="of all optimizer steps; lr_warmup_iters above 0 comes first"),
     Apply("actor.lr_sched.lr_warmup_init", "", NON_NEGATIVE, _ratio("start_ratio"), note="as a share of actor.optim.lr"),
     Apply("actor.lr_sched.lr_warmup_iters", "train.optimizer.schedule.warmup_steps", NATURAL, note="optimizer steps"),
     NoEffect("actor.lr_sched.max_lr", POSITIVE, "the peak is actor.optim.lr"),
-    Apply("actor.lr_sched.min_lr", "", NON_NEGATIVE, _ratio("min_ratio"), note="as a share of actor.optim.lr; before actor.optim.min_lr"),
+    Apply("actor.lr_sched.min_lr", "", NON_NEGATIVE, when(constant, then=_ratio("min_ratio")), note="as a share of actor.optim.lr; before actor.optim.min_lr"),
     Apply("actor.lr_sched.lr_decay_style", "train.optimizer.schedule.decay", choice(*_DECAYS), mapped(_DECAYS)),
-    Apply("actor.lr_sched.lr_decay_iters", "train.optimizer.schedule.decay_steps", COUNT, note="optimizer steps"),
+    Apply("actor.lr_sched.lr_decay_iters", "train.optimizer.schedule.decay_steps", COUNT, when(constant),
+          note="optimizer steps"),
     # tokenizer
     Apply("actor.tokenizer.tokenizer_model", "model.tokenizer", PATH),
     NoEffect("actor.tokenizer.use_fast", BOOL, "the tokenizer is the folder's; unread by RLinf"),

@@ -118,9 +118,11 @@ def _calculate_entropy(value: bool, source: Source) -> Any:
     return Became({"algorithm.entropy_coef": bonus if value else 0.0})
 
 
-def _estimator(value: str, _: Source) -> Became:
+def _estimator(value: str, source: Source) -> Became:
     if value not in _ESTIMATORS:
         return unsupported(f"one of {', '.join(_ESTIMATORS)}")
+    if not source.get("algorithm.kl_beta") and not source.get("algorithm.reinpp_kl_beta"):
+        return no_effect("algorithm.kl_beta is 0")
     estimator = _ESTIMATORS[value]
     return Became(
         {"algorithm.kl_estimator": estimator, "algorithm.kl_clamp": 10.0 if estimator == "k3" else "off"}

@@ -112,6 +112,10 @@ def _env_rules(role: str, native: str) -> Iterator[Rule]:
     else:
         yield apply("total_num_envs", "num_envs", nullable(COUNT))
         yield Unsupported("env.eval.rollout_epoch", "evaluation runs through its reset states once")
+    yield Unsupported(
+        f"env.{role}.max_steps_per_rollout_epoch",
+        f"env.{role}.max_episode_steps: the simulators run whole episodes",
+    )
     yield apply("auto_reset", "auto_reset", BOOL, note="at the end of an action chunk")
     yield apply("ignore_terminations", "ignore_terminations", BOOL)
     yield apply(

@@ -213,6 +213,14 @@ def cluster(source: Source) -> str:
     return "everything runs in one process (--backend single)" if source.backend == "single" else ""
 
 
+def constant(source: Source) -> str:
+    """Keys of a learning rate that decays."""
+    style = (
+        source.get("actor.lr_sched.lr_decay_style") or source.get("actor.optim.lr_scheduler") or "constant"
+    )
+    return "the learning rate does not decay" if style == "constant" else ""
+
+
 def sglang(source: Source) -> str:
     """Keys of SGLang."""
     return _of_engine(source, ("sglang",), "SGLang's")

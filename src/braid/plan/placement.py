@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ALL = "all"
+MAX_DEVICES = 65_536
+"""More is a slip of the pen."""
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
@@ -91,20 +93,20 @@ def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
 def _ranks(text: str, whole: str, num_devices: int | None) -> list[int] | None:
     """`n` or `a-b` as numbers; `all` as those that there are, None when their number is not known."""
     text = text.strip()
-    if text == ALL:
-        return None if num_devices is None else list(range(num_devices))
+    if text == ALL and num_devices is None:
+        return None
     found = _RANGE.fullmatch(text)
-    if found is None:
+    if found is None and text != ALL:
         raise ValueError(
             f"{whole!r} is no placement: {text!r} is neither a number, a range like 0-3, nor `all`; "
             "write for example all, 0-3, 0,2 or 0-7:0-3"
         )
-    first, end = int(found[1]), int(found[2] or found[1])
-    if end < first or end - first > 100_000:
+    first, last = (0, (num_devices or 0) - 1) if found is None else (int(found[1]), int(found[2] or found[1]))
+    if not 0 <= last - first < MAX_DEVICES:
         raise ValueError(
-            f"{whole!r}: the range {text!r} runs backwards or is too long; write the smaller number first"
+            f"{whole!r}: {text!r} is a range that runs backwards, or of more than {MAX_DEVICES} devices"
         )
-    return list(range(first, end + 1))
+    return list(range(first, last + 1))
 
 
 def _shared_out(devices: list[int], num_processes: int, part: str) -> list[tuple[int, ...]]:
