@@ -244,7 +244,7 @@ def test_an_adapter_folder_of_peft_is_taken_as_it_is(tmp_path: Path) -> None:
     expected = _peft_folder(tmp_path)
     lm = _load(_config(path=str(tmp_path)))
     torch.testing.assert_close(_logprobs(lm), expected, rtol=0, atol=1e-6)
-    assert {tuple(t.shape)[0] for n, t in lm.named_weights() if "lora_A" in n} == {3}
+    assert {t.shape[0] for n, t in lm.named_weights() if "lora_A" in n} == {3}
     assert all(p.requires_grad == (".lora_" in name) for name, p in lm.module.named_parameters())
 
 
