@@ -26,8 +26,10 @@ def native_text(read: Read, folder: Path | None) -> str:
     """
     loaded = read.loaded
     tree = _said(loaded)
-    if folder is None or folder.resolve() != loaded.base_dir.resolve():
-        tree.setdefault("run", {})["base_dir"] = str(loaded.base_dir)
+    run = tree.setdefault("run", {})
+    run["base_dir"] = str(loaded.base_dir)
+    if folder is not None and folder.resolve() == loaded.base_dir.resolve():
+        del run["base_dir"]
     comments = _comments(read)
     title = DIALECTS[read.language].title if read.language != "native" else ""
     source = "" if loaded.path is None else f" {loaded.path.name}"

@@ -162,6 +162,8 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     arithmetic = f"{plan.planned_rounds - warmup:,} rounds x {plan.steps_per_round}"
     if warmup:
         arithmetic += f" ({warmup} rounds warm up the critic, which takes {plan.planned_critic_steps:,})"
+    elif plan.needs_critic and plan.planned_critic_steps != plan.planned_steps:
+        arithmetic += f" (the critic takes {plan.planned_critic_steps:,})"
     yield Figure("optimizer steps", f"{plan.planned_steps:,}", arithmetic)
     total = plan.planned_rounds * plan.trajectories_per_round
     yield Figure(

@@ -197,7 +197,7 @@ def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
     from braid.plan import resolve
 
     args.loaded = loaded = _read(args).loaded
-    if loaded.config.run.eval_only:
+    if verb == "train" and loaded.config.run.eval_only:
         verb = "eval"
     os.environ.update(loaded.config.cluster.env)  # before torch is imported, which reads some
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:

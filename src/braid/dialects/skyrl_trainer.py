@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from .conversions import mapped, when
@@ -406,11 +406,12 @@ REPORT: tuple[Rule, ...] = (
 
 
 def base(source: Source) -> dict[str, Any]:
-    """What the trainer does in every file: rows in rollout order, all trained roles on the chosen backend."""
-    out = shared("shuffle")(False, source).native
+    """What the trainer does in every file: rows in rollout order, all roles on the chosen backend, paths from where it was
+    started."""
+    out: dict[str, Any] = {"run.base_dir": str(Path.cwd()), **shared("shuffle")(False, source).native}
     if source.backend is not None:
-        out = {**out, **everywhere("backend")(source.backend, source).native}
-    return {**out, **(_cluster(source) if is_distributed(source) else {})}
+        out |= everywhere("backend")(source.backend, source).native
+    return out | (_cluster(source) if is_distributed(source) else {})
 
 
 TRAINER: tuple[Rule, ...] = (*PLACEMENT, *GENERAL, *REPORT)

@@ -1,0 +1,222 @@
+"""`braid explain` and `braid convert`, as a user of another system types them, and what a run of such a file keeps."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from braid.cli.explain import print_key, print_ledger
+from braid.cli.main import main
+from braid.dialects.load import read_config
+from braid.plan import resolve
+
+SEEDS = Path(__file__).parents[1] / "dialects/seeds"
+SKYRL = SEEDS / "skyrl-004.yaml"
+WHOLE = [
+    "rlinf-math-000.yaml",
+    "rlinf-math-003.yaml",
+    "rlinf-embodied-003.yaml",
+    "roll-rlvr-002.yaml",
+    "skyrl-004.yaml",
+]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    monkeypatch.setenv("REPO_PATH", "/opt/rlinf")
+    monkeypatch.setenv("EMBODIED_PATH", str(SEEDS))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("trainer: {epochs: 2, seed: 7}\ngenerator: {n_samples_per_prompt: 4}\n")
+    return path
+
+
+def console(width: int) -> Console:
+    return Console(file=io.StringIO(), width=width, highlight=False)
+
+
+def text_of(found: Console) -> str:
+    assert isinstance(found.file, io.StringIO)
+    return found.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160])
+def test_every_key_is_shown_and_no_line_is_wider_than_the_terminal(width: int) -> None:
+    ledger = read_config(SKYRL).ledger
+    wide = console(width)
+    print_ledger(ledger, title="skyrl-004.yaml (SkyRL)", console=wide)
+    lines = text_of(wide).splitlines()
+    assert max(map(len, lines)) <= width
+    for entry in ledger:
+        name = entry.path.rpartition(".")[2]
+        assert any(line.startswith(f"  {name} ") for line in lines), entry.path
+    counts = Counter(entry.disposition for entry in ledger)
+    end = " ".join(" ".join(lines[-2:]).split())
+    assert f"{len(ledger)} keys, {counts['applied']} applied, {counts['implied']} implied" in end
+
+
+def test_json_has_a_row_for_every_key(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    assert main(["explain", str(file), "trainer.num_warmup_steps=3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {tuple(row) for row in rows} == {("path", "value", "disposition", "native", "note")}
+    assert {row["path"]: row["native"] for row in rows} == {
+        "trainer.epochs": {"run.max_epochs": 2},
+        "trainer.seed": {"run.seed": 7},
+        "trainer.num_warmup_steps": {"train.optimizer.schedule.warmup_steps": 3},
+        "generator.n_samples_per_prompt": {"rollout.group_size": 4},
+    }
+    assert {row["disposition"] for row in rows} == {"applied"}
+
+
+def test_explain_shows_what_would_stop_a_run(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    assert main(["explain", str(file), "trainer.logger=mlflow"]) == 0
+    out = capsys.readouterr().out
+    assert "unsupported: take tensorboard, wandb or swanlab, or read" in out
+    assert out.splitlines()[-1] == "theirs.yaml (SkyRL): 4 keys, 3 applied, 1 unsupported"
+
+
+def test_all_problems_are_told_at_once_with_their_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("trainer:\n  epochs: none\n  epoch: 3\ngenerator:\n  backend: vlm\n")
+    assert main(["explain", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        "braid: 3 problems in the config:\n"
+        "  - trainer.epochs: 'none' is not a whole number of at least 1 [bad.yaml:2]\n"
+        "  - trainer.epoch: unknown key of SkyRL, did you mean 'trainer.epochs'? [bad.yaml:3]\n"
+        "  - generator.backend: 'vlm' is not one of vllm, sglang [bad.yaml:5]\n"
+    )
+
+
+def test_a_native_config_has_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart = str(Path(__file__).parents[2] / "examples/quickstart.yaml")
+    for verb, message in (
+        ("explain", "see what it means with: braid show"),
+        ("convert", "own language already"),
+    ):
+        assert main([verb, quickstart]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["explain"]) == 2
+    assert "give a config to explain, or --key KEY" in capsys.readouterr().err
+
+
+def test_a_key_is_told_in_each_language_that_has_it() -> None:
+    wide = console(200)
+    print_key("trainer.algorithm.kl_loss_coef", wide)
+    assert text_of(wide) == (
+        "SkyRL  trainer.algorithm.kl_loss_coef\n"
+        "  takes     a number of at least 0\n"
+        "  default   0.001\n"
+        "  becomes   algorithm.kl_coef\n"
+        "  note      in the loss and in the reward alike\n"
+        "  does      Weight of the KL term against the reference; 0 needs no reference.\n\n"
+    )
+    wide = console(200)
+    print_key("trainer.algorithm.policy_loss_type", wide)
+    assert "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)" in text_of(wide)
+    assert "  also      trainer.algorithm.ppo_loss_type\n" in text_of(wide)
+    wide = console(200)
+    print_key("algorithm.clip_low", wide)
+    assert "  SkyRL     trainer.algorithm.eps_clip_low" in text_of(wide)
+
+
+def test_rlinfs_kl_coefficient_comes_with_its_formula() -> None:
+    wide = console(200)
+    print_key("algorithm.kl_beta", wide)
+    assert text_of(wide).startswith("RLinf  algorithm.kl_beta\n")
+    assert "  note " in text_of(wide)
+
+
+def test_an_unknown_key_is_told_with_near_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--key", "trainer.algorithm.kl_los_coef"]) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        "braid: trainer.algorithm.kl_los_coef: no language has this key, did you mean 'trainer.algorithm.kl_loss_coef'?\n"
+    )
+    assert main(["explain", "--key", "group_size"]) == 2
+    assert "; there is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_converted_file_gives_the_same_config_and_plan(name: str, tmp_path: Path) -> None:
+    output = tmp_path / "native.yaml"
+    assert main(["convert", str(SEEDS / name), "--output", str(output)]) == 0
+    theirs, ours = read_config(SEEDS / name), read_config(output)
+    assert ours.language == "native"
+    expected = theirs.loaded.config.model_copy(update={"run": ours.loaded.config.run})
+    assert ours.loaded.config == expected
+    runs = [found.loaded.config.run.model_copy(update={"base_dir": None}) for found in (ours, theirs)]
+    assert runs[0] == runs[1]
+    assert ours.loaded.base_dir == theirs.loaded.base_dir
+
+
+def test_a_converted_plan_for_one_process_is_the_same(tmp_path: Path) -> None:
+    output = tmp_path / "native.yaml"
+    options = ["--backend", "single", "--engine", "native"]
+    assert main(["convert", str(SKYRL), *options, "--output", str(output)]) == 0
+    theirs = read_config(SKYRL, backend="single", engine="native").loaded.config
+    plans = [resolve(config, 1000) for config in (theirs, read_config(output).loaded.config)]
+    assert plans[0].to_json() | {"warnings": []} == plans[1].to_json() | {"warnings": []}
+
+
+def test_convert_writes_what_the_file_says_with_the_keys_it_came_from(
+    capsys: pytest.CaptureFixture[str], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert main(["convert", str(file)]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "# From theirs.yaml of SkyRL; a comment names the key there."
+    assert [line.split("#")[-1].strip() for line in lines if line.startswith("  max_epochs: 2")] == [
+        "trainer.epochs"
+    ]
+    assert any(line.endswith("# SkyRL default of trainer.algorithm.loss_reduction") for line in lines)
+    written = yaml.safe_load(out)
+    assert written["run"]["base_dir"] == str(file.parent)
+    assert "sft" not in written
+    assert "min_new_tokens" not in written["rollout"]["sampling"]
+
+
+def test_a_converted_file_where_relative_paths_start_needs_no_base_dir(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert main(["convert", str(file), "--output", str(file.parent / "ours.yaml")]) == 0
+    assert "base_dir" not in (file.parent / "ours.yaml").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    assert main(["convert", str(file), "--output", str(file.parent / "no/such/folder.yaml")]) == 2
+    assert "cannot be written: No such file or directory; give another --output" in capsys.readouterr().err
+
+
+def test_show_names_the_foreign_key_of_each_value(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    options = ["--backend", "single", "--engine", "native"]
+    assert main(["show", str(file), "braid.run.max_rounds=3", *options, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    origins = shown["origins"]
+    assert origins["run.max_epochs"] == "theirs.yaml:1 trainer.epochs"
+    assert origins["rollout.group_size"] == "theirs.yaml:2 generator.n_samples_per_prompt"
+    assert origins["algorithm.aggregation"] == "SkyRL default of trainer.algorithm.loss_reduction"
+    assert origins["run.max_rounds"] == "override"
+    assert origins["train.backend"] == "command line"
+
+
+def test_the_language_can_be_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "few.yaml"
+    path.write_text("data: {train_data: [a.parquet]}\n")
+    assert main(["explain", str(path), "--dialect", "skyrl", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["native"]["data.train"][0]["path"] == ["a.parquet"]
