@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "datasets", "gymnasium", "reasoning_gym", "math_verify", "wandb", "swanlab")
+SEEDS = Path(__file__).parents[1] / "dialects/seeds"
+
+HEAVY = (
+    "torch",
+    "transformers",
+    "datasets",
+    "gymnasium",
+    "reasoning_gym",
+    "math_verify",
+    "wandb",
+    "swanlab",
+    "ray",
+    "peft",
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +34,7 @@ HEAVY = ("torch", "transformers", "datasets", "gymnasium", "reasoning_gym", "mat
         "braid.config.schema",
         "braid.config.load",
         "braid.plan",
+        "braid.dialects.load",
         "braid.report.metrics",
     ],
 )
@@ -26,3 +42,24 @@ def test_a_light_module_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("verb", ["explain", "convert", "show"])
+@pytest.mark.parametrize("name", ["rlinf-math-003", "rlinf-embodied-003", "roll-rlvr-002", "skyrl-004"])
+def test_a_look_at_a_foreign_config_imports_nothing_heavy(verb: str, name: str) -> None:
+    command = [verb, str(SEEDS / f"{name}.yaml")]
+    if verb == "show":
+        command += ["--backend", "single", "--engine", "native"]
+    code = (
+        "import sys; from braid.cli.main import main; code = main(sys.argv[1:]); "
+        f"print(*[m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    environment = {**os.environ, "HOME": "/home/user", "REPO_PATH": "/opt/rlinf"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, env=environment, check=False
+    )
+    loaded = [
+        line for line in done.stderr.splitlines() if line.strip() and not line.startswith(("braid:", "  - "))
+    ]
+    assert loaded == []
+    assert done.returncode == 0 or name == "rlinf-embodied-003", done.stderr
