@@ -8,12 +8,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
 from braid.cli.explain import print_key, print_ledger
 from braid.cli.main import main
+from braid.config.load import load_config
+from braid.config.model import BuildSpec, ModelConfig
 from braid.dialects.load import read_config
+from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 from braid.plan import resolve
 
 SEEDS = Path(__file__).parents[1] / "dialects/seeds"
@@ -220,3 +224,36 @@ def test_the_language_can_be_given(capsys: pytest.CaptureFixture[str], tmp_path:
     assert main(["explain", str(path), "--dialect", "skyrl", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["native"]["data.train"][0]["path"] == ["a.parquet"]
+
+
+def test_a_run_keeps_the_file_it_was_begun_with_and_its_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = ModelConfig(
+        build=BuildSpec(
+            hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16
+        )
+    )
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    save_pretrained(
+        load_policy(tiny, temperature=1.0, seed=0, device=torch.device("cpu")), tokenizer, tmp_path / "m"
+    )
+    prompt = [{"role": "user", "content": "1+1"}]
+    row = {"data_source": "a/b", "prompt": prompt, "reward_spec": {"method": "rule", "ground_truth": "2"}}
+    Path("train.jsonl").write_text(json.dumps(row) + "\n")
+    theirs = (
+        "trainer:\n  policy: {model: {path: m}}\n  train_batch_size: 1\n  policy_mini_batch_size: 1\n"
+        "  eval_interval: -1\n  logger: console\n  run_name: kept\ndata: {train_data: [train.jsonl]}\n"
+        "generator: {n_samples_per_prompt: 4, sampling_params: {max_generate_length: 4}}\n"
+    )
+    Path("theirs.yaml").write_text(theirs)
+    overrides = ["trainer.seed=3", "braid.run.max_rounds=1", "braid.report.console=none"]
+    assert main(["train", "theirs.yaml", *overrides, "--backend", "single", "--engine", "native"]) == 0
+    run = tmp_path / "runs/kept"
+    assert (run / "source.yaml").read_text() == theirs
+    rows = {row["path"]: row for row in json.loads((run / "ledger.json").read_text())}
+    assert rows["trainer.seed"]["native"] == {"run.seed": 3}
+    assert rows["trainer.train_batch_size"]["disposition"] == "applied"
+    assert load_config(run / "config.yaml").config.run.seed == 3
