@@ -7,7 +7,7 @@ from typing import Any
 from braid.plan.placement import MAX_DEVICES
 
 from . import rlinf_facts as facts
-from .conversions import mapped, null_as, when
+from .conversions import Idle, mapped, null_as, when
 from .rlinf_facts import (
     cluster,
     constant,
@@ -29,6 +29,7 @@ from .table import (
     Rule,
     Source,
     Unsupported,
+    implied,
     no_effect,
     unsupported,
 )
@@ -190,6 +191,10 @@ def _conversion_devices(_: Any, source: Source) -> Became:
     return Became({"train.megatron.checkpoint.devices": devices})
 
 
+def _all_devices(value: int, _: Source) -> int | None:
+    return value if value > 0 else None
+
+
 def _trust(_: bool, source: Source) -> Became:
     keys = ("actor.model.trust_remote_code", "actor.tokenizer.trust_remote_code")
     return Became({"model.trust_remote_code": any(source.get(key) is True for key in keys)})
@@ -229,11 +234,8 @@ def _offload(value: bool, source: Source) -> Became:
 def _mcore(value: bool, source: Source) -> Became:
     if not value:
         return unsupported("true: Megatron-core is the Megatron that is left")
-    return (
-        no_effect(why)
-        if (why := megatron(source))
-        else Became({}, "implied", "Megatron-core is the only Megatron")
-    )
+    why = megatron(source)
+    return no_effect(why) if why else implied("Megatron-core is the only Megatron")
 
 
 def _steps_of_round(value: int, source: Source) -> Became:
@@ -242,13 +244,28 @@ def _steps_of_round(value: int, source: Source) -> Became:
     return Became({"train.steps_per_pass": max(1, chunks // value)})
 
 
-_TRANSFORMER = "train.megatron.transformer"
-_CONVERTER = "train.megatron.checkpoint"
+def _megatron(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Apply:
+    """`actor.KEY` as a key of train.megatron; without `name` the conversion says where."""
+    native = name and f"train.megatron.{name}"
+    return Apply(f"actor.{key}", native, takes, when(megatron, then=then), note=note)
 
 
 def _layer(key: str, name: str, takes: Takes, note: str = "") -> Apply:
-    """A key of Megatron's transformer."""
-    return Apply(f"actor.model.{key}", f"{_TRANSFORMER}.{name}", takes, when(megatron), note=note)
+    """`actor.model.KEY` as a key of Megatron's layers."""
+    return _megatron(f"model.{key}", f"transformer.{name}", takes, note=note)
+
+
+def _fsdp(
+    key: str, name: str, takes: Takes, idle: Idle, then: Convert | None = None, note: str = ""
+) -> Apply:
+    """`actor.fsdp_config.KEY` as a key of train.fsdp, for the generations that `idle` leaves."""
+    return Apply(f"actor.fsdp_config.{key}", f"train.fsdp.{name}", takes, when(idle, then=then), note=note)
+
+
+def _schedule(key: str, name: str, takes: Takes, convert: Convert | None = None, note: str = "") -> Apply:
+    """`actor.KEY` as a key of the learning rate's schedule."""
+    native = name and f"train.optimizer.schedule.{name}"
+    return Apply(f"actor.{key}", native, takes, convert, note=note)
 
 
 # fmt: off
@@ -258,7 +275,7 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.training_backend", "train.backend", choice("megatron", "fsdp"), _backend, default="megatron",
           note="fsdp: actor.fsdp_config.strategy says which"),
     Apply("actor.mcore_gpt", "", BOOL, _mcore),
-    Apply("actor.spec_name", f"{_TRANSFORMER}.layer_spec", TEXT, when(megatron)),
+    _megatron("spec_name", "transformer.layer_spec", TEXT),
     Apply("actor.offload_optimizer", "train.offload.optimizer", BOOL),
     Apply("actor.offload_weight", "train.offload.weights", BOOL, when(_shares_weights), note="between phases; no ZeRO"),
     Apply("actor.offload_grad", "train.offload.gradients", BOOL, when(_frees_gradients)),
@@ -266,14 +283,11 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.enable_dp_load_balance", "train.balance_ranks", BOOL, when(cluster), default=False),
     Apply("actor.calculate_flops", "train.count_flops", BOOL, note="training counts as three forward passes"),
     Apply("actor.seed", "run.seed", NATURAL),
-    NoEffect("actor.channel.name", TEXT, "records go from role to role without named queues"),
-    NoEffect("actor.channel.queue_name", TEXT, "records go from role to role without named queues"),
-    NoEffect("actor.channel.queue_size", NATURAL, "records go from role to role without named queues"),
     Apply("actor.micro_batch_size", "train.micro_batch_tokens", COUNT, when(robots_only),
-          note="answers of the policy in one pass on a device; text tasks set it from algorithm.training_batch_size_per_gpu"),
+          note="answers of the policy in one pass on a device; text has algorithm.training_batch_size_per_gpu"),
     Apply("actor.global_batch_size", "", COUNT, when(robots_only, then=_steps_of_round),
           note="train.steps_per_pass = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
-    Implied("actor.combine_reference_model", BOOL, "the reference is a copy of the policy's first weights, made when KL needs it"),
+    Implied("actor.combine_reference_model", BOOL, "the reference is a copy of the policy's first weights"),
     Unsupported("actor.sync_precision", "weights travel in the engine's type"),
     Apply("actor.sync_bucket_capacity", "rollout.publish.bucket_bytes", COUNT, note="bytes"),
     # model
@@ -282,22 +296,21 @@ RULES: tuple[Rule, ...] = (
           "updates round to nothing. fp16 scales the loss"),
     Apply("actor.model.model_path", "model.path", PATH),
     Apply("actor.model.model_type", "", MODEL_TYPE, model_type),
-    Apply("actor.model.megatron_checkpoint", f"{_CONVERTER}.load_path", nullable(PATH), when(megatron)),
-    Apply("actor.model.tensor_model_parallel_size", "train.megatron.tensor_parallel", COUNT, when(megatron)),
-    Apply("actor.model.pipeline_model_parallel_size", "train.megatron.pipeline_parallel", COUNT, when(megatron)),
-    Apply("actor.model.context_parallel_size", "train.megatron.context_parallel", COUNT, when(megatron)),
-    Apply("actor.model.expert_model_parallel_size", "train.megatron.expert_parallel", COUNT, when(megatron)),
-    Apply("actor.model.expert_tensor_parallel_size", "train.megatron.expert_tensor_parallel", COUNT, when(megatron)),
-    Apply("actor.model.virtual_pipeline_model_parallel_size", "train.megatron.virtual_pipeline", nullable(COUNT), when(megatron)),
-    Apply("actor.model.sequence_parallel", "train.megatron.sequence_parallel", BOOL, when(megatron, then=_split_sequence),
-          note="needs tensor parallelism, and is off without"),
+    _megatron("model.megatron_checkpoint", "checkpoint.load_path", nullable(PATH)),
+    _megatron("model.tensor_model_parallel_size", "tensor_parallel", COUNT),
+    _megatron("model.pipeline_model_parallel_size", "pipeline_parallel", COUNT),
+    _megatron("model.context_parallel_size", "context_parallel", COUNT),
+    _megatron("model.expert_model_parallel_size", "expert_parallel", COUNT),
+    _megatron("model.expert_tensor_parallel_size", "expert_tensor_parallel", COUNT),
+    _megatron("model.virtual_pipeline_model_parallel_size", "virtual_pipeline", nullable(COUNT)),
+    _megatron("model.sequence_parallel", "sequence_parallel", BOOL, _split_sequence,
+              note="needs tensor parallelism, and is off without"),
     Apply("actor.model.recompute_granularity", "train.megatron.recompute_granularity", nullable(choice("full", "selective")),
           _granularity, note="in one process full is train.gradient_checkpointing"),
-    Apply("actor.model.recompute_method", "train.megatron.recompute_method", nullable(choice("block", "uniform")), when(megatron)),
-    Apply("actor.model.recompute_num_layers", "train.megatron.recompute_num_layers", nullable(COUNT), when(megatron)),
-    Apply("actor.model.moe_token_dispatcher_type", "train.megatron.moe_token_dispatcher", choice("allgather", "alltoall", "flex"),
-          when(megatron)),
-    Apply("actor.model.moe_grouped_gemm", "train.megatron.moe_grouped_gemm", BOOL, when(megatron)),
+    _megatron("model.recompute_method", "recompute_method", nullable(choice("block", "uniform"))),
+    _megatron("model.recompute_num_layers", "recompute_num_layers", nullable(COUNT)),
+    _megatron("model.moe_token_dispatcher_type", "moe_token_dispatcher", choice("allgather", "alltoall", "flex")),
+    _megatron("model.moe_grouped_gemm", "moe_grouped_gemm", BOOL),
     _layer("activation", "activation", choice(
         "swiglu", "gelu", "geglu", "reglu", "squared-relu", "fast-geglu", "fast-swiglu", "fast-reglu", "approx-gelu")),
     _layer("normalization", "normalization", choice("rmsnorm", "layernorm", "layernorm1p")),
@@ -322,8 +335,8 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.model.low_cpu_mem_usage", "model.low_memory_load", BOOL),
     Apply("actor.model.trust_remote_code", "", BOOL, _trust, note="here or for the tokenizer: model.trust_remote_code"),
     # optimizer
-    Apply("actor.optim.optimizer", "train.optimizer.kind", choice("adam", "sgd"), mapped({"adam": "adamw", "sgd": "sgd"}),
-          note="adam decays weights apart from the gradient (AdamW)"),
+    Apply("actor.optim.optimizer", "train.optimizer.kind", choice("adam", "sgd"),
+          mapped({"adam": "adamw", "sgd": "sgd"}), note="adam decays weights apart from the gradient (AdamW)"),
     Implied("actor.optim.bf16", nullable(BOOL), "actor.model.precision says it, and must not say other"),
     Implied("actor.optim.fp16", nullable(BOOL), "actor.model.precision says it, and must not say other"),
     Apply("actor.optim.lr", "train.optimizer.lr", POSITIVE),
@@ -338,26 +351,25 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.optim.loss_scale_window", "", COUNT, _scale_window, default=1000,
           note="fp16: finite steps after which the loss scale doubles"),
     Unsupported("actor.optim.loss_scale", "the loss scale is dynamic: actor.optim.loss_scale_window"),
-    Apply("actor.optim.use_distributed_optimizer", "train.megatron.distributed_optimizer", BOOL, when(megatron)),
-    Apply("actor.optim.overlap_grad_reduce", "train.megatron.overlap_grad_reduce", BOOL, when(megatron)),
-    Apply("actor.optim.overlap_param_gather", "train.megatron.overlap_param_gather", BOOL, when(megatron)),
-    Apply("actor.optim.overlap_param_gather_with_optimizer_step", "train.megatron.overlap_param_gather_with_step", BOOL,
-          when(megatron)),
-    NoEffect("actor.optim.optimizer_enable_pin", BOOL, "what is moved to the host is pinned where that is faster; unread by RLinf"),
-    Apply("actor.optim.lr_scheduler", "train.optimizer.schedule.decay", choice("constant", "cosine"), when(fsdp_file)),
-    Apply("actor.optim.lr_warmup_steps", "train.optimizer.schedule.warmup_steps", NATURAL, when(fsdp_file)),
-    Apply("actor.optim.lr_warmup_steps_ratio", "train.optimizer.schedule.warmup_fraction", SHARE, when(fsdp_file)),
-    Apply("actor.optim.total_training_steps", "train.optimizer.schedule.decay_steps", COUNT, when(fsdp_file, constant)),
+    _megatron("optim.use_distributed_optimizer", "distributed_optimizer", BOOL),
+    _megatron("optim.overlap_grad_reduce", "overlap_grad_reduce", BOOL),
+    _megatron("optim.overlap_param_gather", "overlap_param_gather", BOOL),
+    _megatron("optim.overlap_param_gather_with_optimizer_step", "overlap_param_gather_with_step", BOOL),
+    NoEffect("actor.optim.optimizer_enable_pin", BOOL, "what moves to the host is pinned there; unread by RLinf"),
+    _schedule("optim.lr_scheduler", "decay", choice("constant", "cosine"), when(fsdp_file)),
+    _schedule("optim.lr_warmup_steps", "warmup_steps", NATURAL, when(fsdp_file)),
+    _schedule("optim.lr_warmup_steps_ratio", "warmup_fraction", SHARE, when(fsdp_file)),
+    _schedule("optim.total_training_steps", "decay_steps", COUNT, when(fsdp_file, constant)),
     # schedule
-    Apply("actor.lr_sched.lr_warmup_fraction", "train.optimizer.schedule.warmup_fraction",
-          nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _warmup, note="of all optimizer steps; lr_warmup_iters above 0 comes first"),
-    Apply("actor.lr_sched.lr_warmup_init", "", NON_NEGATIVE, _ratio("start_ratio"), note="as a share of actor.optim.lr"),
-    Apply("actor.lr_sched.lr_warmup_iters", "train.optimizer.schedule.warmup_steps", NATURAL, note="optimizer steps"),
+    _schedule("lr_sched.lr_warmup_fraction", "warmup_fraction", nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _warmup,
+              note="of all optimizer steps; lr_warmup_iters above 0 comes first"),
+    _schedule("lr_sched.lr_warmup_init", "", NON_NEGATIVE, _ratio("start_ratio"), note="as a share of actor.optim.lr"),
+    _schedule("lr_sched.lr_warmup_iters", "warmup_steps", NATURAL, note="optimizer steps"),
     NoEffect("actor.lr_sched.max_lr", POSITIVE, "the peak is actor.optim.lr"),
-    Apply("actor.lr_sched.min_lr", "", NON_NEGATIVE, when(constant, then=_ratio("min_ratio")), note="as a share of actor.optim.lr; before actor.optim.min_lr"),
-    Apply("actor.lr_sched.lr_decay_style", "train.optimizer.schedule.decay", choice(*_DECAYS), mapped(_DECAYS)),
-    Apply("actor.lr_sched.lr_decay_iters", "train.optimizer.schedule.decay_steps", COUNT, when(constant),
-          note="optimizer steps"),
+    _schedule("lr_sched.min_lr", "", NON_NEGATIVE, when(constant, then=_ratio("min_ratio")),
+              note="as a share of actor.optim.lr; before actor.optim.min_lr"),
+    _schedule("lr_sched.lr_decay_style", "decay", choice(*_DECAYS), mapped(_DECAYS)),
+    _schedule("lr_sched.lr_decay_iters", "decay_steps", COUNT, when(constant), note="optimizer steps"),
     # tokenizer
     Apply("actor.tokenizer.tokenizer_model", "model.tokenizer", PATH),
     NoEffect("actor.tokenizer.use_fast", BOOL, "the tokenizer is the folder's; unread by RLinf"),
@@ -366,23 +378,23 @@ RULES: tuple[Rule, ...] = (
     NoEffect("actor.tokenizer.tokenizer_type", choice("HuggingFaceTokenizer"), "tokenizers are Hugging Face's"),
     Apply("actor.tokenizer.extra_vocab_size", "model.vla.extra_vocab_size", NATURAL, when(robots_only)),
     # Megatron
-    Apply("actor.megatron.ddp_bucket_size", "train.megatron.ddp_bucket_size", nullable(COUNT), when(megatron), note="in parameters"),
-    Apply("actor.megatron.distributed_backend", "train.megatron.distributed_backend", choice("nccl", "gloo"), when(megatron)),
-    Apply("actor.megatron.distributed_timeout_minutes", "train.megatron.timeout_minutes", POSITIVE, when(megatron)),
-    Apply("actor.megatron.ckpt_format", f"{_CONVERTER}.format", choice("torch", "torch_dist", "zarr"), when(megatron)),
-    Apply("actor.megatron.use_dist_ckpt", f"{_CONVERTER}.distributed", BOOL, when(megatron)),
-    Apply("actor.megatron.tp_comm_bootstrap_backend", "train.megatron.tp_comm_bootstrap", choice("nccl", "mpi", "gloo"), when(megatron)),
-    Apply("actor.megatron.tp_comm_overlap_cfg", "train.megatron.tp_comm_overlap_file", nullable(PATH), when(megatron)),
-    Apply("actor.megatron.use_hf_ckpt", f"{_CONVERTER}.from_hf", BOOL, when(megatron)),
-    Apply("actor.megatron.ckpt.model", f"{_CONVERTER}.preset", TEXT, when(megatron)),
-    Apply("actor.megatron.ckpt.model_type", f"{_CONVERTER}.model_type", FREE, when(megatron)),
-    Apply("actor.megatron.ckpt.hf_model_path", f"{_CONVERTER}.hf_path", PATH, when(megatron)),
-    Apply("actor.megatron.ckpt.save_path", f"{_CONVERTER}.cache_dir", PATH, when(megatron)),
-    Apply("actor.megatron.ckpt.use_gpu_num", "", NATURAL, when(megatron, then=_conversion_devices), note="0: in host memory"),
-    Apply("actor.megatron.ckpt.use_gpu_index", "", DEVICES, when(megatron, then=_conversion_devices), note="before use_gpu_num"),
-    Apply("actor.megatron.ckpt.process_num", f"{_CONVERTER}.num_processes", COUNT, when(megatron)),
-    Apply("actor.megatron.ckpt.tensor_model_parallel_size", f"{_CONVERTER}.tensor_parallel", COUNT, when(megatron)),
-    Apply("actor.megatron.ckpt.pipeline_model_parallel_size", f"{_CONVERTER}.pipeline_parallel", COUNT, when(megatron)),
+    _megatron("megatron.ddp_bucket_size", "ddp_bucket_size", nullable(COUNT), note="in parameters"),
+    _megatron("megatron.distributed_backend", "distributed_backend", choice("nccl", "gloo")),
+    _megatron("megatron.distributed_timeout_minutes", "timeout_minutes", POSITIVE),
+    _megatron("megatron.ckpt_format", "checkpoint.format", choice("torch", "torch_dist", "zarr")),
+    _megatron("megatron.use_dist_ckpt", "checkpoint.distributed", BOOL),
+    _megatron("megatron.tp_comm_bootstrap_backend", "tp_comm_bootstrap", choice("nccl", "mpi", "gloo")),
+    _megatron("megatron.tp_comm_overlap_cfg", "tp_comm_overlap_file", nullable(PATH)),
+    _megatron("megatron.use_hf_ckpt", "checkpoint.from_hf", BOOL),
+    _megatron("megatron.ckpt.model", "checkpoint.preset", TEXT),
+    _megatron("megatron.ckpt.model_type", "checkpoint.model_type", FREE),
+    _megatron("megatron.ckpt.hf_model_path", "checkpoint.hf_path", PATH),
+    _megatron("megatron.ckpt.save_path", "checkpoint.cache_dir", PATH),
+    _megatron("megatron.ckpt.use_gpu_num", "", NATURAL, _conversion_devices, note="0: in host memory"),
+    _megatron("megatron.ckpt.use_gpu_index", "", DEVICES, _conversion_devices, note="before use_gpu_num"),
+    _megatron("megatron.ckpt.process_num", "checkpoint.num_processes", COUNT),
+    _megatron("megatron.ckpt.tensor_model_parallel_size", "checkpoint.tensor_parallel", COUNT),
+    _megatron("megatron.ckpt.pipeline_model_parallel_size", "checkpoint.pipeline_parallel", COUNT),
     # FSDP
     Apply(
         "actor.fsdp_config.strategy", "train.backend",
@@ -390,28 +402,27 @@ RULES: tuple[Rule, ...] = (
               ("fsdp", "fsdp2", "FSDP2"), ("fsdp", "fsdp2")),
         _strategy,
     ),
-    Apply("actor.fsdp_config.sharding_strategy", "train.fsdp.sharding", choice(*_SHARDINGS), when(fsdp, then=mapped(_SHARDINGS))),
-    Apply("actor.fsdp_config.cpu_offload", "train.fsdp.cpu_offload", BOOL, when(fsdp2)),
-    Apply("actor.fsdp_config.offload_pin_memory", "train.fsdp.pin_memory", BOOL, when(fsdp2), note="with cpu_offload"),
-    Apply("actor.fsdp_config.reshard_after_forward", "train.fsdp.reshard_after_forward", BOOL, when(fsdp2)),
-    Apply("actor.fsdp_config.enable_gradient_accumulation", "train.fsdp.sync_last_micro_batch_only", BOOL, when(fsdp)),
-    Apply("actor.fsdp_config.forward_prefetch", "train.fsdp.forward_prefetch", BOOL, when(fsdp1)),
-    Apply("actor.fsdp_config.limit_all_gathers", "train.fsdp.limit_all_gathers", BOOL, when(fsdp1)),
-    Apply("actor.fsdp_config.backward_prefetch", "train.fsdp.backward_prefetch", nullable(choice("pre", "post")),
-          when(fsdp1, then=null_as("off"))),
-    Apply("actor.fsdp_config.use_orig_params", "train.fsdp.use_orig_params", BOOL, when(fsdp1)),
+    _fsdp("sharding_strategy", "sharding", choice(*_SHARDINGS), fsdp, mapped(_SHARDINGS)),
+    _fsdp("cpu_offload", "cpu_offload", BOOL, fsdp2),
+    _fsdp("offload_pin_memory", "pin_memory", BOOL, fsdp2, note="with cpu_offload"),
+    _fsdp("reshard_after_forward", "reshard_after_forward", BOOL, fsdp2),
+    _fsdp("enable_gradient_accumulation", "sync_last_micro_batch_only", BOOL, fsdp),
+    _fsdp("forward_prefetch", "forward_prefetch", BOOL, fsdp1),
+    _fsdp("limit_all_gathers", "limit_all_gathers", BOOL, fsdp1),
+    _fsdp("backward_prefetch", "backward_prefetch", nullable(choice("pre", "post")), fsdp1, null_as("off")),
+    _fsdp("use_orig_params", "use_orig_params", BOOL, fsdp1),
     Apply("actor.fsdp_config.use_liger_kernel", "train.liger_kernels", BOOL, when(fsdp)),
-    Apply("actor.fsdp_config.fsdp_size", "train.fsdp.size", integer(-1, samples=(2, 4, -1)),
-          when(fsdp2, then=lambda value, _: value if value > 0 else None), note="-1: all devices"),
+    _fsdp("fsdp_size", "size", integer(-1, samples=(2, 4, -1)), fsdp2, _all_devices, note="-1: all devices"),
     Apply("actor.fsdp_config.gradient_checkpointing", "train.gradient_checkpointing", BOOL, when(fsdp_file)),
-    Apply("actor.fsdp_config.mixed_precision.param_dtype", "train.fsdp.param_dtype", DTYPE, when(fsdp)),
-    Apply("actor.fsdp_config.mixed_precision.reduce_dtype", "train.fsdp.reduce_dtype", DTYPE, when(fsdp)),
-    Apply("actor.fsdp_config.mixed_precision.buffer_dtype", "train.fsdp.buffer_dtype", DTYPE, when(fsdp1)),
+    _fsdp("mixed_precision.param_dtype", "param_dtype", DTYPE, fsdp),
+    _fsdp("mixed_precision.reduce_dtype", "reduce_dtype", DTYPE, fsdp),
+    _fsdp("mixed_precision.buffer_dtype", "buffer_dtype", DTYPE, fsdp1),
     Apply("actor.fsdp_config.amp_autocast.enabled", "", BOOL, when(fsdp_file, then=_amp),
           note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
     Apply("actor.fsdp_config.amp_autocast.precision", "", DTYPE, when(fsdp_file, then=_amp_precision)),
     Apply("actor.fsdp_config.grad_scaler.enabled", "", BOOL, when(fsdp_file, then=_grad_scaler)),
-    Apply("actor.fsdp_config.grad_scaler.init_scale", "train.grad_scaler.init_scale", POSITIVE, when(fsdp_file, then=_of_scaler)),
+    Apply("actor.fsdp_config.grad_scaler.init_scale", "train.grad_scaler.init_scale", POSITIVE,
+          when(fsdp_file, then=_of_scaler)),
     Apply("actor.fsdp_config.grad_scaler.growth_interval", "train.grad_scaler.growth_interval", COUNT,
           when(fsdp_file, then=_of_scaler)),
     NoEffect("actor.fsdp_config.wrap_policy.*", ANY, "each layer of the model is a unit"),

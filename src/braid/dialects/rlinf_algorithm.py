@@ -58,8 +58,10 @@ def _loss(value: str, source: Source) -> Became:
     if value not in _LOSSES:
         return unsupported(f"one of {', '.join(_LOSSES)}")
     if value.endswith("actor_critic") and facts.advantage(source) != "gae":
-        raise ValueError(f"{value} learns values, which algorithm.adv_type={source.get('algorithm.adv_type')} does not take; "
-                         "set adv_type to gae, or this to actor")  # fmt: skip
+        kind = source.get("algorithm.adv_type")
+        raise ValueError(
+            f"{value} learns values, which algorithm.adv_type={kind} does not take; set adv_type to gae, or this to actor"
+        )
     native: dict[str, Any] = {"algorithm.policy_loss": "ppo_clip"}
     if value == "decoupled_actor_critic":
         high = source.get("algorithm.behave_weight_threshold")
@@ -193,32 +195,37 @@ def _level(value: str, _: Source) -> str:
     return value.removesuffix("_level")
 
 
+def _new_tokens(value: int | None, _: Source) -> Any:
+    return no_effect("null: as many as the actions need") if value is None else value
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     # batches
     Apply("algorithm.group_size", "rollout.group_size", COUNT),
     Apply(
         "algorithm.n_minibatches", "train.steps_per_pass", COUNT, when(text_only), default=1,
-        note="optimizer steps of a round; a step has rollout_batch_size * group_size // n_minibatches rows, of whole groups. "
-        "ROLL and SkyRL give the size of a step instead",
+        note="optimizer steps of a round; a step has rollout_batch_size * group_size // n_minibatches rows, of whole "
+        "groups. ROLL and SkyRL give the size of a step instead",
     ),
     Apply("algorithm.update_epoch", "train.passes_per_round", COUNT, note="passes over a round's rows"),
     Apply("algorithm.shuffle_rollout", "train.shuffle", BOOL, note="by whole groups"),
     Apply(
-        "algorithm.training_batch_size_per_gpu", "train.micro_batch_rows", COUNT, when(text_only, fixed_batches), default=1,
-        note="a micro-batch: no number depends on it",
+        "algorithm.training_batch_size_per_gpu", "train.micro_batch_rows", COUNT, when(text_only, fixed_batches),
+        default=1, note="a micro-batch: no number depends on it",
     ),
     Apply(
-        "algorithm.rollout_batch_size_per_gpu", "rollout.request_batch", nullable(COUNT), when(text_only, then=_request_batch),
-        note="times the rollout's devices; null: all prompts of a round at once",
+        "algorithm.rollout_batch_size_per_gpu", "rollout.request_batch", nullable(COUNT),
+        when(text_only, then=_request_batch), note="times the rollout's devices; null: all prompts of a round at once",
     ),
     Apply(
-        "algorithm.logprob_forward_micro_batch_size", "", COUNT, when(text_only, fixed_batches, then=logprob_rows), default=1,
-        note="train.infer_batch_rows: rows of one pass without gradients. No number depends on it",
+        "algorithm.logprob_forward_micro_batch_size", "", COUNT, when(text_only, fixed_batches, then=logprob_rows),
+        default=1, note="train.infer_batch_rows: rows of one pass without gradients. No number depends on it",
     ),
     Apply(
         "algorithm.val_rollout_batch_size_per_gpu", "", nullable(COUNT), when(text_only, then=eval_prompts),
-        note="times the rollout's devices: prompts evaluated together, at most data.val_rollout_batch_size. Unread by RLinf",
+        note="times the rollout's devices: prompts evaluated together, at most data.val_rollout_batch_size. Unread by "
+        "RLinf",
     ),
     # advantages
     Apply(
@@ -237,8 +244,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply(
         "algorithm.normalize_advantages", "algorithm.whiten_advantages", BOOL, default=True,
-        note="(A - mean) / std over all valid tokens of the round, after adv_type's own; once, where RLinf's Megatron actor "
-        "does it twice",
+        note="(A - mean) / std over all valid tokens of the round, after adv_type's own; once, where RLinf's Megatron "
+        "actor does it twice",
     ),
     Apply("algorithm.gamma", "algorithm.gamma", SHARE, when(_values)),
     Apply("algorithm.gae_lambda", "algorithm.gae_lambda", SHARE, when(_values),
@@ -247,27 +254,30 @@ RULES: tuple[Rule, ...] = (
     Apply(
         "algorithm.loss_type", "",
         choice(*_LOSSES, "opd", "embodied_sac", "embodied_dagger", "nft", "iql", "rlt"), _loss, default="ppo",
-        note="PPO's clipped ratio; newer names: actor, actor_critic. Whether values are learned: adv_type gae and actor_critic, "
-        "critic.use_critic_model or, for robots, ppo",
+        note="PPO's clipped ratio; newer names: actor, actor_critic. Values are learned with adv_type gae and one of "
+        "actor_critic, critic.use_critic_model or, for robots, ppo",
     ),
     Apply(
-        "algorithm.loss_agg_func", "algorithm.aggregation", choice(*_AGGREGATIONS), mapped(_AGGREGATIONS), default="token-mean",
-        note="denominators count the whole optimizer step; RLinf averages the means of micro-batches",
+        "algorithm.loss_agg_func", "algorithm.aggregation", choice(*_AGGREGATIONS), mapped(_AGGREGATIONS),
+        default="token-mean", note="denominators count the whole optimizer step; RLinf averages the means of micro-batches",
     ),
     Implied(
         "algorithm.use_valid_token_scale", BOOL,
         "a token mean is over all valid tokens of the optimizer step, always (true in RLinf)",
     ),
-    Apply("algorithm.ratio_clip_eps", "", NON_NEGATIVE, _clip, default=0.2, note="ratios are clipped to [1 - eps, 1 + eps]"),
+    Apply("algorithm.ratio_clip_eps", "", NON_NEGATIVE, _clip, default=0.2,
+          note="ratios are clipped to [1 - eps, 1 + eps]"),
     Apply("algorithm.clip_ratio_low", "algorithm.clip_low", NON_NEGATIVE),
     Apply("algorithm.clip_ratio_high", "algorithm.clip_high", NON_NEGATIVE),
     Apply(
-        "algorithm.clip_ratio_c", "algorithm.dual_clip", nullable(number(1.0, above=True, samples=(2.0, 3.0))), _dual_clip,
-        default=3.0, note="bound on the ratio where A < 0; null: none. A file without the key has 3.0, as in RLinf",
+        "algorithm.clip_ratio_c", "algorithm.dual_clip", nullable(number(1.0, above=True, samples=(2.0, 3.0))),
+        _dual_clip, default=3.0,
+        note="bound on the ratio where A < 0; null: none. A file without the key has 3.0, as in RLinf",
     ),
     Apply(
-        "algorithm.early_stop_imp_ratio", "algorithm.early_stop_ratio", nullable(POSITIVE), null_as("off"), default=None,
-        note="an optimizer step whose mean ratio is above it changes nothing; RLinf judges each micro-batch, on Megatron only",
+        "algorithm.early_stop_imp_ratio", "algorithm.early_stop_ratio", nullable(POSITIVE), null_as("off"),
+        default=None,
+        note="an optimizer step whose mean ratio is above it changes nothing; RLinf judges micro-batches, on Megatron",
     ),
     Apply("algorithm.importance_sampling_fix", "", BOOL, _importance_fix,
           note="the loss times min(exp(recomputed - engine's log-prob), importance_sampling_clip)"),
@@ -284,7 +294,7 @@ RULES: tuple[Rule, ...] = (
     # KL and entropy
     Apply(
         "algorithm.kl_beta", "", NON_NEGATIVE, _kl_beta,
-        note="subtracted from each token's reward, as RLinf documents; its code adds it to the loss: braid.algorithm.kl_in=loss",
+        note="taken off each token's reward, as RLinf documents; its code adds it to the loss: braid.algorithm.kl_in=loss",
     ),
     Apply(
         "algorithm.kl_penalty_type", "", choice(*_ESTIMATORS, "full"), _estimator, default="low_var_kl",
@@ -298,7 +308,7 @@ RULES: tuple[Rule, ...] = (
         note="loss - bonus * entropy; in text tasks only with calculate_entropy",
     ),
     Apply("algorithm.calculate_entropy", "", BOOL, _calculate_entropy),
-    NoEffect("algorithm.entropy_op_type", choice("flash_attn", "torch", "liger_kernel"), "entropy is computed by chunks of tokens"),
+    NoEffect("algorithm.entropy_op_type", choice("flash_attn", "torch", "liger_kernel"), "it changes no number"),
     # which groups are trained on
     Apply(
         "algorithm.filter_rewards", "", BOOL, _filter,
@@ -309,8 +319,10 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.max_num_gen_batches", "rollout.filter.max_batches", COUNT),
     Unsupported("algorithm.down_sampling", "braid.rollout.filter.min_std=0 leaves out groups of equal rewards"),
     # sampling
-    Apply("algorithm.sampling_params.do_sample", "rollout.sampling.greedy", BOOL, opposite, note="false: the likeliest token"),
-    Apply("algorithm.sampling_params.use_greedy", "rollout.sampling.greedy", BOOL, note="older; do_sample is its opposite"),
+    Apply("algorithm.sampling_params.do_sample", "rollout.sampling.greedy", BOOL, opposite,
+          note="false: the likeliest token"),
+    Apply("algorithm.sampling_params.use_greedy", "rollout.sampling.greedy", BOOL,
+          note="older; do_sample is its opposite"),
     Apply(
         "algorithm.sampling_params.temperature", "rollout.sampling.temperature", POSITIVE,
         note="log-probs in training are of the same distribution",
@@ -320,11 +332,12 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.sampling_params.top_p", "rollout.sampling.top_p", number(0.0, 1.0, above=True)),
     Apply("algorithm.sampling_params.repetition_penalty", "rollout.sampling.repetition_penalty", POSITIVE),
     Apply("algorithm.sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, when(text_only)),
-    Apply("algorithm.sampling_params.min_new_tokens", "rollout.sampling.min_new_tokens", integer(0), when(text_only),
-          note="unread by RLinf"),
+    Apply("algorithm.sampling_params.min_new_tokens", "rollout.sampling.min_new_tokens", integer(0),
+          when(text_only), note="unread by RLinf"),
     # robots
     Apply("algorithm.rollout_epoch", "env.episodes_per_round", COUNT, when(robots_only)),
-    Apply("algorithm.reward_type", "algorithm.reward_level", choice("chunk_level", "action_level"), when(robots_only, then=_level),
+    Apply("algorithm.reward_type", "algorithm.reward_level", choice("chunk_level", "action_level"),
+          when(robots_only, then=_level),
           note="chunk_level: rewards of a chunk are summed, one advantage each; action_level: one per action"),
     Apply(
         "algorithm.logprob_type", "algorithm.logprob_level", choice("token_level", "action_level", "chunk_level"),
@@ -336,7 +349,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply(
         "algorithm.length_params.max_new_token", "rollout.sampling.max_new_tokens", nullable(COUNT),
-        when(robots_only, then=lambda value, _: no_effect("null: as many as the actions need") if value is None else value),
+        when(robots_only, then=_new_tokens),
     ),
     Apply("algorithm.length_params.max_length", "rollout.max_sequence_tokens", COUNT, when(robots_only)),
     Apply("algorithm.length_params.min_length", "rollout.sampling.min_new_tokens", integer(0), when(robots_only)),

@@ -163,7 +163,8 @@ def _pipelined(source: Source) -> _Found:
             if source.get(key):
                 yield (
                     key,
-                    "needs the whole round, and with actor and rollout on different devices rows come one by one; set it to false",
+                    "needs the whole round, and with actor and rollout on different devices rows come one by one; "
+                    "set it to false",
                 )
     lines = source.get("cluster.component_placement") or {}
     is_placed = any("inference" in line.split(",") for line in lines)

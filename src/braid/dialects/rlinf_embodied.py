@@ -106,7 +106,7 @@ def _env_rules(role: str, native: str) -> Iterator[Rule]:
     if is_train:
         yield Apply(
             "env.train.total_num_envs", "", nullable(COUNT), when(robots_only, then=_number_of_prompts),
-            note="null: as many as make one optimizer batch; rollout.prompts_per_round = total_num_envs * rollout_epoch // group_size",
+            note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: as many as make one optimizer batch",
         )  # fmt: skip
         yield Apply("env.train.rollout_epoch", "env.episodes_per_round", COUNT, when(robots_only))
     else:
@@ -141,15 +141,21 @@ def _vla(key: str, name: str, takes: Takes, then: Convert | None = None, note: s
     return Apply(f"actor.model.{key}", f"model.vla.{name}", takes, when(robots_only, then=then), note=note)
 
 
-_QUEUES = "records go from role to role without named queues"
+def _channels(section: str) -> Iterator[Rule]:
+    """The named queue that a role reads from."""
+    why = "records go from role to role without named queues"
+    yield NoEffect(f"{section}.channel.name", TEXT, why)
+    yield NoEffect(f"{section}.channel.queue_name", TEXT, why)
+    yield NoEffect(f"{section}.channel.queue_size", NATURAL, why)
+
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
     # simulators
     Apply("env.group_name", "cluster.group_names.env", TEXT, when(cluster)),
-    NoEffect("env.channel.name", TEXT, _QUEUES),
-    NoEffect("env.channel.queue_name", TEXT, _QUEUES),
-    NoEffect("env.channel.queue_size", NATURAL, _QUEUES),
+    *_channels("env"),
+    *_channels("rollout"),
+    *_channels("actor"),
     Apply("env.enable_offload", "env.offload", BOOL, when(robots_only)),
     *_env_rules("train", "env"),
     *_env_rules("eval", "env.eval"),
@@ -170,7 +176,7 @@ RULES: tuple[Rule, ...] = (
     _vla("image_size", "image_size", list_of(COUNT, length=2), note="height and width"),
     _vla("num_images_in_input", "num_images", COUNT),
     Implied("actor.model.add_value_head", BOOL, "there is a value head when values are learned"),
-    Implied("actor.model.implement_version", choice("rlinf", "official"), "there is one implementation, for both kinds of folders"),
+    Implied("actor.model.implement_version", choice("rlinf", "official"), "one implementation reads both"),
     Unsupported("actor.model.use_film", "a policy without FiLM"),
 )
 # fmt: on

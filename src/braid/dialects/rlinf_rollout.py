@@ -85,7 +85,6 @@ def _huggingface(value: str, source: Source) -> Became:
     return Became({"rollout.engine": source.engine or native})
 
 
-_QUEUES = "records go from role to role without named queues"
 _DERIVED = "follows from cluster.component_placement: roles on the same devices take turns"
 _SHARED = "an engine shares the trainer's weights, or sleeps while others have its devices"
 
@@ -99,7 +98,7 @@ RULES: tuple[Rule, ...] = (
     Apply("inference.model.sequence_parallel", "inference.sequence_parallel", BOOL, when(megatron)),
     # the model and the engine
     Apply("rollout.group_name", "cluster.group_names.rollout", TEXT, when(cluster)),
-    Apply("rollout.model.model_path", "model.path", PATH, when(_is_policy_elsewhere), note="the policy that is trained, too"),
+    Apply("rollout.model.model_path", "model.path", PATH, when(_is_policy_elsewhere), note="the trained policy too"),
     Apply("rollout.model.model_type", "", MODEL_TYPE, when(_is_policy_elsewhere, then=model_type),
           note="the folder must have this architecture"),
     Apply("rollout.rollout_backend", "rollout.engine", choice("sglang", "vllm"), _chosen_engine, default="sglang",
@@ -116,7 +115,8 @@ RULES: tuple[Rule, ...] = (
     Apply("rollout.enable_cuda_graph", "", BOOL, _engine("cuda_graphs"), note="newer opposite of enforce_eager"),
     Apply("rollout.cuda_graph_max_bs", "", COUNT, when(served, then=_engine("cuda_graph_max_batch", _graph_batch)),
           note="at most max_running_requests"),
-    Apply("rollout.detokenize", "", BOOL, when(served, then=_engine("detokenize")), note="rewards get braid's own text anyway"),
+    Apply("rollout.detokenize", "", BOOL, when(served, then=_engine("detokenize")),
+          note="rewards get braid's own text anyway"),
     Apply("rollout.padding", "model.pad_token_id", nullable(NATURAL), note="null: the tokenizer's. Unread by RLinf"),
     Apply("rollout.eos", "model.eos_token_id", nullable(NATURAL), note="null: the tokenizer's"),
     # SGLang and vLLM
@@ -139,13 +139,11 @@ RULES: tuple[Rule, ...] = (
         note="true: the trainer's own before the update; false: the engine's",
     ),
     Implied("rollout.return_logprobs", BOOL, "the engine's log-probs are always kept"),
-    Apply("rollout.validate_weight", "rollout.check_weights", BOOL, note="after each publication the engine's weights are compared"),
+    Apply("rollout.validate_weight", "rollout.check_weights", BOOL,
+          note="after each publication the engine's weights are compared"),
     Apply("rollout.validate_save_dir", "rollout.check_weights_dir", nullable(PATH), _weights_dir),
     Apply("rollout.print_outputs", "rollout.print_outputs", BOOL),
     # robots
-    NoEffect("rollout.channel.name", TEXT, _QUEUES),
-    NoEffect("rollout.channel.queue_name", TEXT, _QUEUES),
-    NoEffect("rollout.channel.queue_size", NATURAL, _QUEUES),
     Implied("rollout.enable_offload", BOOL, _SHARED),
     Apply("rollout.pipeline_stage_num", "env.pipeline_stages", COUNT, when(robots_only)),
     Apply("rollout.sampling_params.temperature_train", "rollout.sampling.temperature", POSITIVE, when(robots_only)),

@@ -247,7 +247,6 @@ def _critic(value: bool, source: Source) -> Any:
     return Became({"algorithm.advantage": "gae" if facts.has_critic(source) else "reinforce"})
 
 
-_QUEUES = "the records of one round go from role to role without named queues"
 _LOADED_ONCE = "prompts are read and tokenized once, before the run starts"
 
 # fmt: off
@@ -308,11 +307,11 @@ RULES: tuple[Rule, ...] = (
     Apply("runner.max_epochs", "", COUNT, _epochs, note="an epoch is one pass over the training prompts"),
     Apply(
         "runner.max_steps", "", CADENCE, _steps,
-        note="a step is a round: one rollout batch with its n_minibatches optimizer steps. With max_epochs the smaller counts",
+        note="a step is a round: one rollout batch with its n_minibatches optimizer steps. The smaller of this and max_epochs",
     ),
     Apply(
         "runner.val_check_interval", "", CADENCE, _validation, default=-1,
-        note="in rounds, and after the last; 0 or -1 for off. RLinf's math task computes when, and validates never: here it does",
+        note="in rounds, and after the last; 0 or -1 for off. RLinf's math task never validates; here it does",
     ),
     Apply(
         "runner.save_interval", "", CADENCE, _saving,
@@ -321,7 +320,7 @@ RULES: tuple[Rule, ...] = (
     Apply("runner.seq_length", "rollout.max_sequence_tokens", COUNT, when(text_only)),
     Apply(
         "runner.enable_dynamic_batch_size", "", BOOL, _dynamic, default=False,
-        note="true: train.micro_batch_tokens bounds a pass; false: train.micro_batch_rows does. No number depends on the cut",
+        note="true: train.micro_batch_tokens bounds a pass; false: train.micro_batch_rows. No number depends on the cut",
     ),
     Apply("runner.max_tokens_per_mbs", "train.micro_batch_tokens", COUNT, when(text_only, then=_token_budget)),
     Apply(
