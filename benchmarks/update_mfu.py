@@ -70,12 +70,8 @@ def make_rows(vocab_size: int) -> list[Row]:
 
 
 def update_flops(lm: CausalLM, rows: list[Row]) -> float:
-    """FLOPs of the matrix products of one update."""
-    head = lm.head.weight.numel()
-    layers = sum(m.weight.numel() for m in lm.backbone.modules() if isinstance(m, torch.nn.Linear))
-    linear = 6 * (layers * sum(len(row) for row in rows) + head * sum(row.num_tokens for row in rows))
-    squares = sum(len(row) ** 2 for row in rows)
-    return linear + 6 * squares * SPEC.num_heads * SPEC.head_dim * SPEC.num_layers
+    """FLOPs of the matrix products of one update (braid.models.flops)."""
+    return lm.flops([len(row) for row in rows], sum(row.num_tokens for row in rows)).training
 
 
 def products() -> list[tuple[int, int, int]]:

@@ -201,7 +201,8 @@ class GradScalerConfig(Section):
     init_scale: PositiveFloat = 65536.0
     """Scale at the start."""
     growth_interval: PositiveInt = 2000
-    """Finite steps after which it doubles."""
+    """Finite steps in a row after which it doubles. An overflow halves it and leaves the step out, which does not count
+    towards max_skipped_steps."""
 
 
 class LoraConfig(Section):
@@ -212,8 +213,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat | None = None
     """Their scale times rank; the rank when null."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout of their input."""
+    """Not used: log-probs must be the same in rollout and in training."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Names of the layers that get one."""
+    """Names of the layers that get one (q_proj, ...); all-linear for every linear layer but the output head."""
     path: str | None = None
-    """Adapter folder to start from."""
+    """Adapter folder of peft to start from; its own rank, alpha and targets count."""

@@ -117,13 +117,16 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Allow a model folder to bring its own Python code."""
     architecture: str | None = None
-    """Architecture that the folder must have (qwen2, qwen3, llama, ...); any when null."""
+    """Architecture that the model must have, by transformers' name (qwen2, qwen3, llama, ...; qwen2.5 counts as qwen2); any
+    when null."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
-    """Kernel of the attention over packed rows."""
+    """Kernel of the attention over packed rows. auto, sdpa: torch's scaled_dot_product_attention. eager: plain matrix
+    products. flash_attention_2: the package flash-attn, on CUDA in bf16 or fp16. Sampling has kernels of its own."""
     low_memory_load: bool = True
-    """Read weights straight into their place instead of making the model first."""
+    """Read weights straight into the memory of the device; false: the whole model into host memory first."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters in place of all weights."""
+    """Train low-rank adapters in place of all the policy's weights. A reference without a path is the same base with the
+    adapters as they were; a critic has none. Checkpoints hold adapters, exports merged weights."""
     vla: VlaConfig | None = None
     """Settings of a vision-language-action policy, in the folder `path`."""
 
@@ -147,8 +150,8 @@ class CriticConfig(Section):
     """Rounds at the start in which only the critic learns."""
     normalize_values: bool = False
     """Learn the mean and deviation of returns while training, and predict in their units (PopArt, arXiv 1602.07714)."""
-    head_name: str = "value_head"
-    """Name of the value head's weights."""
+    head_name: str = Field(default="value_head", pattern=r"^[A-Za-z_]\w*$")
+    """Name of the value head's weights in checkpoints (`score` is what transformers' token classifiers have)."""
 
 
 class ReferenceConfig(Section):

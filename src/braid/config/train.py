@@ -16,8 +16,8 @@ class ScheduleConfig(Section):
     """Learning rate over optimizer steps: linear warmup, then decay to `min_ratio * lr`."""
 
     decay: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    """Shape after the warmup. inverse_sqrt: sqrt(W / step), W the warmup's steps, at least 1. wsd: constant, then linear over
-    the last tenth."""
+    """Shape after the warmup. inverse_sqrt: sqrt(W / step), W the warmup's steps, at least 1 (then sqrt(1 / (step + 1)) with
+    steps from 0). wsd: constant, then linear over the last tenth."""
     decay_steps: PositiveInt | None = None
     """Step at which linear, cosine and wsd reach their end; the last of the run when null."""
     warmup_steps: NonNegativeInt = 0
@@ -25,7 +25,7 @@ class ScheduleConfig(Section):
     warmup_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
     """The same as a share of all steps; the larger of the two counts."""
     start_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Rate before the first step of the warmup, as a share of lr."""
+    """Rate that the warmup rises from, as a share of lr."""
     min_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Rate at the end, as a share of lr."""
 
@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     value_lr: PositiveFloat | None = None
-    """Peak learning rate of a value head inside the policy's model; lr when null."""
+    """Peak learning rate of the value head, in the critic or the policy's model; lr when null."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """Decay of the first and second moments."""
     eps: PositiveFloat = 1e-8
@@ -87,7 +87,8 @@ class TrainConfig(Section):
     liger_kernels: bool = False
     """Liger kernels in the model (extra `liger`, GPU)."""
     count_flops: bool = False
-    """Report the model's floating-point operations per second (metrics flops/*)."""
+    """Report the models' floating-point operations per second (metrics flops/*), by formula from the lengths of rows:
+    training is 3 x forward, and the layers once more with gradient_checkpointing."""
     record_memory: bool = False
     """Store a snapshot of memory use after each round in the run's folder `memory/`."""
     fsdp: FsdpConfig = FsdpConfig()

@@ -48,6 +48,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/kl", "nats", "Mean KL of policy from reference per token, taken off the reward."),
     Metric("reward/source/<source>", "", "Mean reward on one source."),
     Metric("reward/part/<part>", "", "Mean score of one reward part, before its weight."),
+    Metric("reward/time/<part>_s", "s", "Mean time of one call of a reward part, without waiting for its turn; of a reward model per answer."),
+    Metric("reward/retries/<part>", "", "Further tries of a reward part's failed calls."),
+    Metric("reward/truncated/<part>", "", "Answers that a reward model read cut to its longest input."),
     # what was sampled
     Metric("rollout/epoch", "", "Complete passes over the training prompts."),
     Metric("rollout/trajectories", "", "Trajectories sampled, invalid ones counted."),
@@ -103,7 +106,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<source>/invalid", "", "Trajectories of the evaluation that are invalid."),
     # what it cost
     Metric("train/tokens_per_s", "tokens/s", "Tokens trained on per second of improving, prompts and repeated passes counted."),
-    Metric("flops/rollout_per_s", "FLOP/s", "Model operations of sampling per second of collecting (train.count_flops; docs/metrics.md has the formula)."),
+    Metric("flops/rollout_per_s", "FLOP/s", "Model operations of sampling per second of collecting (train.count_flops; formula in braid/models/flops.py)."),
     Metric("flops/infer_per_s", "FLOP/s", "Model operations of log-probs and values before the update, per second of computing them."),
     Metric("flops/train_per_s", "FLOP/s", "Model operations of optimizer steps, per second of taking them."),
     Metric("time/round_s", "s", "Since the line before, all included."),
