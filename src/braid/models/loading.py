@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from braid.config.model import DType, ModelConfig
-from braid.errors import ModelError, suggest
+from braid.errors import ModelError
 
 from .build import build_model
 from .causal_lm import CausalLM
 from .compiling import check_compiler
+from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
 from .fused import fuse
 from .kernels import check_attention
 from .liger import use_liger_kernels
@@ -42,10 +41,6 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-_UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
-"""What transformers raises over a folder that it cannot use."""
 
 
 def load_policy(
@@ -101,15 +96,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises ModelError when there is none, when it has no end token, or when it has tokens that the model does not know.
     """
     if config.tokenizer is not None:
-        tokenizer = _pretrained_tokenizer(
-            _expand(config.tokenizer), "model.tokenizer", config.trust_remote_code
-        )
+        tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
     elif config.build is not None:
         tokenizer = character_tokenizer(config.build.characters)
     else:
-        tokenizer = _pretrained_tokenizer(_path(config), "model.path", config.trust_remote_code)
+        tokenizer = read_tokenizer(_path(config), "model.path", config.trust_remote_code)
     if config.chat_template is not None:
-        tokenizer.chat_template = _chat_template(config.chat_template)
+        tokenizer.chat_template = read_chat_template(config.chat_template, "model.chat_template")
     name = config.tokenizer or config.path or "model.build"
     _set_tokens(tokenizer, config, name)
     if tokenizer.eos_token_id is None:
@@ -151,7 +144,7 @@ def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 def _pretrained(config: ModelConfig, key: str, device: torch.device) -> PreTrainedModel:
     path = _path(config)
-    _check_folder(path, key, needs_weights=True)
+    check_folder(path, key, needs_weights=True)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -161,8 +154,8 @@ def _pretrained(config: ModelConfig, key: str, device: torch.device) -> PreTrain
             output_loading_info=True,
             device_map={"": device} if config.low_memory_load else None,
         )
-    except _UNREADABLE as error:
-        raise ModelError(_unusable(path, key, "causal language model", error)) from error
+    except UNREADABLE as error:
+        raise ModelError(unusable(path, key, "causal language model", error)) from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
@@ -186,74 +179,12 @@ def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) 
         )
 
 
-def _pretrained_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    _check_folder(path, key, needs_weights=False)
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            f"{key}={path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; "
-            "set model.tokenizer to the folder or hub name of one"
-        )
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except _UNREADABLE as error:
-        raise ModelError(_unusable(path, key, "tokenizer", error)) from error
-
-
 def _path(config: ModelConfig) -> str:
     if config.path is None:
         raise ModelError(
             "this run's model is no language model; set model.path or model.build instead of model.mlp"
         )
-    return _expand(config.path)
-
-
-def _expand(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
-def _check_folder(path: str, key: str, *, needs_weights: bool) -> None:
-    """Raise for a folder that is not there or is no model's. A hub name passes."""
-    folder = Path(path)
-    if folder.is_file():
-        raise ModelError(f"{key}={path} is a file; give the folder that it is in")
-    if not folder.is_dir():
-        if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
-            return
-        beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise ModelError(f"{key}={path}: there is no such folder{suggest(folder.name, beside)}")
-    if not needs_weights:
-        return
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
-        missing.append("weights (model.safetensors)")
-    if missing:
-        has = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(
-            f"{key}={path} is no Hugging Face model folder: it lacks {' and '.join(missing)}; it has {has}"
-        )
-
-
-def _unusable(path: str, key: str, kind: str, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    if Path(path).is_dir():
-        return f"{key}={path} cannot be loaded as a {kind}: {reason}"
-    return (
-        f"{key}={path} is no local folder and could not be loaded as a {kind} from the Hugging Face hub: {reason}. "
-        "Give an existing folder, or a hub name while online"
-    )
-
-
-def _chat_template(given: str) -> str:
-    """Jinja text, from a file when `given` names one."""
-    if not given.endswith(".jinja"):
-        return given
-    file = Path(given).expanduser()
-    if not file.is_file():
-        raise ModelError(
-            f"model.chat_template={given}: there is no such file; give Jinja text or a .jinja file"
-        )
-    return file.read_text(encoding="utf-8")
+    return expand(config.path)
 
 
 def _vocab_size(config: ModelConfig) -> int | None:
@@ -261,13 +192,13 @@ def _vocab_size(config: ModelConfig) -> int | None:
     if config.build is not None:
         return None
     path = _path(config)
-    _check_folder(path, "model.path", needs_weights=True)
+    check_folder(path, "model.path", needs_weights=True)
     try:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(
             path, trust_remote_code=config.trust_remote_code
         )
-    except _UNREADABLE as error:
-        raise ModelError(_unusable(path, "model.path", "causal language model", error)) from error
+    except UNREADABLE as error:
+        raise ModelError(unusable(path, "model.path", "causal language model", error)) from error
     return loaded.get_text_config(decoder=True).vocab_size
 
 

@@ -1,0 +1,80 @@
+"""Hugging Face folders and hub names: what is wrong with one, and the tokenizer in it. Errors are ModelErrors that name the
+config key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from braid.errors import ModelError, suggest
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+"""What transformers raises over a folder that it cannot use."""
+
+
+def expand(path: str) -> str:
+    """The path with `~` replaced by the home folder."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
+    """Raise for a folder that is not there or is no model's. A hub name passes."""
+    folder = Path(path)
+    if folder.is_file():
+        raise ModelError(f"{key}={path} is a file; give the folder that it is in")
+    if not folder.is_dir():
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
+            return
+        beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise ModelError(f"{key}={path}: there is no such folder{suggest(folder.name, beside)}")
+    if not needs_weights:
+        return
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        missing.append("weights (model.safetensors)")
+    if missing:
+        has = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(
+            f"{key}={path} is no Hugging Face model folder: it lacks {' and '.join(missing)}; it has {has}"
+        )
+
+
+def unusable(path: str, key: str, kind: str, error: Exception) -> str:
+    """The message for a folder or hub name that transformers could not load as a `kind`."""
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if Path(path).is_dir():
+        return f"{key}={path} cannot be loaded as a {kind}: {reason}"
+    return (
+        f"{key}={path} is no local folder and could not be loaded as a {kind} from the Hugging Face hub: {reason}. "
+        "Give an existing folder, or a hub name while online"
+    )
+
+
+def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of the folder or hub name that the config key `key` holds."""
+    check_folder(path, key, needs_weights=False)
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{key}={path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; "
+            f"set {key.rpartition('.')[0]}.tokenizer to the folder or hub name of one"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except UNREADABLE as error:
+        raise ModelError(unusable(path, key, "tokenizer", error)) from error
+
+
+def read_chat_template(given: str, key: str) -> str:
+    """Jinja text, from a file when `given` names one."""
+    if not given.endswith(".jinja"):
+        return given
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise ModelError(f"{key}={given}: there is no such file; give Jinja text or a .jinja file")
+    return file.read_text(encoding="utf-8")
