@@ -206,3 +206,19 @@ def test_problems_carry_the_origin_of_their_key(tmp_path: Path) -> None:
 def test_planning_imports_no_torch() -> None:
     code = "import sys, braid.plan, braid.config.load; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_adapters_are_what_is_trained_and_what_the_reference_keeps() -> None:
+    plain = {role.role: role for role in plan("algorithm.kl_coef=0.1").memory}
+    adapted = {role.role: role for role in plan("algorithm.kl_coef=0.1", "model.lora={rank: 2}").memory}
+    adapters = adapted["reference"].parameters
+    assert 0 < adapters < plain["policy"].parameters / 10
+    assert adapted["policy"].parameters == plain["policy"].parameters + adapters
+    assert adapted["policy"].gradients_bytes == 4 * adapters
+    assert adapted["policy"].optimizer_bytes == 8 * adapters
+
+
+def test_plain_gradient_descent_holds_no_moments() -> None:
+    (policy,) = plan("train.optimizer.kind=sgd").memory
+    assert policy.optimizer_bytes == 0
+    assert policy.gradients_bytes == policy.weights_bytes > 0

@@ -8,10 +8,13 @@ from typing import get_args
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from braid.config.backends import LoraConfig
 from braid.config.model import BuildSpec
 from braid.models.build import build_model
+from braid.models.lora import add_adapters, named_adapters
 from braid.models.tokenizer import character_tokenizer
 from braid.plan.sizes import size_of_folder, size_of_spec
 
@@ -38,6 +41,29 @@ def test_a_build_spec_has_as_many_parameters_as_its_model(architecture: str, tie
     described = spec(architecture, tied=tied)
     model = build_model(described, character_tokenizer(described.characters), dtype=torch.float32, seed=0)
     assert size_of_spec(described).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj"), ("mlp.up_proj",)])
+def test_adapters_have_as_many_parameters_as_peft_makes(
+    architecture: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    described, lora = spec(architecture), LoraConfig(rank=3, targets=targets)
+    model = build_model(described, character_tokenizer(described.characters), dtype=torch.float32, seed=0)
+    model.save_pretrained(tmp_path)
+    add_adapters(model, lora, seed=0)
+    expected = sum(tensor.numel() for _, tensor in named_adapters(model))
+    assert size_of_spec(described).adapter_parameters(lora) == expected
+    folder = size_of_folder(tmp_path)
+    assert folder is not None
+    assert folder.adapter_parameters(lora) == expected
+
+
+def test_an_adapter_folder_tells_its_own_size(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 8), "b": torch.zeros(5, 3)}, tmp_path / "adapter_model.safetensors")
+    size = size_of_spec(spec("qwen3"))
+    assert size.adapter_parameters(LoraConfig(path=str(tmp_path))) == 3 * 8 + 5 * 3
+    assert size.adapter_parameters(LoraConfig(path=str(tmp_path / "gone"))) == 0
 
 
 def test_a_folder_tells_its_size_from_headers(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from braid.config.data import ProceduralSource
 from braid.config.load import DEFAULT
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
+from braid.config.train import TrainConfig
 from braid.errors import ConfigError, Problem
 
 from .checks import find_problems, find_warnings
@@ -157,25 +158,37 @@ def _engine_dtype(config: RunConfig) -> str:
 
 
 def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tuple[Memory, ...]:
-    """Weights, gradients and AdamW's two moments have the type of the weights."""
+    """Weights, gradients and AdamW's two moments have the type of the weights. With adapters only these are trained, and the
+    reference is a copy of them."""
     if policy is None:
         return ()
-    width = BYTES[config.model.dtype]
-    roles = [_trained("policy", policy.parameters, width)]
+    width, lora = BYTES[config.model.dtype], config.model.lora
+    adapters = None if lora is None else policy.adapter_parameters(lora)
+    roles = [_trained("policy", policy.parameters, width, config.train, adapters)]
     if recipe.advantage == "gae":
         backbone = policy if config.critic.path is None else size_of_folder(Path(config.critic.path))
         if backbone is not None:
             values = backbone.parameters - backbone.head_parameters + backbone.hidden_size + 1
-            roles.append(_trained("critic", values, width))
+            roles.append(_trained("critic", values, width, config.critic.train or config.train))
     if recipe.kl_coef > 0:
-        reference = policy if config.reference.path is None else size_of_folder(Path(config.reference.path))
+        if config.reference.path is not None:
+            folder = size_of_folder(Path(config.reference.path))
+            reference = None if folder is None else folder.parameters
+        else:
+            reference = policy.parameters if adapters is None else adapters
         if reference is not None:
-            roles.append(Memory("reference", reference.parameters, reference.parameters * width))
+            roles.append(Memory("reference", reference, reference * width))
     if _engine_dtype(config) != config.model.dtype:
         copy = policy.parameters * BYTES[_engine_dtype(config)]
         roles.append(Memory("engine's copy", policy.parameters, copy))
     return tuple(roles)
 
 
-def _trained(role: str, parameters: int, width: int) -> Memory:
-    return Memory(role, parameters, parameters * width, parameters * width, 2 * parameters * width)
+def _trained(
+    role: str, parameters: int, width: int, train: TrainConfig, adapters: int | None = None
+) -> Memory:
+    """Of a model that is trained whole, or by its adapters beside `parameters` that are frozen."""
+    trained = parameters if adapters is None else adapters
+    moments = 0 if train.optimizer.kind == "sgd" else 2
+    held = parameters + (adapters or 0)
+    return Memory(role, held, held * width, trained * width, moments * trained * width)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from braid.config.backends import LoraConfig
 from braid.config.model import BuildSpec
 
 SPECIAL_TOKENS = 3
@@ -26,7 +27,9 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Counts of a language model. `head_parameters` are those of an output head that is not the embedding's."""
+    """Counts of a language model. `head_parameters` are those of an output head that is not the embedding's. `linear` has for
+    each name of a linear layer (q_proj, ...) its inputs plus outputs, summed over the layers: what an adapter of rank 1 takes.
+    """
 
     parameters: int
     head_parameters: int
@@ -35,6 +38,18 @@ class ModelSize:
     num_kv_heads: int
     head_dim: int
     max_positions: int | None
+    linear: Mapping[str, int]
+
+    def adapter_parameters(self, lora: LoraConfig) -> int:
+        """Of the adapters that `lora` describes, or of those in its folder."""
+        if lora.path is not None:
+            try:
+                shapes = _tensor_shapes(Path(lora.path).expanduser())
+            except (OSError, ValueError, struct.error):
+                return 0  # the loader says what is wrong with the folder
+            return sum(math.prod(shape) for shape in shapes.values())
+        ends = [target.rpartition(".")[2] for target in lora.targets]
+        return lora.rank * sum(n for name, n in self.linear.items() if "all-linear" in ends or name in ends)
 
     @property
     def kv_numbers_per_token(self) -> int:
@@ -50,6 +65,16 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
         spec.num_heads * spec.head_dim,
         spec.num_kv_heads * spec.head_dim,
     )
+    wide = spec.intermediate_size
+    linear = {
+        "q_proj": hidden + queries,
+        "k_proj": hidden + keys,
+        "v_proj": hidden + keys,
+        "o_proj": queries + hidden,
+        "gate_proj": hidden + wide,
+        "up_proj": hidden + wide,
+        "down_proj": wide + hidden,
+    }
     attention = hidden * (queries + 2 * keys) + queries * hidden
     if spec.architecture == "qwen2":
         attention += queries + 2 * keys  # biases
@@ -66,6 +91,7 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         max_positions=spec.max_positions,
+        linear={name: spec.num_layers * width for name, width in linear.items()},
     )
 
 
@@ -86,9 +112,20 @@ def size_of_folder(folder: Path) -> ModelSize | None:
             num_kv_heads=text.get("num_key_value_heads") or heads,
             head_dim=text.get("head_dim") or hidden // heads,
             max_positions=text.get("max_position_embeddings"),
+            linear=_linear(shapes),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
+
+
+def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
+    """ModelSize.linear from the shapes of a folder's tensors: all matrices but embeddings and head."""
+    out: dict[str, int] = {}
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        if len(shape) == 2 and name.endswith(".weight") and "embed" not in layer and layer != "lm_head":
+            out[layer] = out.get(layer, 0) + sum(shape)
+    return out
 
 
 def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
