@@ -63,7 +63,12 @@ class ModelError(BraidError, ValueError):
 
 
 class RewardError(BraidError, RuntimeError):
-    """A reward part raised, timed out, or returned something that is no finite number."""
+    """A reward part raised, timed out, or returned something that is no finite number. A further try makes sense after
+    `wait_s`, or with `is_final` not at all."""
+
+    def __init__(self, message: str, *, wait_s: float = 0.0, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.wait_s, self.is_final = wait_s, is_final
 
 
 class EnvError(BraidError, RuntimeError):

@@ -43,6 +43,10 @@ class TrainableModel(Protocol):
         """Weights under the names a checkpoint folder has."""
         ...
 
+    def leave_gradients_to_autograd(self) -> None:
+        """Write none of them past it, for wrappers that watch parameters; takes more memory."""
+        ...
+
 
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], target: Iterable[tuple[str, Tensor]]) -> None:

@@ -66,6 +66,7 @@ class CausalLM:
         self.attention: AttentionKind = attention
         self.compiles = compiles
         self._recomputes = False
+        self._writes_gradients = True
         self._head = head
         self._logit_scale = _logit_scale(self.config)
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -95,7 +96,15 @@ class CausalLM:
         """What makes logits of hidden states; its tensors are the model's own."""
         weight = self._head.weight
         has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-        return Head(weight, self._head.bias, self._logit_scale, self._softcap, accumulates=not has_hooks)
+        accumulates = self._writes_gradients and not has_hooks
+        return Head(weight, self._head.bias, self._logit_scale, self._softcap, accumulates=accumulates)
+
+    def leave_gradients_to_autograd(self) -> None:
+        """See TrainableModel."""
+        self._writes_gradients = False
+        embedding = self.model.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding):
+            embedding.sparse = False
 
     def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states [T, D], after the final norm, of token ids [T] at positions [T] of their sequences."""

@@ -53,6 +53,9 @@ class MlpPolicy:
         """See TrainableModel."""
         return flops_of_linear(self._net, sum(lengths))
 
+    def leave_gradients_to_autograd(self) -> None:
+        """See TrainableModel; it has them all."""
+
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`logprobs` [T] of the whole action and `entropy` [T]; 0 where the mask is False."""
         if unknown := outputs - {"logprobs", "entropy"}:
@@ -144,6 +147,9 @@ class MlpValue:
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
         """See TrainableModel."""
         return flops_of_linear(self._module, sum(lengths))
+
+    def leave_gradients_to_autograd(self) -> None:
+        """See TrainableModel; it has them all."""
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` [T] of every observation, the final one included."""

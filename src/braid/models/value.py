@@ -67,6 +67,9 @@ class ValueModel:
     def value_head(self) -> ValueHead:
         return self._head
 
+    def leave_gradients_to_autograd(self) -> None:
+        """See TrainableModel; it has them all."""
+
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` [T] in float32 (see TrainableModel)."""
         if unknown := outputs - {"values"}:

@@ -1,41 +1,105 @@
-"""From rewards to advantages: what the rows of a round need before they can be trained on."""
+"""From rewards to advantages: what the rows of a round need before they can be trained on.
+
+Owns the order of things, cutting rows into turns, and the table from an advantage's name to how it reads the round. The
+formulas are in algorithms/.
+
+    rewards - center, / scale      reward_mean, reward_std, of each trajectory's sum
+    rewards - kl_coef KL           kl_in: reward
+    whitened                       whiten_rewards
+    advantages                     the table
+    whitened, clipped              whiten_advantages, advantage_clip
+
+Statistics are of all rows of the round, in float64, so they do not depend on how it is cut into steps. A trajectory that
+mask_truncated keeps out of the loss counts in them, but for whiten_advantages, which is over what is trained on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from braid.algorithms.advantages import gae, group_advantages, whiten
+from braid.algorithms.advantages import (
+    baseline_advantages,
+    best_of_group,
+    discounted_returns,
+    gae,
+    group_advantages,
+    leave_one_out_advantages,
+    likelihood_advantages,
+    whiten,
+)
 from braid.algorithms.kl import kl_estimate
 from braid.algorithms.recipes import Recipe
-from braid.types import Row
+from braid.algorithms.rewards import RunningMoments, reward_statistics
+from braid.types import Advantage, Row
 
 
-def assign_credit(rows: Sequence[Row], recipe: Recipe) -> dict[str, float]:
-    """Write `advantages` (and `returns` for gae) into each row, from its rewards and values.
+def assign_credit(
+    rows: Sequence[Row],
+    recipe: Recipe,
+    *,
+    kl_coef: float | None = None,
+    running: RunningMoments | None = None,
+) -> dict[str, float]:
+    """Write `advantages` (and `returns` for gae) into each row, from its rewards and values; `rewards` become those that the
+    advantages are of.
 
-    KL in the reward is taken off first: `rewards[t] -= kl_coef * kl(old, ref)[t]`. Returns plain facts about what was
-    assigned, by metric name: mean KL per position, and how much of the returns' variance the critic's values explain.
+    `kl_coef` is the recipe's unless given: it may change from round to round. `running` are the moments of all rounds
+    before, for statistics of that name; they take in this one. Returns plain facts about what was assigned, by metric name:
+    mean KL per position, and how much of the returns' variance the critic's values explain.
     """
     facts: dict[str, float] = {}
+    _normalize(rows, recipe, RunningMoments() if running is None else running)
     if recipe.kl_coef > 0 and recipe.kl_in == "reward":
-        facts["reward/kl"] = _subtract_kl(rows, recipe)
-    mask = _flat(rows, [row.mask for row in rows]).bool()
-    if recipe.advantage == "gae":
-        advantages = _gae(rows, mask, recipe)
-        facts["critic/explained_variance"] = _explained_variance(rows)
-    else:
-        advantages = _grouped(rows, mask, recipe)
+        facts["reward/kl"] = _subtract_kl(rows, recipe, recipe.kl_coef if kl_coef is None else kl_coef)
+    if recipe.whiten_rewards:
+        mask = _flat([row.mask for row in rows])
+        _unflatten(rows, "rewards", whiten(_flat([row.fields["rewards"] for row in rows]), mask))
+    round_ = _Round.of(rows)
+    advantages = _ADVANTAGES[recipe.advantage](round_, recipe)
     if recipe.whiten_advantages:
-        advantages = whiten(advantages, mask)
+        advantages = whiten(advantages, round_.mask & round_.over_positions(_trained(rows, recipe)))
+    if recipe.advantage_clip is not None:
+        advantages = advantages.clamp(-recipe.advantage_clip, recipe.advantage_clip)
     _unflatten(rows, "advantages", advantages)
+    if recipe.advantage == "gae":
+        facts["critic/explained_variance"] = _explained_variance(rows)
     return facts
 
 
-def _subtract_kl(rows: Sequence[Row], recipe: Recipe) -> float:
+def is_trained(row: Row, recipe: Recipe) -> bool:
+    """Whether a row is in the loss. With mask_truncated a truncated trajectory is in neither numerator nor denominator; its
+    reward counts in the statistics of its group all the same."""
+    return not (recipe.mask_truncated and row.is_truncated)
+
+
+def _trained(rows: Sequence[Row], recipe: Recipe) -> Tensor:
+    return torch.tensor([is_trained(row, recipe) for row in rows], dtype=torch.bool)
+
+
+def _normalize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> None:
+    """Every reward of a row is divided by its scale, and the centre comes off at the policy's last position: there a single
+    reward at the end simply becomes (r - center) / scale, and with gamma = 1 the return of every position falls alike."""
+    if recipe.reward_mean == recipe.reward_std == "none":
+        return
+    totals = _totals(rows)
+    if "running" in (recipe.reward_mean, recipe.reward_std):
+        running.update(totals)
+    center, scale = reward_statistics(
+        totals, _groups(rows), mean=recipe.reward_mean, std=recipe.reward_std, running=running
+    )
+    for row, off, divisor in zip(rows, center.tolist(), scale.tolist(), strict=True):
+        rewards = row.fields["rewards"].astype(np.float64)
+        rewards[np.flatnonzero(row.mask)[-1]] -= off
+        row.fields["rewards"] = (rewards / divisor).astype(np.float32)
+
+
+def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:
+    """rewards[t] -= kl_coef * kl(old, ref)[t]; the mean KL per position."""
     total, count = 0.0, 0
     for row in rows:
         kl = kl_estimate(
@@ -45,33 +109,160 @@ def _subtract_kl(rows: Sequence[Row], recipe: Recipe) -> float:
             clamp=recipe.kl_clamp,
         ).numpy()
         kl = np.where(row.mask, kl, np.float32(0.0))
-        row.fields["rewards"] = row.fields["rewards"] - np.float32(recipe.kl_coef) * kl
+        row.fields["rewards"] = row.fields["rewards"] - np.float32(kl_coef) * kl
         total, count = total + float(kl.sum()), count + row.num_tokens
     return total / max(count, 1)
 
 
-def _grouped(rows: Sequence[Row], mask: Tensor, recipe: Recipe) -> Tensor:
-    rewards = torch.tensor([float(row.fields["rewards"].sum()) for row in rows])
-    groups = torch.tensor([row.group for row in rows])
-    per_row = group_advantages(rewards, groups, normalize_by_std=recipe.normalize_by_std)
-    lengths = torch.tensor([len(row) for row in rows])
-    return torch.repeat_interleave(per_row, lengths) * mask
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """All rows of a round end to end: `rewards`, `mask` [T]; the sum of each row's rewards `totals` and its number
+    `groups` [B]."""
+
+    rows: Sequence[Row]
+    rewards: Tensor
+    mask: Tensor
+    totals: Tensor
+    groups: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> _Round:
+        rewards, mask = _flat([row.fields["rewards"] for row in rows]), _flat([row.mask for row in rows])
+        return cls(rows, rewards, mask, _totals(rows), _groups(rows))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(row) for row in self.rows)
+
+    def over_positions(self, per_row: Tensor) -> Tensor:
+        """[B] -> [T]: each position has what its row has."""
+        return torch.repeat_interleave(per_row, torch.tensor(self.lengths, dtype=torch.long))
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """[B] -> [T], 0 outside the mask."""
+        return self.over_positions(per_row) * self.mask
 
 
-def _gae(rows: Sequence[Row], mask: Tensor, recipe: Recipe) -> Tensor:
-    values = _flat(rows, [row.fields["values"] for row in rows])
-    bootstrap = torch.tensor([0.0 if row.is_terminal else float(row.fields["values"][-1]) for row in rows])
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """The K turns of a round. `index` [T] is the turn of each position, -1 outside the mask; `rewards` [K] (float64) what a
+    turn's positions got together; `groups` [K] its row's group; `states` [K] numbers the pairs of group and anchor state;
+    `lengths` has the number of turns of each row."""
+
+    index: Tensor
+    rewards: Tensor
+    groups: Tensor
+    states: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, round_: _Round) -> _Turns:
+        index = np.full(len(round_.mask), -1, np.int64)
+        groups: list[int] = []
+        states: list[int] = []
+        lengths: list[int] = []
+        numbers: dict[tuple[int, bytes], int] = {}
+        start = 0
+        for row in round_.rows:
+            pieces = _pieces(row)
+            for begin, end, anchor in pieces:
+                index[start + begin : start + end] = len(groups)
+                groups.append(row.group)
+                states.append(numbers.setdefault((row.group, anchor), len(numbers)))
+            lengths.append(len(pieces))
+            start += len(row)
+        of = torch.from_numpy(index)
+        rewards = torch.zeros(len(groups), dtype=torch.float64)
+        rewards.index_add_(0, of[round_.mask], round_.rewards[round_.mask].double())
+        return cls(of, rewards, torch.tensor(groups), torch.tensor(states), tuple(lengths))
+
+    def spread(self, per_turn: Tensor) -> Tensor:
+        """[K] -> [T], 0 outside the mask."""
+        return torch.where(self.index >= 0, per_turn[self.index.clamp(min=0)], 0.0)
+
+
+def _pieces(row: Row) -> list[tuple[int, int, bytes]]:
+    """(begin, end, anchor state) of each turn.
+
+    Text: a turn is a run of policy tokens, so that two turns without a token between them are one; its anchor is what the
+    environment said since the turn before, the prompt for the first. Simulators: a turn is an env step, its anchor the
+    observation before it.
+    """
+    if "observations" in row.inputs:
+        observations = row.inputs["observations"] + 0.0  # -0.0 becomes 0.0, and every number has one form
+        return [(int(t), int(t) + 1, observations[t].tobytes()) for t in np.flatnonzero(row.mask)]
+    ids = row.inputs["input_ids"]
+    edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False)).tolist()
+    begins, ends = edges[::2], edges[1::2]
+    return [
+        (begin, end, ids[before:begin].tobytes())
+        for before, begin, end in zip([0, *ends[:-1]], begins, ends, strict=True)
+    ]
+
+
+def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:
+    """grpo: trajectories of a group compared by their rewards, or all of its turns by theirs."""
+    if recipe.advantage_level == "turn":
+        turns = _Turns.of(round_)
+        return turns.spread(
+            group_advantages(turns.rewards, turns.groups, normalize_by_std=recipe.normalize_by_std)
+        )
+    return round_.spread(
+        group_advantages(round_.totals, round_.groups, normalize_by_std=recipe.normalize_by_std)
+    )
+
+
+def _gae(round_: _Round, recipe: Recipe) -> Tensor:
+    """Writes `returns` into the rows."""
+    rows = round_.rows
     advantages, returns = gae(
-        _flat(rows, [row.fields["rewards"] for row in rows]),
-        values,
-        mask,
-        tuple(len(row) for row in rows),
-        bootstrap,
+        round_.rewards,
+        _flat([row.fields["values"] for row in rows]),
+        round_.mask,
+        round_.lengths,
+        torch.tensor([0.0 if row.is_terminal else float(row.fields["values"][-1]) for row in rows]),
         gamma=recipe.gamma,
         lam=recipe.gae_lambda,
     )
     _unflatten(rows, "returns", returns)
     return advantages
+
+
+def _gigpo(round_: _Round, recipe: Recipe) -> Tensor:
+    """gigpo (arXiv 2505.10978): A = episode_weight A_E + turn_weight A_T.
+
+    A_E is grpo's. A_T compares a turn's discounted return, G_k = r_k + gamma G_{k+1} over the turns that follow, with those
+    of the turns of the same group that start from the same state (in the same trajectory or another), by the same formula:
+    what was done there better than usual. A state that comes up once has nothing to compare and gets 0.
+
+    ROLL normalises the turn part only by a key that it calls deprecated, and pools equal states of different groups. RLinf
+    and SkyRL have none.
+    """
+    turns, by_std = _Turns.of(round_), recipe.normalize_by_std
+    everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)
+    returns = discounted_returns(turns.rewards, everywhere, turns.lengths, gamma=recipe.gamma)
+    of_episodes = round_.spread(group_advantages(round_.totals, round_.groups, normalize_by_std=by_std))
+    of_turns = turns.spread(group_advantages(returns, turns.states, normalize_by_std=by_std))
+    return recipe.episode_weight * of_episodes + recipe.turn_weight * of_turns
+
+
+def _remax(round_: _Round, _: Recipe) -> Tensor:
+    baselines = [row.baseline for row in round_.rows]
+    assert None not in baselines, "remax needs the reward of each prompt's greedy answer"
+    return round_.spread(baseline_advantages(round_.totals, torch.tensor(baselines, dtype=torch.float64)))
+
+
+_ADVANTAGES: Mapping[Advantage, Callable[[_Round, Recipe], Tensor]] = {
+    "grpo": _of_groups,
+    "gae": _gae,
+    "reinforce": lambda r, recipe: discounted_returns(r.rewards, r.mask, r.lengths, gamma=recipe.gamma),
+    "rloo": lambda r, _: r.spread(leave_one_out_advantages(r.totals, r.groups)),
+    "remax": _remax,
+    "raft": lambda r, _: r.spread(best_of_group(r.totals, r.groups)),
+    "maxrl": lambda r, _: r.spread(likelihood_advantages(r.totals, r.groups)),
+    "gigpo": _gigpo,
+}
+"""Each gives the advantages of all positions [T], 0 outside the mask."""
 
 
 def _explained_variance(rows: Sequence[Row]) -> float:
@@ -84,8 +275,17 @@ def _explained_variance(rows: Sequence[Row]) -> float:
     return float(1.0 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
-def _flat(rows: Sequence[Row], arrays: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays)) if rows else torch.empty(0)
+def _totals(rows: Sequence[Row]) -> Tensor:
+    """The sum of each row's rewards. In float32, as they are: equal sums are not told apart by how they were rounded."""
+    return torch.tensor([row.fields["rewards"].sum(dtype=np.float64) for row in rows], dtype=torch.float32)
+
+
+def _groups(rows: Sequence[Row]) -> Tensor:
+    return torch.tensor([row.group for row in rows], dtype=torch.long)
+
+
+def _flat(arrays: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
 
 
 def _unflatten(rows: Sequence[Row], name: str, flat: Tensor) -> None:

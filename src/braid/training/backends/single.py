@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from braid.config.train import TrainConfig
 from braid.errors import CheckpointError, TrainingError
 from braid.models.base import Output, TrainableModel, copy_weights
+from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
 from braid.training.loss_scale import LossScale
@@ -77,7 +78,7 @@ class SingleBackend:
         with torch.no_grad(), self._autocast():
             for indices in self._infer_batches(rows):
                 batch = pack([rows[i] for i in indices], self._device, with_fields=False)
-                for name, flat in self._model.forward(batch, outputs).items():
+                for name, flat in self._forward(batch, outputs).items():
                     for index, array in zip(indices, unpack(flat, batch), strict=True):
                         results[index][name] = array
         if self._config.count_flops:
@@ -90,19 +91,14 @@ class SingleBackend:
         start = time.perf_counter()
         if (head := self._model.value_head) is not None and head.normalizes:
             head.observe(np.concatenate([row.fields["returns"][row.mask] for row in rows]))
-        running = _Running(self._device)
+        running = Running(self._device)
         try:
-            for indices in self._micro_batches(rows):
-                batch = pack([rows[i] for i in indices], self._device, weights=[weights[i] for i in indices])
-                with self._autocast():
-                    outputs = self._model.forward(batch, loss.outputs)
-                share, diagnostics = loss.compute(outputs, batch)
-                (share if self._scale is None else share * self._scale.value).backward()
-                running.add(share.detach(), diagnostics)
+            for batch in self._batches(rows, weights):
+                self._learn(batch, loss, running)
             if self._scale is not None:
                 self._scale.unscale(self._gradients())
             num_tokens = sum(row.num_tokens for row in rows)
-            report = running.report(self._grad_norm(), self._lr(), num_tokens, loss.limits)
+            report = self._report(running, num_tokens, loss.limits)
             if not (report.is_skipped or report.is_stopped):
                 self._update(report)
         finally:
@@ -116,6 +112,25 @@ class SingleBackend:
 
     def _flops_of(self, rows: Sequence[Row]) -> Flops:
         return self._model.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
+
+    def _batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[PackedBatch]:
+        """The micro-batches of a step."""
+        for indices in self._micro_batches(rows):
+            yield pack([rows[i] for i in indices], self._device, weights=[weights[i] for i in indices])
+
+    def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
+        return running.report(self._grad_norm(), self._lr(), num_tokens, limits)
+
+    def _learn(self, batch: PackedBatch, loss: Loss, running: Running) -> None:
+        """Forward and backward of one micro-batch."""
+        with self._autocast():
+            outputs = self._forward(batch, loss.outputs)
+        share, diagnostics = loss.compute(outputs, batch)
+        (share if self._scale is None else share * self._scale.value).backward()
+        running.add(share.detach(), diagnostics)
+
+    def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
+        return self._model.forward(batch, outputs)
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[int]]:
         return grouped_micro_batches(rows, self._config.micro_batch_tokens, self._config.micro_batch_rows)
@@ -254,12 +269,12 @@ class SingleBackend:
         if self._optimizer is not None:
             load_optimizer_state(self._optimizer, self._model.module, state["optimizer"])
             self._rest_optimizer()
-        if self._scale is not None and state["loss_scale"] is not None:
+        if self._scale is not None and state.get("loss_scale") is not None:
             self._scale.load(state["loss_scale"])
         self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
 
 
-class _Running:
+class Running:
     """Loss and metrics of a step, gathered on the device; reading them is the step's one wait for it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -274,6 +289,14 @@ class _Running:
             self._means[name] = self._means[name] + pair if name in self._means else pair
         for name, value in diagnostics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def merge(self, add: Callable[[Tensor], Tensor], greatest: Callable[[Tensor], Tensor]) -> None:
+        """With what the other ranks have gathered: `add` and `greatest` take a tensor to that of all ranks."""
+        add(self._loss)
+        for name in sorted(self._means):
+            self._means[name] = add(self._means[name])
+        for name in sorted(self._maxima):
+            self._maxima[name] = greatest(self._maxima[name])
 
     def report(
         self, grad_norm: Tensor, lr: float, num_tokens: int, limits: Mapping[str, float]

@@ -1,0 +1,148 @@
+"""Worker groups on Ray: the one file that knows it.
+
+Ray starts the processes and carries arguments and results; what the workers tell each other goes through torch.distributed.
+A cluster that is not there is started on this machine and ended with the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray  # noqa: TID251
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError  # noqa: TID251
+
+from braid.config.cluster import ClusterConfig
+from braid.errors import WorkerError
+
+from .workers import Factory, Place
+
+logger = logging.getLogger(__name__)
+
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def connect(config: ClusterConfig, *, num_processes: int) -> None:
+    """Join the cluster of `cluster.address`, or start one here for so many worker processes. Does nothing when connected."""
+    if ray.is_initialized():
+        return
+    # Ray would otherwise copy the working directory to workers, and report usage over the network.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if config.address is not None:
+        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+        return
+    ray.init(
+        num_cpus=max(num_processes, os.cpu_count() or 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=512 * 2**20,
+    )
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that `connect` started ends, with all its processes."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+class _Host:
+    """The process of one worker."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        os.environ.update(env)
+        self._worker: Any = None
+
+    def rendezvous(self) -> str:
+        """An address in this process's machine that is free now."""
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1" if ray.util.get_node_ip_address() == "127.0.0.1" else "", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{sock.getsockname()[1]}"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def make(self, factory: Factory, place: Place) -> None:
+        self._worker = factory(place)
+
+    def run(self, method: str, args: Sequence[Any]) -> Any:
+        return getattr(self._worker, method)(*args)
+
+
+class RayGroup:
+    """See runtime.workers.WorkerGroup."""
+
+    def __init__(self, role: str, factory: Factory, size: int, config: ClusterConfig) -> None:
+        """Starts `size` processes and makes a worker in each. Raises WorkerError when they are not up in time."""
+        self.role, self.size = role, size
+        self._timeout_s = config.call_timeout_s
+        self._is_closed = False
+        env = {**_THREADS, **config.env}
+        host = ray.remote(num_cpus=0, max_restarts=0)(_Host)
+        self._hosts = [host.options(name=None).remote(env) for _ in range(size)]
+        deadline = time.monotonic() + config.start_timeout_s
+        self._pids = self._wait([h.pid.remote() for h in self._hosts], "starting", deadline)
+        (rendezvous,) = self._wait([self._hosts[0].rendezvous.remote()], "starting", deadline)
+        makes = [h.make.remote(factory, Place(rank, size, rendezvous)) for rank, h in enumerate(self._hosts)]
+        self._wait(makes, "being built", deadline)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """See WorkerGroup."""
+        shared = ray.put(args)
+        return self._all(method, [shared] * self.size)
+
+    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """See WorkerGroup."""
+        return self._all(method, arguments)
+
+    def close(self) -> None:
+        """See WorkerGroup."""
+        if not self._is_closed:
+            self._is_closed = True
+            for host in self._hosts:
+                ray.kill(host, no_restart=True)
+
+    def _all(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        calls = [h.run.remote(method, args) for h, args in zip(self._hosts, arguments, strict=True)]
+        return self._wait(calls, f"in {method}()", time.monotonic() + self._timeout_s)
+
+    def _wait(self, calls: Sequence[Any], doing: str, deadline: float) -> list[Any]:
+        """Results by rank. The first failure ends the group: its other ranks wait for the one that failed."""
+        pending = list(calls)
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, min(5.0, deadline - time.monotonic())))
+            for call in done:
+                self._check(call, calls.index(call), doing)
+            if not done and time.monotonic() >= deadline:
+                ranks = ", ".join(str(calls.index(call)) for call in pending)
+                self.close()
+                raise WorkerError(
+                    f"{self.role} workers {ranks} of {self.size} did not answer in time while {doing}; "
+                    "raise cluster.call_timeout_s if they only need longer"
+                )
+        return ray.get(list(calls))
+
+    def _check(self, call: Any, rank: int, doing: str) -> None:
+        who = f"{self.role} worker {rank} of {self.size}"
+        try:
+            ray.get(call, timeout=0)
+        except GetTimeoutError:
+            return
+        except RayActorError as error:
+            self.close()
+            raise WorkerError(f"{who} died while {doing}: {_last_words(error)}") from None
+        except RayTaskError as error:
+            self.close()
+            raise WorkerError(f"{who} failed while {doing}: {_last_words(error)}") from error
+
+
+def _last_words(error: Exception) -> str:
+    """What a worker raised, or how its process ended."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = lines[-1] if lines else type(error).__name__
+    return last.split(" Some common causes include")[0]

@@ -1,0 +1,150 @@
+"""A training backend spread over worker processes, seen from the controller as one backend.
+
+    rows ─share─> rank 0: its rows ─┐
+                  rank 1: its rows ─┴─ one optimizer step together ─> one report
+
+Each rank holds a shard of the model and runs the rows it is given; denominators are counted over the whole step before
+(algorithms.aggregate), so that how rows are shared out changes no number beyond rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from braid.models.base import Output, TrainableModel, copy_weights
+from braid.models.flops import Flops
+from braid.runtime.workers import WorkerGroup
+from braid.types import Row
+
+from .backend import HeldBytes, Loss, StepReport
+
+
+class ShardedBackend(Protocol):
+    """What a rank runs: a TrainingBackend whose calls all ranks make together.
+
+    `spare` stands in where a rank has fewer micro-batches than another: its forward and backward count for nothing.
+    """
+
+    def infer(
+        self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
+    ) -> list[dict[str, NDArray[np.float32]]]: ...
+
+    def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport: ...
+
+
+@dataclass(slots=True)
+class GroupBackend:
+    """See TrainingBackend. `mirror` is this process's own copy of the model, which engines and copies read; `share_weights`
+    makes it current."""
+
+    group: WorkerGroup
+    mirror: TrainableModel
+    balances: bool = True
+
+    def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
+        """See TrainingBackend."""
+        shares = share_rows(rows, self.group.size, balances=self.balances)
+        arguments = [([_bare(rows[i]) for i in share], outputs, _bare(rows[0])) for share in shares]
+        results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
+        for share, part in zip(shares, self.group.scatter("infer", arguments), strict=True):
+            for index, result in zip(share, part, strict=True):
+                results[index] = result
+        return results
+
+    def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
+        """See TrainingBackend."""
+        shares = share_rows(rows, self.group.size, balances=self.balances)
+        arguments = [
+            ([rows[i] for i in share], [weights[i] for i in share], loss, rows[0]) for share in shares
+        ]
+        return self.group.scatter("train", arguments)[0]
+
+    def share_weights(self) -> None:
+        """Copy the workers' weights into the mirror."""
+        copy_weights(self.group.call("full_weights")[0], self.mirror.named_weights())
+
+    def take_weights(self) -> None:
+        """Copy the mirror's weights into the workers'."""
+        self.group.call(
+            "load_weights", {name: tensor.detach() for name, tensor in self.mirror.named_weights()}
+        )
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainingBackend. Those of the last `share_weights`."""
+        return self.mirror.named_weights()
+
+    def to_host(self) -> None:
+        """See TrainingBackend."""
+        self.group.call("to_host")
+
+    def to_device(self) -> None:
+        """See TrainingBackend."""
+        self.group.call("to_device")
+
+    def flops(self, rows: Sequence[Row]) -> Flops:
+        """See TrainingBackend."""
+        return self.mirror.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
+
+    def held_bytes(self) -> HeldBytes:
+        """See TrainingBackend. Of all ranks together."""
+        parts: list[HeldBytes] = self.group.call("held_bytes")
+        return HeldBytes(
+            weights=sum(p.weights for p in parts),
+            gradients=sum(p.gradients for p in parts),
+            optimizer=sum(p.optimizer for p in parts),
+            is_on_device=all(p.is_on_device for p in parts),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """See TrainingBackend. In the form that one process has, so that any layout can go on from it."""
+        return self.group.call("state")[0]
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See TrainingBackend."""
+        self.group.call("load", state)
+        self.share_weights()
+
+
+def share_rows(rows: Sequence[Row], num_ranks: int, *, balances: bool) -> list[list[int]]:
+    """Indices of the rows of each rank. Rows of a prompt stay together where that leaves ranks about even, since they
+    store it once; with `balances` ranks get about as many tokens, else as many rows, in order."""
+    if not balances:
+        bounds = np.linspace(0, len(rows), num_ranks + 1).round().astype(int).tolist()
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    total = sum(len(row) for row in rows)
+    units: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        units.setdefault(row.group, []).append(index)
+    size_of = _size_of(rows)
+    pieces = [piece for unit in units.values() for piece in (_halved(unit, size_of, total / num_ranks / 4))]
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for piece in sorted(pieces, key=lambda p: (-size_of(p), p[0])):
+        rank = loads.index(min(loads))
+        shares[rank].extend(piece)
+        loads[rank] += size_of(piece)
+    return [sorted(share) for share in shares]
+
+
+def _size_of(rows: Sequence[Row]) -> Callable[[Sequence[int]], int]:
+    return lambda piece: sum(len(rows[i]) for i in piece)
+
+
+def _halved(unit: list[int], size_of: Callable[[Sequence[int]], int], most: float) -> list[list[int]]:
+    """The unit in pieces of at most `most` tokens, or of one row."""
+    if len(unit) == 1 or size_of(unit) <= most:
+        return [unit]
+    middle = len(unit) // 2
+    return _halved(unit[:middle], size_of, most) + _halved(unit[middle:], size_of, most)
+
+
+def _bare(row: Row) -> Row:
+    """The row without its fields, which a forward pass does not read."""
+    return Row(row.inputs, row.mask, row.group, row.trajectory, is_terminal=row.is_terminal)

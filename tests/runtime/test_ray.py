@@ -1,0 +1,115 @@
+"""Worker groups on Ray: calls by rank, and failures that name the worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from braid.config.cluster import ClusterConfig
+from braid.errors import WorkerError
+from braid.runtime.ray import RayGroup, connect, disconnect
+from braid.runtime.workers import Place
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+
+class Worker:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def add(self, a: int, b: int) -> int:
+        return a + b + self._place.rank
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def fail(self) -> None:
+        raise ValueError("no such thing")
+
+    def die(self) -> None:
+        if self._place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def hang(self) -> None:
+        time.sleep(60)
+
+    def env(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+class Broken:
+    def __init__(self, place: Place) -> None:
+        raise OSError("no model here")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    connect(ClusterConfig(), num_processes=2)
+    yield
+    disconnect()
+
+
+def _group(config: ClusterConfig | None = None) -> RayGroup:
+    return RayGroup("policy", Worker, 2, config or ClusterConfig())
+
+
+def test_calls_reach_every_rank_and_results_come_by_rank() -> None:
+    group = _group()
+    assert group.call("add", 1, 2) == [3, 4]
+    assert group.scatter("add", [(1, 2), (30, 40)]) == [3, 71]
+    group.close()
+
+
+def test_the_configs_environment_reaches_workers() -> None:
+    group = _group(ClusterConfig(env={"BRAID_TEST": "here"}))
+    assert group.call("env", "BRAID_TEST") == ["here", "here"]
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("fail", r"policy worker \d of 2 failed while in fail\(\): .*no such thing"),
+        ("die", r"policy worker 1 of 2 died while in die\(\)"),
+    ],
+)
+def test_a_worker_that_fails_ends_its_group_with_its_name(method: str, message: str) -> None:
+    group = _group()
+    pids = group.call("pid")
+    with pytest.raises(WorkerError, match=message):
+        group.call(method)
+    _await_end(pids)
+
+
+def test_a_worker_that_hangs_ends_its_group_at_the_deadline() -> None:
+    group = _group(ClusterConfig(call_timeout_s=2.0))
+    pids = group.call("pid")
+    with pytest.raises(WorkerError, match=r"workers 0, 1 of 2 did not answer in time while in hang\(\)"):
+        group.call("hang")
+    _await_end(pids)
+
+
+def test_a_worker_that_cannot_be_built_says_why() -> None:
+    with pytest.raises(WorkerError, match=r"policy worker \d of 2 failed while being built: .*no model here"):
+        RayGroup("policy", Broken, 2, ClusterConfig())
+
+
+def _await_end(pids: list[int]) -> None:
+    """No process of the group is left behind."""
+    deadline = time.monotonic() + 30
+    while any(_is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"some of {pids} still run"
+        time.sleep(0.1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
