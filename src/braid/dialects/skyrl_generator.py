@@ -315,13 +315,13 @@ def _eval_length(value: int | None, source: Source) -> int:
     return value or source.get(f"{_AT}.sampling_params.max_generate_length")
 
 
-def _sampling(name: str, native: str, **length: Any) -> tuple[Rule, ...]:
+def _sampling(name: str, native: str, length: Takes, longest: int | None) -> tuple[Rule, ...]:
     """The rules of `generator.sampling_params`, and of the same for evaluation."""
     at = f"{_AT}.{name}"
     idle = () if name == "sampling_params" else (_evaluates,)
     return (
-        Apply(f"{at}.max_generate_length", f"{native}.max_new_tokens", nullable(COUNT),
-            when(*idle, then=_eval_length), **length, note="tokens of one answer (turn)"),
+        Apply(f"{at}.max_generate_length", f"{native}.max_new_tokens", length, when(*idle, then=_eval_length),
+            default=longest, note="tokens of one answer (turn)"),
         Apply(f"{at}.temperature", f"{native}.temperature", NON_NEGATIVE, when(*idle, then=_temperature(native)),
             default=1.0,
             note="logits are divided by it in training too, for policy, old and reference alike; 0 is greedy"),
@@ -352,8 +352,8 @@ SAMPLING: tuple[Rule, ...] = (
     Apply(f"{_AT}.use_conversation_multi_turn", "", BOOL, _conversation, default=False),
     NoEffect(f"{_AT}.append_eos_token_after_stop_str_in_multi_turn", BOOL,
         "turns are token for token what was drawn"),
-    *_sampling("sampling_params", "rollout.sampling", default=1024),
-    *_sampling("eval_sampling_params", "eval.sampling", default=None),
+    *_sampling("sampling_params", "rollout.sampling", COUNT, 1024),
+    *_sampling("eval_sampling_params", "eval.sampling", nullable(COUNT), None),
     Apply(f"{_AT}.eval_n_samples_per_prompt", "eval.samples_per_prompt", COUNT,
         when(_evaluates, then=_eval_samples), default=1,
         note="pass@k is the unbiased estimator; there it is the share of prompts with any reward"),

@@ -243,7 +243,7 @@ def _megatron(role: Role) -> tuple[Rule, ...]:
         Apply(f"{kwargs}.gradient_accumulation_fusion", f"{native}.transformer.gradient_accumulation_fusion", BOOL,
             when(*idle), default=False),
         Unsupported(f"{kwargs}.*", instead),
-        NoEffect(f"{at}.empty_cuda_cache", nullable(BOOL), "memory is freed by the backend"),
+        NoEffect(f"{at}.empty_cuda_cache", BOOL, "memory is freed by the backend"),
         Unsupported(f"{at}.*", instead),
         *(Unsupported(f"{at}.{part}.*", instead) for part in _MEGATRON_PARTS),
     )  # fmt: skip
@@ -293,7 +293,8 @@ MODELS: tuple[Rule, ...] = (
     NoEffect("trainer.ref.use_liger_kernel", BOOL, "the policy's setting counts"),
     Apply(f"{_LORA}.rank", "model.lora.rank", NATURAL, when(_has_adapters), default=0, note="0 trains all weights"),
     Apply(f"{_LORA}.alpha", "model.lora.alpha", POSITIVE, when(_has_adapters), default=16),
-    Apply(f"{_LORA}.dropout", "model.lora.dropout", SHARE, when(_has_adapters), default=0.0),
+    Apply(f"{_LORA}.dropout", "", SHARE,
+        off_only("adapters have no dropout", "set 0: log-probs must be the same in rollout and in training")),
     Apply(f"{_LORA}.target_modules", "model.lora.targets", either(TEXT, list_of(TEXT)),
         when(_has_adapters, then=_targets), default="all-linear"),
     Apply(f"{_LORA}.exclude_modules", "", nullable(TEXT),
