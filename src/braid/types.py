@@ -131,13 +131,22 @@ class EnvSteps:
     policy_version: int
 
 
+@dataclass(frozen=True, slots=True)
+class ShapedReward:
+    """The reward that training sees: `total` for the trajectory. Each reward that the environment gave on the way counts
+    `factor` times; what is left of the total comes with the policy's last position."""
+
+    total: float
+    factor: float = 1.0
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode: a text episode has `turns`, a simulator's has `env_steps`.
 
-    `sample` is its index within the group. `reward` is None until scored, and for ever when invalid.
-    `reward_parts` are the unweighted scores by part. `answer_text` is the text of the policy's last turn;
-    `text` that of all policy turns and replies after the prompt.
+    `sample` is its index within the group. `reward` is None until scored, and for ever when invalid; `shaped` is what
+    training makes of it, None where nothing is made. `reward_parts` are the unweighted scores by part. `answer_text` is the
+    text of the policy's last turn; `text` that of all policy turns and replies after the prompt.
     """
 
     prompt: Prompt
@@ -149,6 +158,7 @@ class Trajectory:
     text: str = ""
     answer_text: str = ""
     reward: float | None = None
+    shaped: ShapedReward | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
@@ -156,6 +166,12 @@ class Trajectory:
     @property
     def is_valid(self) -> bool:
         return self.status is not Status.INVALID
+
+    @property
+    def training_reward(self) -> float:
+        """What training sees: the shaped reward, or the reward itself. Of valid, scored trajectories only."""
+        assert self.reward is not None, f"trajectory {self.prompt.uid}/{self.sample} is not scored"
+        return self.reward if self.shaped is None else self.shaped.total
 
     @property
     def num_output_tokens(self) -> int:
@@ -166,22 +182,29 @@ class Trajectory:
 
     def invalidate(self, reason: str) -> None:
         """Mark as failed by the machinery: the reward goes, the reason stays."""
-        self.status, self.reason, self.reward = Status.INVALID, reason, None
+        self.status, self.reason, self.reward, self.shaped = Status.INVALID, reason, None, None
 
 
 @dataclass(slots=True)
 class Group:
     """Trajectories that share a prompt (or a reset state). Baselines are taken within it.
 
-    They are left out of its repr: asyncio.Runner takes the repr of each result, which took seconds for long episodes.
+    `greedy` is the likeliest answer, where its reward is the baseline; it is never trained on. Trajectories are left out of
+    the repr: asyncio.Runner takes the repr of each result, which took seconds for long episodes.
     """
 
     prompt: Prompt
     trajectories: list[Trajectory] = field(repr=False)
+    greedy: Trajectory | None = field(default=None, repr=False)
 
     @property
     def valid(self) -> list[Trajectory]:
         return [t for t in self.trajectories if t.is_valid]
+
+    @property
+    def sampled(self) -> list[Trajectory]:
+        """All that the policy wrote for it, the greedy answer last."""
+        return [*self.trajectories, *([] if self.greedy is None else [self.greedy])]
 
 
 @dataclass(slots=True)
@@ -195,7 +218,8 @@ class Row:
 
     `fields` grows on the way: behavior_logprobs, rewards, then old_logprobs, ref_logprobs, values, advantages,
     returns as the algorithm needs them. `is_terminal` is False when the episode was cut by a limit of time, so that
-    the value after the last position is bootstrapped rather than zero. `group` numbers the prompt within the round.
+    the value after the last position is bootstrapped rather than zero; `is_truncated` is True when any limit cut it.
+    `group` numbers the prompt within the round, `baseline` is the reward of its greedy answer, where there is one.
     """
 
     inputs: dict[str, NDArray[Any]]
@@ -203,6 +227,8 @@ class Row:
     group: int
     trajectory: int
     is_terminal: bool = True
+    is_truncated: bool = False
+    baseline: float | None = None
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:

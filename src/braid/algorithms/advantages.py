@@ -1,52 +1,149 @@
 """Credit: from rewards to per-row or per-token advantages.
 
-Owns the estimators and whitening. Placing rewards on positions, taking KL off them and spreading the
-advantage of a row over its tokens are the caller's. Statistics are taken in float64 and given back in the
-dtype of the input.
+Owns the estimators and whitening. Placing rewards on positions, taking KL off them, cutting rows into turns and spreading
+the advantage of a row over its tokens are the caller's. Statistics are taken in float64 and given back in the dtype of the
+input. Everywhere a row is one valid trajectory, and any integers number the groups, in any order, of any sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-GROUP_STD_EPSILON = 1e-6
-"""Added to a group's standard deviation; the value of RLinf, ROLL and SkyRL."""
+STD_EPSILON = 1e-6
+"""Added to a standard deviation that rewards are divided by; the value of RLinf, ROLL and SkyRL."""
+
+MEAN_EPSILON = 1e-6
+"""Added to the mean that maxrl divides by; SkyRL's value."""
 
 WHITEN_VARIANCE_EPSILON = 1e-8
 """Added to the variance when whitening; the value of ROLL and SkyRL."""
 
 
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Rewards beside the moments of each row's group: float64 [B] each, `std` the unbiased one (divisor n - 1).
+
+    `centered` is the reward less its group's mean. Where all rewards of a group are equal it and `std` are exactly 0.
+    """
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+    centered: Tensor
+
+
+def grouped(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Grouped:
+    """The moments of each row's group."""
+    _, group = groups.unique(return_inverse=True)
+    zeros = torch.zeros(len(groups), dtype=torch.float64, device=rewards.device)  # at most one group a row
+    count = zeros.index_add(0, group, torch.ones_like(zeros))[group]
+    exact = rewards.double()
+    # Measured from the group's lowest reward, equal rewards are exactly 0 whatever their binary fraction.
+    lowest = zeros.scatter_reduce(0, group, exact, "amin", include_self=False)[group]
+    above = exact - lowest
+    mean = zeros.index_add(0, group, above)[group] / count
+    centered = above - mean
+    variance = zeros.index_add(0, group, centered.square())[group] / (count - 1).clamp(min=1)
+    return Grouped(count, lowest + mean, variance.sqrt(), centered)
+
+
 def group_advantages(
     rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"], *, normalize_by_std: bool
 ) -> Float[Tensor, "B"]:
-    """How much better each row did than its group.
+    """grpo: how much better each row did than its group.
 
         A_b = r_b - mean_g(r)                            normalize_by_std = False (Dr. GRPO, arXiv 2503.20783)
         A_b = (r_b - mean_g(r)) / (std_g(r) + 1e-6)      normalize_by_std = True  (GRPO, arXiv 2402.03300)
 
-    std is the unbiased one (divisor n - 1). Any integers number the groups, in any order, of any sizes. A
-    group of one, and a group whose rewards are all equal, get exactly 0. Only valid rows belong in here.
+    A group of one, and a group whose rewards are all equal, get exactly 0. "Rows" may be turns: RLinf's grpo_dynamic
+    compares the rewards of all turns of a group in this way.
 
-    The mean includes the row itself, so for a group of G the expected gradient without std is (G - 1) / G of
-    the true one. RLinf and ROLL use the same formula; SkyRL gives a group of one its raw reward.
+    The mean includes the row itself, so for a group of G the expected gradient without std is (G - 1) / G of the true
+    one. RLinf and ROLL use the same formula (in ROLL's agentic pipelines grpo normalises nothing by itself); SkyRL gives a
+    group of one its raw reward.
     """
+    of = grouped(rewards, groups)
+    advantages = of.centered / (of.std + STD_EPSILON) if normalize_by_std else of.centered
+    return advantages.to(rewards.dtype)
+
+
+def leave_one_out_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """rloo (arXiv 2402.14740): the reward less the mean of the others in the group.
+
+        A_b = r_b - sum_{j in g, j != b} r_j / (n - 1) = (r_b - mean_g(r)) n / (n - 1)
+
+    The baseline does not know the row's own answer, so the expected gradient is the true one. A group of one has no
+    others and gets 0. SkyRL: the same. RLinf and ROLL have none.
+    """
+    of = grouped(rewards, groups)
+    return (of.centered * of.count / (of.count - 1).clamp(min=1)).to(rewards.dtype)
+
+
+def baseline_advantages(rewards: Float[Tensor, "B"], baselines: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """remax (arXiv 2310.10505): A_b = r_b - the reward of the greedy answer to the same prompt.
+
+    The greedy answer hangs on the prompt and the policy alone, so the expected gradient is the true one, for groups of any
+    size. None of RLinf, ROLL and SkyRL has it.
+    """
+    return (rewards.double() - baselines.double()).to(rewards.dtype)
+
+
+def best_of_group(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """raft (arXiv 2304.06767): 1 for the row with the greatest reward of its group, the first of them on a tie; else 0.
+
+    With a plain policy gradient the others leave the numerator of the loss and stay in its denominators. A group whose
+    rewards are all equal has no best row and gets 0 throughout, so that nothing is imitated for being first; the paper
+    would take one at random. What ROLL calls RAFT++ is grpo without its deviation.
+    """
+    of = grouped(rewards, groups)
     _, group = groups.unique(return_inverse=True)
-    zeros = torch.zeros(len(groups), dtype=torch.float64, device=rewards.device)  # at most one group a row
-    count = zeros.index_add(0, group, torch.ones_like(zeros))
-    exact = rewards.double()
-    # Measured from the group's lowest reward, equal rewards are exactly 0 whatever their binary fraction.
-    lowest = zeros.scatter_reduce(0, group, exact, "amin", include_self=False)
-    above = exact - lowest[group]
-    mean = zeros.index_add(0, group, above) / count.clamp(min=1)
-    centered = above - mean[group]
-    if normalize_by_std:
-        variance = zeros.index_add(0, group, centered.square()) / (count - 1).clamp(min=1)
-        centered = centered / (variance.sqrt()[group] + GROUP_STD_EPSILON)
-    return centered.to(rewards.dtype)
+    places = torch.arange(len(groups), device=rewards.device)
+    best = of.centered.new_full((len(groups),), -torch.inf).scatter_reduce(0, group, of.centered, "amax")[
+        group
+    ]
+    is_best = (of.centered == best) & (of.std > 0)
+    none = torch.full_like(places, len(groups))
+    first = none.scatter_reduce(0, group, torch.where(is_best, places, none), "amin")[group]
+    return (places == first).to(rewards.dtype)
+
+
+def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """maxrl (arXiv 2602.02710): A_b = (r_b - mean_g(r)) / (mean_g(r) + 1e-6).
+
+    For rewards of 0 and 1, the mean over a group is its pass rate p, and dividing by it turns the gradient of p into an
+    estimate of that of log p: seldom solved prompts weigh more, as under maximum likelihood. Any rewards that are not
+    negative work, as shares of success. With negative ones the mean is no rate: it may be near 0, or turn the sign of
+    the gradient around. So a group whose mean is not above 0 gets 0 here. SkyRL: the formula as it stands, and the raw
+    reward for a group of one.
+    """
+    of = grouped(rewards, groups)
+    relative = of.centered / (of.mean + MEAN_EPSILON)
+    return torch.where(of.mean > 0, relative, 0.0).to(rewards.dtype)
+
+
+def discounted_returns(
+    rewards: Float[Tensor, "T"], mask: Bool[Tensor, "T"], lengths: Sequence[int], *, gamma: float
+) -> Float[Tensor, "T"]:
+    """reinforce (Williams 1992): what comes after, G_k = r_k + gamma G_{k+1}, over the positions of a row inside the mask;
+    0 outside it, where `rewards` is not read.
+
+    REINFORCE++ (arXiv 2501.03262) whitens these. Without a critic there is nothing to bootstrap from: the return of an
+    episode cut by a limit of time ends there. "Positions" may be turns: so gigpo discounts.
+
+    ROLL: the same over the padded width, rewards of environment tokens counted. SkyRL multiplies the running sum with the
+    mask, so that a turn sees nothing of what follows the environment's reply. RLinf: gamma = 1.
+    """
+    row = _rows_of_positions(lengths, mask)[mask]
+    decay = gamma * (~_is_last(row)).double()
+    returns = torch.zeros_like(rewards)
+    sums = _discounted_suffix_sums(rewards[mask].double(), decay, max(lengths, default=0))
+    returns[mask] = sums.to(rewards.dtype)
+    return returns
 
 
 def gae(
@@ -76,10 +173,8 @@ def gae(
     values padding and environment tokens have. RLinf puts a text's reward on the last padded position, so
     that its discount depends on the padding.
     """
-    row = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=mask.device))[mask]
-    reward, value = rewards[mask].double(), values[mask].double()
-    is_last = torch.ones_like(row, dtype=torch.bool)
-    is_last[:-1] = row[1:] != row[:-1]
+    row = _rows_of_positions(lengths, mask)[mask]
+    reward, value, is_last = rewards[mask].double(), values[mask].double(), _is_last(row)
     next_value = torch.where(is_last, bootstrap.double()[row], value.roll(-1))
     delta = reward + gamma * next_value - value
     advantage = _discounted_suffix_sums(delta, gamma * lam * (~is_last).double(), max(lengths, default=0))
@@ -88,6 +183,18 @@ def gae(
     advantages[mask] = advantage.to(values.dtype)
     returns[mask] = (advantage + value).to(values.dtype)
     return advantages, returns
+
+
+def _rows_of_positions(lengths: Sequence[int], mask: Tensor) -> Tensor:
+    """The number of each position's row."""
+    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=mask.device))
+
+
+def _is_last(row: Tensor) -> Tensor:
+    """Whether a position is the last of its row, where all that are given count."""
+    is_last = torch.ones_like(row, dtype=torch.bool)
+    is_last[:-1] = row[1:] != row[:-1]
+    return is_last
 
 
 def _discounted_suffix_sums(x: Tensor, decay: Tensor, longest: int) -> Tensor:

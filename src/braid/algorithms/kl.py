@@ -30,6 +30,9 @@ from braid.types import KlEstimator
 MAX_EXPONENT = 20.0
 """k3's exponent is bounded here, clamp or no clamp: exp(20) is 4.9e8, far beyond any useful penalty."""
 
+MAX_STEERING = 0.2
+"""Bound on the relative distance from the target that one round reacts to; the value of ROLL and SkyRL."""
+
 
 def kl_estimate(
     logprobs: Float[Tensor, "T"],
@@ -61,3 +64,18 @@ def kl_estimate(
         case "abs":
             kl = difference.abs()
     return kl if clamp is None else kl.clamp(-clamp, clamp)
+
+
+def steered_coefficient(
+    coef: float, kl: float, *, target: float, num_trajectories: int, horizon: float
+) -> float:
+    """The KL coefficient after a round of `num_trajectories` whose mean KL per token was `kl`:
+
+        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_trajectories / horizon)
+
+    It grows while the policy is further from the reference than `target`, and shrinks while it is nearer (Ziegler et al. 2019,
+    arXiv 1909.08593). It never falls below 0, however many trajectories a round has. ROLL and SkyRL: the same without that
+    bound. RLinf's coefficient is fixed.
+    """
+    error = min(max(kl / target - 1.0, -MAX_STEERING), MAX_STEERING)
+    return max(0.0, coef * (1.0 + error * num_trajectories / horizon))

@@ -72,6 +72,11 @@ def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> S
     return Sampling(**values)
 
 
+def _greedy(sampling: SamplingConfig) -> SamplingConfig:
+    """The same limits, and the likeliest token each time."""
+    return sampling.model_copy(update={"greedy": True})
+
+
 @dataclass(frozen=True, slots=True)
 class TextInputs:
     """What a run with text reads before anything is built: the tokenizer and all data."""
@@ -184,6 +189,11 @@ def _build_text(
             plan.eval_max_trajectory_tokens,
             config.eval.batch_prompts,
         ),
+        greedy_driver=driver(
+            _greedy(config.rollout.sampling), plan.max_trajectory_tokens, config.rollout.request_batch
+        )
+        if plan.needs_greedy
+        else None,
         scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
         policy=policy,
         critic=None if critic is None else _critic_backend(config, plan, critic, device),
@@ -234,6 +244,9 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
         eval_prompts={env.id: reset_prompts(env.id, env.eval_episodes)},
         driver=driver(config.rollout.sampling, config.rollout.request_batch),
         eval_driver=driver(config.eval.sampling or config.rollout.sampling, config.eval.batch_prompts),
+        greedy_driver=driver(_greedy(config.rollout.sampling), config.rollout.request_batch)
+        if plan.needs_greedy
+        else None,
         scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
         policy=SingleBackend(
             policy, config.train, total_steps=plan.num_steps, device=device, keeps_weights=True

@@ -29,7 +29,7 @@ def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
     """Operations of this round's sampling, by the formula of models.flops, per second of collecting."""
     if not parts.config.train.count_flops:
         return
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = [t for group in groups for t in group.sampled]
     outputs = sum(t.num_output_tokens for t in trajectories)
     flops = parts.policy.flops([_length(t) for t in trajectories], outputs)
     parts.metrics.mean("flops/rollout_per_s", flops.forward / parts.metrics.value("time/collect_s"))

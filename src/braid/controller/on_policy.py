@@ -1,12 +1,13 @@
 """On-policy reinforcement learning, whole.
 
-    prompts ─collect─> groups ─score─> rewards ─credit─> rows ─improve─> new weights ─publish─> the next round
+    prompts ─gather─> scored groups ─credit─> rows ─improve─> new weights ─publish─> the next round
 
-One round is one rollout batch with its optimizer steps. What always holds:
+One round is one rollout batch with its optimizer steps; gathering draws more batches where the filter asks for it. What
+always holds:
 
 1. Every token of a round was sampled from the weights that the round starts with (version = round - 1).
 2. The engine holds version r before any prompt of round r + 1 is sampled.
-3. Invalid trajectories reach neither rewards, baselines nor denominators.
+3. Invalid trajectories reach neither rewards, baselines nor denominators; dropped groups reach nothing.
 4. A checkpoint holds the state between two rounds and nothing else, so that resuming is going on.
 
 The verbs are in steps.py; what they work on is built by build.py from the plan. Language models and simulators differ
@@ -30,13 +31,13 @@ def run(parts: Parts) -> None:
     while progress.round < plan.num_rounds:
         progress.round += 1
         is_last = progress.round == plan.num_rounds
-        groups = steps.collect(parts)
-        steps.score(parts, groups)
-        rows = steps.credit(parts, groups)
+        selection = steps.gather(parts)
+        rows = steps.credit(parts, selection)
         steps.improve(parts, rows)
+        steps.steer_kl(parts, rows)
         steps.publish(parts)
         steps.update_reference(parts)
-        steps.store(parts, groups, rows)
+        steps.store(parts, selection, rows)
         steps.evaluate(
             parts, is_due=parts.is_due(parts.config.eval.every_rounds, is_last and parts.config.eval.at_end)
         )

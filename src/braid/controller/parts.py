@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from braid.algorithms.rewards import RunningMoments
 from braid.checkpoint.store import CheckpointStore
 from braid.config.schema import RunConfig
 from braid.data.sampler import PromptSampler
@@ -29,13 +30,16 @@ class Progress:
     """How far the run has come; saved with every checkpoint.
 
     `round` counts rollout rounds and `step` optimizer steps of the policy in them; `is_warm` after the warm-up.
-    `reference_updates` counts how often the reference has taken over the policy's weights.
+    `reference_updates` counts how often the reference has taken over the policy's weights, `empty_rounds` the rounds in a row
+    that had nothing to train on. `kl_coef` is the KL coefficient that steering came to; None before it has moved.
     """
 
     round: int = 0
     step: int = 0
     is_warm: bool = False
     reference_updates: int = 0
+    empty_rounds: int = 0
+    kl_coef: float | None = None
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,7 +56,8 @@ class Parts:
     `follow_policy` makes the reference and the critic's backbone copies of the policy as it is now, where the config
     gives them no weights of their own; `update_reference` makes the reference one in any case. `export` writes the policy as a
     Hugging Face folder; None for policies that have no such form. `check_weights` compares the engine's weights with the
-    trainer's, given the version that was published; None when that is not asked for.
+    trainer's, given the version that was published; None when that is not asked for. `greedy_driver` takes the likeliest answer where its
+    reward is the baseline. `reward_moments` are those of all rounds so far, where rewards are normalised by them.
     """
 
     config: RunConfig
@@ -64,6 +69,7 @@ class Parts:
     eval_prompts: Mapping[str, Sequence[Prompt]]
     driver: Driver
     eval_driver: Driver
+    greedy_driver: Driver | None
     scorer: Scorer
     policy: TrainingBackend
     critic: TrainingBackend | None
@@ -77,6 +83,22 @@ class Parts:
     progress: Progress = field(default_factory=Progress)
     metrics: Metrics = field(default_factory=Metrics)
     memory: MemoryRecorder | None = None
+    reward_moments: RunningMoments = field(default_factory=RunningMoments)
+
+    @property
+    def drivers(self) -> tuple[Driver, ...]:
+        """All that sample from the policy."""
+        return (
+            self.driver,
+            self.eval_driver,
+            *(() if self.greedy_driver is None else (self.greedy_driver,)),
+        )
+
+    @property
+    def kl_coef(self) -> float:
+        """The KL coefficient of this round."""
+        steered = self.progress.kl_coef
+        return self.plan.recipe.kl_coef if steered is None else steered
 
     def is_due(self, every: int, is_end: bool = False) -> bool:
         """Whether this round is one of each `every` (0 for none), or the end that counts anyway."""
@@ -84,7 +106,7 @@ class Parts:
 
     def close(self) -> None:
         """End what runs beside the loop: engine, environments, reward processes."""
-        self.driver.close()
-        self.eval_driver.close()
+        for driver in self.drivers:
+            driver.close()
         self.scorer.close()
         self.loop.close()

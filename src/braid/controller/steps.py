@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from braid.algorithms.aggregate import row_weights
+from braid.algorithms.kl import steered_coefficient
 from braid.config.train import TrainConfig
 from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
+from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.rows import rows_of
 from braid.training.backend import StepReport, TrainingBackend
-from braid.training.credit import assign_credit
+from braid.training.credit import assign_credit, is_trained
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.step_fields import write_step_fields
 from braid.types import Group, Row, Status
 
 from . import costs
 from .parts import Parts
+from .selection import Reason, Selection
 
-TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY = 0, 1, 2, 3
+logger = logging.getLogger(__name__)
+
+TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY, COPY_KEY = 0, 1, 2, 3, 4
 """First number of every random key, so that no two uses draw the same."""
+
+MAX_EMPTY_ROUNDS = 10
+"""So many rounds in a row without anything to train on end the run."""
 
 
 @contextmanager
@@ -53,34 +63,53 @@ def warm_up(parts: Parts) -> None:
     publish(parts)
 
 
-def collect(parts: Parts) -> list[Group]:
-    """Sample this round's groups."""
+def gather(parts: Parts) -> Selection:
+    """This round's groups, scored: batches of prompts are drawn until rollout.filter is satisfied."""
+    rollout, progress = parts.config.rollout, parts.progress
+    selection = Selection(rollout.filter, rollout.prompts_per_round)
+    sampled: list[Group] = []
+    while not selection.is_done:
+        groups = _collect(parts, selection.num_batches)
+        _score(parts, groups)
+        selection.add(groups)
+        sampled += groups
+    selection.fill((parts.config.run.seed, COPY_KEY, progress.round))
+    _report_sampling(parts, sampled)
+    _report_selection(parts, selection)
+    if selection.reasons["invalid"] == len(sampled):
+        raise TrainingError(
+            f"round {progress.round} has no trajectory to train on: every answer of every group is invalid"
+        )
+    return selection
+
+
+def _collect(parts: Parts, batch: int) -> list[Group]:
+    """Sample the groups of one batch of prompts; with a greedy answer to each, where that is the baseline."""
     rollout = parts.config.rollout
     prompts = [parts.train_prompts[i] for i in parts.sampler.take(rollout.prompts_per_round)]
+    numbers = range(batch * len(prompts), (batch + 1) * len(prompts))
+    key = (TRAIN_KEY, parts.progress.round)
     with costs.device_freed(parts), _timed(parts, "collect"):
-        key = (TRAIN_KEY, parts.progress.round)
-        groups = parts.loop.run(parts.driver.run(prompts, rollout.group_size, key=key))
-    trajectories = [t for group in groups for t in group.trajectories]
-    tokens = [t.num_output_tokens for t in trajectories]
-    metrics = parts.metrics
-    metrics.add("rollout/trajectories", len(trajectories))
-    metrics.add("rollout/tokens", sum(tokens))
-    metrics.mean("rollout/output_length_mean", sum(tokens), len(tokens))
-    metrics.max("rollout/output_length_max", max(tokens))
-    metrics.mean("rollout/tokens_per_s", sum(tokens) / metrics.value("time/collect_s"))
-    for trajectory in trajectories:
-        if trajectory.turns:
-            metrics.mean("rollout/turns_mean", len(trajectory.turns))
-    costs.count_sampling(parts, groups)
+        groups = parts.loop.run(parts.driver.run(prompts, rollout.group_size, key=key, numbers=numbers))
+        if parts.greedy_driver is not None:
+            greedy = parts.loop.run(parts.greedy_driver.run(prompts, 1, key=key, numbers=numbers))
+            for group, answer in zip(groups, greedy, strict=True):
+                (group.greedy,) = answer.trajectories
     return groups
 
 
-def score(parts: Parts, groups: Sequence[Group]) -> None:
-    """Give every valid trajectory its reward; end the run when too many are invalid."""
-    trajectories = [t for group in groups for t in group.trajectories]
+def _score(parts: Parts, groups: Sequence[Group]) -> None:
+    """Give every valid trajectory its reward, and what training makes of it; end the run when too many are invalid."""
+    config, trajectories = parts.config, [t for group in groups for t in group.trajectories]
+    sampled = [t for group in groups for t in group.sampled]
     with _timed(parts, "score"):
-        parts.loop.run(parts.scorer.score(trajectories))
-    if parts.config.rollout.print_outputs:
+        parts.loop.run(parts.scorer.score(sampled))
+        if has_shaping(config.reward):
+            limit = config.rollout.sampling.max_new_tokens
+            for trajectory in sampled:
+                if trajectory.is_valid:
+                    trajectory.shaped = shape_reward(trajectory, config.reward, max_new_tokens=limit)
+    if config.rollout.print_outputs:
         log_outputs(parts.progress.round, groups)
     metrics = parts.metrics
     for status in Status:
@@ -89,45 +118,125 @@ def score(parts: Parts, groups: Sequence[Group]) -> None:
     invalid = sum(reasons.values())
     for boundary, count in Counter(reason.split(":")[0] for reason in reasons.elements()).items():
         metrics.add(f"invalid/{boundary.split()[0]}", count)
-    limit = parts.config.rollout.max_invalid_fraction
+    limit = config.rollout.max_invalid_fraction
     if invalid > limit * len(trajectories):
         common = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
         raise RolloutError(
             f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, more than "
             f"rollout.max_invalid_fraction={limit:g} allows. Most common: {common}"
         )
+
+
+def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
+    """What was sampled and scored in the round, whether it is trained on or not."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    lengths = [t.num_output_tokens for t in trajectories]
+    tokens = sum(t.num_output_tokens for group in groups for t in group.sampled)
+    metrics = parts.metrics
+    metrics.add("rollout/trajectories", len(trajectories))
+    metrics.add("rollout/tokens", tokens)
+    metrics.mean("rollout/output_length_mean", sum(lengths), len(lengths))
+    metrics.max("rollout/output_length_max", max(lengths))
+    metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/collect_s"))
+    for trajectory in trajectories:
+        if trajectory.turns:
+            metrics.mean("rollout/turns_mean", len(trajectory.turns))
+    costs.count_sampling(parts, groups)
     for trajectory in trajectories:
         if trajectory.reward is not None:
             metrics.mean("reward/mean", trajectory.reward)
+            if trajectory.shaped is not None:
+                metrics.mean("reward/shaped_mean", trajectory.shaped.total)
             metrics.mean(f"reward/source/{trajectory.prompt.source}", trajectory.reward)
             for part, value in trajectory.reward_parts.items():
                 metrics.mean(f"reward/part/{part}", value)
-    rewards = [[t.reward or 0.0 for t in g.valid] for g in groups if g.valid]
-    metrics.mean("reward/std", float(np.std(np.concatenate(rewards))) if rewards else 0.0)
-    metrics.mean("reward/same_in_group_fraction", sum(min(r) == max(r) for r in rewards), len(rewards))
+    for group in groups:
+        if group.greedy is not None and group.greedy.reward is not None:
+            metrics.mean("reward/greedy_mean", group.greedy.reward)
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    metrics.mean("reward/std", float(np.std(rewards)) if rewards else 0.0)
+    seen = [[t.training_reward for t in group.valid] for group in groups if group.valid]
+    metrics.mean("reward/same_in_group_fraction", sum(min(r) == max(r) for r in seen), len(seen))
 
 
-def credit(parts: Parts, groups: Sequence[Group]) -> list[Row]:
-    """Turn the valid trajectories into rows with everything that the losses need."""
-    plan = parts.plan
+def _report_selection(parts: Parts, selection: Selection) -> None:
+    """What the filter did; nothing where nothing can be dropped and nothing was."""
+    config, metrics = selection.config, parts.metrics
+    for reason in get_args(Reason):
+        if selection.reasons[reason] or getattr(config, reason, None) is not None:
+            metrics.add(f"rollout/dropped_groups/{reason}", selection.reasons[reason])
+    if config.then == "resample":
+        metrics.add("rollout/batches", selection.num_batches)
+        if len(selection.kept) < selection.size:
+            logger.warning(
+                "round %d goes on with %d of %d groups after rollout.filter.max_batches=%d batches: %s",
+                parts.progress.round, len(selection.kept), selection.size, selection.num_batches, selection.describe(),
+            )  # fmt: skip
+    if config.then == "replace":
+        metrics.add("rollout/replaced_groups", selection.num_replaced)
+
+
+def credit(parts: Parts, selection: Selection) -> list[Row]:
+    """The rows to train on, with everything that the losses need. None for a round with nothing to learn from: that is told,
+    and ends the run when it goes on."""
     with _timed(parts, "credit"):
-        rows = rows_of(groups)
-        if not rows:
-            raise TrainingError(
-                f"round {parts.progress.round} has no trajectory to train on: every answer of every group is invalid"
+        rows = rows_of(selection.kept)
+        if rows:
+            _infer_fields(parts, rows)
+            facts = assign_credit(
+                rows, parts.plan.recipe, kl_coef=parts.kl_coef, running=parts.reward_moments
             )
-        if plan.old_logprobs == "recompute":
-            _infer(parts.policy, rows, "logprobs", "old_logprobs")
-        elif plan.old_logprobs == "behavior":
-            for row in rows:
-                row.fields["old_logprobs"] = row.fields["behavior_logprobs"]
-        if parts.reference is not None:
-            _infer(parts.reference, rows, "logprobs", "ref_logprobs")
-        if parts.critic is not None:
-            _infer(parts.critic, rows, "values", "values")
-        for name, value in assign_credit(rows, plan.recipe).items():
-            parts.metrics.mean(name, value)
-    return rows
+            for name, value in facts.items():
+                parts.metrics.mean(name, value)
+            if parts.plan.recipe.supervised_coef > 0:
+                _mark_successes(parts, selection.kept, rows)
+        trained = [row for row in rows if is_trained(row, parts.plan.recipe)]
+        if parts.plan.recipe.mask_truncated:
+            parts.metrics.add("rollout/masked_trajectories", len(rows) - len(trained))
+    _count_empty_rounds(parts, selection, trained)
+    return trained
+
+
+def _infer_fields(parts: Parts, rows: Sequence[Row]) -> None:
+    """Log-probs and values of the models as they are before the update."""
+    if parts.plan.old_logprobs == "recompute":
+        _infer(parts.policy, rows, "logprobs", "old_logprobs")
+    elif parts.plan.old_logprobs == "behavior":
+        for row in rows:
+            row.fields["old_logprobs"] = row.fields["behavior_logprobs"]
+    if parts.reference is not None:
+        _infer(parts.reference, rows, "logprobs", "ref_logprobs")
+    if parts.critic is not None:
+        _infer(parts.critic, rows, "values", "values")
+
+
+def _mark_successes(parts: Parts, groups: Sequence[Group], rows: Sequence[Row]) -> None:
+    """`is_success` of each row: 1 throughout where the trajectory's reward, as it was scored, is a success."""
+    rewards = [t.reward for group in groups for t in group.trajectories]
+    for row in rows:
+        reward = rewards[row.trajectory]
+        assert reward is not None, "rows are of scored trajectories"
+        row.fields["is_success"] = np.full(len(row), reward >= parts.config.eval.success_reward, np.float32)
+
+
+def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[Row]) -> None:
+    progress = parts.progress
+    parts.metrics.add("rollout/empty_rounds", int(not rows))
+    progress.empty_rounds = 0 if rows else progress.empty_rounds + 1
+    if rows:
+        return
+    why = selection.describe() if selection.reasons else ""
+    if selection.kept:
+        why += (
+            " and " if why else ""
+        ) + "every trajectory left is truncated, which algorithm.mask_truncated keeps out of the loss"
+    if progress.empty_rounds >= MAX_EMPTY_ROUNDS:
+        raise TrainingError(
+            f"{progress.empty_rounds} rounds in a row, up to round {progress.round}, had nothing to train on. In the last one "
+            f"{why}. The task may be too easy or too hard for the policy: change the data or the reward, or loosen "
+            "the filter"
+        )
+    logger.warning("round %d trains nothing: %s", progress.round, why)
 
 
 def _infer(backend: TrainingBackend, rows: Sequence[Row], output: Output, field: str) -> None:
@@ -136,7 +245,9 @@ def _infer(backend: TrainingBackend, rows: Sequence[Row], output: Output, field:
 
 
 def improve(parts: Parts, rows: Sequence[Row]) -> None:
-    """The round's optimizer steps: the critic's, then the policy's, each on mini-batches of its own."""
+    """The round's optimizer steps: the critic's, then the policy's, each on mini-batches of its own. None without rows."""
+    if not rows:
+        return
     with _timed(parts, "improve"):
         if parts.critic is not None:
             _improve_critic(parts, parts.critic, rows)
@@ -157,7 +268,7 @@ def _improve_policy(parts: Parts, rows: Sequence[Row]) -> None:
     for batch, weights in _batches(parts, rows, parts.config.train):
         key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
         write_step_fields(batch, recipe, constant=parts.plan.aggregation_constant, key=key)
-        report = parts.policy.train(batch, weights, policy_loss(recipe))
+        report = parts.policy.train(batch, weights, policy_loss(recipe, kl_coef=parts.kl_coef))
         record(parts.metrics, "policy", report)
         if recipe.early_stop_ratio is not None:
             parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))
@@ -188,6 +299,23 @@ def _batches(
             )
 
 
+def steer_kl(parts: Parts, rows: Sequence[Row]) -> None:
+    """With kl_target, the next round's KL coefficient: from the KL per token that this round's reward or loss has seen."""
+    recipe = parts.plan.recipe
+    if recipe.kl_target is None or parts.reference is None:
+        return
+    parts.metrics.mean("algorithm/kl_coef", parts.kl_coef)
+    seen = "reward/kl" if recipe.kl_in == "reward" else "policy/kl"
+    if seen in parts.metrics:
+        parts.progress.kl_coef = steered_coefficient(
+            parts.kl_coef,
+            parts.metrics.value(seen),
+            target=recipe.kl_target,
+            num_trajectories=len(rows),
+            horizon=recipe.kl_horizon,
+        )
+
+
 def record(metrics: Metrics, role: str, report: StepReport) -> None:
     """Keep what an optimizer step did, under the name of the role that took it."""
     metrics.mean(f"{role}/loss", report.loss)
@@ -215,15 +343,16 @@ def update_reference(parts: Parts) -> None:
 def publish(parts: Parts) -> None:
     """Hand the new weights to the samplers."""
     with _timed(parts, "publish"):
-        parts.driver.publish(parts.progress.round)
-        parts.eval_driver.publish(parts.progress.round)
+        for driver in parts.drivers:
+            driver.publish(parts.progress.round)
         if parts.check_weights is not None:
             parts.check_weights(parts.progress.round)
 
 
-def store(parts: Parts, groups: Sequence[Group], rows: Sequence[Row]) -> None:
-    """Keep every trajectory of chosen rounds for reading, and every array of the rows for machines."""
+def store(parts: Parts, selection: Selection, rows: Sequence[Row]) -> None:
+    """Keep every trajectory of chosen rounds for reading, dropped groups last, and every array of the rows for machines."""
     report, name = parts.config.report, f"round_{parts.progress.round:06d}"
+    groups = [*selection.kept, *selection.dropped]
     if parts.is_due(report.samples_every_rounds):
         parts.reporter.store_samples(name, groups, rows)
     if parts.is_due(report.batches_every_rounds):
@@ -327,6 +456,7 @@ def state_of(parts: Parts) -> dict[str, object]:
     return {
         "progress": parts.progress.state(),
         "sampler": parts.sampler.state(),
+        "reward_moments": parts.reward_moments.state(),
         "policy": parts.policy.state(),
         "critic": parts.critic.state() if parts.critic else None,
         "reference": parts.reference.state() if parts.reference and _reference_changes(parts) else None,
@@ -345,6 +475,7 @@ def restore(parts: Parts, state: dict[str, object]) -> None:
     loaders = {
         "progress": parts.progress,
         "sampler": parts.sampler,
+        "reward_moments": parts.reward_moments,
         "policy": parts.policy,
         "critic": parts.critic,
         "reference": parts.reference,

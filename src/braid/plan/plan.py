@@ -44,6 +44,7 @@ class Plan:
     aggregation_constant: float | None
     needs_critic: bool
     needs_reference: bool
+    needs_greedy: bool
     num_prompts: int | None
     trajectories_per_round: int
     steps_per_round: int

@@ -75,6 +75,7 @@ def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
         aggregation_constant=constant,
         needs_critic=recipe.advantage == "gae",
         needs_reference=recipe.kl_coef > 0,
+        needs_greedy=recipe.advantage == "remax",
         num_prompts=num_prompts,
         trajectories_per_round=trajectories,
         steps_per_round=steps_per_round,

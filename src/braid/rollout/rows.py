@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,29 +15,35 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
     """One row for each valid trajectory, in order, with `behavior_logprobs` and `rewards`.
 
     `Row.group` is the place of the group, `Row.trajectory` that of the trajectory among all of `groups`, invalid ones
-    counted. The rewards of a row add up to the trajectory's reward: each turn's or env step's own where it was given,
-    what the reward parts added at the policy's last position.
+    counted. The rewards of a row add up to the trajectory's training reward: each turn's or env step's own where it was
+    given, what the reward parts and shaping added at the policy's last position. `Row.baseline` is the training reward
+    of the group's greedy answer.
     """
-    everyone = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
-    return [
-        _row_of(trajectory, group, place)
-        for place, (group, trajectory) in enumerate(everyone)
-        if trajectory.is_valid
-    ]
+    rows: list[Row] = []
+    places = itertools.count()
+    for number, group in enumerate(groups):
+        baseline = None if group.greedy is None else group.greedy.training_reward
+        for trajectory in group.trajectories:
+            place = next(places)
+            if trajectory.is_valid:
+                row = _row_of(trajectory)
+                row.group, row.trajectory, row.baseline = number, place, baseline
+                rows.append(row)
+    return rows
 
 
-def _row_of(trajectory: Trajectory, group: int, place: int) -> Row:
-    assert trajectory.reward is not None, (
-        f"trajectory {trajectory.prompt.uid}/{trajectory.sample} is not scored"
-    )
+def _row_of(trajectory: Trajectory) -> Row:
+    total = trajectory.training_reward
+    is_truncated = trajectory.status is Status.TRUNCATED
     if trajectory.env_steps is not None:
-        row = _simulator_row(trajectory.env_steps, is_terminal=trajectory.status is Status.FINISHED)
+        row = _simulator_row(trajectory.env_steps, is_terminal=not is_truncated)
     else:
         row = _text_row(trajectory.turns)
-    row.group, row.trajectory = group, place
+    row.is_truncated = is_truncated
     rewards = row.fields["rewards"]
-    last = np.flatnonzero(row.mask)[-1]
-    rewards[last] += trajectory.reward - rewards.sum(dtype=np.float64)
+    if trajectory.shaped is not None:
+        rewards *= np.float32(trajectory.shaped.factor)
+    rewards[np.flatnonzero(row.mask)[-1]] += total - rewards.sum(dtype=np.float64)
     return row
 
 

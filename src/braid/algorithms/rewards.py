@@ -1,0 +1,88 @@
+"""Rewards before credit is assigned: centred and scaled by statistics of the group, of the round, or of the run so far.
+
+Owns the statistics. Where a row's rewards sit, and how a change of their sum is spread over them, is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from braid.types import RewardStatistics
+
+from .advantages import STD_EPSILON, grouped
+
+
+@dataclass(slots=True)
+class RunningMoments:
+    """Mean and variance of all values so far, in float64: `squares` is the sum of squared distances from the mean.
+
+    Batches are merged as Chan, Golub and LeVeque 1979 merge Welford's sums, so the moments are those of all values
+    together, and no old one fades.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Unbiased; 0 for fewer than two values."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def update(self, values: Float[Tensor, "B"]) -> None:
+        """Take in more values."""
+        if not len(values):
+            return
+        of = grouped(values, torch.zeros(len(values), dtype=torch.long, device=values.device))
+        count, distance = self.count + len(values), float(of.mean[0]) - self.mean
+        self.squares += float(of.centered.square().sum()) + distance**2 * self.count * len(values) / count
+        self.mean += distance * len(values) / count
+        self.count = count
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
+
+
+def reward_statistics(
+    rewards: Float[Tensor, "B"],
+    groups: Int[Tensor, "B"],
+    *,
+    mean: RewardStatistics,
+    std: RewardStatistics,
+    running: RunningMoments,
+) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
+    """(center, scale) of each row, float64, so that its reward becomes (r - center) / scale.
+
+        none      0; 1                           group     mean; std + 1e-6 of the row's group
+        batch     the same of all rows           running   the same of all rounds so far, this one included
+
+    Standard deviations are unbiased. One of exactly 0 (a single row, or equal rewards) scales by 1: there is nothing to
+    bring to a common size. `running` must have taken in this round's rewards. Any two can be mixed: `group` and `batch`
+    are Lite PPO's (arXiv 2508.08221).
+
+    ROLL: the same formula, but a group's deviation with a mean that is not the group's fails on its shapes, and a
+    deviation of 0 makes a reward that is not centred a million times larger. RLinf and SkyRL have grpo's only.
+    """
+    everyone = torch.zeros_like(groups)
+    zeros = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+
+    def moments(which: RewardStatistics) -> tuple[Tensor, Tensor]:
+        if which == "none":
+            return zeros, zeros
+        if which == "running":
+            return zeros + running.mean, zeros + running.std
+        of = grouped(rewards, groups if which == "group" else everyone)
+        return of.mean, of.std
+
+    center, (_, deviation) = moments(mean)[0], moments(std)
+    return center, torch.where(deviation > 0, deviation + STD_EPSILON, 1.0)
