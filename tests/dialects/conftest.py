@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,12 +102,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-
-
-def with_environment(action: Callable[[], None]) -> None:
-    """`action` with the variables that the files name, outside pytest."""
-    os.environ.update(ENVIRONMENT)
-    action()
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.config.load import Loaded
+from braid.config.reward import JudgeReward
 from braid.dialects.devices import MAX_DEVICES, parse_devices, placement_text
 from braid.dialects.load import Read, read_config
 from braid.dialects.roll import NO_MODEL
@@ -558,13 +559,28 @@ def test_domains_are_parts_that_score_their_tags(tmp_path: Path) -> None:
     }
     config = read(tmp_path, {"rewards": rewards}).loaded.config
     parts = [(part.kind, part.name, part.sources) for part in config.reward.parts]
-    assert parts == [("math", "math_rule", ("deepmath", "aime")), ("exact", "choice", ("mmlu",))]
+    assert parts == [("math", "math_rule", ("deepmath", "aime")), ("choice", "choice", ("mmlu",))]
     assert config.data.train[0].source_key == "tag"
 
 
+def test_a_judge_is_asked_at_its_server(tmp_path: Path) -> None:
+    judge = {
+        "judge_model_type": "api",
+        "judge_api_url": "http://localhost:8000/v1",
+        "judge_model_name": "judge",
+    }
+    part = read(tmp_path, {"rewards": {"llm_judge": judge}}).loaded.config.reward.parts[0]
+    assert isinstance(part, JudgeReward)
+    assert (part.url, part.model) == ("http://localhost:8000/v1", "judge")
+    del judge["judge_api_url"]
+    assert "rewards.llm_judge.judge_api_url: a judge needs it" in problems(
+        tmp_path, {"rewards": {"llm_judge": judge}}
+    )
+
+
 def test_a_domain_without_a_native_part_names_the_way_out(tmp_path: Path) -> None:
-    text = problems(tmp_path, {"rewards": {"code": {"worker_cls": "roll.x.CodeSandboxRewardWorker"}}})
-    assert "rewards.code.worker_cls" in text
+    text = problems(tmp_path, {"rewards": {"detection": {"worker_cls": "roll.x.DetectionRewardWorker"}}})
+    assert "rewards.detection.worker_cls" in text
     assert "write a function" in text
 
 

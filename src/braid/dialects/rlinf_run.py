@@ -56,9 +56,8 @@ def _task(value: str, source: Source) -> Became:
             "math or embodied; supervised learning is `braid sft`, with a native `sft` section"
         )
     native: dict[str, Any] = {"run.eval_only": True} if value.endswith("_eval") else {}
-    if not facts.is_robots(source):
-        native["env.kind"] = "single_turn"
-    return Became(native, note="the simulator is env.train.env_type" if facts.is_robots(source) else "")
+    kind = source.get("env.train.env_type") if facts.is_robots(source) else "single_turn"
+    return Became(native | ({} if kind is None else {"env.kind": kind}))
 
 
 def _logger_path(value: str, _: Source) -> str:

@@ -253,6 +253,13 @@ def _domains(source: Source) -> Findings:
     for name in names:
         if worker_of(source, name) not in PARTS and not source.get(f"rewards.{name}.worker_cls"):
             yield f"rewards.{name}.worker_cls", "name the reward worker of the domain"
+        if worker_of(source, name) == "LLMJudgeRewardWorker":
+            for key in ("judge_api_url", "judge_model_name"):
+                if not source.get(f"rewards.{name}.{key}"):
+                    yield (
+                        f"rewards.{name}.{key}",
+                        "a judge needs it: a model behind an OpenAI-compatible server",
+                    )
         if len(names) > 1 and not source.get(f"rewards.{name}.tag_included"):
             yield f"rewards.{name}.tag_included", "with several domains each lists the tags of its rows"
 

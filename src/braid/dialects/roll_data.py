@@ -214,14 +214,22 @@ DATA: tuple[Rule, ...] = (
 
 # Rewards
 
+JUDGE_PROMPT = (
+    "Task:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n{response}\n\n"
+    "Does the answer agree with the reference? Reply with YES or NO."
+)
 PARTS: dict[str, dict[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
-    "MultipleChoiceBoxedRuleRewardWorker": {"kind": "exact", "pattern": r"\\boxed\{([^{}]*)\}"},
+    "MultipleChoiceBoxedRuleRewardWorker": {"kind": "choice"},
+    "CodeSandboxRewardWorker": {"kind": "code", "tests_key": "test_cases"},
+    "LLMJudgeRewardWorker": {"kind": "judge", "prompt": JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
 """Reward worker -> part."""
 _BY_NAME = {
     "math_rule": "MathRuleRewardWorker",
     "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
+    "code_sandbox": "CodeSandboxRewardWorker",
+    "llm_judge": "LLMJudgeRewardWorker",
 }
 """Domain -> its worker, where the file names none."""
 ANSWER = "ground_truth"
@@ -260,6 +268,18 @@ def _tags(value: list[str], source: Source) -> Any:
     return Became({f"reward.parts[{index}].sources": value})
 
 
+def _judge(name: str) -> Convert:
+    """A key of the judge's server."""
+
+    def convert(value: str, source: Source) -> Any:
+        domain = _domain(source)
+        if worker_of(source, domain) != "LLMJudgeRewardWorker":
+            return no_effect("of a judge")
+        return Became({f"reward.parts[{facts.domains(source).index(domain)}].{name}": value})
+
+    return convert
+
+
 def _filter(source: Source, domain: str) -> dict[str, Any]:
     """Native path -> value of a domain's query filter."""
     where = f"rewards.{domain}.query_filter_config"
@@ -283,7 +303,9 @@ def _query_filter(_: Any, source: Source) -> Any:
     return Became(filters[0]) if filters[0] else implied("every group counts")
 
 
-_JUDGED = "of a judge; write it as a part: braid.reward.parts (kind judge)"
+_LOCAL_JUDGE = (
+    "start a server for the judge, and give judge_model_type: api, judge_api_url and judge_model_name"
+)
 
 REWARDS: tuple[Rule, ...] = (
     Apply("rewards.*.worker_cls", "", TEXT, _worker_class, note="the part of the reward that this domain's rows get"),
@@ -295,7 +317,12 @@ REWARDS: tuple[Rule, ...] = (
           mapping_of(NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}), _query_filter),
     Apply("rewards.*.response_filter_config.type", "", choice("no_filter"), only("no_filter", "", "every answer counts")),
     Apply("rewards.*.response_length_penalty_coef", "", NON_NEGATIVE, only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
-    *(Unsupported(f"rewards.*.{name}", _JUDGED) for name in ("judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key")),
+    Apply("rewards.*.judge_api_url", "", TEXT, _judge("url"), note="base URL of an OpenAI-compatible server"),
+    Apply("rewards.*.judge_model_name", "", TEXT, _judge("model")),
+    Apply("rewards.*.judge_model_type", "", choice("api", "inference"), only("api", _LOCAL_JUDGE, "a server's")),
+    NoEffect("rewards.*.judge_prompt", TEXT, "it names a text of ROLL's; the judge is asked whether the answer agrees with the reference"),
+    Unsupported("rewards.*.judge_api_key", "it would be kept in the run's folder; remove it, and name its environment variable natively "
+                "(reward.parts, api_key_env)"),
     *(Unsupported(f"rewards.*.{name}", "write a function: braid.reward.parts (kind function)") for name in ("reward_type", "reward_manager_config", "format_pattern", "code_url")),
     NoEffect("rewards.*.use_local", BOOL, "rewards run in processes of their own on this machine"),
     NoEffect("rewards.*.name", TEXT, "the domain names the part"),
@@ -306,5 +333,5 @@ REWARDS: tuple[Rule, ...] = (
     NoEffect("rewards.*.device_mapping", ANY, "a rule has no device"),
     *(NoEffect(f"rewards.*.{name}", ANY, "a rule has no model")
       for name in ("model_args", "data_args", "generating_args", "strategy_args", "system_envs")),
-    Unsupported("reward_model.*", _JUDGED),
+    Unsupported("reward_model.*", _LOCAL_JUDGE),
 )  # fmt: skip

@@ -188,7 +188,8 @@ def _lora() -> tuple[Rule, ...]:
         Apply(f"{model}.lora_rank", "model.lora.rank", nullable(COUNT), when(facts.no_lora), default=8),
         Apply(f"{model}.lora_alpha", "model.lora.alpha", nullable(POSITIVE),
               when(facts.no_lora, then=lambda v, s: v or 2 * s.get(f"{model}.lora_rank")), default=None, note="null: 2 * lora_rank"),
-        Apply(f"{model}.lora_dropout", "model.lora.dropout", number(0.0, 0.9), when(facts.no_lora), default=0.0),
+        Apply(f"{model}.lora_dropout", "", number(0.0, 0.9),
+              only(0, "set 0: log-probs must be the same in rollout and in training", "adapters have no dropout")),
         Apply(f"{model}.adapter_name_or_path", "model.lora.path", nullable(PATH), when(facts.no_lora)),
     )  # fmt: skip
 
@@ -346,7 +347,7 @@ def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
         plain("expert_tensor_parallel_size", "expert_tensor_parallel", nullable(COUNT)),
         plain("virtual_pipeline_model_parallel_size", "virtual_pipeline", nullable(COUNT)),
         plain("sequence_parallel", "sequence_parallel", convert=_sequence_parallel(role),
-              note="on with TP > 1 and EP > 1, off with TP = 1, whatever it says: Megatron needs it so"),
+              note="on with TP > 1 and EP > 1, whatever it says: Megatron needs it so"),
         plain("recompute_granularity", "recompute_granularity", nullable(choice("full", "selective")), _recompute(role, native),
               note="full with nothing else said: each layer by itself (uniform, 1)"),
         plain("recompute_method", "recompute_method", nullable(choice("uniform", "block", "recompute")),
@@ -404,12 +405,14 @@ def _not_file_megatron(role: str) -> Idle:
 
 
 def _sequence_parallel(role: str) -> Convert:
-    def convert(value: bool, source: Source) -> bool:
+    def convert(value: bool, source: Source) -> Any:
         config = f"{role}.{STRATEGY}"
         tensor, expert = (
             source.get(f"{config}.{name}_model_parallel_size") or 1 for name in ("tensor", "expert")
         )
-        return tensor > 1 and (value or expert > 1)
+        if tensor == 1:
+            return no_effect("with tensor_model_parallel_size=1 no device shares a layer")
+        return value or expert > 1
 
     return convert
 

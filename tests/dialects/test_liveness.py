@@ -1,0 +1,293 @@
+"""No key that is said to be applied is without effect.
+
+Two halves. A change of an applied key changes the native config, in the parts that the run's backend and engine read (or is
+refused by name). And every native key that any rule sets is read by code, or belongs to a part that says it is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import braid
+from braid.config.load import plain_data, validate
+from braid.config.schema import RunConfig
+from braid.config.source import Written, parse_path, place
+from braid.dialects.load import DIALECTS, read_foreign
+from braid.dialects.table import Apply, Dialect, Rule
+from braid.dialects.translate import Translation, translate
+from braid.dialects.values import Takes
+from braid.errors import ConfigError
+from braid.plan import idle_keys, resolve
+from braid.plan.resolve import _derive
+
+from .conftest import ALL_SEEDS, IN_ONE_PROCESS, TEXT_SEEDS, Reader, Seed
+
+SRC = Path(braid.__file__).parent
+
+RESULTS_STAND = frozenset(
+    f"{section}.infer_batch_{unit}"
+    for section in ("train", "critic.train", "reference.train")
+    for unit in ("rows", "tokens")
+)
+"""Sizes of forward passes that a run may or may not make: they never change a result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A page's file under a choice of the command line."""
+
+    seed: Seed
+    backend: str | None = None
+    engine: str | None = None
+
+    def __str__(self) -> str:
+        return "-".join([self.seed.name, *(name for name in (self.backend, self.engine) if name)])
+
+
+_WHOLE = ("rlinf-math-003", "skyrl-004", "roll-rlvr-002-prose")
+"""The fullest file of each language."""
+_CHOICES = (("fsdp", "vllm"), ("fsdp2", "native"), ("megatron", "vllm"), ("deepspeed", "native"))
+VARIANTS = (
+    *(Variant(seed) for seed in ALL_SEEDS),
+    *(Variant(seed, **IN_ONE_PROCESS) for seed in TEXT_SEEDS if seed.name in _WHOLE),
+    *(
+        pytest.param(variant, marks=pytest.mark.slow)
+        for seed in TEXT_SEEDS
+        for variant in (
+            *(Variant(seed, *chosen) for chosen in _CHOICES if seed.name in _WHOLE),
+            *((Variant(seed, **IN_ONE_PROCESS),) if seed.name not in _WHOLE else ()),
+        )
+    ),
+)
+
+
+class Changes:
+    """A variant, and what becomes of it when one key has another value."""
+
+    def __init__(self, reader: Reader, variant: Variant) -> None:
+        self._variant = variant
+        self._path = reader.path(variant.seed)
+        self.dialect: Dialect = DIALECTS[variant.seed.dialect]
+        self._foreign = read_foreign(self._path, (), self.dialect)
+        self.baseline = self.outcome(self._foreign)
+        self.applied = [
+            (entry.path, entry.value)
+            for entry in self.translated(self._foreign).ledger
+            if entry.disposition == "applied"
+        ]
+
+    def translated(self, foreign: Written) -> Translation:
+        return translate(foreign, self.dialect, backend=self._variant.backend, engine=self._variant.engine)
+
+    def with_value(self, path: str, value: Any) -> object:
+        """The outcome with another value at a key."""
+        foreign = copy.deepcopy(self._foreign)
+        assert place(foreign.tree, parse_path(path), value) is None
+        return self.outcome(foreign)
+
+    def outcome(self, foreign: Written) -> object:
+        """What a run would read: the config without the keys that nothing reads in it, or the problems by their keys."""
+        translation = self.translated(foreign)
+        if translation.written.problems:
+            return sorted((problem.key, problem.message) for problem in translation.written.problems)
+        try:
+            config = validate(translation.written, self._path).config
+        except ConfigError as error:
+            return sorted((problem.key, problem.message) for problem in error.problems)
+        return json.dumps(read_part(config), sort_keys=True)
+
+    def rule(self, path: str) -> Rule:
+        found = self.dialect.rule_of(self.dialect.aliases.get(path, path))
+        assert found is not None
+        return found
+
+
+def read_part(config: RunConfig) -> dict[str, Any]:
+    """The config without what nothing reads in its run: for one process all of that, else the sections of other backends and
+    engines."""
+    data = plain_data(config)
+    idle = idle_keys(config, _derive(config, 1000, "train")) - RESULTS_STAND
+    if (config.train.backend, config.rollout.engine) != ("single", "native"):
+        idle = {key for key in idle if key.split(".")[1] in _OPTIONS}
+    for path in idle:
+        *parents, name = path.split(".")
+        section = data
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(name, None)
+    return data
+
+
+_OPTIONS = ("fsdp", "deepspeed", "megatron", "native", "vllm", "sglang")
+"""Sections of backends and engines."""
+
+
+EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
+    "rlinf": {
+        "runner.task_type": (("math", "reasoning"),),
+        "data.type": (("math", "reasoning"),),
+        "data.val_rollout_batch_size": ((None, 8),),  # null: data.rollout_batch_size, which is 8 there
+        "algorithm.adv_type": (("grpo", "grpo_dynamic"),),  # apart by algorithm.advantage_mode
+        "algorithm.loss_type": (("ppo", "grpo", "actor"),),
+        "algorithm.sampling_params.top_k": ((1_000_000, -1),),
+        "actor.model.sequence_parallel": ((True, False),),  # without tensor parallelism
+        "actor.model.trust_remote_code": ((True, False),),  # one of the two is enough
+        "actor.tokenizer.trust_remote_code": ((True, False),),
+    },
+    "roll": {
+        "actor_train.data_args.template": (("native", "qwen2_5", "qwen3"),),
+        "actor_train.model_args.ulysses_size": ((None, 1),),
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": ((None, 1),),
+        "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size": ((None, 1),),
+        "actor_train.strategy_args.strategy_config.context_parallel_size": ((None, 1),),
+        "actor_train.strategy_args.strategy_config.expert_model_parallel_size": ((None, 1),),
+        "actor_train.strategy_args.strategy_config.moe_grouped_gemm": ((None, False),),
+        "actor_train.strategy_args.strategy_config.param_dtype": (("bf16", "bfloat16"),),
+        "actor_train.strategy_args.strategy_config.reduce_dtype": (("fp32", "float32"),),
+        "actor_train.strategy_args.strategy_config.reshard_after_forward": ((None, True),),
+    },
+    "skyrl": {
+        "generator.max_input_length": ((None, 512),),  # null: trainer.max_prompt_length, which is 512 there
+        "generator.eval_sampling_params.max_generate_length": ((None, 1024),),  # null: that of training
+    },
+}
+"""Values of a key that mean the same in these files."""
+
+
+def others(dialect: str, path: str, takes: Takes, value: Any) -> Iterator[Any]:
+    """Accepted values that mean something else than `value`."""
+    equal = [value, *(v for same in EQUAL[dialect].get(path, ()) if _is_in(value, same) for v in same)]
+    for sample in takes.samples:
+        if not _is_in(sample, equal):
+            yield sample
+
+
+def _is_in(value: Any, values: Iterable[Any]) -> bool:
+    return any(type(value) is type(other) and value == other for other in values)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_change_of_an_applied_key_changes_what_the_run_reads(reader: Reader, variant: Variant) -> None:
+    changes = Changes(reader, variant)
+    assert isinstance(changes.baseline, str), changes.baseline
+    dead = []
+    for path, value in changes.applied:
+        rule = changes.rule(path)
+        assert isinstance(rule, Apply)
+        for sample in others(variant.seed.dialect, path, rule.takes, value):
+            is_dead = changes.with_value(path, sample) == changes.baseline
+            dead += [f"{path}: {value!r} -> {sample!r}"] if is_dead else []
+    assert dead == []
+
+
+GATED: dict[str, tuple[str, ...]] = {
+    "train.backend": (
+        "train.fsdp", "train.deepspeed", "train.megatron", "train.sequence_parallel", "train.balance_ranks",
+        "critic.train.fsdp", "critic.train.deepspeed", "critic.train.megatron", "critic.train.sequence_parallel",
+        "reference.train.fsdp", "reference.train.deepspeed", "reference.train.megatron",
+        "reference.train.sequence_parallel", "train.offload.gradients", "inference",
+    ),
+    "rollout.engine": ("rollout.vllm", "rollout.sglang", "rollout.publish"),
+    "cluster.placement": (
+        "cluster.placement", "cluster.num_nodes", "cluster.devices_per_node", "cluster.call_timeout_s",
+        "cluster.start_timeout_s", "cluster.address", "cluster.group_names",
+    ),
+    "env.kind": ("env",),
+    "model.vla": ("model.vla", "algorithm.reward_level", "algorithm.logprob_level", "algorithm.entropy_level"),
+}  # fmt: skip
+"""The key whose choice is refused, by the name of the part that is missing -> sections and keys that only that part reads."""
+
+
+def native_paths() -> set[str]:
+    """Every native key that a rule names."""
+    rules = [rule for dialect in DIALECTS.values() for rule in dialect.rules.values()]
+    return {rule.native for rule in rules if isinstance(rule, Apply) and rule.native}
+
+
+@cache
+def names_read() -> frozenset[str]:
+    """Names of attributes that code outside of the config and the dialects reads, and of recipe parts, which code reads from the
+    recipe."""
+    found: set[str] = set()
+    for path in SRC.rglob("*.py"):
+        part = path.relative_to(SRC).parts
+        if part[0] in ("config", "dialects") or part in (("plan", "checks.py"), ("plan", "available.py")):
+            continue
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return frozenset(found)
+
+
+def test_every_native_key_that_a_rule_sets_is_read_or_belongs_to_a_part_that_is_refused() -> None:
+    gated = tuple(prefix for prefixes in GATED.values() for prefix in prefixes)
+    unread = [
+        path
+        for path in sorted(native_paths())
+        if path.rpartition(".")[2].split("[")[0] not in names_read()
+        and not any(path == prefix or path.startswith(f"{prefix}.") for prefix in gated)
+    ]
+    assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("key", "seed", "chosen"),
+    [
+        ("train.backend", "roll-rlvr-002", {"engine": "native"}),
+        ("rollout.engine", "roll-rlvr-002", {"backend": "single"}),
+        ("cluster.placement", "roll-rlvr-002", {}),
+        ("env.kind", "rlinf-embodied-003", {}),
+        ("model.vla", "rlinf-embodied-003", {}),
+    ],
+)
+def test_a_run_that_asks_for_a_missing_part_is_refused_by_name(
+    reader: Reader, key: str, seed: str, chosen: dict[str, str]
+) -> None:
+    found = next(known for known in ALL_SEEDS if known.name == seed)
+    with pytest.raises(ConfigError) as caught:
+        resolve(reader.read(found, **chosen).loaded.config)
+    assert key in [problem.key for problem in caught.value.problems]
+
+
+def enumerated() -> list[tuple[str, str, Rule]]:
+    """(dialect, key, rule) of every key with a list of values."""
+    return [
+        (name, path, rule)
+        for name, dialect in DIALECTS.items()
+        for path, rule in dialect.rules.items()
+        if rule.takes.choices
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_each_value_of_an_enumerated_key_is_taken_and_another_is_refused_with_the_list(name: str) -> None:
+    for dialect, path, rule in enumerated():
+        if dialect != name:
+            continue
+        key = path.replace("*", "mine")
+        for value in rule.takes.choices:
+            assert not _complaints(dialect, key, value, "is not one of"), f"{path}={value!r}"
+        for choice in rule.takes.choices:
+            assert _WORDS.get(str(choice), str(choice)) in rule.takes.words, f"{path}: {choice!r}"
+        refused = _complaints(dialect, key, "no-such-value", "is not")
+        assert any(rule.takes.words in text for text in refused), path
+
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _complaints(dialect: str, key: str, value: Any, text: str) -> list[str]:
+    """What is said of a key in a file that has nothing else."""
+    tree: dict[str, Any] = {}
+    place(tree, parse_path(key), value)
+    problems = translate(Written(tree), DIALECTS[dialect]).written.problems  # pyright: ignore[reportArgumentType]
+    return [problem.message for problem in problems if problem.key == key and text in problem.message]
