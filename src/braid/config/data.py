@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -71,6 +73,25 @@ class ProceduralSource(_Source):
 
 
 Source = Annotated[FileSource | HubSource | ProceduralSource, Field(discriminator="kind")]
+
+
+def source_name(source: Source) -> str:
+    """What metrics and the `sources` of rewards call a source: its own name, else that of its file, data set or generator."""
+    if source.name:
+        return source.name
+    match source:
+        case ProceduralSource():
+            return source.generator
+        case HubSource():
+            return _clean(Path(source.path).name)
+        case FileSource():
+            paths = (source.path,) if isinstance(source.path, str) else source.path
+            path = Path(paths[0] if paths else "")
+            return _clean(path.stem) or _clean(path.parent.name) or "files"
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "", name)
 
 
 class DataConfig(Section):

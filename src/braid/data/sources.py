@@ -10,14 +10,13 @@ import csv
 import dataclasses
 import glob
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from braid.config.data import FileSource, HubSource, ProceduralSource, Source
+from braid.config.data import FileSource, HubSource, ProceduralSource, Source, source_name
 from braid.errors import DataError, suggest
 
 DataRow = dict[str, Any]
@@ -47,8 +46,8 @@ def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list
 
 
 def source_names(sources: Sequence[Source], *, key: str) -> list[str]:
-    """What metrics call each source: its own name, else that of its file, data set or generator."""
-    names = [source.name or _default_name(source) for source in sources]
+    """What metrics call each source. Raises DataError when two have one name."""
+    names = [source_name(source) for source in sources]
     for i, name in enumerate(names):
         first = names.index(name)
         if first != i:
@@ -57,22 +56,6 @@ def source_names(sources: Sequence[Source], *, key: str) -> list[str]:
                 f"set {key}[{i}].name to another name"
             )
     return names
-
-
-def _default_name(source: Source) -> str:
-    match source:
-        case ProceduralSource():
-            return source.generator
-        case HubSource():
-            return _clean(Path(source.path).name)
-        case FileSource():
-            paths = (source.path,) if isinstance(source.path, str) else source.path
-            path = Path(paths[0] if paths else "")
-            return _clean(path.stem) or _clean(path.parent.name) or "files"
-
-
-def _clean(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "", name)
 
 
 def _rows_of(source: Source, base_dir: Path, key: str) -> Iterable[DataRow]:

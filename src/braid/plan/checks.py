@@ -18,6 +18,7 @@ from braid.errors import suggest
 from . import available
 from .placement import parse_placement
 from .plan import Plan
+from .rewards import reward_problems
 
 Finding = tuple[str, str]
 """The key that is best changed, and what is wrong."""
@@ -269,6 +270,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _algorithm,
     _contexts,
     _placement,
+    reward_problems,
 )
 
 

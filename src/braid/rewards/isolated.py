@@ -1,4 +1,4 @@
-"""Scorers that read a model's answer as mathematics or code, run as `python -m braid.rewards.isolated SCORER`.
+"""Scorers that read a model's answer as mathematics or run it as code, run as `python -m braid.rewards.isolated SCORER`.
 
 They get a process of their own, because such an answer can keep sympy busy for hours or fill the memory, and because
 some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. It reads pickled requests
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import resource
 import signal
 import socket
@@ -20,17 +21,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from .programs import load_code
+
 MEMORY_BYTES = 4 * 2**30
 """Address space that one such process may have."""
 GRACE_S = 1.0
 """The process ends itself this long after a call's time limit, should nobody else have done so."""
 
+MARKED_NUMBER = re.compile(r"####[ \t]*\$?([-+]?[\d,]*\.?\d+(?:/\d+)?)\.?[ \t]*$", re.MULTILINE)
+"""An answer in the form of GSM8K, which ends its line; a heading such as `#### 1. Idea` is none."""
 HEADER = struct.Struct("!I")
 """Before each message: its length in bytes."""
 
 
 def load_math() -> Callable[[str, Sequence[str]], float]:
-    """`score(text, references)`: 1.0 when the answer that math-verify finds in `text` equals one of the references.
+    """`score(text, references)`: 1.0 when the answer that math-verify finds in `text` equals one of the references. Of an
+    answer with numbers marked by `####` the last one counts.
 
     Its own time limits are off: they work in a main thread only, and take a slow comparison for a wrong answer.
     """
@@ -40,8 +46,8 @@ def load_math() -> Callable[[str, Sequence[str]], float]:
 
     def score(text: str, references: Sequence[str]) -> float:
         golds = [gold for reference in references for gold in _readings(reference, parse)]
-        failure = None
-        for answer in parse(text):
+        failure, marked = None, MARKED_NUMBER.findall(text)
+        for answer in parse(f"${marked[-1]}$" if marked else text):
             for gold in golds:
                 try:
                     if verify(gold, answer, timeout_seconds=0, raise_on_error=True):
@@ -84,6 +90,7 @@ def load_reasoning_gym() -> Callable[[str, dict[str, Any], str | None, Mapping[s
 SCORERS: dict[str, Callable[[], Callable[..., float]]] = {
     "math": load_math,
     "reasoning_gym": load_reasoning_gym,
+    "code": load_code,
 }
 
 

@@ -1,23 +1,25 @@
-"""The kinds of reward parts: what each config section becomes.
-
-A part is called with a valid trajectory and returns its score, or where that may take long, a function to await for it.
-Whatever goes wrong leaves as RewardError. Weights, retries and sums are scorer.py's.
-"""
+"""What each config section of a reward part becomes; the parts that need processes, threads or a generator are here."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import regex
 
 from braid.config.reward import (
+    ChoiceReward,
+    CodeReward,
     ExactReward,
     FunctionReward,
+    JudgeReward,
+    LengthReward,
     MathReward,
+    ModelReward,
     PatternReward,
     ReasoningGymReward,
     RewardPart,
@@ -26,31 +28,37 @@ from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
 from braid.types import Trajectory
 
+from .base import Later, Part, Services, column_of, references_of, task_of
+from .classifier import ModelPart
+from .judge import HttpChat, JudgePart, PolicyChat
 from .processes import ScoringProcesses
+from .programs import read_tests
+from .rules import ChoicePart, ExactPart, Extraction, LengthPart, PatternPart
 from .threads import LoopThread, ReplaceableThreads
 
 OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
 """What a reward function may declare as parameters, beside its own."""
+PROGRAM_START_S = 1.0
+"""Allowed beside a test's own limit for starting and ending its process on a busy machine."""
 TEXT_COMPARING = frozenset({"chain_sum", "products"})
 """reasoning-gym generators whose own scorer does no more than compare short texts (read, not guessed)."""
 
 
-Later = Callable[[], Awaitable[object]]
-"""What to await for a score."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all parts of a run are built with."""
+
+    timeout_s: float
+    concurrency: int
+    base_dir: Path
+    seed: int
+    services: Services
 
 
-class Part(Protocol):
-    """One kind of score."""
-
-    def __call__(self, trajectory: Trajectory) -> float | Later: ...
-
-    def close(self) -> None:
-        """Give up threads and processes."""
-        ...
-
-
-def build_part(part: RewardPart, *, timeout_s: float, concurrency: int, base_dir: Path, key: str) -> Part:
-    """The part that a config section describes. Raises ConfigError for patterns and functions that cannot be used."""
+def build_part(part: RewardPart, number: int, setting: Setting) -> Part | ModelPart:
+    """The part that the config has at reward.parts[number]. Raises ConfigError for patterns, functions, templates, keys and
+    URLs that cannot be used, and for a part whose model this run does not have."""
+    key, timeout_s = f"reward.parts[{number}]", setting.timeout_s
     match part:
         case MathReward():
             return MathPart(timeout_s)
@@ -62,96 +70,39 @@ def build_part(part: RewardPart, *, timeout_s: float, concurrency: int, base_dir
             return ExactPart(extract, ignore_case=part.ignore_case, ignore=part.ignore)
         case PatternReward():
             return PatternPart(part.pattern, timeout_s, key=f"{key}.pattern")
+        case ChoiceReward():
+            return ChoicePart(part.letters)
+        case LengthReward():
+            return LengthPart(part.start, part.end, counts_tokens=part.unit == "tokens")
+        case CodeReward():
+            extract = Extraction(part.pattern, timeout_s, key=f"{key}.pattern", flags=regex.DOTALL)
+            return CodePart(extract, part, key=key)
+        case ModelReward():
+            if number not in setting.services.classifiers:
+                raise _without_service(key, "a reward model")
+            return ModelPart(setting.services.classifiers[number])
+        case JudgeReward():
+            return _build_judge(part, key, setting)
         case FunctionReward():
-            function = load_function(part.path, base_dir=base_dir, key=f"{key}.path")
+            function = load_function(part.path, base_dir=setting.base_dir, key=f"{key}.path")
             names = offered_names(function, part.params, path=part.path, key=key)
-            return FunctionPart(function, names, part.params, timeout_s, max_stuck=concurrency)
+            return FunctionPart(function, names, part.params, timeout_s, max_stuck=setting.concurrency)
 
 
-class Extraction:
-    """Finds the answer in a text: the first group of the pattern's last match, or the whole text without a pattern.
-
-    Patterns run in the `regex` package, whose matches can be given a time limit.
-    """
-
-    def __init__(self, pattern: str | None, timeout_s: float, *, key: str) -> None:
-        self._pattern = None if pattern is None else compile_pattern(pattern, key=key)
-        self._timeout_s = timeout_s
-        if self._pattern is not None and not self._pattern.groups:
-            raise ConfigError(
-                [Problem(key, f"{pattern!r} has no group; put the answer into one: (...)", "config")]
-            )
-
-    def __call__(self, text: str) -> str | None:
-        """The answer without surrounding blanks; None when the pattern matches nowhere."""
-        if self._pattern is None:
-            return text.strip()
-        answer = None
-        try:
-            for match in self._pattern.finditer(text, timeout=self._timeout_s):
-                answer = match[1]
-        except TimeoutError as error:
-            raise _too_slow(self._timeout_s) from error
-        return None if answer is None else answer.strip()
+def _build_judge(part: JudgeReward, key: str, setting: Setting) -> JudgePart:
+    if part.url != "policy":
+        chat = HttpChat(part, key=key)
+    elif setting.services.generate is not None:
+        chat = PolicyChat(part, setting.services.generate)
+    else:
+        raise _without_service(f"{key}.url", "a policy that speaks in text")
+    return JudgePart(
+        part, chat, timeout_s=setting.timeout_s, seed=setting.seed, base_dir=setting.base_dir, key=key
+    )
 
 
-def compile_pattern(pattern: str, *, key: str, flags: int = 0) -> regex.Pattern[str]:
-    """Compile what the config key `key` holds. Raises ConfigError when it is no regular expression."""
-    try:
-        return regex.compile(pattern, flags)
-    except regex.error as error:
-        raise ConfigError(
-            [Problem(key, f"{pattern!r} is no regular expression: {error}", "config")]
-        ) from error
-
-
-def _too_slow(timeout_s: float) -> RewardError:
-    return RewardError(f"the pattern found no end within reward.timeout_s={timeout_s:g}; simplify it")
-
-
-def _references(trajectory: Trajectory) -> list[str]:
-    """The reference answers, any of which is right."""
-    answer = trajectory.prompt.fields.get("answer")
-    if answer is None or answer == []:
-        raise RewardError(
-            "the prompt has no reference answer; set answer_key of its source to the column that has it"
-        )
-    return [str(item) for item in (answer if isinstance(answer, list) else [answer])]
-
-
-class ExactPart:
-    """1 if the answer equals a reference, blanks around them aside and without the characters of `ignore`."""
-
-    def __init__(self, extract: Extraction, *, ignore_case: bool, ignore: str) -> None:
-        self._extract = extract
-        self._ignore_case = ignore_case
-        self._left_out = str.maketrans("", "", ignore)
-
-    def __call__(self, trajectory: Trajectory) -> float:
-        answer, references = self._extract(trajectory.answer_text), _references(trajectory)
-        return float(answer is not None and self._plain(answer) in map(self._plain, references))
-
-    def _plain(self, text: str) -> str:
-        text = text.translate(self._left_out).strip()
-        return text.casefold() if self._ignore_case else text
-
-    def close(self) -> None: ...
-
-
-class PatternPart:
-    """1 if the text matches somewhere."""
-
-    def __init__(self, pattern: str, timeout_s: float, *, key: str) -> None:
-        self._pattern = compile_pattern(pattern, key=key, flags=regex.DOTALL)
-        self._timeout_s = timeout_s
-
-    def __call__(self, trajectory: Trajectory) -> float:
-        try:
-            return float(self._pattern.search(trajectory.answer_text, timeout=self._timeout_s) is not None)
-        except TimeoutError as error:
-            raise _too_slow(self._timeout_s) from error
-
-    def close(self) -> None: ...
+def _without_service(key: str, what: str) -> ConfigError:
+    return ConfigError([Problem(key, f"needs {what}, and whoever built this scorer gave none", "config")])
 
 
 class MathPart:
@@ -162,8 +113,34 @@ class MathPart:
         self._timeout_s = timeout_s
 
     def __call__(self, trajectory: Trajectory) -> Later:
-        arguments = (trajectory.answer_text, _references(trajectory))
+        arguments = (trajectory.answer_text, references_of(trajectory))
         return partial(self._processes.run, arguments, self._timeout_s)
+
+    def close(self) -> None:
+        self._processes.close()
+
+
+class CodePart:
+    """Runs the code in the answer against the row's tests; see programs.py. An answer without code has failed them."""
+
+    def __init__(self, extract: Extraction, config: CodeReward, *, key: str) -> None:
+        self._extract = extract
+        self._config = config
+        self._key = key
+        self._processes = ScoringProcesses("code")
+
+    def __call__(self, trajectory: Trajectory) -> float | Later:
+        config = self._config
+        try:
+            tests = read_tests(column_of(trajectory, config.tests_key, key=f"{self._key}.tests_key"))
+        except ValueError as error:
+            raise RewardError(f"column {config.tests_key!r}: {error}") from error
+        code = self._extract(trajectory.answer_text)
+        if code is None:
+            return 0.0
+        arguments = (code, tests, config.test_timeout_s, config.memory_bytes, config.score == "all")
+        limit_s = len(tests) * (config.test_timeout_s + PROGRAM_START_S)
+        return partial(self._processes.run, arguments, limit_s)
 
     def close(self) -> None:
         self._processes.close()
@@ -236,7 +213,7 @@ class FunctionPart:
         offered = {
             "text": trajectory.answer_text,
             "answer": trajectory.prompt.fields.get("answer"),
-            "prompt": trajectory.prompt.messages[-1]["content"] if trajectory.prompt.messages else "",
+            "prompt": task_of(trajectory),
             "fields": trajectory.prompt.fields,
             "trajectory": trajectory,
         }

@@ -7,12 +7,12 @@ its place, and nothing waits for it when the process ends. When too many are stu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, wait
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from braid.errors import RewardError
 
@@ -47,10 +47,12 @@ def _outcome(function: Callable[[], object]) -> Outcome:
 
 
 def _value_of(outcome: Outcome) -> object:
-    """The call's value. Raises RewardError with what the call raised and the line that raised it."""
+    """The call's value. Raises RewardError with what the call raised and the line that raised it; a RewardError as it is."""
     value, error = outcome
     if error is None:
         return value
+    if isinstance(error, RewardError):
+        raise error
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -101,8 +103,9 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, function: Callable[[], Awaitable[object]], timeout_s: float) -> object:
-        """What `await function()` returns. Raises RewardError when it raises or takes longer than `timeout_s`."""
+    async def run(self, function: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
+        """What `await function()` returns. Raises RewardError when it raises or takes longer than `timeout_s` (None: as long as
+        the caller waits)."""
         loop = self._loop = self._loop or _started_loop()
         future = asyncio.run_coroutine_threadsafe(_async_outcome(function), loop)
         try:
@@ -119,11 +122,14 @@ class LoopThread:
             if self._loop is loop:
                 self.close()
 
-    def close(self) -> None:
-        """Stop the loop, at once or when what blocks it returns."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Stop the loop, at once or when what blocks it returns; `last` is awaited on it before, for PING_S at most."""
+        if self._loop is None:
+            return
+        if last is not None:
+            wait({asyncio.run_coroutine_threadsafe(last(), self._loop)}, timeout=PING_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop = None
 
 
 async def _async_outcome(function: Callable[[], Awaitable[object]]) -> Outcome:
@@ -149,7 +155,7 @@ def _started_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _within(future: Future[T], timeout_s: float) -> T:
+async def _within(future: Future[T], timeout_s: float | None) -> T:
     """The future's result. It is asked to cancel after `timeout_s`, or when the waiting itself is cancelled."""
     wrapped = asyncio.wrap_future(future)
     try:

@@ -1,0 +1,212 @@
+"""Reward models: Hugging Face sequence classifiers of any architecture that give a conversation a score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jinja2
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from braid.config.reward import ModelReward
+from braid.errors import ModelError, RewardError
+from braid.types import Message
+
+from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
+from .loading import TORCH_DTYPES
+
+_LENGTHS = (7, 4)
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Allowed difference of scores beside padding, relative to 1 + the largest: some hundred roundings of each type."""
+_UNLIMITED = 10**9
+"""Tokenizers without a limit of their own give a huge number."""
+
+
+def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> SequenceClassifier:
+    """The reward model that the config has at `key`, checked, on `device` where the config does not name one.
+
+    Raises ModelError when it is no classifier, when it or its tokenizer cannot be read, when its label is not told, or when
+    padding changes its scores.
+    """
+    path = expand(config.path)
+    model = _pretrained(path, config, f"{key}.path")
+    _check_label(config, model.config.num_labels or 1, key)
+    where = (
+        (path, f"{key}.path") if config.tokenizer is None else (expand(config.tokenizer), f"{key}.tokenizer")
+    )
+    tokenizer = read_tokenizer(*where, config.trust_remote_code)
+    if config.template is not None:
+        tokenizer.chat_template = read_chat_template(config.template, f"{key}.template")
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"{key}: the tokenizer of {where[0]} has no chat template, so it is not known how the reward model reads a "
+            f"conversation; set {key}.template to Jinja text or a .jinja file"
+        )
+    size = cast("Tensor", model.get_input_embeddings().weight).shape[0]
+    if len(tokenizer) > size:
+        raise ModelError(
+            f"{key}: the tokenizer of {where[0]} has {len(tokenizer)} tokens, the reward model knows {size}; use the "
+            "tokenizer that belongs to it"
+        )
+    place = device if config.device == "auto" else torch.device(config.device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"{key}.device=cuda, but torch sees no GPU; set it to cpu or auto")
+    classifier = SequenceClassifier(model.to(place), tokenizer, config, key=key)  # pyright: ignore[reportArgumentType]
+    classifier.check_padding()
+    return classifier
+
+
+def _pretrained(path: str, config: ModelReward, key: str) -> PreTrainedModel:
+    check_folder(path, key, needs_weights=True)
+    try:
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            dtype=TORCH_DTYPES[config.dtype],
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except UNREADABLE as error:
+        raise ModelError(unusable(path, key, "sequence classifier", error)) from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{key}={path} is no sequence classifier: its files lack {missing[0]}"
+            + (f" and {len(missing) - 1} more weights" if len(missing) > 1 else "")
+            + f" of {type(model).__name__}, which would start at random; give the folder of a trained reward model"
+        )
+    model.config.get_text_config().use_cache = False
+    return model.eval().requires_grad_(False)
+
+
+def _check_label(config: ModelReward, num_labels: int, key: str) -> None:
+    if config.label is None and num_labels > 1:
+        raise ModelError(
+            f"{key}.path={config.path} gives {num_labels} numbers; set {key}.label to that of the score, 0 to {num_labels - 1}"
+        )
+    if (config.label or 0) >= num_labels:
+        raise ModelError(
+            f"{key}.label={config.label}, but {config.path} gives {num_labels} numbers; the first is 0"
+        )
+    if config.activation == "softmax" and num_labels == 1:
+        raise ModelError(
+            f"{key}.activation=softmax of a single number is always 1; set {key}.activation to none or sigmoid"
+        )
+
+
+class SequenceClassifier:
+    """Scores conversations by the classifier's own forward pass over right-padded batches.
+
+    In float32 a score is the same whatever stands beside it in its batch, up to rounding; the same batches give the same bits.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelReward, *, key: str
+    ) -> None:
+        self._model, self._tokenizer, self._config, self._key = model, tokenizer, config, key
+        self._max_tokens = config.max_tokens or _longest(model, tokenizer)
+
+    def encode(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
+        """The templated conversation as tokens, and whether it was cut to the longest input. Raises RewardError when the
+        template refuses it, or when it is too long and `overlong` is error."""
+        try:
+            conversation: Any = [dict(message) for message in messages]
+            text = str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise RewardError(
+                f"the reward model's chat template refuses the roles {roles}: {error}"
+            ) from error
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+        if not ids:
+            raise RewardError("the reward model's chat template makes no tokens of the conversation")
+        limit = self._max_tokens
+        if limit is None or len(ids) <= limit:
+            return ids, False
+        match self._config.overlong:
+            case "left":
+                return ids[-limit:], True
+            case "right":
+                return ids[:limit], True
+            case "error":
+                raise RewardError(
+                    f"{len(ids)} tokens, and the reward model reads {limit}; set {self._key}.overlong to left or right to "
+                    "cut them"
+                )
+
+    def batches(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Numbers of rows for one forward pass each, longest first, of at most `batch_tokens` with padding. The cut depends
+        on the rows alone, not on their order."""
+        order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), rows[i]))
+        out: list[list[int]] = []
+        for i in order:
+            if not out or (len(out[-1]) + 1) * len(rows[out[-1][0]]) > self._config.batch_tokens:
+                out.append([])
+            out[-1].append(i)
+        return out
+
+    @torch.inference_mode()
+    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """One score per row of token ids, in one forward pass."""
+        logits = self._logits(rows)
+        label = self._config.label or 0
+        match self._config.activation:
+            case "none":
+                values = logits[:, label]
+            case "sigmoid":
+                values = logits[:, label].sigmoid()
+            case "softmax":
+                values = logits.softmax(-1)[:, label]
+        return values.tolist()
+
+    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """[B, labels] in float32.
+
+        Decoders of transformers read the last position that does not hold `config.pad_token_id`. Where a model has none,
+        an id that no row holds stands in for it, so that each row is read at its last token, as it would be alone.
+        """
+        config = self._model.config.get_text_config()
+        own: int | None = config.pad_token_id
+        pad = _unused_id(rows, len(self._tokenizer)) if own is None else own
+        if pad is None and len(rows) > 1:
+            return torch.cat([self._logits([row]) for row in rows])
+        ids = torch.full((len(rows), max(map(len, rows))), 0 if pad is None else pad)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
+        device = self._model.device
+        config.pad_token_id = pad
+        try:
+            return self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
+        finally:
+            config.pad_token_id = own
+
+    @torch.inference_mode()
+    def check_padding(self) -> None:
+        """Compare random rows beside padding with the same rows alone. Raises ModelError when their scores differ."""
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randint(len(self._tokenizer), (n,), generator=generator).tolist() for n in _LENGTHS]
+        alone = torch.cat([self._logits([row]) for row in rows])
+        difference = (self._logits(rows) - alone).abs().max().item()
+        allowed = _TOLERANCE[self._model.dtype] * (1 + alone.abs().max().item())
+        if not difference <= allowed:
+            raise ModelError(
+                f"{self._key}: {type(self._model).__name__} gives other scores beside padding: they differ by up to "
+                f"{difference:.2g}, allowed is {allowed:.2g}; choose another architecture"
+            )
+
+
+def _unused_id(rows: Sequence[Sequence[int]], num_ids: int) -> int | None:
+    held = {i for row in rows for i in row}
+    return next((i for i in range(num_ids) if i not in held), None)
+
+
+def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The longest input that both the model and its tokenizer take, where one of them says so."""
+    limits = [
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        tokenizer.model_max_length,
+    ]
+    return min((limit for limit in limits if limit is not None and 0 < limit < _UNLIMITED), default=None)

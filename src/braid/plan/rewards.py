@@ -1,0 +1,48 @@
+"""Whether reward parts fit the data, the model and each other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from braid.config.data import source_name
+from braid.config.reward import JudgeReward, RewardPart
+from braid.config.schema import RunConfig
+from braid.errors import suggest
+
+from .plan import Plan
+
+
+def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(key, message) of everything that can be seen before the data is read."""
+    sources = (*config.data.train, *config.data.eval)
+    if sources and all(source.source_key is None for source in sources):
+        yield from source_problems(config.reward.parts, [source_name(source) for source in sources])
+    limit = None if plan.model_size is None else plan.model_size.max_positions
+    for i, part in enumerate(config.reward.parts):
+        if not isinstance(part, JudgeReward) or part.url != "policy":
+            continue
+        if limit is not None and part.max_tokens >= limit:
+            yield (
+                f"reward.parts[{i}].max_tokens",
+                f"replies of up to {part.max_tokens} tokens leave no room for the question: the policy accepts {limit} "
+                f"tokens; lower it below {limit}",
+            )
+
+
+def source_problems(parts: Sequence[RewardPart], known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(key, message) of sources that parts name and the data does not have, and of those that no part scores."""
+    for i, part in enumerate(parts):
+        for j, name in enumerate(part.sources):
+            if name not in known:
+                names = ", ".join(sorted(set(known)))
+                yield (
+                    f"reward.parts[{i}].sources[{j}]",
+                    f"there is no data source {name!r}{suggest(name, known)}; there are {names}",
+                )
+    if parts and all(part.sources for part in parts):
+        scored = {name for part in parts for name in part.sources}
+        for name in sorted(set(known) - scored):
+            yield (
+                "reward.parts",
+                f"no part scores the source {name!r}; add it to the sources of one, or add a part without sources",
+            )

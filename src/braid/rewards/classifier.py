@@ -1,0 +1,56 @@
+"""The part that asks a reward model: all of a round's trajectories together, in batches that depend on them alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from braid.errors import RewardError
+from braid.types import Message, Trajectory
+
+from .base import BatchScores, Classifier
+
+
+class ModelPart:
+    """Scores the conversation of prompt and answer (the policy's last turn).
+
+    A forward pass runs in a thread, so that calls of other parts keep their time limits meanwhile.
+    """
+
+    def __init__(self, classifier: Classifier) -> None:
+        self._classifier = classifier
+
+    async def score_all(self, trajectories: Sequence[Trajectory]) -> BatchScores:
+        """A score for each. What is too long, or what the model fails on, is a RewardError in its place."""
+        scores: list[float | RewardError] = []
+        rows: list[list[int]] = []
+        places: list[int] = []
+        num_truncated = 0
+        for place, trajectory in enumerate(trajectories):
+            try:
+                ids, is_cut = self._classifier.encode(_conversation(trajectory))
+            except RewardError as error:
+                scores.append(error)
+                continue
+            scores.append(0.0)
+            rows.append(ids)
+            places.append(place)
+            num_truncated += is_cut
+        for batch in self._classifier.batches(rows):
+            found = await self._scores([rows[i] for i in batch])
+            for i, score in zip(batch, found, strict=True):
+                scores[places[i]] = score
+        return BatchScores(scores, num_truncated)
+
+    async def _scores(self, rows: Sequence[Sequence[int]]) -> Sequence[float | RewardError]:
+        try:
+            return await asyncio.to_thread(self._classifier.scores, rows)
+        except RuntimeError as error:  # out of memory, and whatever else a kernel refuses
+            problem = RewardError(f"the reward model failed: {str(error).splitlines()[0]}")
+            return [problem] * len(rows)
+
+    def close(self) -> None: ...
+
+
+def _conversation(trajectory: Trajectory) -> list[Message]:
+    return [*trajectory.prompt.messages, {"role": "assistant", "content": trajectory.answer_text}]

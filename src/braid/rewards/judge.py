@@ -1,0 +1,293 @@
+"""The part that asks a language model for a score: over HTTP, or the policy's own engine.
+
+Owns the question, the request, reading the score off the reply, and how long to wait before a further try; scorer.py
+tries again. The server's key is read from the environment when the run is built; it stays in the client's headers, and
+is struck out of whatever a server sends back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
+from functools import partial
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from random import Random
+from string import Formatter
+from typing import Any, Protocol
+
+import httpx2
+import regex
+
+from braid.config.reward import JudgeReward
+from braid.errors import ConfigError, Problem, RewardError, suggest
+from braid.types import Message, Trajectory
+
+from .base import Generate, Later, references_of, task_of
+from .rules import Extraction
+from .threads import LoopThread
+
+RETRIED = frozenset({408, 409, 425, 429})
+"""Statuses of HTTP that may be better later, beside those from 500 on."""
+SHOWN_CHARACTERS = 200
+"""Of a reply, in messages."""
+NUMBER = r"(?<![\w./]|\d,)([-+]?\d+(?:\.\d+)?)(?!\w|[.,]\d)"
+"""A number by itself; in 7/10 it is the 7."""
+
+
+class Chat(Protocol):
+    """Whoever answers. Raises RewardError without an answer that is whole."""
+
+    async def __call__(self, messages: list[Message], attempt: int) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class JudgePart:
+    """Asks `chat` about each answer."""
+
+    def __init__(
+        self, config: JudgeReward, chat: Chat, *, timeout_s: float, seed: int, base_dir: Path, key: str
+    ) -> None:
+        """`timeout_s` is that of reward, for judges without one of their own. Raises ConfigError for a prompt or pattern that
+        cannot be used."""
+        self._config, self._chat, self._seed, self._key = config, chat, seed, key
+        self._timeout_s = config.timeout_s or timeout_s
+        self._template = read_template(config.prompt, base_dir, key=f"{key}.prompt")
+        self._read = ScoreReader(config, self._timeout_s, key=key)
+
+    def __call__(self, trajectory: Trajectory) -> Later:
+        name = f"{trajectory.prompt.uid}:{trajectory.sample}"
+        return partial(self._judge, self._messages(trajectory), name, count())
+
+    def _messages(self, trajectory: Trajectory) -> list[Message]:
+        question = fill_template(self._template, trajectory, key=f"{self._key}.prompt")
+        system: list[Message] = (
+            [] if self._config.system is None else [{"role": "system", "content": self._config.system}]
+        )
+        return [*system, {"role": "user", "content": question}]
+
+    async def _judge(self, messages: list[Message], name: str, attempts: Iterator[int]) -> float:
+        attempt = next(attempts)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._chat(messages, attempt)
+            return self._read(reply)
+        except TimeoutError:
+            key = "reward.timeout_s" if self._config.timeout_s is None else f"{self._key}.timeout_s"
+            error = RewardError(f"no reply within {key}={self._timeout_s:g}")
+        except RewardError as failure:
+            error = failure
+        error.wait_s = max(error.wait_s, self._backoff(name, attempt))
+        if error.wait_s > self._config.max_backoff_s:
+            raise RewardError(
+                f"{error}; it asks to wait {error.wait_s:g} s, longer than {self._key}.max_backoff_s="
+                f"{self._config.max_backoff_s:g}",
+                is_final=True,
+            ) from error
+        raise error
+
+    def _backoff(self, name: str, attempt: int) -> float:
+        longest = min(self._config.backoff_s * 2**attempt, self._config.max_backoff_s)
+        return longest * (1 + Random(f"{self._seed}:{name}:{attempt}").random()) / 2
+
+    def close(self) -> None:
+        self._chat.close()
+
+
+def read_template(prompt: str, base_dir: Path, *, key: str) -> str:
+    """The judge's question with its places, from a file when `prompt` names one. Raises ConfigError when there is no such
+    file, when it is no template, or when it does not show the response."""
+    if prompt.endswith((".txt", ".md")) and "\n" not in prompt:
+        file = base_dir / Path(prompt).expanduser()
+        if not file.is_file():
+            near = suggest(file.name, [p.name for p in file.parent.glob("*")])
+            raise ConfigError([Problem(key, f"{prompt!r}: there is no file {file}{near}", "config")])
+        prompt = file.read_text(encoding="utf-8")
+    try:
+        places = {name for _, name, _, _ in Formatter().parse(prompt) if name is not None}
+    except ValueError as error:
+        problem = f"{prompt!r} is no template: {error}; write a brace that is text twice"
+        raise ConfigError([Problem(key, problem, "config")]) from error
+    if "response" not in places:
+        raise ConfigError(
+            [Problem(key, "does not show the judge what to judge; put {response} into it", "config")]
+        )
+    return prompt
+
+
+class _Columns(dict[str, Any]):
+    """What places of a template stand for; the reference is looked up only where it is asked for."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__(trajectory.prompt.fields)
+        self |= {"prompt": task_of(trajectory), "response": trajectory.answer_text}
+        self.pop("answer", None)
+        self._trajectory = trajectory
+
+    def __missing__(self, name: str) -> str:
+        if name == "answer":
+            return " or ".join(references_of(self._trajectory))
+        known = [*self, "answer"]
+        raise RewardError(
+            f"the prompt has no column {name!r}{suggest(name, known)}; known: {', '.join(known)}",
+            is_final=True,
+        )
+
+
+def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
+    """The question about one answer. Raises RewardError when a column is missing or cannot be written so."""
+    try:
+        return template.format_map(_Columns(trajectory))
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise RewardError(
+            f"{key} cannot be filled: {type(error).__name__}: {error}; write a brace that is text twice",
+            is_final=True,
+        ) from error
+
+
+class ScoreReader:
+    """Reads the score off a judge's reply. A reply without one is a RewardError, never 0."""
+
+    def __init__(self, config: JudgeReward, timeout_s: float, *, key: str) -> None:
+        self._scores = {word.casefold(): score for word, score in config.scores.items()}
+        self._range = config.range
+        words = "|".join(map(regex.escape, sorted(config.scores, key=len, reverse=True)))
+        pattern = config.pattern or (rf"(?<!\w)({words})(?!\w)" if words else NUMBER)
+        self._extract = Extraction(
+            pattern, timeout_s, key=f"{key}.pattern", flags=regex.DOTALL | regex.IGNORECASE
+        )
+
+    def __call__(self, reply: str) -> float:
+        found = self._extract(reply)
+        score = None if found is None else self._number(found)
+        if score is None:
+            raise RewardError(f"the judge's reply has no score: {_shown(reply)}")
+        if self._range is None:
+            return score
+        low, high = self._range
+        return (min(max(score, low), high) - low) / (high - low)
+
+    def _number(self, text: str) -> float | None:
+        if self._scores:
+            return self._scores.get(text.casefold())
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+
+def _shown(text: str) -> str:
+    """The end of a text, where scores are."""
+    return repr(text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}")
+
+
+class PolicyChat:
+    """The policy's own engine. Draws are seeded by the question and the number of the try, so that a judgement neither
+    depends on other requests nor changes theirs."""
+
+    def __init__(self, config: JudgeReward, generate: Generate) -> None:
+        self._ask = partial(generate, max_tokens=config.max_tokens, temperature=config.temperature)
+
+    async def __call__(self, messages: list[Message], attempt: int) -> str:
+        digest = sha256(json.dumps(messages).encode()).digest()
+        return await self._ask(messages, key=(int.from_bytes(digest[:7]), attempt))
+
+    def close(self) -> None: ...
+
+
+class HttpChat:
+    """A server that speaks OpenAI's chat completions (POST {url}/chat/completions).
+
+    Connections live on an event loop of their own, and are kept from round to round.
+    """
+
+    def __init__(self, config: JudgeReward, *, key: str) -> None:
+        """Raises ConfigError for a URL that is none, and when the key's environment variable is not set."""
+        self._secret = None if config.api_key_env is None else _secret(config.api_key_env, key=key)
+        self._url = _endpoint(config.url, key=key)
+        self._max_tokens_key = f"{key}.max_tokens"
+        fields = {
+            "model": config.model,
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+            **config.body,
+        }
+        self._fields = {name: value for name, value in fields.items() if value is not None}
+        headers = {} if self._secret is None else {"Authorization": f"Bearer {self._secret}"}
+        limits = httpx2.Limits(max_connections=None)
+        self._client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
+        self._thread = LoopThread()
+
+    async def __call__(self, messages: list[Message], attempt: int) -> str:  # noqa: ARG002  # servers draw anew
+        return str(await self._thread.run(partial(self._ask, messages), None))
+
+    async def _ask(self, messages: list[Message]) -> str:
+        try:
+            response = await self._client.post(self._url, json={**self._fields, "messages": messages})
+        except httpx2.HTTPError as error:
+            raise RewardError(self._without_secret(f"{type(error).__name__}: {error}")) from None
+        shown = _shown(self._without_secret(response.text))
+        if not response.is_success:
+            status = response.status_code
+            raise RewardError(
+                f"the server answered {status}: {shown}",
+                wait_s=retry_after_s(response.headers),
+                is_final=status < 500 and status not in RETRIED,
+            )
+        try:
+            choice = response.json()["choices"][0]
+            text, reason = choice["message"]["content"], choice.get("finish_reason")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise RewardError(f"the server's reply is no chat completion: {shown}") from None
+        if reason == "length":
+            raise RewardError(f"the judge's reply was cut off; raise {self._max_tokens_key}")
+        if not isinstance(text, str):
+            raise RewardError(f"the judge's reply has no text: {shown}")
+        return text
+
+    def _without_secret(self, text: str) -> str:
+        return text if self._secret is None else text.replace(self._secret, "***")
+
+    def close(self) -> None:
+        self._thread.close(self._client.aclose)
+
+
+def _secret(variable: str, *, key: str) -> str:
+    secret = os.environ.get(variable, "").strip()
+    if not secret:
+        problem = f"the environment variable {variable} is not set; set it to the server's key, or remove api_key_env"
+    elif not secret.isascii() or not secret.isprintable() or " " in secret:
+        problem = (
+            f"the environment variable {variable} holds no key: it has blanks or characters outside ASCII"
+        )
+    else:
+        return secret
+    raise ConfigError([Problem(f"{key}.api_key_env", problem, "config")])
+
+
+def _endpoint(url: str, *, key: str) -> httpx2.URL:
+    try:
+        base = httpx2.URL(url)
+        if not base.host:
+            raise httpx2.InvalidURL("it names no host")
+    except httpx2.InvalidURL as error:
+        raise ConfigError([Problem(f"{key}.url", f"{url!r} is no URL: {error}", "config")]) from error
+    path = base.path.rstrip("/")
+    return base if path.endswith("/chat/completions") else base.copy_with(path=f"{path}/chat/completions")
+
+
+def retry_after_s(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float:
+    """Seconds to wait by a Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3); 0 without one."""
+    value = headers.get("retry-after", "").strip()
+    if value.isascii() and value.replace(".", "", 1).isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - now())
+    except (ValueError, OverflowError):
+        return 0.0
