@@ -15,7 +15,6 @@ from .skyrl_facts import (
     is_distributed,
     not_backend,
     off_only,
-    shared,
     without_critic,
     without_reference,
 )
@@ -292,8 +291,8 @@ MODELS: tuple[Rule, ...] = (
     NoEffect("trainer.ref.use_liger_kernel", BOOL, "the policy's setting counts"),
     Apply(f"{_LORA}.rank", "model.lora.rank", NATURAL, when(_has_adapters), default=0, note="0 trains all weights"),
     Apply(f"{_LORA}.alpha", "model.lora.alpha", POSITIVE, when(_has_adapters), default=16),
-    NoEffect(f"{_LORA}.dropout", SHARE,
-        "adapters have no dropout: log-probs are the same in rollout and training"),
+    Apply(f"{_LORA}.dropout", "", SHARE,
+        off_only("adapters have no dropout", "set 0: log-probs must be the same in rollout and in training")),
     Apply(f"{_LORA}.target_modules", "model.lora.targets", either(TEXT, list_of(TEXT)),
         when(_has_adapters, then=_targets), default="all-linear"),
     Apply(f"{_LORA}.exclude_modules", "", nullable(TEXT),
