@@ -23,7 +23,7 @@ from braid.data.worked import Example, load_examples
 from braid.envs.simulators.base import reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.text.build import text_env_maker
-from braid.errors import ConfigError
+from braid.errors import ConfigError, Problem
 from braid.models.adapter_reference import AdapterReference
 from braid.models.base import TrainableModel, copy_weights
 from braid.models.causal_lm import CausalLM
@@ -31,6 +31,7 @@ from braid.models.loading import load_policy, load_tokenizer
 from braid.models.mlp import MlpPolicy, MlpValue
 from braid.models.value import ValueModel
 from braid.plan import Plan, Verb
+from braid.plan.rewards import source_problems
 from braid.report.reporter import Reporter
 from braid.rewards.scorer import build_scorer
 from braid.rollout.drivers.base import Driver
@@ -46,6 +47,7 @@ from braid.weights.fingerprint import check_published
 
 from .costs import held_bytes
 from .parts import Parts
+from .services import reward_services
 from .supervised import Supervised
 
 NUM_RESET_STATES = 2**12
@@ -70,6 +72,13 @@ def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> S
         dict.fromkeys([*([eos] if eos is not None else []), *config.stop_token_ids])
     )
     return Sampling(**values)
+
+
+def _check_sources(loaded: Loaded, inputs: TextInputs) -> None:
+    """Raise ConfigError when the sources that reward parts name are not those of the data, now that all of it is read."""
+    known = {prompt.source for prompt in (*inputs.train.prompts, *inputs.eval.prompts)}
+    if found := list(source_problems(loaded.config.reward.parts, known)):
+        raise ConfigError([loaded.placed(Problem(key, message)) for key, message in found])
 
 
 def _greedy(sampling: SamplingConfig) -> SamplingConfig:
@@ -128,6 +137,8 @@ def _build_text(
     config, device = loaded.config, device_of(loaded.config)
     assert isinstance(config.env, SingleTurnEnv | ToolEnv), "simulators are built elsewhere"
     tokenizer = inputs.tokenizer
+    if plan.verb == "train":
+        _check_sources(loaded, inputs)
     lm = load_policy(
         config.model,
         temperature=config.rollout.sampling.temperature,
@@ -194,7 +205,12 @@ def _build_text(
         )
         if plan.needs_greedy
         else None,
-        scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
+        scorer=build_scorer(
+            config.reward,
+            base_dir=loaded.base_dir,
+            seed=config.run.seed,
+            services=reward_services(config, engine, tokenizer, device),
+        ),
         policy=policy,
         critic=None if critic is None else _critic_backend(config, plan, critic, device),
         reference=None

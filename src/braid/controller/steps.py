@@ -34,7 +34,7 @@ from .selection import Reason, Selection
 
 logger = logging.getLogger(__name__)
 
-TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY, COPY_KEY = 0, 1, 2, 3, 4
+TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY, COPY_KEY, JUDGE_KEY = 0, 1, 2, 3, 4, 5
 """First number of every random key, so that no two uses draw the same."""
 
 MAX_EMPTY_ROUNDS = 10
@@ -103,7 +103,7 @@ def _score(parts: Parts, groups: Sequence[Group]) -> None:
     config, trajectories = parts.config, [t for group in groups for t in group.trajectories]
     sampled = [t for group in groups for t in group.sampled]
     with _timed(parts, "score"):
-        parts.loop.run(parts.scorer.score(sampled))
+        parts.metrics.merge(parts.loop.run(parts.scorer.score(sampled)))
         if has_shaping(config.reward):
             limit = config.rollout.sampling.max_new_tokens
             for trajectory in sampled:

@@ -14,6 +14,7 @@ from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recip
 from braid.config.algorithm import AlgorithmConfig
 from braid.config.data import ProceduralSource
 from braid.config.load import DEFAULT
+from braid.config.reward import ModelReward
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
@@ -182,6 +183,10 @@ def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tupl
     if _engine_dtype(config) != config.model.dtype:
         copy = policy.parameters * BYTES[_engine_dtype(config)]
         roles.append(Memory("engine's copy", policy.parameters, copy))
+    for part in config.reward.parts:
+        if isinstance(part, ModelReward) and (size := size_of_folder(Path(part.path))) is not None:
+            held = size.parameters * BYTES[part.dtype]
+            roles.append(Memory(f"reward:{part.name or part.kind}", size.parameters, held))
     return tuple(roles)
 
 

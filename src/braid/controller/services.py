@@ -1,0 +1,77 @@
+"""What reward parts need of models and of the policy's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from braid.config.reward import ModelReward
+from braid.config.schema import RunConfig
+from braid.errors import EngineError, RewardError
+from braid.models.sequence_classifier import load_classifier
+from braid.rewards.base import Services
+from braid.rollout.engine import Request, RolloutEngine, Sampling
+from braid.types import Message
+
+from .steps import JUDGE_KEY
+
+
+def reward_services(
+    config: RunConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> Services:
+    """The reward models that the config names, and the policy as its own judge."""
+    classifiers = {
+        i: load_classifier(part, device=device, key=f"reward.parts[{i}]")
+        for i, part in enumerate(config.reward.parts)
+        if isinstance(part, ModelReward)
+    }
+    return Services(classifiers, PolicyJudge(engine, tokenizer, seed=config.run.seed))
+
+
+class PolicyJudge:
+    """The policy's engine as a judge, by chat template where the tokenizer has one; see rewards.base.Generate."""
+
+    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+        self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
+
+    async def __call__(
+        self, messages: Sequence[Message], *, max_tokens: int, temperature: float, key: tuple[int, ...]
+    ) -> str:
+        end: Any = self._tokenizer.eos_token_id
+        sampling = Sampling(
+            max_new_tokens=max_tokens,
+            temperature=temperature or 1.0,
+            greedy=temperature == 0,
+            stop_token_ids=(end,),
+        )
+        request = Request(self._prompt(messages), sampling, (self._seed, JUDGE_KEY, *key))
+        try:
+            completion = await self._engine.generate(request)
+        except EngineError as error:
+            raise RewardError(f"engine: {error}") from error
+        if completion.stop_reason == "length":
+            raise RewardError("the judge's reply was cut off; raise max_tokens of the part")
+        return str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+    def _prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Without a chat template, the messages as plain text with an empty line between them."""
+        has_template = bool(self._tokenizer.chat_template)
+        text = "\n\n".join(message["content"] for message in messages)
+        if has_template:
+            try:
+                conversation: Any = [dict(message) for message in messages]
+                text = str(
+                    self._tokenizer.apply_chat_template(
+                        conversation, tokenize=False, add_generation_prompt=True
+                    )
+                )
+            except (jinja2.TemplateError, TypeError, ValueError) as error:
+                raise RewardError(
+                    f"the policy's chat template refuses the judge's messages: {error}", is_final=True
+                ) from error
+        ids: Any = self._tokenizer(text, add_special_tokens=not has_template, verbose=False)["input_ids"]
+        return tuple(ids)
