@@ -195,7 +195,10 @@ def test_a_value_that_must_be_given_can_be_given(tmp_path: Path) -> None:
             "data.train.0.path=x",
             "data.train[0].path: unknown key for kind procedural; it belongs to kind file and hub [override]",
         ),
-        ("group_size=4", "group_size: unknown key here; there is env.group_size and rollout.group_size [override]"),
+        (
+            "group_size=4",
+            "group_size: unknown key here; there is env.group_size and rollout.group_size [override]",
+        ),
         ("run.zzz=4", "run.zzz: unknown key; known here: name, output_dir, seed, device"),
     ],
 )
@@ -248,6 +251,10 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
             "rollout.sampling.stop_strings: 'x' is not a list, each text [override]",
         ),
         (
+            "algorithm.corrections=[{high: -1}]",
+            "algorithm.corrections[0].high: -1 is not a number above 0 [override]",
+        ),
+        (
             "train.optimizer.betas=[0.9]",
             "train.optimizer.betas: [0.9] is not a list of 2, each a number of at least 0 and below 1 [override]",
         ),
@@ -269,7 +276,10 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
             "env.kind=tool",
             "env: kind: 'tool' is not one of single_turn, tools, gymnasium, maniskill, libero",
         ),
-        ("env={max_turns: 3}", "env: has no `kind`; add one of single_turn, tools, gymnasium, maniskill, libero [override]"),
+        (
+            "env={max_turns: 3}",
+            "env: has no `kind`; add one of single_turn, tools, gymnasium, maniskill, libero [override]",
+        ),
         (
             "env=tools",
             "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, gymnasium, maniskill, libero [override]",

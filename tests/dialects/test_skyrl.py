@@ -600,6 +600,10 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
             f"{_A}.max_seq_len: loss_reduction=seq_mean_token_sum_norm divides by it; give it",
         ),
         (
+            (f"{_A}.use_tis=true",),
+            f"{_A}.tis_imp_ratio_cap: use_tis needs a cap above 0; give it, or take off_policy_correction.tis_ratio_type",
+        ),
+        (
             (f"{_A}.policy_loss_type=kl_cov", f"{_A}.off_policy_correction.tis_ratio_type=token"),
             f"{_A}.off_policy_correction: has no place in ppo_loss_type=kl_cov; turn it off",
         ),

@@ -85,7 +85,7 @@ def _locate(loc: tuple[str | int, ...], tree: Any) -> _Spot:
         shape = shape_of(spot.field)
         inner = shape.sections[0] if len(shape.sections) == 1 else None
         kinds = shape.sections
-        is_list = (
+        is_list = shape.is_list or (
             get_origin(spot.field.annotation) is tuple and get_args(spot.field.annotation)[-1] is Ellipsis
         )
         if is_list and rest and isinstance(rest[0], int) and isinstance(spot.value, list):

@@ -190,6 +190,11 @@ def _algorithm(source: Source) -> Iterator[Finding]:
         and source.get(f"{at}.max_seq_len") is None
     ):
         yield f"{at}.max_seq_len", "loss_reduction=seq_mean_token_sum_norm divides by it; give it"
+    if source.get(f"{at}.use_tis") and source.get(f"{at}.tis_imp_ratio_cap") <= 0:
+        yield (
+            f"{at}.tis_imp_ratio_cap",
+            "use_tis needs a cap above 0; give it, or take off_policy_correction.tis_ratio_type",
+        )
     fixes, loss = corrections(source), source.get(f"{at}.ppo_loss_type")
     if fixes and loss in ("clip_cov", "kl_cov"):
         yield f"{at}.off_policy_correction", f"has no place in ppo_loss_type={loss}; turn it off"
