@@ -196,7 +196,8 @@ def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
     """The config of a verb, checked; its warnings are told. Kept in `args`, to place problems found later."""
     from braid.plan import resolve
 
-    args.loaded = loaded = _read(args).loaded
+    read = _read(args)
+    args.loaded, args.language, loaded = read.loaded, read.language, read.loaded
     if verb == "train" and loaded.config.run.eval_only:
         verb = "eval"
     os.environ.update(loaded.config.cluster.env)  # before torch is imported, which reads some
