@@ -20,6 +20,9 @@ ROOT = "config"
 """What problems of the whole file are filed under."""
 OVERRIDE = "override"
 """Origin of values given on the command line."""
+MAX_DEPTH = 50
+"""Mappings and lists within each other."""
+_TOO_DEEP = f"more than {MAX_DEPTH} mappings and lists within each other; no config needs so many"
 KeyPath = tuple[str | int, ...]
 """A key's path in parts: ("data", "train", 0)."""
 
@@ -49,6 +52,8 @@ def read_file(path: Path) -> Written:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error, path.name, text)]) from None
+    except RecursionError:
+        raise ConfigError([Problem(ROOT, _TOO_DEEP, path.name)]) from None
     written = Written()
     if root is None:
         return written
@@ -78,6 +83,9 @@ def apply_override(written: Written, text: str) -> None:
     name = path_text(path)
     try:
         parsed = _parse_value(value, written, name)
+    except RecursionError:
+        written.problems.append(Problem(name, _TOO_DEEP, OVERRIDE))
+        return
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "not valid YAML"
         message = f"the value {value!r} cannot be read ({problem}); put text in quotes: '{key}=\"...\"'"
@@ -146,6 +154,8 @@ class _Builder:
             )
         if node.tag not in _TAGS:
             return self._problem(path, node, f"the YAML tag {node.tag!r} is not supported; remove it")
+        if len(parents) == MAX_DEPTH:
+            return self._problem(path, node, _TOO_DEEP)
         parents = (*parents, node)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, parents)
