@@ -83,7 +83,7 @@ class JudgePart:
             error = RewardError(f"no reply within {key}={self._timeout_s:g}")
         except RewardError as failure:
             error = failure
-        error.wait_s = max(error.wait_s, self._backoff(name, attempt))
+        error.wait_s = max(error.wait_s, backoff_s(self._config, self._seed, name, attempt))
         if error.wait_s > self._config.max_backoff_s:
             raise RewardError(
                 f"{error}; it asks to wait {error.wait_s:g} s, longer than {self._key}.max_backoff_s="
@@ -92,12 +92,14 @@ class JudgePart:
             ) from error
         raise error
 
-    def _backoff(self, name: str, attempt: int) -> float:
-        longest = min(self._config.backoff_s * 2**attempt, self._config.max_backoff_s)
-        return longest * (1 + Random(f"{self._seed}:{name}:{attempt}").random()) / 2
-
     def close(self) -> None:
         self._chat.close()
+
+
+def backoff_s(config: JudgeReward, seed: int, name: str, attempt: int) -> float:
+    """Seconds to wait after failed try number `attempt` of a trajectory: between half of backoff_s * 2^attempt and all of it."""
+    longest = min(config.backoff_s * 2 ** min(attempt, 64), config.max_backoff_s)
+    return longest * (1 + Random(f"{seed}:{name}:{attempt}").random()) / 2
 
 
 def read_template(prompt: str, base_dir: Path, *, key: str) -> str:

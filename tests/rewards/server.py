@@ -1,0 +1,90 @@
+"""A small real HTTP server that speaks chat completions, and answers as each test tells it to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """What the server does with one request: after `wait` is set, the body with the status; cut: half of the body."""
+
+    body: str = ""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    cut: bool = False
+    wait: threading.Event | None = None
+
+
+def completion(text: str | None, reason: str = "stop") -> Answer:
+    message = {"role": "assistant", "content": text}
+    return Answer(json.dumps({"choices": [{"message": message, "finish_reason": reason}]}))
+
+
+@dataclass
+class JudgeServer:
+    """`url` to put into the config; `requests` are (path, headers, JSON body) in order of arrival."""
+
+    url: str
+    requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
+
+
+@contextmanager
+def serving(answer: Callable[[int, dict[str, Any]], Answer]) -> Iterator[JudgeServer]:
+    """A server on a free port of this machine; `answer(number of the request, its body)` decides."""
+    lock, released = threading.Lock(), threading.Event()
+    connections: list[socket.socket] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            connections.append(self.connection)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with lock:
+                number = len(served.requests)
+                served.requests.append((self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            given = answer(number, body)
+            if given.wait is not None:
+                while not given.wait.wait(0.05) and not released.is_set():
+                    pass
+            data = given.body.encode()
+            self.send_response(given.status)
+            for name, value in {"content-length": str(len(data)), **given.headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data[: len(data) // 2] if given.cut else data)
+            self.close_connection = given.cut
+
+        def log_message(self, *args: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = False
+
+        def handle_error(self, *args: Any) -> None:
+            """Clients of these tests hang up on purpose."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    served = JudgeServer(f"http://127.0.0.1:{server.server_port}/v1")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield served
+    finally:
+        released.set()
+        server.shutdown()
+        thread.join()
+        for connection in connections:
+            with suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)
+        server.server_close()
