@@ -1,11 +1,19 @@
-"""What group advantages, GAE and whitening hold to, whatever the numbers."""
+"""What advantages and whitening hold to, whatever the numbers."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.algorithms.advantages import gae, group_advantages, whiten
+from braid.algorithms.advantages import (
+    best_of_group,
+    discounted_returns,
+    gae,
+    group_advantages,
+    leave_one_out_advantages,
+    likelihood_advantages,
+    whiten,
+)
 
 finite = st.floats(-100, 100, width=32)
 
@@ -116,6 +124,57 @@ def test_groups_of_one_and_groups_of_equal_rewards_get_exactly_zero(normalize_by
     assert torch.equal(advantages, torch.zeros_like(rewards))
 
 
+@pytest.mark.parametrize(
+    "advantages_of",
+    [leave_one_out_advantages, likelihood_advantages, best_of_group],
+    ids=lambda f: f.__name__,
+)
+@given(rewards=st.lists(finite, min_size=1, max_size=12), data=st.data())
+def test_comparisons_within_groups_follow_the_rows_and_feel_no_other_group(advantages_of, rewards, data):
+    groups = data.draw(st.lists(st.integers(-3, 3), min_size=len(rewards), max_size=len(rewards)))
+    order = data.draw(st.permutations(range(len(rewards))))
+    r, g, permuted = torch.tensor(rewards).double(), torch.tensor(groups), torch.tensor(order)
+    advantages = advantages_of(r, g)
+    moved = advantages_of(r[permuted], g[permuted])
+    if advantages_of is best_of_group:  # which of equals is first is the order's
+        best = [int(x) for x in g[permuted][moved > 0]]
+        assert sorted(best) == sorted(int(x) for x in g[advantages > 0])
+        assert torch.equal(r[permuted][moved > 0].sort().values, r[advantages > 0].sort().values)
+    else:
+        # float64 rounding of rewards up to 100, enlarged by at most 1 / epsilon = 1e6
+        torch.testing.assert_close(moved, advantages[permuted], atol=1e-6, rtol=1e-9)
+    for group in set(groups):
+        alone = advantages_of(r[g == group], g[g == group])
+        torch.testing.assert_close(alone, advantages[g == group], atol=1e-6, rtol=1e-9)
+
+
+@given(rewards=st.lists(finite, min_size=2, max_size=9))
+def test_leaving_one_out_is_the_reward_less_the_mean_of_the_others(rewards):
+    r = torch.tensor(rewards).double()
+    others = torch.stack([torch.cat([r[:i], r[i + 1 :]]).mean() for i in range(len(r))])
+    advantages = leave_one_out_advantages(r, torch.zeros(len(r)).long())
+    torch.testing.assert_close(advantages, r - others, atol=1e-10, rtol=0)  # float64, sums of 9
+
+
+@given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=12))
+def test_likelihood_advantages_sum_to_zero_and_are_finite(rewards):
+    advantages = likelihood_advantages(torch.tensor(rewards).double(), torch.zeros(len(rewards)).long())
+    assert abs(float(advantages.sum())) < 1e-10  # float64, at most 12 terms of at most 12
+    assert (advantages == 0).all() == (len(set(rewards)) == 1)
+
+
+@given(data=st.data(), gamma=st.floats(0, 1))
+def test_returns_are_gae_without_values(data, gamma):
+    lengths = data.draw(st.lists(st.integers(0, 12), max_size=5))
+    total = sum(lengths)
+    rewards = torch.tensor(data.draw(st.lists(finite, min_size=total, max_size=total))).double()
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=total, max_size=total)), dtype=torch.bool)
+    zeros, terminal = torch.zeros(total).double(), torch.zeros(len(lengths)).double()
+    expected, _ = gae(rewards, zeros, mask, tuple(lengths), terminal, gamma=gamma, lam=1.0)
+    returns = discounted_returns(rewards.masked_fill(~mask, torch.nan), mask, tuple(lengths), gamma=gamma)
+    torch.testing.assert_close(returns, expected, atol=1e-12, rtol=1e-12)  # the same sums
+
+
 @given(values=st.lists(finite, max_size=12), data=st.data())
 def test_whitening_does_not_depend_on_order_or_on_what_lies_outside_the_mask(values, data):
     mask = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
@@ -137,5 +196,9 @@ def test_equal_advantages_whiten_to_exactly_zero(count):
 def test_no_rows_give_no_advantages():
     empty, nothing = torch.empty(0), torch.empty(0, dtype=torch.bool)
     assert gae(empty, empty, nothing, (), empty, gamma=1.0, lam=1.0)[0].shape == (0,)
-    assert group_advantages(empty, torch.empty(0, dtype=torch.long), normalize_by_std=True).shape == (0,)
+    groups = torch.empty(0, dtype=torch.long)
+    assert group_advantages(empty, groups, normalize_by_std=True).shape == (0,)
+    for advantages_of in (leave_one_out_advantages, likelihood_advantages, best_of_group):
+        assert advantages_of(empty, groups).shape == (0,)
+    assert discounted_returns(empty, nothing, (), gamma=1.0).shape == (0,)
     assert whiten(empty, nothing).shape == (0,)

@@ -251,7 +251,7 @@ def test_each_verb_needs_its_own_parts() -> None:
             ["model.dtype=fp16"],
             "model.dtype: fp16 weights lose small updates and gradients; bf16 or fp32 is safer",
         ),
-        (["algorithm.gamma=0.9"], "algorithm.gamma: has no effect: the advantage has no critic"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma: has no effect: only gae, reinforce and gigpo discount"),
         (["critic.warmup_rounds=1"], "critic.warmup_rounds: has no effect: the advantage has no critic"),
         (["algorithm.kl_in=reward"], "algorithm.kl_in: has no effect: algorithm.kl_coef is 0"),
         (["reference.path=x"], "reference.path: has no effect: algorithm.kl_coef is 0"),
@@ -277,7 +277,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["algorithm.recipe=ppo", "algorithm.normalize_by_std=false"],
-            "algorithm.normalize_by_std: has no effect: only the advantage grpo divides by the group's deviation",
+            "algorithm.normalize_by_std: has no effect: only the advantages grpo and gigpo divide by the group's deviation",
         ),
         (
             ["algorithm.kl_coef=0.1", "reference.train.passes_per_round=2"],

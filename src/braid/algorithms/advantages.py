@@ -100,16 +100,16 @@ def best_of_group(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Floa
     rewards are all equal has no best row and gets 0 throughout, so that nothing is imitated for being first; the paper
     would take one at random. What ROLL calls RAFT++ is grpo without its deviation.
     """
-    of = grouped(rewards, groups)
     _, group = groups.unique(return_inverse=True)
-    places = torch.arange(len(groups), device=rewards.device)
-    best = of.centered.new_full((len(groups),), -torch.inf).scatter_reduce(0, group, of.centered, "amax")[
-        group
-    ]
-    is_best = (of.centered == best) & (of.std > 0)
-    none = torch.full_like(places, len(groups))
-    first = none.scatter_reduce(0, group, torch.where(is_best, places, none), "amin")[group]
-    return (places == first).to(rewards.dtype)
+
+    def over_group(values: Tensor, reduce: str) -> Tensor:
+        return values.scatter_reduce(0, group, values, reduce, include_self=False)[group]
+
+    best, worst = over_group(rewards, "amax"), over_group(rewards, "amin")
+    nowhere = len(groups)
+    places = torch.arange(nowhere, device=rewards.device)
+    of_best = torch.where((rewards == best) & (best > worst), places, nowhere)
+    return (places == over_group(of_best, "amin")).to(rewards.dtype)
 
 
 def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:

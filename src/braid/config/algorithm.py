@@ -52,7 +52,7 @@ class AlgorithmConfig(Section):
     """What a trajectory's reward is centred on before credit is assigned: the mean of its group, of the round, of
     all rounds so far, or nothing."""
     reward_std: RewardStatistics | None = None
-    """What it is then divided by, likewise a standard deviation."""
+    """What it is then divided by, likewise a standard deviation; one of 0 divides by 1."""
     advantage: Advantage | None = None
     """Credit assignment."""
     advantage_level: AdvantageLevel | None = None
@@ -74,7 +74,8 @@ class AlgorithmConfig(Section):
     advantage_clip: PositiveFloat | Literal["off"] | None = None
     """Bound on an advantage's absolute value, after whitening; off for none."""
     mask_truncated: bool | None = None
-    """Leave trajectories that a limit cut off out of the loss (they still count in their group's statistics)."""
+    """Leave trajectories that a limit cut off out of the loss and its denominators (they still count in their group's
+    statistics)."""
     reward_level: Literal["chunk", "action"] = "chunk"
     """Robots: rewards and advantages per chunk of actions, or per action."""
     logprob_level: Literal["token", "action", "chunk"] = "token"

@@ -235,21 +235,22 @@ class OverlongConfig(Section):
     """A penalty that grows linearly over the last tokens before the limit (DAPO, arXiv 2503.14476)."""
 
     buffer_tokens: PositiveInt
-    """Tokens before rollout.sampling.max_new_tokens over which it grows."""
+    """Tokens before rollout.sampling.max_new_tokens over which it grows, for the longest turn."""
     penalty: PositiveFloat = 1.0
     """What is taken off at the limit."""
 
 
 class RewardConfig(Section):
-    """How trajectories are scored. The parts are summed with their weights, then added to the environment's own; the sum is
-    zeroed (`truncated`), penalised (`overlong`), scaled, shifted and clipped, in this order."""
+    """How trajectories are scored. The parts are summed with their weights, then added to the environment's own. Training sees
+    this sum zeroed (`truncated`), penalised (`overlong`), scaled, shifted and clipped, in this order; evaluation and
+    `reward/mean` keep it as it is."""
 
     parts: tuple[RewardPart, ...] = ()
     """Scores of the final text."""
     truncated: Literal["keep", "zero"] = "keep"
-    """zero: a trajectory that a limit cut off has reward 0."""
+    """zero: in training a trajectory that a limit cut off has reward 0."""
     overlong: OverlongConfig | None = None
-    """Penalty of long answers."""
+    """Penalty of long answers, in training only."""
     scale: float = 1.0
     """Factor of the reward, in training only."""
     shift: float = 0.0

@@ -242,7 +242,8 @@ class PublishConfig(Section):
 
 
 class FilterConfig(Section):
-    """Which groups are worth training on, by the rewards of their valid trajectories."""
+    """Which groups are worth training on, by the rewards of their valid trajectories as training sees them. A dropped group is
+    as if it had not been sampled: it is in no statistic, loss or denominator."""
 
     min_std: NonNegativeFloat | None = None
     """Groups whose rewards have a standard deviation of at most this are dropped (0: those with equal rewards)."""
@@ -251,8 +252,8 @@ class FilterConfig(Section):
     max_mean: float | None = None
     """Groups whose mean reward is at least this are dropped."""
     then: Literal["mask", "resample", "replace"] = "mask"
-    """mask: train without them. resample: draw new prompts until the round is full (DAPO). replace: train on copies of kept
-    groups in their place."""
+    """mask: train without them. resample: draw further batches of prompts_per_round prompts until the round is full (DAPO); what
+    is over is dropped too. replace: train on copies of kept groups in their place."""
     max_batches: PositiveInt = 30
     """resample: batches of prompts drawn for one round at most; then the round goes on with what was kept."""
     min_kept_fraction: float = Field(default=0.3, ge=0.0, le=1.0)

@@ -15,7 +15,7 @@ from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
 from braid.errors import suggest
 
-from . import available
+from . import available, credit
 from .placement import parse_placement
 from .plan import Plan
 from .rewards import reward_problems
@@ -164,16 +164,10 @@ def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
             )
 
 
-def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+def _algorithm(_: RunConfig, plan: Plan) -> Iterator[Finding]:
     recipe = plan.recipe
     if plan.verb != "train":
         return
-    if recipe.advantage == "grpo" and config.rollout.group_size == 1:
-        yield (
-            "rollout.group_size",
-            "grpo compares the answers of a group, so with group_size=1 every advantage is 0; "
-            "raise it to 2 or more, or set algorithm.recipe=ppo",
-        )
     if plan.old_logprobs == "current" and recipe.kl_in == "reward" and recipe.kl_coef > 0:
         yield (
             "algorithm.old_logprobs",
@@ -268,6 +262,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _batches,
     _environment,
     _algorithm,
+    credit.credit_problems,
     _contexts,
     _placement,
     reward_problems,
@@ -392,10 +387,6 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         "the advantage has no critic",
         lambda _, plan: not plan.needs_critic,
         (
-            "algorithm.gamma",
-            "algorithm.gae_lambda",
-            "algorithm.value_clip",
-            "algorithm.value_loss_coef",
             "critic.path",
             "critic.train",
             "critic.warmup_rounds",
@@ -417,11 +408,6 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
                 "grad_scaler",
             )
         ),
-    ),
-    (
-        "only the advantage grpo divides by the group's deviation",
-        lambda _, plan: plan.recipe.advantage != "grpo",
-        ("algorithm.normalize_by_std",),
     ),
     *(
         (
@@ -465,6 +451,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
             *(f"{where}.sampling.{name}" for where in ("rollout", "eval") for name in _OF_TEXT),
             "rollout.native",
             "rollout.max_sequence_tokens",
+            "reward.overlong",
             "rollout.print_outputs",
             "rollout.check_weights",
             "checkpoint.export_every_rounds",
@@ -485,12 +472,18 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
             "eval.every_rounds",
             "eval.samples_per_prompt",
             "eval.pass_at",
-            "eval.success_reward",
             "eval.sampling",
             "eval.batch_prompts",
             "eval.shuffle",
             "report.eval_samples",
         ),
+    ),
+    (
+        "nothing is evaluated or imitated by it",
+        lambda config, plan: (
+            _has_tokens(config, plan) and not config.data.eval and plan.recipe.supervised_coef == 0
+        ),
+        ("eval.success_reward",),
     ),
     (
         "rollout.check_weights is false",
@@ -545,6 +538,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ),
         ("env.num_envs",),
     ),
+    *credit.IDLE,
     *available.IDLE,
 )
 """(why, when, keys)."""
@@ -553,5 +547,6 @@ _WARNINGS: tuple[_Check, ...] = (
     _suspicious_sampling,
     _suspicious_batches,
     _suspicious_schedule,
+    credit.credit_warnings,
     _without_effect,
 )

@@ -96,6 +96,8 @@ def _normalize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> 
         rewards = row.fields["rewards"].astype(np.float64)
         rewards[np.flatnonzero(row.mask)[-1]] -= off
         row.fields["rewards"] = (rewards / divisor).astype(np.float32)
+        if row.baseline is not None:
+            row.baseline = (row.baseline - off) / divisor
 
 
 def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:

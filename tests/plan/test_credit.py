@@ -1,0 +1,160 @@
+"""Keys of rewards, filters and advantages that do not fit each other, or that nothing reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from .test_checks import SIMULATOR, TEXT, complaints, warnings
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "maxrl", "gigpo"])
+def test_advantages_that_compare_need_a_group(advantage: str) -> None:
+    assert complaints(TEXT, f"algorithm.advantage={advantage}", "rollout.group_size=1") == [
+        f"rollout.group_size: {advantage} compares the answers of a group, so with group_size=1 every advantage is 0; "
+        "raise it to 2 or more, or set algorithm.recipe=ppo"
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["remax", "ppo", "reinforce", "reinforce_pp"])
+def test_other_advantages_take_single_answers(recipe: str) -> None:
+    assert warnings(TEXT, f"algorithm.recipe={recipe}", "rollout.group_size=1") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["algorithm.recipe=reinforce_pp_baseline", "rollout.group_size=1"],
+            "rollout.group_size: algorithm.reward_mean=group takes the group's mean off, so with group_size=1 every reward is "
+            "0; raise it to 2 or more, or set algorithm.reward_mean=batch",
+        ),
+        (
+            ["algorithm.recipe=remax", "rollout.filter.min_std=0", "rollout.group_size=1"],
+            "rollout.filter.min_std: with rollout.group_size=1 no group's rewards have a spread, so every group is dropped; "
+            "leave it out, or raise group_size",
+        ),
+        (
+            ["algorithm.recipe=remax", "rollout.sampling.greedy=true"],
+            "rollout.sampling.greedy: remax compares sampled answers with the greedy one, and these are the same; set it to "
+            "false",
+        ),
+        (
+            ["algorithm.recipe=remax", "algorithm.whiten_rewards=true"],
+            "algorithm.whiten_rewards: remax takes off the reward of the greedy answer, which has no positions to whiten; set "
+            "it to false, or whiten advantages",
+        ),
+        (
+            ["algorithm.recipe=maxrl", "algorithm.reward_mean=group"],
+            "algorithm.reward_mean: maxrl divides by a group's mean reward, which reward_mean=group takes off; set it to none",
+        ),
+        (
+            ["algorithm.recipe=gigpo", "algorithm.episode_weight=0", "algorithm.turn_weight=0"],
+            "algorithm.turn_weight: with algorithm.episode_weight=0 too every advantage of gigpo is 0; raise one of them",
+        ),
+        (
+            ["rollout.filter={min_mean: 0.8, max_mean: 0.2}"],
+            "rollout.filter.min_mean: every group has a mean reward of at most 0.8 or of at least max_mean=0.2, so every group "
+            "is dropped; lower it below max_mean",
+        ),
+        (
+            ["reward.overlong.buffer_tokens=257"],
+            "reward.overlong.buffer_tokens: 257 tokens before the limit rollout.sampling.max_new_tokens=256 is before the "
+            "answer begins; lower it to 256 at most",
+        ),
+    ],
+)
+def test_what_leaves_nothing_to_learn_from_is_refused(overrides: list[str], complaint: str) -> None:
+    assert complaints(TEXT, *overrides) == [complaint]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (
+            ["algorithm.recipe=maxrl", "reward.shift=-1"],
+            "reward.shift: makes rewards negative, and maxrl learns nothing from groups whose mean is not above 0",
+        ),
+        (
+            ["algorithm.recipe=decoupled_ppo", "algorithm.old_logprobs=behavior"],
+            "algorithm.old_logprobs: behavior leaves the corrections of algorithm.recipe=decoupled_ppo no difference to "
+            "correct; set auto or recompute",
+        ),
+        (
+            ["rollout.filter={min_std: 0, then: resample}", "run.max_epochs=1"],
+            "run.max_epochs: rounds are counted as if each drew one batch of prompts; those that resample draw more, so the "
+            "run passes over the data more often",
+        ),
+        (
+            ["rollout.filter.then=replace"],
+            "rollout.filter.then: only groups without a valid answer are dropped: none of min_std, min_mean, max_mean is set",
+        ),
+    ],
+)
+def test_what_is_seldom_meant_is_warned_about(overrides: list[str], warning: str) -> None:
+    assert warnings(TEXT, *overrides) == [warning]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "because"),
+    [
+        (["algorithm.gae_lambda=0.9"], "algorithm.gae_lambda", "the advantage has no critic"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma", "only gae, reinforce and gigpo discount"),
+        (
+            ["algorithm.recipe=rloo", "algorithm.advantage_level=turn"],
+            "algorithm.advantage_level",
+            "only grpo compares turns in place of trajectories",
+        ),
+        (["algorithm.turn_weight=0.5"], "algorithm.turn_weight", "only gigpo has two parts"),
+        (
+            ["algorithm.recipe=rloo", "algorithm.reward_mean=batch"],
+            "algorithm.reward_mean",
+            "the advantage is of differences within a group, in which a common centre of rewards cancels",
+        ),
+        (
+            ["algorithm.recipe=raft", "algorithm.reward_std=batch"],
+            "algorithm.reward_std",
+            "the advantage is 1 for the best of a group, whatever rewards are divided by",
+        ),
+        (["algorithm.kl_target=0.1"], "algorithm.kl_target", "algorithm.kl_coef is 0"),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_horizon=100"],
+            "algorithm.kl_horizon",
+            "algorithm.kl_target is off",
+        ),
+        (
+            ["rollout.filter={min_std: 0, max_batches: 3}"],
+            "rollout.filter.max_batches",
+            "rollout.filter.then is not resample",
+        ),
+        (
+            ["rollout.filter={min_std: 0, min_kept_fraction: 0.5}"],
+            "rollout.filter.min_kept_fraction",
+            "rollout.filter.then is not replace",
+        ),
+    ],
+)
+def test_a_key_of_a_part_that_is_not_used_has_no_effect(overrides: list[str], key: str, because: str) -> None:
+    assert warnings(TEXT, *overrides) == [f"{key}: has no effect: {because}"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.recipe=gigpo", "algorithm.gamma=0.9", "algorithm.normalize_by_std=false"],
+        ["algorithm.recipe=reinforce", "algorithm.gamma=0.9"],
+        ["algorithm.advantage_level=turn", "algorithm.reward_mean=batch"],
+        ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1", "algorithm.kl_horizon=100"],
+        ["rollout.filter={min_std: 0, then: resample, max_batches: 3}"],
+        ["rollout.filter={max_mean: 0.9, then: replace, min_kept_fraction: 0.5}"],
+        ["data.eval=[]", "algorithm.supervised_coef=0.1", "eval.success_reward=0.5"],
+        ["reward={parts: [{kind: exact}], overlong: {buffer_tokens: 256}, scale: 2, truncated: zero}"],
+    ],
+)
+def test_keys_that_are_read_are_not_complained_of(overrides: list[str]) -> None:
+    assert warnings(TEXT, *overrides) == []
+
+
+def test_a_simulators_episode_has_no_length_in_tokens_to_punish() -> None:
+    assert warnings(SIMULATOR, "reward.overlong.buffer_tokens=10") == [
+        "reward.overlong: has no effect: a simulator has no text"
+    ]

@@ -1,0 +1,318 @@
+"""From rewards to advantages over whole rounds: order of things, turns, statistics, and what a row's credit hangs on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from braid.algorithms.recipes import RECIPES, Recipe
+from braid.algorithms.rewards import RunningMoments
+from braid.training.credit import assign_credit, is_trained
+from braid.types import Advantage, RewardStatistics, Row
+
+GRPO = RECIPES["grpo"]
+CLOSE = {"atol": 2e-6, "rtol": 0}  # expectations are given to six digits; 1e-6 stands beside deviations
+
+
+def text(*turns: tuple[str, float], group: int = 0, prompt: int = 0, tokens: int = 2, **more: object) -> Row:
+    """A row of turns (what the environment said before it, its reward), each of `tokens` tokens that the policy wrote."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    rewards: list[float] = []
+    for number, (said, reward) in enumerate(turns):
+        context = [prompt] if number == 0 else [ord(c) for c in said]
+        ids += [*context, *[7] * tokens]
+        mask += [False] * len(context) + [True] * tokens
+        rewards += [0.0] * (len(context) + tokens - 1) + [reward]
+    fields = {"rewards": np.array(rewards, np.float32)}
+    return Row({"input_ids": np.array(ids)}, np.array(mask), group, trajectory=0, fields=fields, **more)  # pyright: ignore[reportArgumentType]
+
+
+def answers(*rewards: float, group: int = 0) -> list[Row]:
+    """Single answers of one group."""
+    return [text(("", reward), group=group) for reward in rewards]
+
+
+def per_row(rows: list[Row]) -> list[float]:
+    """The advantage of each row, which all of its positions share."""
+    for row in rows:
+        advantages = row.fields["advantages"]
+        assert len(set(advantages[row.mask].tolist())) == 1
+        assert not advantages[~row.mask].any()
+    return [float(row.fields["advantages"][row.mask][0]) for row in rows]
+
+
+def per_turn(row: Row) -> list[float]:
+    """The advantage at the end of each turn of two tokens, which both have."""
+    advantages = row.fields["advantages"][row.mask].reshape(-1, 2)
+    assert (advantages[:, 0] == advantages[:, 1]).all()
+    return advantages[:, 0].tolist()
+
+
+def close(got: list[float], expected: list[float]) -> None:
+    np.testing.assert_allclose(got, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("grpo", [1.0 / 3, -2.0 / 3, 1.0 / 3, 0.0, 0.0]),
+        ("rloo", [0.5, -1.0, 0.5, 0.0, 0.0]),
+        ("raft", [1.0, 0.0, 0.0, 0.0, 0.0]),
+        ("maxrl", [0.5, -1.0, 0.5, 0.0, 0.0]),
+        ("remax", [0.5, -0.5, 0.5, -1.0, -1.0]),
+        ("reinforce", [1.0, 0.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_every_advantage_of_single_answers_is_one_number_per_row(
+    advantage: Advantage, expected: list[float]
+) -> None:
+    rows = [*answers(1.0, 0.0, 1.0, group=5), *answers(0.0, 0.0, group=2)]
+    for row in rows:
+        row.baseline = 0.5 if row.group == 5 else 1.0
+    assign_credit(rows, replace(GRPO, advantage=advantage, normalize_by_std=False))
+    close(per_row(rows), expected)
+
+
+def test_remax_without_a_greedy_answer_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="greedy answer"):
+        assign_credit(answers(1.0), replace(GRPO, advantage="remax"))
+
+
+def test_reinforce_discounts_over_the_policys_tokens_alone() -> None:
+    row = text(("", 1.0), ("ok", 4.0))
+    assign_credit([row], replace(GRPO, advantage="reinforce", gamma=0.5))
+    # from the end: 4, 2, then 1 + 1, 1; the reply between takes no part
+    assert row.fields["advantages"].tolist() == [0.0, 1.0, 2.0, 0.0, 0.0, 2.0, 4.0]
+
+
+def test_gae_writes_returns_and_tells_how_well_the_critic_knows_them() -> None:
+    row = text(("", 1.0))
+    row.fields["values"] = np.array([0.0, 0.25, 0.5], np.float32)
+    facts = assign_credit([row], RECIPES["ppo"])
+    assert row.fields["returns"].tolist() == [0.0, 1.0, 1.0]
+    assert set(facts) == {"critic/explained_variance"}
+
+
+# --- turns ---
+
+
+def test_turns_compared_over_a_group_are_those_of_all_its_trajectories() -> None:
+    """Rewards 1, 0 and 0, 3: mean 1, whatever their order; another group does not matter."""
+    rows = [text(("", 1.0), ("a", 0.0)), text(("", 0.0), ("b", 3.0)), text(("", 9.0), group=1)]
+    assign_credit(rows, replace(GRPO, advantage_level="turn", normalize_by_std=False))
+    close(per_turn(rows[0]), [0.0, -1.0])
+    close(per_turn(rows[1]), [-1.0, 2.0])
+    close(per_turn(rows[2]), [0.0])
+
+
+def test_turns_of_single_answers_are_trajectories() -> None:
+    rows, turns = answers(1.0, 0.0, 0.3), answers(1.0, 0.0, 0.3)
+    assign_credit(rows, GRPO)
+    assign_credit(turns, replace(GRPO, advantage_level="turn"))
+    assert per_row(rows) == per_row(turns)
+
+
+GIGPO = replace(RECIPES["gigpo"], normalize_by_std=False, gamma=0.5)
+
+
+def test_gigpo_compares_turns_that_start_from_the_same_state() -> None:
+    """Worked by hand. Rewards (1, 4), (0, 2), (0, 0): returns 1 + 4/2 = 3 and 4; 0 + 2/2 = 1 and 2; 0 and 0.
+
+    Episodes: 5, 2, 0, mean 7/3. First turns start from the prompt: 3, 1, 0, mean 4/3. The second ones of the first two
+    follow "hot": 4, 2, mean 3; that of the third follows "cold" and is alone.
+    """
+    rows = [
+        text(("", 1.0), ("hot", 4.0)),
+        text(("", 0.0), ("hot", 2.0)),
+        text(("", 0.0), ("cold", 0.0)),
+    ]
+    assign_credit(rows, replace(GIGPO, episode_weight=1.0, turn_weight=10.0))
+    close(per_turn(rows[0]), [8 / 3 + 50 / 3, 8 / 3 + 10])
+    close(per_turn(rows[1]), [-1 / 3 - 10 / 3, -1 / 3 - 10])
+    close(per_turn(rows[2]), [-7 / 3 - 40 / 3, -7 / 3])
+
+
+def test_gigpo_divides_both_parts_by_their_deviations() -> None:
+    rows = [text(("", 0.0), ("x", 1.0)), text(("", 0.0), ("y", 0.0))]
+    assign_credit(rows, replace(GIGPO, normalize_by_std=True))
+    # episodes 1, 0 and first turns 1/2, 0: both +-1/sqrt(2); second turns are alone
+    close(per_turn(rows[0]), [2 * 0.707106, 0.707106])
+    close(per_turn(rows[1]), [-2 * 0.707106, -0.707106])
+
+
+def test_gigpo_keeps_equal_states_of_different_groups_apart() -> None:
+    rows = [text(("", 0.0), ("hot", 1.0), group=0), text(("", 0.0), ("hot", 0.0), group=1)]
+    assign_credit(rows, GIGPO)
+    assert [per_turn(row) for row in rows] == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_gigpo_finds_states_that_come_back_within_one_trajectory() -> None:
+    row = text(("", 0.0), ("lost", 0.0), ("lost", 4.0))
+    assign_credit([row], replace(GIGPO, gamma=0.5))
+    # returns 1, 2, 4; "lost" twice: mean 3
+    close(per_turn(row), [0.0, -1.0, 1.0])
+
+
+def test_gigpos_turn_returns_are_rolls_agentic_ones() -> None:
+    """[0, 2, 2, 0, 0, 2, 2, 0] for rewards 1 and 2, gamma 1/2: against a turn-alike of no reward, less their mean."""
+    mine, other = text(("", 1.0), ("o", 2.0)), text(("", 0.0), ("o", 0.0))
+    assign_credit([mine, other], replace(GIGPO, episode_weight=0.0))
+    close(per_turn(mine), [1.0, 1.0])  # 2 - 1, 2 - 1
+    close(per_turn(other), [-1.0, -1.0])
+
+
+def simulated(states: list[float], rewards: list[float], group: int = 0) -> Row:
+    observations = np.array(states, np.float32)[:, None]
+    mask = np.ones(len(states), np.bool_)
+    mask[-1] = False
+    fields = {"rewards": np.array([*rewards, 0.0], np.float32)}
+    return Row({"observations": observations}, mask, group, trajectory=0, fields=fields)
+
+
+def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
+    rows = [simulated([0.0, 1.0, 9.0], [0.0, 1.0]), simulated([-0.0, 2.0, 1.0], [0.0, 0.0])]
+    assign_credit(rows, replace(GIGPO, episode_weight=0.0))
+    # both start from 0 (of either sign): returns 1/2 and 0; the later states come up once, a last one is no turn's
+    close(rows[0].fields["advantages"].tolist(), [0.25, 0.0, 0.0])
+    close(rows[1].fields["advantages"].tolist(), [-0.25, 0.0, 0.0])
+
+
+# --- statistics ---
+
+
+def test_centre_and_scale_of_rewards_on_the_way() -> None:
+    """Sums 5 and 1, mean 3, deviation sqrt(8) = 2.828427: every reward over that, the centre off at the last position."""
+    rows = [text(("", 1.0), ("a", 4.0)), text(("", 1.0), ("b", 0.0))]
+    assign_credit(
+        rows, replace(GRPO, reward_mean="batch", reward_std="batch", advantage="reinforce", gamma=1.0)
+    )
+    close(per_turn(rows[0]), [2 / 2.828428, 1 / 2.828428])
+    close(per_turn(rows[1]), [-2 / 2.828428, -3 / 2.828428])
+
+
+def test_a_terminal_reward_is_normalised_before_kl_is_taken_off() -> None:
+    rows = answers(1.0, 0.0)
+    for row in rows:
+        row.fields |= {"old_logprobs": np.float32([0, 0.0, 0.5]), "ref_logprobs": np.float32([9, 0.0, 0.0])}
+    recipe = replace(RECIPES["reinforce_pp"], whiten_advantages=False, reward_mean="batch", kl_coef=0.2)
+    facts = assign_credit(rows, recipe)
+    assert facts == {"reward/kl": pytest.approx(0.25)}
+    close(per_row(rows), [0.4, -0.6])  # +-0.5 - 0.2 * 0.5
+    rows = answers(1.0, 0.0)
+    for row in rows:
+        row.fields |= {"old_logprobs": np.float32([0, 0.0, 0.5]), "ref_logprobs": np.float32([9, 0.0, 0.0])}
+    assign_credit(rows, recipe, kl_coef=0.4)  # steered
+    close(per_row(rows), [0.3, -0.7])
+
+
+def test_running_statistics_go_on_from_round_to_round() -> None:
+    recipe = replace(GRPO, reward_mean="running", advantage="reinforce")
+    running = RunningMoments()
+    first, second = answers(1.0, 0.0), answers(1.0, 1.0)
+    assign_credit(first, recipe, running=running)
+    assign_credit(second, recipe, running=running)
+    close(per_row(first), [0.5, -0.5])
+    close(per_row(second), [0.25, 0.25])  # mean 3/4 of four
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "remax", "raft"])
+@pytest.mark.parametrize("mean", get_args(RewardStatistics))
+def test_a_common_centre_does_not_show_in_differences(advantage: Advantage, mean: RewardStatistics) -> None:
+    """The baseline of remax moves with the rewards."""
+
+    def credited(recipe: Recipe) -> list[float]:
+        rows = [*answers(1.0, 0.25, 0.5, group=0), *answers(0.0, 0.75, group=1)]
+        for row in rows:
+            row.baseline = 0.5
+        assign_credit(rows, recipe)
+        return per_row(rows)
+
+    recipe = replace(GRPO, advantage=advantage)
+    close(credited(replace(recipe, reward_mean=mean)), credited(recipe))
+
+
+def test_whitened_rewards_have_mean_0_and_variance_1_over_the_policys_positions() -> None:
+    rows = [text(("", 1.0), ("a", 4.0)), text(("", 1.0))]
+    assign_credit(rows, replace(GRPO, advantage="reinforce", whiten_rewards=True, gamma=0.0))
+    rewards = np.concatenate([row.fields["rewards"][row.mask] for row in rows])
+    assert rewards.mean() == pytest.approx(0.0, abs=1e-6)
+    assert rewards.var(ddof=1) == pytest.approx(1.0, abs=1e-6)
+    assert all(not row.fields["rewards"][~row.mask].any() for row in rows)
+
+
+def test_advantages_are_clipped_after_whitening() -> None:
+    rows = answers(10.0, 0.0, 0.0, 0.0)
+    assign_credit(rows, replace(GRPO, advantage="reinforce", whiten_advantages=True, advantage_clip=1.0))
+    # whitened over two tokens each: mean 2.5, variance 2 * (56.25 + 18.75) / 7, std 4.629100: 1.620185 and -0.540062
+    close(per_row(rows), [1.0, -0.540062, -0.540062, -0.540062])
+
+
+# --- truncated trajectories ---
+
+
+def _cut(rewards: list[float], is_truncated: list[bool]) -> list[Row]:
+    return [text(("", r), is_truncated=cut) for r, cut in zip(rewards, is_truncated, strict=True)]
+
+
+def test_a_masked_trajectory_counts_in_its_groups_baseline() -> None:
+    recipe = replace(GRPO, mask_truncated=True, normalize_by_std=False)
+    rows = _cut([1.0, 0.0, 0.5], [False, True, False])
+    assign_credit(rows, recipe)
+    close(per_row(rows), [0.5, -0.5, 0.0])
+    assert [is_trained(row, recipe) for row in rows] == [True, False, True]
+    assert all(is_trained(row, GRPO) for row in rows)
+
+
+def test_whitening_is_over_what_is_trained_on() -> None:
+    recipe = replace(GRPO, advantage="reinforce", whiten_advantages=True, mask_truncated=True)
+    with_cut, without = _cut([1.0, 9.0, 0.0], [False, True, False]), answers(1.0, 0.0)
+    for rows in (with_cut, without):
+        assign_credit(rows, recipe)
+    assert per_row([with_cut[0], with_cut[2]]) == per_row(without)
+
+
+# --- what credit does not hang on ---
+
+
+@pytest.mark.parametrize("level", ["trajectory", "turn"])
+@pytest.mark.parametrize("advantage", sorted(set(get_args(Advantage)) - {"raft"}))
+def test_credit_does_not_depend_on_the_order_of_rows(advantage: Advantage, level: str) -> None:
+    """raft's ties are broken by order; its property is in tests/algorithms."""
+    recipe = replace(
+        GRPO, advantage=advantage, advantage_level=level, reward_mean="batch", reward_std="group",
+        whiten_advantages=True, gamma=0.9,
+    )  # fmt: skip
+
+    def rows() -> list[Row]:
+        rng = np.random.default_rng(0)
+        out = []
+        for number in range(12):
+            turns = [
+                ("xy"[int(rng.integers(2))], float(rng.random())) for _ in range(int(rng.integers(1, 4)))
+            ]
+            row = text(*turns, group=number % 3, prompt=number % 3, baseline=0.5)
+            row.trajectory = number
+            row.fields["values"] = np.where(row.mask, rng.random(len(row)), 0).astype(np.float32)
+            out.append(row)
+        return out
+
+    plain, mixed = rows(), rows()
+    assign_credit(plain, recipe)
+    shuffled = [mixed[i] for i in np.random.default_rng(1).permutation(12)]
+    assign_credit(shuffled, recipe)
+    for row, other in zip(plain, mixed, strict=True):
+        # float64 sums in another order, given back in float32
+        np.testing.assert_allclose(row.fields["advantages"], other.fields["advantages"], atol=1e-6)
+
+
+def test_what_lies_outside_the_mask_is_not_touched_by_any_advantage() -> None:
+    row = text(("", 1.0), ("reply", 2.0))
+    assign_credit([row, *answers(0.0, 1.0)], GIGPO)
+    assert not row.fields["advantages"][~row.mask].any()
+    assert row.fields["advantages"].dtype == np.float32
+    assert torch.from_numpy(row.fields["advantages"]).isfinite().all()
