@@ -119,10 +119,11 @@ def test_a_layout_takes_the_steps_of_one_process(layout: str) -> None:
 
 
 def _assert_close(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Within a hundredth of one AdamW step, which divides small gradients, and their roundings, by their own size."""
     assert list(mine) == list(other)
     for name, tensor in other.items():
         torch.testing.assert_close(
-            mine[name], tensor, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            mine[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

@@ -74,6 +74,7 @@ class FsdpBackend(SingleBackend):
         """The process group must be up. `model` holds the same weights on every rank and is sharded in place."""
         model.leave_gradients_to_autograd()
         self._names = [name for name, _ in model.named_weights()]
+        self._shapes = {name: p.shape for name, p in model.module.named_parameters()}
         mesh = _mesh(config.fsdp.size, device)
         self._pass = _Pass(model)
         self._net: nn.Module = self._pass
@@ -93,10 +94,11 @@ class FsdpBackend(SingleBackend):
     ) -> list[dict[str, NDArray[np.float32]]]:
         """See ShardedBackend."""
         num_own = len(self._infer_batches(rows)) if rows else 0
+        num_spare = self._most(num_own) - num_own  # agreed on before the first pass
         results = super().infer(rows, outputs) if rows else []
         batch = pack([spare], self._device, with_fields=False)
         with torch.no_grad(), self._autocast():
-            for _ in range(self._most(num_own) - num_own):
+            for _ in range(num_spare):
                 self._forward(batch, outputs)
         return results
 
@@ -124,7 +126,8 @@ class FsdpBackend(SingleBackend):
         """Take over whole tensors by their checkpoint names."""
         if isinstance(self._net, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(self._net):
-                copy_weights(weights, self._model.named_weights())
+                whole = self._net.named_parameters()
+                copy_weights(weights, ((_checkpoint_name(name), p) for name, p in whole))
             return
         named: dict[str, Any] = {_PREFIX + name: tensor for name, tensor in weights.items()}
         options = StateDictOptions(full_state_dict=True, strict=False)
@@ -135,12 +138,8 @@ class FsdpBackend(SingleBackend):
         weights = self.full_weights()
         optimizer = None
         if self._optimizer is not None:
-            whole: dict[str, Any] = get_optimizer_state_dict(
-                self._net,
-                self._optimizer,
-                options=StateDictOptions(full_state_dict=True, cpu_offload=True),
-            )
-            optimizer = {name.removeprefix(_PREFIX): value for name, value in whole.get("state", {}).items()}
+            whole = self._whole_optimizer(self._optimizer)
+            optimizer = {name.removeprefix(_PREFIX): value for name, value in whole.items()}
         return {
             "weights": weights,
             "optimizer": optimizer,
@@ -153,13 +152,64 @@ class FsdpBackend(SingleBackend):
         """See TrainingBackend. Every rank is given the whole state."""
         self.load_weights(state["weights"])
         if self._optimizer is not None and state["optimizer"]:
-            options = StateDictOptions(full_state_dict=True)
-            like: dict[str, Any] = get_optimizer_state_dict(self._net, self._optimizer, options=options)
-            like["state"] = {_PREFIX + name: value for name, value in state["optimizer"].items()}
-            set_optimizer_state_dict(self._net, self._optimizer, like, options=options)
+            self._load_optimizer(state["optimizer"], self._optimizer)
         if self._scale is not None and state["loss_scale"] is not None:
             self._scale.load(state["loss_scale"])
         self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
+
+    def _whole_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if not isinstance(self._net, FullyShardedDataParallel):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            whole: dict[str, Any] = get_optimizer_state_dict(self._net, optimizer, options=options)
+            return whole.get("state", {})
+        own = {
+            name: dict(optimizer.state[p]) for name, p in self._net.named_parameters() if p in optimizer.state
+        }
+        shards = self._gathered({_PREFIX + _checkpoint_name(name): state for name, state in own.items()})
+        if dist.get_rank() != 0:
+            return {}
+        pieces: dict[str, list[dict[str, Tensor]]] = {}
+        for shard in shards:  # a rank that has nothing of a parameter has no state of it
+            for name, state in shard.items():
+                pieces.setdefault(name, []).append(state)
+        return {
+            name: {key: self._joined(name, [state[key] for state in states]) for key in states[0]}
+            for name, states in pieces.items()
+        }
+
+    def _load_optimizer(self, states: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        named = {_PREFIX + name: value for name, value in states.items()}
+        if not isinstance(self._net, FullyShardedDataParallel):
+            options = StateDictOptions(full_state_dict=True)
+            like: dict[str, Any] = get_optimizer_state_dict(self._net, optimizer, options=options)
+            set_optimizer_state_dict(self._net, optimizer, {**like, "state": named}, options=options)
+            return
+        own = {_PREFIX + _checkpoint_name(name): p for name, p in self._net.named_parameters()}
+        sizes = self._gathered({name: p.numel() for name, p in own.items()})
+        rank = dist.get_rank(self._shard_group)
+        for name, state in named.items():
+            start = sum(size[name] for size in sizes[:rank]) if self._is_sharded else 0
+            p = own[name]
+            optimizer.state[p] = {
+                key: value.clone()
+                if value.ndim == 0
+                else value.flatten()[start : start + p.numel()].clone().view_as(p)
+                for key, value in state.items()
+            }
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """What each rank of the shard group has; of one rank where nothing is sharded."""
+        if not self._is_sharded:
+            return [mine]
+        parts: list[Any] = [None] * dist.get_world_size(self._shard_group)
+        dist.all_gather_object(parts, mine, group=self._shard_group)
+        return parts
+
+    def _joined(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+        """FSDP's shards of a parameter are flat pieces of it, one after the other."""
+        if shards[0].ndim == 0:
+            return shards[0]
+        return torch.cat([shard.flatten() for shard in shards]).view(self._shapes[name.removeprefix(_PREFIX)])
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._net(batch, outputs)
@@ -211,6 +261,11 @@ class FsdpBackend(SingleBackend):
 
 
 _PREFIX = "model."
+
+
+def _checkpoint_name(name: str) -> str:
+    """Of a parameter inside FSDP's wrappers."""
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix(_PREFIX)
 
 
 class _Pass(nn.Module):
