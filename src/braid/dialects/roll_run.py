@@ -269,8 +269,9 @@ def _corrections(_: Any, source: Source) -> Became:
         low, high = filtered.get("ratio_low", 0.8), filtered.get("ratio_high", 1.2)
         level = LEVELS[filtered.get("agg_type", "token")]
         made.append({"level": level, "mode": "mask", "low": low, "high": high})
-    recompute = {"algorithm.old_logprobs": "recompute"} if made else {}
-    return Became({"algorithm.corrections": made} | recompute)
+    if not made:
+        return implied("no correction")
+    return Became({"algorithm.corrections": made, "algorithm.old_logprobs": "recompute"})
 
 
 def _no_weight(source: Source) -> str:
