@@ -74,3 +74,28 @@ def test_a_scoring_process_ends_itself_when_nobody_is_left_to_kill_it() -> None:
         request = pickle.dumps((0.2, ("9^9^9^9", "5")))
         ours.sendall(HEADER.pack(len(request)) + request)
         assert process.wait(timeout=60) == -signal.SIGALRM
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("7 * 8 = 56\n#### 56", 1.0),
+        ("#### 56\nas 3 + 4 is not asked", 1.0),
+        ("first #### 57\nthen\n####$56.", 1.0),
+        ("It is 56.\n#### 57", 0.0),
+        ("#### 1. Idea\nMultiply.\n#### 2. Result\n\\boxed{56}", 1.0),
+    ],
+)
+def test_of_numbers_marked_as_in_gsm8k_the_last_counts(
+    answered: Answered, score: Score, text: str, reward: float
+) -> None:
+    (scored,) = score([answered(text, answer="so 7 * 8 = 56\n#### 56")], {"kind": "math"})
+    assert scored.reward == reward
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("-56.5", 1.0), ("1,234", 0.0)])
+def test_marked_numbers_keep_their_sign_and_fraction(
+    answered: Answered, score: Score, answer: str, reward: float
+) -> None:
+    (scored,) = score([answered("it is 7\n#### -56.5", answer=answer)], {"kind": "math"})
+    assert scored.reward == reward

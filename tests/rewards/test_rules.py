@@ -7,7 +7,7 @@ import pytest
 import reasoning_gym
 
 from braid.errors import ConfigError
-from braid.types import Trajectory
+from braid.types import Trajectory, Turn
 
 Answered = Callable[..., Trajectory]
 Score = Callable[..., list[Trajectory]]
@@ -116,3 +116,53 @@ def test_a_scorer_that_evaluates_the_answer_runs_in_a_process_of_its_own(
 def test_a_source_without_a_generator_has_no_generators_scorer(answered: Answered, score: Score) -> None:
     (scored,) = score([answered("1", answer="1")], {"kind": "reasoning_gym"})
     assert scored.reason.startswith("reward reasoning_gym: source 'a' is not procedural")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("B", "B", 1.0),
+        ("(b)", "B", 0.0),  # a lone letter counts when it is a capital: "a" is a word
+        ("The answer is (b).", "B. Paris", 1.0),
+        ("**Answer:** B", "(B)", 1.0),
+        ("Answer: A? No.\nAnswer: B", "B", 1.0),
+        (r"A is wrong, so \boxed{\text{B}} as C is", "B", 1.0),
+        (r"\boxed{B}, though some say the answer is C", "B", 1.0),
+        ("I think it is B", "B", 1.0),
+        ("I like Bananas", "B", 0.0),
+        ("The answer is Belgium", "B", 0.0),
+        ("Z", "A", 0.0),
+        ("", "A", 0.0),
+        ("C", ["B", "C"], 1.0),
+    ],
+)
+def test_choice_compares_letters(
+    answered: Answered, score: Score, text: str, answer: object, reward: float
+) -> None:
+    (scored,) = score([answered(text, answer=answer)], {"kind": "choice"})
+    assert (scored.reason, scored.reward) == ("", reward)
+
+
+def test_a_reference_that_is_no_letter_is_no_wrong_choice(answered: Answered, score: Score) -> None:
+    (scored,) = score([answered("B", answer="Paris")], {"kind": "choice", "letters": "ABCD"})
+    assert (
+        scored.reason
+        == "reward choice: the reference answer 'Paris' does not begin with a letter of the choices"
+    )
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (10, 0.0), (15, -0.5), (20, -1.0), (99, -1.0)])
+@pytest.mark.parametrize("unit", ["tokens", "characters"])
+def test_length_falls_from_start_to_end(
+    answered: Answered, score: Score, unit: str, length: int, penalty: float
+) -> None:
+    trajectory = answered("x" * (length if unit == "characters" else 3))
+    if unit == "tokens":
+        trajectory.turns = [Turn([1], [2] * length, [-1.0] * length, "stop", 0)]
+    score([trajectory], {"kind": "length", "unit": unit, "start": 10, "end": 20})
+    assert trajectory.reward == penalty
+
+
+def test_a_length_must_end_after_it_starts(build: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="start=20 is not below end=20"):
+        build({"kind": "length", "start": 20, "end": 20})

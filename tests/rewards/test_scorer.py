@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,37 @@ def test_a_function_that_cannot_be_called_is_a_problem_of_the_config(
 def test_parts_of_one_name_are_refused(build: Callable[..., Scorer]) -> None:
     with pytest.raises(ConfigError, match=r"reward.parts\[1\].name: another part is named 'exact' already"):
         build({"kind": "exact"}, {"kind": "exact", "ignore_case": True})
+
+
+def _from(source: str, answered: Answered) -> Trajectory:
+    trajectory = answered("42", answer="42")
+    trajectory.prompt = replace(trajectory.prompt, source=source)
+    return trajectory
+
+
+def test_a_part_scores_the_sources_that_it_names(answered: Answered, score: Score) -> None:
+    trajectories = [_from(source, answered) for source in ("a", "b", "c")]
+    score(
+        trajectories,
+        {"kind": "exact", "sources": ["a", "b"], "weight": 2.0},
+        {**_function("length"), "sources": ["b"]},
+    )
+    assert [(t.reward, t.reward_parts) for t in trajectories] == [
+        (2.0, {"exact": 1.0}),
+        (4.0, {"exact": 1.0, "length": 2.0}),
+        (None, {}),
+    ]
+    assert trajectories[2].reason == "reward: no part scores the source 'c'"
+
+
+def test_scoring_tells_what_it_cost(answered: Answered, build: Callable[..., Scorer]) -> None:
+    scorer = build(_function("second_time"), {"kind": "exact"}, retries=1)
+    metrics = asyncio.run(scorer.score([answered(text, answer="y") for text in ("x", "y")]))
+    assert metrics.value("reward/retries/second_time") == 2
+    assert metrics.value("reward/time/second_time_s") > 0
+    assert set(metrics) == {"reward/retries/second_time", "reward/time/second_time_s"}
+
+
+def test_a_part_whose_model_is_not_there_is_refused(build: Callable[..., Scorer]) -> None:
+    with pytest.raises(ConfigError, match=r"reward.parts\[0\]: needs a reward model"):
+        build({"kind": "model", "path": "somewhere"})
