@@ -19,6 +19,7 @@ from braid.controller import commands
 from braid.errors import CheckpointError, ConfigError, TrainingError
 from braid.models.loading import load_policy
 from braid.report.batches import read_batch
+from braid.report.names import describe
 from braid.report.samples import read_samples
 from braid.rollout.engines.native import NativeEngine
 from braid.weights.fingerprint import check_published
@@ -26,15 +27,10 @@ from braid.weights.fingerprint import check_published
 from .conftest import LoadTiny
 from .test_runs import lines, weights
 
-CLOCKS = ("time/", "memory/")
-
 
 def numbers(run: Path) -> list[dict[str, float]]:
     """The metrics of each round, less what depends on the clock or the machine."""
-    return [
-        {k: v for k, v in line.items() if not k.startswith(CLOCKS) and not k.endswith("_per_s")}
-        for line in lines(run)
-    ]
+    return [{k: v for k, v in line.items() if describe(k).is_reproducible} for line in lines(run)]
 
 
 def summary(run: Path) -> dict[str, Any]:

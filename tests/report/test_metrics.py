@@ -114,10 +114,8 @@ def test_only_times_rates_and_memory_differ_from_one_day_to_the_next() -> None:
         "flops/train_per_s",
         "time/round_s",
         "time/<verb>_s",
+        "reward/time/<part>_s",
         "memory/peak_rss_bytes",
-        "flops/rollout_per_s",
-        "flops/infer_per_s",
-        "flops/train_per_s",
     }
 
 

@@ -19,6 +19,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from braid.report.names import describe
+
 NUM_KILLS = 20
 NUM_ROUNDS = 40
 
@@ -83,8 +85,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 def numbers(run: Path) -> list[dict[str, float]]:
     """The metrics of each round, less what depends on the clock or the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    is_kept = lambda name: not (name.startswith(("time/", "memory/")) or name.endswith("_per_s"))  # noqa: E731
-    return [{name: value for name, value in line.items() if is_kept(name)} for line in lines]
+    return [{name: value for name, value in line.items() if describe(name).is_reproducible} for line in lines]
 
 
 def weight_hashes(run: Path) -> dict[str, str]:
