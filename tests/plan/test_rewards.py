@@ -1,0 +1,70 @@
+"""Reward parts against the data's sources and the model's sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from braid.config.load import load_config
+from braid.errors import ConfigError
+from braid.plan import Plan, resolve
+
+BASE = [
+    "model.build={max_positions: 512}",
+    "run.max_rounds=10",
+    "data.train=[{kind: procedural, generator: chain_sum}, {kind: file, path: some/gsm8k.jsonl}]",
+    "data.eval=[{kind: hub, path: org/aime}]",
+    "data.max_prompt_tokens=128",
+]
+
+
+def plan_of(parts: str, *overrides: str) -> Plan:
+    return resolve(load_config(None, [*BASE, f"reward.parts={parts}", *overrides]).config)
+
+
+def complaints(parts: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        plan_of(parts, *overrides)
+    return [f"{problem.key}: {problem.message}" for problem in error.value.problems]
+
+
+def test_sources_that_parts_name_are_those_of_the_data() -> None:
+    plan_of("[{kind: exact, sources: [chain_sum]}, {kind: math, sources: [gsm8k, aime]}]")
+    assert complaints("[{kind: exact}, {kind: math, sources: [gsm8k, gsm8]}]") == [
+        "reward.parts[1].sources[1]: there is no data source 'gsm8', did you mean 'gsm8k'?; there are aime, chain_sum, "
+        "gsm8k"
+    ]
+
+
+def test_every_source_is_scored_by_a_part() -> None:
+    assert complaints("[{kind: exact, sources: [chain_sum]}, {kind: math, sources: [gsm8k]}]") == [
+        "reward.parts: no part scores the source 'aime'; add it to the sources of one, or add a part without sources"
+    ]
+
+
+def test_sources_that_rows_name_are_known_when_they_are_read() -> None:
+    by_row = "data.train=[{kind: file, path: mixed.jsonl, source_key: domain}]"
+    plan_of("[{kind: exact, sources: [law]}, {kind: math, sources: [aime]}]", by_row)
+
+
+def test_a_policy_that_judges_itself_needs_room_for_the_question() -> None:
+    part = "[{{kind: judge, url: policy, prompt: '{{response}}', max_tokens: {}}}]"
+    plan_of(part.format(511))
+    assert complaints(part.format(512)) == [
+        "reward.parts[0].max_tokens: replies of up to 512 tokens leave no room for the question: the policy accepts 512 "
+        "tokens; lower it below 512"
+    ]
+
+
+def test_the_memory_of_reward_models_is_planned(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=4, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "rm")
+    count = sum(weight.numel() for weight in model.parameters())
+    plan = plan_of(f"[{{kind: model, name: helpful, path: {tmp_path / 'rm'}, dtype: bf16}}]")
+    (role,) = [role for role in plan.memory if role.role.startswith("reward:")]
+    assert (role.role, role.parameters, role.total_bytes) == ("reward:helpful", count, 2 * count)
