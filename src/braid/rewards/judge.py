@@ -251,7 +251,7 @@ class HttpChat:
             raise RewardError(f"the judge's reply was cut off; raise {self._max_tokens_key}")
         if not isinstance(text, str):
             raise RewardError(f"the judge's reply has no text: {shown}")
-        return text
+        return self._without_secret(text)
 
     def _without_secret(self, text: str) -> str:
         return text if self._secret is None else text.replace(self._secret, "***")
