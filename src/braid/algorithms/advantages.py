@@ -115,11 +115,11 @@ def best_of_group(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Floa
 def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """maxrl (arXiv 2602.02710): A_b = (r_b - mean_g(r)) / (mean_g(r) + 1e-6).
 
-    For rewards of 0 and 1, the mean over a group is its pass rate p, and dividing by it turns the gradient of p into an
-    estimate of that of log p: seldom solved prompts weigh more, as under maximum likelihood. Any rewards that are not
-    negative work, as shares of success. With negative ones the mean is no rate: it may be near 0, or turn the sign of
-    the gradient around. So a group whose mean is not above 0 gets 0 here. SkyRL: the formula as it stands, and the raw
-    reward for a group of one.
+    For rewards of 0 and 1, where the mean estimates the pass rate p of a prompt: the expected gradient for groups of G is
+    that of the first G - 1 terms of log p = -sum_k (1 - p)^k / k, where the plain policy gradient has the first alone.
+    So seldom solved prompts weigh more, as under maximum likelihood. Rewards between 0 and 1 work as shares of success. With
+    negative ones the mean is no rate: it may be near 0, or turn the gradient around. So a group whose mean is not above 0
+    gets 0 here. SkyRL: the formula as it stands, and the raw reward for a group of one.
     """
     of = grouped(rewards, groups)
     relative = of.centered / (of.mean + MEAN_EPSILON)
