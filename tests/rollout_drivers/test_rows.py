@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from braid.rollout.rows import rows_of
-from braid.types import EnvSteps, Group, Prompt, Status, Trajectory, Turn
+from braid.types import EnvSteps, Group, Prompt, ShapedReward, Status, Trajectory, Turn
 
 PROMPT = Prompt("test:0", "test", (1, 2), ())
 
@@ -47,7 +47,9 @@ def test_turn_rewards_lie_at_the_ends_of_their_turns_and_the_rest_at_the_last() 
 def test_a_truncated_text_is_terminal() -> None:
     trajectory = _text()
     trajectory.status = Status.TRUNCATED
-    assert rows_of([Group(PROMPT, [trajectory])])[0].is_terminal
+    (row,) = rows_of([Group(PROMPT, [trajectory])])
+    assert row.is_terminal
+    assert row.is_truncated
 
 
 @pytest.mark.parametrize(("status", "is_terminal"), [(Status.FINISHED, True), (Status.TRUNCATED, False)])
@@ -59,6 +61,7 @@ def test_an_episode_row_has_the_final_observation_masked_out(status: Status, is_
     assert row.fields["rewards"].tolist() == [1, 2, 4, 0]
     assert row.fields["behavior_logprobs"][-1] == 0
     assert row.is_terminal is is_terminal
+    assert row.is_truncated is not is_terminal
 
 
 def test_what_reward_parts_add_to_a_return_lies_at_the_last_action() -> None:
@@ -66,6 +69,25 @@ def test_what_reward_parts_add_to_a_return_lies_at_the_last_action() -> None:
     trajectory.reward = 10.0
     (row,) = rows_of([Group(PROMPT, [trajectory])])
     assert row.fields["rewards"].tolist() == [1, 2, 7, 0]
+
+
+def test_shaping_multiplies_rewards_on_the_way_and_settles_the_sum_at_the_last_position() -> None:
+    trajectory = _text(5.0, turn_rewards=(0.5, 1.0))
+    trajectory.shaped = ShapedReward(total=9.0, factor=2.0)
+    (row,) = rows_of([Group(PROMPT, [trajectory])])
+    assert row.fields["rewards"].tolist() == [0, 0, 0, 1.0, 0, 8.0]
+    assert trajectory.turns[0].reward == 0.5
+
+
+def test_rows_have_the_reward_of_their_groups_greedy_answer_as_training_sees_it() -> None:
+    greedy = _text(0.25)
+    greedy.shaped = ShapedReward(total=0.5)
+    rows = rows_of([Group(PROMPT, [_text(), _text()], greedy), Group(PROMPT, [_text()])])
+    assert [(row.group, row.trajectory, row.baseline) for row in rows] == [
+        (0, 0, 0.5),
+        (0, 1, 0.5),
+        (1, 2, None),
+    ]
 
 
 def test_invalid_trajectories_make_no_row_and_keep_their_numbers() -> None:
