@@ -343,3 +343,20 @@ def test_the_policy_judges_by_its_own_engine(answered: Answered, tmp_path: Path)
     assert keys[1] == (keys[0][0], 1)
     assert keys[2] == keys[0]
     assert keys[3][0] != keys[0][0]
+
+
+def test_a_policy_that_takes_the_likeliest_token_is_asked_once(answered: Answered, tmp_path: Path) -> None:
+    asked = []
+
+    async def generate(messages: Sequence[Message], **settings: Any) -> str:
+        asked.append(messages)
+        return "hm"
+
+    config = RewardConfig.model_validate(
+        {"parts": [{"kind": "judge", "url": "policy", "prompt": "{response}"}]}
+    )
+    scorer = build_scorer(config, base_dir=tmp_path, services=Services({}, generate))
+    trajectory = answered("42")
+    run(scorer, trajectory)
+    scorer.close()
+    assert (len(asked), trajectory.reason) == (1, "reward judge: the judge's reply has no score: 'hm'")

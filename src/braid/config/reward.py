@@ -185,7 +185,8 @@ class JudgeReward(_Part):
     timeout_s: PositiveFloat | None = None
     """Limit for one call; reward.timeout_s when null."""
     retries: NonNegativeInt = 4
-    """Further tries after a failed call, in place of reward.retries."""
+    """Further tries after a failed call, in place of reward.retries; none with url=policy at temperature 0, which would say the
+    same again."""
     backoff_s: NonNegativeFloat = 1.0
     """Wait before the second try, doubled before each further one; between half of it and all of it, drawn from the run's
     seed. A server's Retry-After is waited for when it is longer."""

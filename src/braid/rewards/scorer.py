@@ -16,7 +16,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from braid.config.reward import CodeReward, JudgeReward, MathReward, ReasoningGymReward, RewardConfig
+from braid.config.reward import (
+    CodeReward,
+    JudgeReward,
+    MathReward,
+    ReasoningGymReward,
+    RewardConfig,
+    RewardPart,
+)
 from braid.errors import ConfigError, Problem, RewardError
 from braid.report.metrics import Metrics
 from braid.types import Trajectory
@@ -58,31 +65,25 @@ def build_scorer(
     setting = Setting(config.timeout_s, config.concurrency, base_dir, seed, services)
     parts: list[_Weighted] = []
     for i, part in enumerate(config.parts):
-        name, retries, max_calls, is_shared = (
-            part.name or part.kind,
-            config.retries,
-            config.concurrency,
-            True,
-        )
+        name = part.name or part.kind
         if any(name == other.name for other in parts):
-            raise ConfigError(
-                [
-                    Problem(
-                        f"reward.parts[{i}].name",
-                        f"another part is named {name!r} already; give this one its own",
-                        "config",
-                    )
-                ]
-            )
-        if isinstance(part, MathReward | ReasoningGymReward | CodeReward):
-            max_calls = min(max_calls, os.cpu_count() or 1)
-        if isinstance(part, JudgeReward):
-            retries, max_calls, is_shared = part.retries, part.concurrency or max_calls, False
+            problem = f"another part is named {name!r} already; give this one its own"
+            raise ConfigError([Problem(f"reward.parts[{i}].name", problem, "config")])
         built = build_part(part, i, setting)
-        parts.append(
-            _Weighted(name, part.weight, frozenset(part.sources), built, retries, max_calls, is_shared)
-        )
+        parts.append(_Weighted(name, part.weight, frozenset(part.sources), built, *_limits(part, config)))
     return Scorer(parts, concurrency=config.concurrency)
+
+
+def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
+    """(retries, max_calls, is_shared) of a part. A policy that takes the likeliest token would judge the same way again."""
+    match part:
+        case JudgeReward():
+            is_certain = part.url == "policy" and part.temperature == 0
+            return 0 if is_certain else part.retries, part.concurrency or config.concurrency, False
+        case MathReward() | ReasoningGymReward() | CodeReward():
+            return config.retries, min(config.concurrency, os.cpu_count() or 1), True
+        case _:
+            return config.retries, config.concurrency, True
 
 
 class Scorer:
