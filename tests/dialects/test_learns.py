@@ -1,0 +1,172 @@
+"""The pages' files learn: a tiny model and tiny data, the files themselves, and overrides of paths, sizes and rates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from braid.config.load import load_config
+from braid.controller import commands
+from braid.dialects.load import read_config
+
+from .conftest import IN_ONE_PROCESS, SEEDS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LETTERS = "abcdefgh"
+DIGITS = "0123"
+GUESSING = {
+    "run": {"name": "guessing", "device": "cpu", "output_dir": "."},
+    "model": {
+        "build": {
+            "architecture": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2,
+            "num_kv_heads": 1, "head_dim": 32, "characters": f"{LETTERS}{DIGITS}# ",
+        }
+    },
+    "sft": {
+        "data": [{"kind": "file", "path": "guesses.jsonl", "answer_key": None, "response_key": "response"}],
+        "steps": 150,
+        "rows_per_step": 32,
+        "optimizer": {"lr": 3e-3},
+    },
+    "report": {"console": "none", "tensorboard": False},
+}  # fmt: skip
+"""A model that has learned the form of an answer, `#### 2`, and none of the answers: it is right one time in four."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model and, in the three systems' forms, the data: letters that all have one answer."""
+    folder = tmp_path_factory.mktemp("home")
+    guesses = [{"prompt": letter, "response": f"#### {digit}"} for letter in LETTERS for digit in DIGITS]
+    _write_lines(folder / "guesses.jsonl", guesses)
+    answers = dict.fromkeys(LETTERS, DIGITS[2])
+    _write_lines(folder / "boba.jsonl", [{"prompt": k, "solutions": [v]} for k, v in answers.items()])
+    _write_lines(
+        folder / "roll.json",
+        [{"instruction": k, "ground_truth": v, "tag": "letters"} for k, v in answers.items()],
+        whole=True,
+    )
+    _write_parquet(folder / "data" / "gsm8k", answers)
+    config = {**GUESSING, "run": {**GUESSING["run"], "base_dir": str(folder), "output_dir": str(folder)}}
+    (folder / "guessing.yaml").write_text(yaml.safe_dump(config))
+    run = commands.sft(load_config(folder / "guessing.yaml"))
+    model = commands.export(run.run_dir, output=folder / "model")
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]], *, whole: bool = False) -> None:
+    text = json.dumps(rows) if whole else "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(text, "utf-8")
+
+
+def _write_parquet(folder: Path, answers: dict[str, str]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {
+            "data_source": "gsm8k",
+            "prompt": [{"role": "user", "content": letter}],
+            "env_class": "gsm8k",
+            "reward_spec": {"method": "rule", "ground_truth": digit},
+            "extra_info": {"split": "train"},
+        }
+        for letter, digit in answers.items()
+    ]
+    folder.mkdir(parents=True)
+    for name in ("train", "validation"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def learned(
+    name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, float]:
+    """Share of right answers before and after a run of a page's file."""
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    own = [
+        "braid.run.device=cpu",
+        "braid.report.console=none",
+        "braid.eval.samples_per_prompt=16",
+        "braid.eval.before=true",
+    ]
+    read = read_config(SEEDS / name, [*overrides, *own], dialect=dialect, **IN_ONE_PROCESS)
+    outcome = commands.train(read.loaded)
+    evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
+    return evals["first"]["all"]["mean@16"], evals["last"]["all"]["mean@16"]
+
+
+def check(scores: tuple[float, float]) -> None:
+    before, after = scores
+    assert before < 0.45  # a guess is right one time in four
+    assert after > 0.9
+
+
+def test_rlinf_s_math_file_learns_with_grpo(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [
+        f"runner.output_dir={home}/rlinf",
+        f"rollout.model_dir={home}/model",
+        f"actor.tokenizer.tokenizer_model={home}/model",
+        f"data.train_data_paths=[{home}/boba.jsonl]",
+        f"data.val_data_paths=[{home}/boba.jsonl]",
+        "runner.max_steps=40",
+        "runner.max_epochs=100",
+        "runner.seq_length=16",
+        "runner.val_check_interval=50",
+        "data.max_prompt_length=8",
+        "data.rollout_batch_size=8",
+        "algorithm.group_size=8",
+        "actor.optim.lr=1e-3",
+    ]
+    check(learned("rlinf-math-000.yaml", "rlinf", overrides, home, monkeypatch))
+
+
+def test_roll_s_rlvr_file_learns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [
+        f"output_dir={home}/roll",
+        f"pretrain={home}/model",
+        f"actor_train.data_args.file_name={home}/roll.json",
+        f"+validation.data_args.file_name={home}/roll.json",
+        "max_steps=40",
+        "eval_steps=40",
+        "rollout_batch_size=8",
+        "prompt_length=8",
+        "response_length=8",
+        "actor_train.device_mapping=[0]",
+        "actor_train.training_args.per_device_train_batch_size=8",
+        "actor_train.training_args.gradient_accumulation_steps=8",
+        "actor_train.training_args.learning_rate=2e-3",
+        "actor_train.training_args.warmup_steps=2",
+    ]
+    check(learned("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_skyrl_s_file_learns_with_grpo_and_with_a_critic(
+    estimator: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [
+        f"trainer.run_name={estimator}",
+        f"trainer.policy.model.path={home}/model",
+        f"trainer.ckpt_path={home}/skyrl-{estimator}",
+        f"trainer.algorithm.advantage_estimator={estimator}",
+        "trainer.logger=console",
+        "trainer.epochs=40",
+        "trainer.eval_interval=40",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
+        "trainer.critic_mini_batch_size=8",
+        "trainer.max_prompt_length=8",
+        "generator.sampling_params.max_generate_length=8",
+        "trainer.policy.optimizer_config.lr=1e-3",
+        "trainer.critic.optimizer_config.lr=1e-3",
+        f"trainer.critic.model.path={home}/model",
+    ]
+    check(learned("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch))
