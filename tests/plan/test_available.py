@@ -32,7 +32,6 @@ def warnings(*overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("override", "key", "part", "here"),
     [
-        ("train.backend=fsdp2", "train.backend", "the training backend fsdp2", "single"),
         ("train.backend=deepspeed", "train.backend", "braid-rl[deepspeed]", "single"),
         ("train.backend=megatron", "train.backend", "braid-rl[megatron]", "single"),
         ("rollout.engine=vllm", "rollout.engine", "braid-rl[vllm]", "native"),
@@ -40,7 +39,7 @@ def warnings(*overrides: str) -> dict[str, str]:
         ("env={kind: libero}", "env.kind", "the simulator libero", "gymnasium"),
         ("env={kind: maniskill, task: PickCube-v1}", "env.kind", "braid-rl[maniskill]", "gymnasium"),
         ("model.vla={}", "model.vla", "vision-language-action", "model.build"),
-        ("cluster.runtime=ray", "cluster.runtime", "the runtime ray", "in_process"),
+        ("cluster.runtime=ray", "cluster.runtime", "no role has processes of its own", "fsdp2"),
         ("cluster.num_nodes=2", "cluster.num_nodes", "2 machines", "1 runs here"),
         ("cluster.devices_per_node=8", "cluster.devices_per_node", "all 8 devices", "set it to 1"),
         ("cluster.placement={policy: 0-3, rollout: 2-5}", "cluster.placement", "6 devices (0, 1", "device 0"),
@@ -57,8 +56,27 @@ def test_a_part_that_is_not_built_is_named_with_what_runs_here(
 
 
 def test_all_missing_parts_are_told_together_and_nothing_else() -> None:
-    found = complaints("train.backend=fsdp", "rollout.engine=vllm", "train.steps_per_pass=1000")
+    found = complaints("train.backend=megatron", "rollout.engine=vllm", "train.steps_per_pass=1000")
     assert set(found) == {"train.backend", "rollout.engine"}
+
+
+def test_fsdp_takes_a_policy_on_several_devices() -> None:
+    for backend in ("fsdp", "fsdp2"):
+        assert "train.backend" not in warnings(f"train.backend={backend}", "cluster.placement={policy: 0-3}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["model.lora={}"], "train.backend", "adapters are not sharded"),
+        (["cluster.runtime=in_process"], "cluster.runtime", "needs worker processes"),
+        (["cluster.placement={policy: 0-1, rollout: 0-1}"], "cluster.placement", "2 devices"),
+    ],
+)
+def test_what_fsdp_does_not_do_is_said(overrides: list[str], key: str, words: str) -> None:
+    found = complaints("train.backend=fsdp2", *overrides)
+    assert set(found) == {key}
+    assert words in found[key]
 
 
 def test_a_critics_backend_counts_where_there_is_a_critic() -> None:

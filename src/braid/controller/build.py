@@ -31,6 +31,7 @@ from braid.models.loading import load_policy, load_tokenizer
 from braid.models.mlp import MlpPolicy, MlpValue
 from braid.models.value import ValueModel
 from braid.plan import Plan, Verb
+from braid.plan.placement import num_processes
 from braid.plan.rewards import source_problems
 from braid.report.reporter import Reporter
 from braid.rewards.scorer import build_scorer
@@ -41,7 +42,10 @@ from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.runtime.memory_record import MemoryRecorder
+from braid.training.backend import TrainingBackend
 from braid.training.backends.single import SingleBackend
+from braid.training.group import GroupBackend
+from braid.training.worker import make_policy
 from braid.types import Row
 from braid.weights.fingerprint import check_published
 
@@ -177,13 +181,15 @@ def _build_text(
         reference = _reference_of(config, lm, device)
     keeps_weights = engine.shares_weights
     supervised = _supervised_of(config, plan, inputs.examples, lm, device, keeps_weights)
-    policy = (
-        supervised.backend
-        if plan.verb == "sft" and supervised
-        else SingleBackend(
+    policy: TrainingBackend
+    if plan.verb == "sft" and supervised:
+        policy = supervised.backend
+    elif config.train.backend == "single":
+        policy = SingleBackend(
             lm, config.train, total_steps=plan.num_steps, device=device, keeps_weights=keeps_weights
         )
-    )
+    else:
+        policy = _policy_group(config, plan, lm)
     return Parts(
         config=config,
         plan=plan,
@@ -217,7 +223,7 @@ def _build_text(
         if reference is None
         else SingleBackend(reference, config.reference.train or config.train, total_steps=0, device=device),
         supervised=supervised,
-        follow_policy=partial(_follow, config, lm, critic, reference),
+        follow_policy=partial(_follow, config, lm, critic, reference, policy),
         update_reference=partial(_update_reference, lm, reference),
         export=partial(export_model, lm, tokenizer),
         check_weights=_weight_check(config, lm, engine, reporter) if config.rollout.check_weights else None,
@@ -326,13 +332,30 @@ def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> Caus
     return reference
 
 
+def _policy_group(config: RunConfig, plan: Plan, lm: CausalLM) -> GroupBackend:
+    """The policy on worker processes; `lm` mirrors it here, for the engine and for copies."""
+    from braid.runtime.ray import RayGroup, connect  # it takes a second, and few runs have workers
+
+    cluster = config.cluster
+    size = num_processes("policy", cluster.placement, cluster.devices_per_node)
+    is_new = connect(cluster, num_processes=size)
+    make = partial(make_policy, config=config, total_steps=plan.num_steps)
+    name = cluster.group_names.get("policy", "policy")
+    workers = RayGroup(name, make, size, cluster, ends_cluster=is_new)
+    return GroupBackend(workers, lm, balances=config.train.balance_ranks)
+
+
 def _follow(
     config: RunConfig,
     lm: CausalLM,
     critic: ValueModel | None,
     reference: CausalLM | AdapterReference | None,
+    policy: TrainingBackend,
 ) -> None:
-    """Copy the policy's weights into the reference and the critic's backbone, where they have no path of their own."""
+    """Copy the policy's weights into the reference and the critic's backbone, where they have no path of their own; and
+    those of a warm-up into the policy's workers."""
+    if isinstance(policy, GroupBackend):
+        policy.take_weights()
     if reference is not None and config.reference.path is None:
         copy_weights(dict(lm.named_weights()), reference.named_weights())
     if critic is not None and config.critic.path is None:

@@ -108,5 +108,6 @@ class Parts:
         """End what runs beside the loop: engine, environments, reward processes."""
         for driver in self.drivers:
             driver.close()
+        self.policy.close()
         self.scorer.close()
         self.loop.close()

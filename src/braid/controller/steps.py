@@ -343,6 +343,7 @@ def update_reference(parts: Parts) -> None:
 def publish(parts: Parts) -> None:
     """Hand the new weights to the samplers."""
     with _timed(parts, "publish"):
+        parts.policy.share_weights()
         for driver in parts.drivers:
             driver.publish(parts.progress.round)
         if parts.check_weights is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import roll_facts as facts
+from .roll_algorithm import ALGORITHM
 from .roll_data import (
     ANSWER,
     DATA,
@@ -285,7 +286,15 @@ ROLL = Dialect(
         ]
     ),
     rules=table(
-        *PIPELINE, *ACTOR_TRAIN, *CRITIC, *REFERENCE, *ACTOR_INFER, *DATA, *REWARDS, *OTHER_PIPELINES
+        *PIPELINE,
+        *ALGORITHM,
+        *ACTOR_TRAIN,
+        *CRITIC,
+        *REFERENCE,
+        *ACTOR_INFER,
+        *DATA,
+        *REWARDS,
+        *OTHER_PIPELINES,
     ),
     base=_base,
     checks=(_lengths, _columns, _devices, _batches, _megatron, _exclusive, _domains),

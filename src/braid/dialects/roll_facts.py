@@ -103,6 +103,12 @@ def steps_per_pass(source: Source, role: str) -> int:
     return max(1, samples(source) // global_batch(source, role))
 
 
+def batches(source: Source) -> dict[str, int]:
+    """Native path -> optimizer steps of a pass, for the policy, and for a critic with settings of its own."""
+    roles = ["actor_train"] if no_critic(source) else ["actor_train", "critic"]
+    return {f"{NATIVE_TRAIN[role]}.steps_per_pass": steps_per_pass(source, role) for role in roles}
+
+
 def sequence_length(source: Source) -> int | None:
     """Longest prompt plus response; None when the file gives neither it nor the response's."""
     response = source.get("response_length")

@@ -49,6 +49,9 @@ class AdapterReference:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._copies.items()
 
+    def leave_gradients_to_autograd(self) -> None:
+        """See TrainableModel; it has none."""
+
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         current = dict(self._policy.named_weights())

@@ -161,7 +161,9 @@ class _TokenLogprobs(torch.autograd.Function):
                     logits = kept[index]
                 else:
                     logits = rule.logits(state, part, None if bias is None else bias[columns])
-                of_entropy = None if grad_entropy is None else (grad_entropy[tokens], entropy.detach()[tokens])
+                of_entropy = (
+                    None if grad_entropy is None else (grad_entropy[tokens], entropy.detach()[tokens])
+                )
                 grad = grad_logits(logits, log_total[tokens], grad_logprobs[tokens], of_entropy)
                 inside, column = _place(targets[tokens], columns)
                 grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[tokens], 0.0).unsqueeze(1))

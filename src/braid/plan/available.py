@@ -35,7 +35,9 @@ _EXTRAS = {
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that this version cannot run."""
     for key, train in _train_sections(config, plan):
-        if train.backend != "single":
+        if train.backend in ("fsdp", "fsdp2") and key == "train":
+            yield from _not_sharded(config, plan)
+        elif train.backend != "single":
             yield f"{key}.backend", _not_yet(f"the training backend {train.backend}", train.backend, "single")
         elif train.sequence_parallel > 1:
             yield (
@@ -64,6 +66,32 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _missing_devices(config)
 
 
+def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """What the sharded backends do not do yet."""
+    backend, key = config.train.backend, "train.backend"
+    if plan.verb != "train":
+        yield (
+            key,
+            f"braid {plan.verb} runs in one process in this version, not on {backend}; set train.backend=single",
+        )
+    if config.model.mlp is not None:
+        yield key, f"a perceptron trains in one process, not on {backend}; set train.backend=single"
+    if config.model.lora is not None:
+        yield (
+            key,
+            f"adapters are not sharded by {backend} in this version; set train.backend=single, or leave model.lora out",
+        )
+    if config.cluster.runtime == "in_process":
+        yield (
+            "cluster.runtime",
+            f"train.backend={backend} needs worker processes; set cluster.runtime=auto or ray",
+        )
+
+
+def _is_sharded(config: RunConfig) -> bool:
+    return config.train.backend in ("fsdp", "fsdp2")
+
+
 def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainConfig]]:
     """The training settings that somebody in this run has."""
     yield "train", config.train
@@ -76,15 +104,21 @@ def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainC
 def _missing_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
     cluster = config.cluster
     here = "everything runs in one process on one device"
-    if cluster.runtime == "ray":
-        yield "cluster.runtime", _not_yet("the runtime ray", "ray", "auto or in_process")
+    if cluster.runtime == "ray" and not _is_sharded(config):
+        yield (
+            "cluster.runtime",
+            "with train.backend=single no role has processes of its own; set train.backend=fsdp2 (or fsdp), or "
+            "cluster.runtime=auto",
+        )
     if cluster.num_nodes > 1:
         yield "cluster.num_nodes", f"{cluster.num_nodes} machines need the runtime ray, which this version does not have yet: {here}; 1 runs here"  # fmt: skip
     try:
         placed = parse_placement(cluster.placement)
     except ValueError:
         return  # checks.py says what is wrong with it
-    if not placed and (cluster.devices_per_node or 1) > 1:
+    if _is_sharded(config):
+        placed.pop("policy", None)
+    elif not placed and (cluster.devices_per_node or 1) > 1:
         yield (
             "cluster.devices_per_node",
             f"with no cluster.placement every role takes all {cluster.devices_per_node} devices, and in this version {here}; "

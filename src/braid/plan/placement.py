@@ -34,6 +34,14 @@ class Devices:
         return tuple(sorted({device for process in self.processes for device in process}))
 
 
+def num_processes(role: str, placement: Mapping[str, str], num_devices: int | None) -> int:
+    """Processes of a role: those of its line, one for each device when it has none, one when there is nothing to count."""
+    if role not in {name for line in placement for name in split_roles(line)}:
+        return num_devices or 1
+    devices = parse_placement(placement, num_devices)[role]
+    return num_devices or 1 if devices is None else len(devices.processes)
+
+
 def parse_placement(
     placement: Mapping[str, str], num_devices: int | None = None
 ) -> dict[str, Devices | None]:

@@ -26,16 +26,17 @@ logger = logging.getLogger(__name__)
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def connect(config: ClusterConfig, *, num_processes: int) -> None:
-    """Join the cluster of `cluster.address`, or start one here for so many worker processes. Does nothing when connected."""
+def connect(config: ClusterConfig, *, num_processes: int) -> bool:
+    """Join the cluster of `cluster.address`, or start one here for so many worker processes. Does nothing when connected.
+    Returns whether this call connected."""
     if ray.is_initialized():
-        return
+        return False
     # Ray would otherwise copy the working directory to workers, and report usage over the network.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if config.address is not None:
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
-        return
+        return True
     ray.init(
         num_cpus=max(num_processes, os.cpu_count() or 1),
         include_dashboard=False,
@@ -43,6 +44,7 @@ def connect(config: ClusterConfig, *, num_processes: int) -> None:
         logging_level=logging.ERROR,
         object_store_memory=512 * 2**20,
     )
+    return True
 
 
 def disconnect() -> None:
@@ -77,14 +79,24 @@ class _Host:
 class RayGroup:
     """See runtime.workers.WorkerGroup."""
 
-    def __init__(self, role: str, factory: Factory, size: int, config: ClusterConfig) -> None:
-        """Starts `size` processes and makes a worker in each. Raises WorkerError when they are not up in time."""
+    def __init__(
+        self,
+        role: str,
+        factory: Factory,
+        size: int,
+        config: ClusterConfig,
+        *,
+        ends_cluster: bool = False,
+    ) -> None:
+        """Starts `size` processes and makes a worker in each. Raises WorkerError when they are not up in time. With
+        `ends_cluster`, closing the group disconnects too."""
         self.role, self.size = role, size
+        self._ends_cluster = ends_cluster
         self._timeout_s = config.call_timeout_s
         self._is_closed = False
         env = {**_THREADS, **config.env}
-        host = ray.remote(num_cpus=0, max_restarts=0)(_Host)
-        self._hosts = [host.options(name=None).remote(env) for _ in range(size)]
+        host: Any = ray.remote(num_cpus=0, max_restarts=0)(_Host)
+        self._hosts: list[Any] = [host.options(name=None).remote(env) for _ in range(size)]
         deadline = time.monotonic() + config.start_timeout_s
         self._pids = self._wait([h.pid.remote() for h in self._hosts], "starting", deadline)
         (rendezvous,) = self._wait([self._hosts[0].rendezvous.remote()], "starting", deadline)
@@ -106,6 +118,8 @@ class RayGroup:
             self._is_closed = True
             for host in self._hosts:
                 ray.kill(host, no_restart=True)
+            if self._ends_cluster:
+                disconnect()
 
     def _all(self, method: str, arguments: Sequence[Any]) -> list[Any]:
         calls = [h.run.remote(method, args) for h, args in zip(self._hosts, arguments, strict=True)]

@@ -23,7 +23,7 @@ from braid.models.flops import Flops
 from braid.runtime.workers import WorkerGroup
 from braid.types import Row
 
-from .backend import HeldBytes, Loss, StepReport
+from .backend import HeldBytes, Loss, StepReport, Work
 
 
 class ShardedBackend(Protocol):
@@ -88,9 +88,23 @@ class GroupBackend:
         """See TrainingBackend."""
         self.group.call("to_device")
 
-    def flops(self, rows: Sequence[Row]) -> Flops:
+    def close(self) -> None:
         """See TrainingBackend."""
-        return self.mirror.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
+        self.group.close()
+
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
+        """See TrainingBackend."""
+        return self.mirror.flops(lengths, num_outputs)
+
+    def take_work(self) -> Work:
+        """See TrainingBackend. Operations of all ranks, in the seconds of the slowest."""
+        parts: list[Work] = self.group.call("take_work")
+        return Work(
+            infer_flops=sum(p.infer_flops for p in parts),
+            infer_s=max(p.infer_s for p in parts),
+            train_flops=sum(p.train_flops for p in parts),
+            train_s=max(p.train_s for p in parts),
+        )
 
     def held_bytes(self) -> HeldBytes:
         """See TrainingBackend. Of all ranks together."""

@@ -158,6 +158,8 @@ class FsdpBackend(SingleBackend):
         self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
 
     def _whole_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if not optimizer.state:  # torch would take a step to have some, and count it
+            return {}
         if not isinstance(self._net, FullyShardedDataParallel):
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             whole: dict[str, Any] = get_optimizer_state_dict(self._net, optimizer, options=options)

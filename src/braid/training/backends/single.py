@@ -222,6 +222,12 @@ class SingleBackend:
         """See TrainingBackend."""
         return self._model.named_weights()
 
+    def share_weights(self) -> None:
+        """See TrainingBackend; they are the trained ones themselves."""
+
+    def close(self) -> None:
+        """See TrainingBackend; there is nothing."""
+
     def to_host(self) -> None:
         """See TrainingBackend. Gradients exist only while a step runs, and the optimizer's states leave after each."""
         if self._leaves_weights:
