@@ -1,4 +1,12 @@
-"""The config language of ROLL, of its RLVR pipeline: the table, what the file says as a whole, and its cross-key rules."""
+"""The config language of ROLL, of its RLVR pipeline: tables of its keys, by topic, and rules that keys keep together.
+
+roll_facts.py       what a file says as a whole, and the batch arithmetic
+roll_run.py         the run, sizes, rollouts, evaluation; keys of other pipelines
+roll_algorithm.py   credit and loss
+roll_data.py        data_args, generating_args, validation, rewards
+roll_workers.py     actor_train, critic, reference, actor_infer
+roll_strategies.py  strategy_args: Megatron, FSDP2, vLLM, SGLang
+"""
 
 from __future__ import annotations
 

@@ -79,9 +79,11 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
     return (
         Apply(f"{data}.file_name", f"{native}.path", either(TEXT, list_of(TEXT)), when(*idle),
               note="JSON, JSONL, CSV or Parquet; several are read one after the other"),
-        Apply(f"{data}.prompt", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column), note="column of plain text. The "
+        Apply(f"{data}.prompt", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column),
+              note="column of plain text. The "
               "page puts the template around it, and so it is here; ROLL's code takes the text as it is (braid.data.use_chat_template=never)"),
-        Apply(f"{data}.messages", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column), note="column of chat messages"),
+        Apply(f"{data}.messages", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column),
+              note="column of chat messages"),
         Apply(f"{data}.tag", f"{native}.source_key", nullable(TEXT),
               when(*idle, lambda s: "" if len(facts.domains(s)) > 1 else "there is one domain of rewards")),
         Apply(f"{data}.domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})),
@@ -90,7 +92,8 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
         NoEffect(f"{data}.preprocessing_num_workers", nullable(COUNT), "tokenizers use all cores"),
         NoEffect(f"{data}.id", TEXT, "a prompt is known by its source and row"),
         NoEffect(f"{data}.response", TEXT, "of supervised learning"),
-        *(NoEffect(f"{data}.{name}", ANY, "ROLL does not read it") for name in ("dataset_dir", "interleave_probs", "eval_file_name")),
+        *(NoEffect(f"{data}.{name}", ANY, "ROLL does not read it") for name in ("dataset_dir", "interleave_probs",
+        "eval_file_name")),
         *(
             Unsupported(f"{data}.{name}", "prompts are text")
             for name in (
@@ -149,16 +152,20 @@ def _generating(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
         return when(*idle, then=convert)
 
     return (
-        Apply(f"{generating}.temperature", f"{native}.temperature", NON_NEGATIVE, sampled("temperature", "greedy"), default=0.95,
+        Apply(f"{generating}.temperature", f"{native}.temperature", NON_NEGATIVE, sampled("temperature", "greedy"),
+              default=0.95,
               note="logits are divided by it in training too; ROLL's trainer leaves it out, so its ratios compare two "
               "distributions. 0 takes the likeliest token"),
-        Apply(f"{generating}.top_p", f"{native}.top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), sampled("top_p"), default=0.7,
+        Apply(f"{generating}.top_p", f"{native}.top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)),
+              sampled("top_p"), default=0.7,
               note="0.7 when absent: another distribution than the one that is trained; 1 for off"),
         Apply(f"{generating}.top_k", f"{native}.top_k", integer(-1, samples=(20, 40)), sampled("top_k"), default=50,
               note="50 when absent: another distribution than the one that is trained; 0 or -1 for off"),
         Apply(f"{generating}.do_sample", f"{native}.greedy", BOOL, sampled("greedy"), default=True),
-        Apply(f"{generating}.repetition_penalty", f"{native}.repetition_penalty", POSITIVE, sampled("repetition_penalty"), default=1.0),
-        Apply(f"{generating}.stop_strings", f"{native}.stop_strings", nullable(list_of(TEXT)), sampled("stop_strings"), default=None),
+        Apply(f"{generating}.repetition_penalty", f"{native}.repetition_penalty", POSITIVE,
+              sampled("repetition_penalty"), default=1.0),
+        Apply(f"{generating}.stop_strings", f"{native}.stop_strings", nullable(list_of(TEXT)),
+              sampled("stop_strings"), default=None),
         Implied(f"{generating}.include_stop_str_in_output", nullable(BOOL), "the string stays in the text"),
         Apply(f"{generating}.num_beams", "", COUNT, only(1, "set 1: beams are no samples", "one beam")),
         NoEffect(f"{generating}.length_penalty", NUMBER, "of beam search"),
@@ -194,13 +201,16 @@ DATA: tuple[Rule, ...] = (
     *_generating("actor_infer", "rollout.sampling"),
     Apply("actor_infer.generating_args.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, max_new_tokens,
           note="at most sequence_length - prompt_length, with which ROLL overwrites it"),
-    NoEffect("actor_infer.generating_args.num_return_sequences", COUNT, "num_return_sequences_in_group says it, in ROLL too"),
+    NoEffect("actor_infer.generating_args.num_return_sequences", COUNT,
+          "num_return_sequences_in_group says it, in ROLL too"),
     # Evaluation
     Apply("validation.data_args.template", "", TEXT, when(facts.no_validation, then=_same_template)),
     *_data("validation", "data.eval[0]", facts.no_validation),
     *_generating("validation", "eval.sampling", _no_own_sampling),
-    Apply("validation.generating_args.max_new_tokens", "eval.sampling.max_new_tokens", COUNT, when(facts.no_validation, then=_eval_new)),
-    Apply("validation.generating_args.num_return_sequences", "eval.samples_per_prompt", COUNT, when(facts.no_validation), default=1),
+    Apply("validation.generating_args.max_new_tokens", "eval.sampling.max_new_tokens", COUNT,
+          when(facts.no_validation, then=_eval_new)),
+    Apply("validation.generating_args.num_return_sequences", "eval.samples_per_prompt", COUNT,
+          when(facts.no_validation), default=1),
     NoEffect("validation.worker_cls", TEXT, "the parts of training score evaluation too"),
     NoEffect("validation.strategy_args.*", ANY, "the engine of training samples"),
     NoEffect("validation.device_mapping", ANY, "the engine of training samples"),
@@ -309,21 +319,28 @@ _LOCAL_JUDGE = (
 
 REWARDS: tuple[Rule, ...] = (
     Apply("rewards.*.worker_cls", "", TEXT, _worker_class, note="the part of the reward that this domain's rows get"),
-    Apply("rewards.*.tag_included", "", list_of(TEXT), _tags, note="tags (see data_args.tag) of the rows that the part scores"),
-    Apply("rewards.*.query_filter_config.type", "rollout.filter.then", choice("no_filter", "mean_filter", "std_filter"), _query_filter,
+    Apply("rewards.*.tag_included", "", list_of(TEXT), _tags,
+          note="tags (see data_args.tag) of the rows that the part scores"),
+    Apply("rewards.*.query_filter_config.type", "rollout.filter.then",
+          choice("no_filter", "mean_filter", "std_filter"), _query_filter,
           note="groups are dropped when mean <= threshold_down, mean >= threshold_up, or unbiased deviation <= std_threshold; then "
           "further prompts are drawn until the round is full"),
     Apply("rewards.*.query_filter_config.filter_args", "rollout.filter.min_mean",
           mapping_of(NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}), _query_filter),
-    Apply("rewards.*.response_filter_config.type", "", choice("no_filter"), only("no_filter", "", "every answer counts")),
-    Apply("rewards.*.response_length_penalty_coef", "", NON_NEGATIVE, only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
+    Apply("rewards.*.response_filter_config.type", "", choice("no_filter"),
+          only("no_filter", "", "every answer counts")),
+    Apply("rewards.*.response_length_penalty_coef", "", NON_NEGATIVE,
+          only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
     Apply("rewards.*.judge_api_url", "", TEXT, _judge("url"), note="base URL of an OpenAI-compatible server"),
     Apply("rewards.*.judge_model_name", "", TEXT, _judge("model")),
     Apply("rewards.*.judge_model_type", "", choice("api", "inference"), only("api", _LOCAL_JUDGE, "a server's")),
-    NoEffect("rewards.*.judge_prompt", TEXT, "it names a text of ROLL's; the judge is asked whether the answer agrees with the reference"),
-    Unsupported("rewards.*.judge_api_key", "it would be kept in the run's folder; remove it, and name its environment variable natively "
+    NoEffect("rewards.*.judge_prompt", TEXT,
+          "it names a text of ROLL's; the judge is asked whether the answer agrees with the reference"),
+    Unsupported("rewards.*.judge_api_key",
+          "it would be kept in the run's folder; remove it, and name its environment variable natively "
                 "(reward.parts, api_key_env)"),
-    *(Unsupported(f"rewards.*.{name}", "write a function: braid.reward.parts (kind function)") for name in ("reward_type", "reward_manager_config", "format_pattern", "code_url")),
+    *(Unsupported(f"rewards.*.{name}",
+    "write a function: braid.reward.parts (kind function)") for name in ("reward_type", "reward_manager_config", "format_pattern", "code_url")),
     NoEffect("rewards.*.use_local", BOOL, "rewards run in processes of their own on this machine"),
     NoEffect("rewards.*.name", TEXT, "the domain names the part"),
     NoEffect("rewards.*.world_size", COUNT, "see reward.concurrency"),

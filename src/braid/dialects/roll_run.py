@@ -225,7 +225,8 @@ PIPELINE: tuple[Rule, ...] = (
              "is full"),
     ),
     NoEffect("max_additional_running_prompts", COUNT, "is_use_additional_prompts is not built"),
-    Apply("max_running_requests", "", COUNT, _max_running, default=128, note="sequences decoded together by an engine"),
+    Apply("max_running_requests", "", COUNT, _max_running, default=128,
+          note="sequences decoded together by an engine"),
     NoEffect(
         "router_args.router_name", TEXT, "requests go to the least loaded engine, those of a group together"
     ),
@@ -240,11 +241,14 @@ PIPELINE: tuple[Rule, ...] = (
     Apply("eval_steps", "eval.every_rounds", NATURAL, when(facts.no_validation), default=10,
           note="and before the first round"),
     Apply("val_batch_size", "eval.batch_prompts", COUNT, when(facts.no_validation), default=128),
-    Apply("val_prompt_length", "eval.sampling.max_new_tokens", nullable(COUNT), when(facts.no_validation, then=_eval_length)),
+    Apply("val_prompt_length", "eval.sampling.max_new_tokens", nullable(COUNT),
+          when(facts.no_validation, then=_eval_length)),
     Apply("val_sequence_length", "eval.sampling.max_new_tokens", nullable(integer(2)),
-          when(facts.no_validation, then=_eval_length), note="val_sequence_length - val_prompt_length tokens are written"),
+          when(facts.no_validation, then=_eval_length),
+          note="val_sequence_length - val_prompt_length tokens are written"),
     # Templates
-    Apply("tag_to_template", "", mapping_of(TEXT), only({}, "there is one template for all rows; set data_args.template")),
+    Apply("tag_to_template", "", mapping_of(TEXT),
+          only({}, "there is one template for all rows; set data_args.template")),
     # On-policy distillation
     *(
         Apply(name, "", BOOL, only(False, "distillation from a teacher is not built"))

@@ -1,0 +1,349 @@
+"""ROLL's keys of credit and loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import roll_facts as facts
+from .conversions import mapped, null_as, only, when
+from .table import (
+    Apply,
+    Became,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    implied,
+    no_effect,
+    unsupported,
+)
+from .values import (
+    ANY,
+    BOOL,
+    COUNT,
+    NATURAL,
+    NON_NEGATIVE,
+    NUMBER,
+    POSITIVE,
+    SHARE,
+    choice,
+    list_of,
+    mapping_of,
+    nullable,
+)
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-sum-norm": "token_sum_constant",
+}
+KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}
+LEVELS = {"token": "token", "segment": "turn", "geometric": "geometric", "sequence": "sequence"}
+
+
+def _advantage(value: str, source: Source) -> Became:
+    match value:
+        case "gae" | "reinforce":
+            return Became({"algorithm.advantage": value})
+        case "grpo" if facts.is_plain_grpo(source):
+            return Became({"algorithm.advantage": "grpo", "algorithm.normalize_by_std": True})
+        case "grpo":
+            mean, std = facts.normalisation(source)
+            return Became(
+                {
+                    "algorithm.advantage": "reinforce",
+                    "algorithm.reward_mean": mean,
+                    "algorithm.reward_std": std,
+                }
+            )
+    other = " (for gigpo: braid.algorithm.advantage=gigpo)" if value == "gigpo" else ""
+    return unsupported(f"{value} is of ROLL's agentic pipeline; use gae, reinforce or grpo{other}")
+
+
+def _normalised(index: int) -> Any:
+    def convert(_: Any, source: Source) -> Any:
+        if source.get("adv_estimator") == "grpo":
+            return no_effect("adv_estimator=grpo takes mean and deviation of the group")
+        return facts.normalisation(source)[index]
+
+    return convert
+
+
+def _advantage_clip(source: Source) -> float | str:
+    """The bound on advantages; that on normalised rewards is one too where an advantage is such a reward."""
+    bounds = [source.get("advantage_clip")]
+    if _clips_advantages(source):
+        bounds.append(source.get("reward_clip"))
+    return min((bound for bound in bounds if bound is not None), default="off")
+
+
+def _is_normalised(source: Source) -> bool:
+    return source.get("adv_estimator") == "grpo" or facts.normalisation(source) != ("none", "none")
+
+
+def _clips_advantages(source: Source) -> bool:
+    """An advantage is the normalised reward itself: nothing is added, discounted or whitened in between."""
+    added = facts.kl_place(source) == "reward" or facts.has_critic(source) or source.get("gamma") != 1
+    return _is_normalised(source) and not (
+        added or source.get("whiten_rewards") or source.get("whiten_advantages")
+    )
+
+
+def _reward_clip(value: float | None, source: Source) -> Became:
+    if value is None:
+        return implied("no bound")
+    if not _is_normalised(source):
+        return Became({"reward.clip": value})
+    if _clips_advantages(source):
+        return Became({"algorithm.advantage_clip": _advantage_clip(source)})
+    return unsupported(
+        "ROLL bounds rewards after normalising them, and what comes of them is whitened, discounted or joined with KL "
+        "here; use advantage_clip"
+    )
+
+
+def _clip(_: Any, source: Source) -> Became:
+    low, high = facts.clip_range(source)
+    return Became({"algorithm.clip_low": low, "algorithm.clip_high": high} | _dual_clip(source))
+
+
+def _dual_clip(source: Source) -> dict[str, Any]:
+    """The bound on the ratio of bad tokens; PPO's alone."""
+    if facts.variant(source) != "ppo":
+        return {}
+    bound = 1.0 + 2.0 * source.get("pg_clip") if source.get("dual_clip_loss") else "off"
+    return {"algorithm.dual_clip": bound}
+
+
+def _ppo_only(source: Source) -> str:
+    chosen = facts.variant(source)
+    return "" if chosen == "ppo" else f"pg_variant={chosen} has bounds of its own"
+
+
+def _no_range(source: Source) -> str:
+    return _ppo_only(source) or ("" if source.get("use_pg_clip_range") else "use_pg_clip_range is off")
+
+
+def _pg_clip_unread(source: Source) -> str:
+    is_read = not source.get("use_pg_clip_range") or source.get("dual_clip_loss")
+    return _ppo_only(source) or ("" if is_read else "use_pg_clip_range takes pg_clip_low and pg_clip_high")
+
+
+def _kl(_: Any, source: Source) -> Became:
+    """The one KL term, or none."""
+    match facts.kl_place(source):
+        case "loss":
+            coef, estimator = source.get("kl_loss_coef"), "k3"
+        case "reward":
+            coef, estimator = (
+                source.get("init_kl_coef"),
+                KL_PENALTIES.get(source.get("kl_penalty") or "kl", "k1"),
+            )
+        case _:
+            return Became({"algorithm.kl_coef": 0.0})
+    return Became(
+        {
+            "algorithm.kl_coef": float(coef),
+            "algorithm.kl_in": facts.kl_place(source),
+            "algorithm.kl_estimator": estimator,
+            "algorithm.kl_clamp": 10.0 if estimator == "k3" else "off",
+        }
+    )
+
+
+def _kl_penalty(value: str, source: Source) -> Any:
+    if value == "full":
+        return unsupported("the sum over the vocabulary is not built; use k3, which has the same mean")
+    return _kl(value, source)
+
+
+def _old_logprobs(_: Any, source: Source) -> str:
+    if source.get("force_disable_old_logprobs_recompute"):
+        return "current"
+    return "recompute" if source.get("enable_old_logprobs_recompute") else "auto"
+
+
+def _corrections(_: Any, source: Source) -> Became:
+    """Weights first, then filters, as ROLL applies them."""
+    made: list[dict[str, Any]] = []
+    weight = "train_infer_correction.is_weight"
+    if source.get(f"{weight}.enabled"):
+        level = LEVELS[source.get(f"{weight}.weight_type")]
+        made.append(
+            {"level": level, "mode": "truncate", "low": 0.0, "high": source.get(f"{weight}.upper_bound")}
+        )
+    for filtered in source.get("train_infer_correction.filters") or []:
+        if not filtered.get("enabled", False):
+            continue
+        if filtered.get("diff_enabled", False) or not filtered.get("ratio_enabled", True):
+            raise ValueError(
+                "a filter on the difference of probabilities is not built; use one on the ratio (ratio_enabled: true, "
+                "ratio_low, ratio_high)"
+            )
+        low, high = filtered.get("ratio_low", 0.8), filtered.get("ratio_high", 1.2)
+        level = LEVELS[filtered.get("agg_type", "token")]
+        made.append({"level": level, "mode": "mask", "low": low, "high": high})
+    if not made:
+        return implied("no correction")
+    return Became({"algorithm.corrections": made, "algorithm.old_logprobs": "recompute"})
+
+
+def _no_weight(source: Source) -> str:
+    is_on = source.get("train_infer_correction.is_weight.enabled")
+    return "" if is_on else "train_infer_correction.is_weight.enabled is false"
+
+
+_FILTERS = mapping_of(ANY, {"enabled": True}, {"enabled": True, "ratio_high": 1.5}, {"enabled": False})
+_FILTER_KEYS = {
+    "enabled", "agg_type", "ratio_enabled", "ratio_low", "ratio_high", "diff_enabled", "diff_low", "diff_high"
+}  # fmt: skip
+
+
+def _filters(value: list[dict[str, Any]], source: Source) -> Became:
+    for filtered in value:
+        if unknown := set(filtered) - _FILTER_KEYS:
+            raise ValueError(
+                f"a filter has no key {min(unknown)!r}; it has {', '.join(sorted(_FILTER_KEYS))}"
+            )
+        for name, takes in _FILTER_TAKES.items():
+            if name in filtered and not takes.accepts(filtered[name]):
+                raise ValueError(f"{name}={filtered[name]!r} of a filter is not {takes.words}")
+    return _corrections(value, source)
+
+
+_FILTER_TAKES = {
+    "enabled": BOOL,
+    "ratio_enabled": BOOL,
+    "diff_enabled": BOOL,
+    "agg_type": choice(*LEVELS),
+    "ratio_low": NON_NEGATIVE,
+    "ratio_high": POSITIVE,
+}
+
+
+def _difficulty_mask(value: bool, source: Source) -> Became:
+    if not value:
+        return implied("all groups count")
+    return Became(
+        {
+            "rollout.filter.min_mean": source.get("difficulty_low_threshold"),
+            "rollout.filter.max_mean": source.get("difficulty_high_threshold"),
+            "rollout.filter.then": "mask",
+        }
+    )
+
+
+_no_difficulty_mask = facts.only_where("difficulty_mask", True, "difficulty_mask is off")
+
+
+ALGORITHM: tuple[Rule, ...] = (
+    # Credit
+    Apply(
+        "adv_estimator", "algorithm.advantage",
+        choice("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"), _advantage,
+        default="gae",
+        note="gae needs a critic. grpo: (r - mean of the group) / (its deviation + 1e-6) on every token, which for gamma=1 "
+        "and no KL in the reward is the advantage grpo, and the return of normalised rewards (reinforce) else",
+    ),
+    Apply(
+        "gamma", "algorithm.gamma", SHARE,
+        when(lambda s: "adv_estimator=grpo has one reward at the end" if facts.is_plain_grpo(s) else ""),
+        default=1.0, note="discount per token, of gae and reinforce",
+    ),
+    Apply("lambd", "algorithm.gae_lambda", SHARE, when(facts.no_values), default=0.95),
+    Apply(
+        "norm_mean_type", "algorithm.reward_mean", nullable(choice("batch", "group", "running")), _normalised(0),
+        default=None, note="statistics over the round; ROLL takes them over each domain. Any mean goes with any deviation, "
+        "while in ROLL std=group fails with another mean",
+    ),
+    Apply(
+        "norm_std_type", "algorithm.reward_std", nullable(choice("batch", "group", "running")), _normalised(1),
+        default=None, note="divides by the unbiased deviation + 1e-6",
+    ),
+    Apply("reward_clip", "reward.clip", nullable(POSITIVE), _reward_clip, note="ROLL bounds normalised rewards"),
+    Apply("whiten_rewards", "algorithm.whiten_rewards", BOOL, default=False, note="over the tokens of the round"),
+    Apply(
+        "whiten_advantages", "algorithm.whiten_advantages", BOOL, default=False,
+        note="over the valid tokens of the round; ROLL takes each domain apart",
+    ),
+    Apply(
+        "advantage_clip", "algorithm.advantage_clip", nullable(POSITIVE), lambda _, s: _advantage_clip(s),
+        default=None, note="after whitening",
+    ),
+    Apply(
+        "critic_warmup", "critic.warmup_rounds", NATURAL, when(facts.no_values), default=0,
+        note="rounds in which the critic alone learns",
+    ),
+    Apply("value_clip", "algorithm.value_clip", nullable(POSITIVE), when(facts.no_values, then=null_as("off")),
+          default=None, note="V clipped around the old V"),
+    # Loss
+    Apply("ppo_epochs", "train.passes_per_round", COUNT,
+          lambda v, s: Became({"train.passes_per_round": v} | ({} if facts.no_critic(s) else {
+              "critic.train.passes_per_round": v})), default=1),
+    Apply("pg_clip", "algorithm.clip_high", POSITIVE, when(_pg_clip_unread, then=_clip), default=0.2,
+          note="ratio in [1 - pg_clip, 1 + pg_clip]; the dual clip is 1 + 2 pg_clip"),
+    Apply("use_pg_clip_range", "algorithm.clip_high", BOOL, when(_ppo_only, then=_clip), default=False,
+          note="true: ratio in [1 - pg_clip_low, 1 + pg_clip_high]"),
+    Apply("pg_clip_low", "algorithm.clip_low", NON_NEGATIVE, when(_no_range, then=_clip), default=0.2),
+    Apply("pg_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(_no_range, then=_clip), default=0.2),
+    Apply("dual_clip_loss", "algorithm.dual_clip", BOOL,
+          when(_ppo_only, then=lambda _, s: Became(_dual_clip(s))), default=False,
+          note="where the advantage is negative the loss is at most -(1 + 2 pg_clip) A"),
+    Apply("importance_sampling", "algorithm.ratio_level", choice("token", "seq"),
+          when(lambda s: "pg_variant=vanilla has no ratio" if facts.variant(s) == "vanilla" else "",
+               then=mapped({"token": "token", "seq": "sequence"})), default="token",
+          note="seq: exp(mean log-ratio of the answer) for all its tokens, as GSPO"),
+    Apply("loss_agg_mode", "algorithm.aggregation", choice(*AGGREGATIONS), mapped(AGGREGATIONS),
+          default="seq-mean-token-mean",
+          note="counts are those of the whole optimizer step. ROLL's token-mean leaves the mask out of the entropy term; its "
+          "seq-mean-token-sum-norm divides by the padded length alone, here also by the number of answers"),
+    Apply("rl_loss_coef", "algorithm.policy_loss_coef", NON_NEGATIVE, default=1.0,
+          note="multiplies surrogate and KL, not the entropy"),
+    Apply("entropy_loss_coef", "algorithm.entropy_coef", NUMBER, default=0.0, note="loss - coef * entropy"),
+    Apply("use_kl_loss", "algorithm.kl_coef", BOOL, _kl, default=False,
+          note="+ kl_loss_coef * k3(policy, reference), clamped to 10, in the loss"),
+    Apply("kl_loss_coef", "algorithm.kl_coef", NON_NEGATIVE, when(facts.not_in_loss, then=_kl), default=0.0),
+    Apply("add_token_level_kl", "algorithm.kl_coef", BOOL, _kl, default=False,
+          note="reward of a token - init_kl_coef * KL of it"),
+    Apply("init_kl_coef", "algorithm.kl_coef", NON_NEGATIVE, when(facts.not_in_reward, then=_kl), default=0.2,
+          note="ROLL loads a reference and computes old log-probs anew whenever it is not 0; here only where KL is used"),
+    Apply("kl_penalty", "algorithm.kl_estimator", choice("kl", "abs", "mse", "k3", "full"),
+          when(facts.not_in_reward, then=_kl_penalty), default="kl",
+          note="of the KL in the reward, with d = log policy - log reference: kl d, abs |d|, mse d^2/2, "
+          "k3 exp(-d) + d - 1. The KL in the loss is k3 always"),
+    Apply("target_kl", "algorithm.kl_target", nullable(POSITIVE),
+          when(facts.not_in_reward, then=null_as("off")), default=None,
+          note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
+    Apply("kl_horizon", "algorithm.kl_horizon", COUNT,
+          when(facts.not_in_reward, lambda s: "" if s.get("target_kl") else "target_kl is null"), default=10000),
+    Implied("enable_reference", BOOL, "a reference is there when a KL term needs it"),
+    Apply("enable_old_logprobs_recompute", "algorithm.old_logprobs", BOOL, _old_logprobs, default=False,
+          note="false: recomputed before the update where a round has several steps, or something needs them"),
+    Apply("force_disable_old_logprobs_recompute", "algorithm.old_logprobs", BOOL, _old_logprobs, default=False,
+          note="true: every ratio is 1, so nothing is clipped"),
+    Apply("train_infer_correction.is_weight.enabled", "algorithm.corrections", BOOL, _corrections, default=False,
+          note="loss * w, w = exp(old log-prob - the engine's) clamped to [0, upper_bound]"),
+    Apply("train_infer_correction.is_weight.weight_type", "algorithm.corrections", choice(*LEVELS),
+          when(_no_weight, then=_corrections), default="token", note="segment is a turn"),
+    Apply("train_infer_correction.is_weight.upper_bound", "algorithm.corrections", POSITIVE,
+          when(_no_weight, then=_corrections), default=1.2),
+    Apply("train_infer_correction.is_weight.detach", "", BOOL,
+          only(True, "a weight has no gradient here", "a weight has no gradient")),
+    Apply("train_infer_correction.filters", "algorithm.corrections", list_of(_FILTERS), _filters,
+          note="tokens with a ratio outside [ratio_low, ratio_high] are left out; with token-mean ROLL's change nothing"),
+    Apply("max_len_mask", "algorithm.mask_truncated", BOOL, default=False,
+          note="answers that the length cut off are not learned from; they count in their group's statistics"),
+    Apply("difficulty_mask", "rollout.filter.min_mean", BOOL, _difficulty_mask,
+          note="groups count when low < mean reward < high"),
+    Apply("difficulty_low_threshold", "rollout.filter.min_mean", NUMBER, when(_no_difficulty_mask), default=0.0),
+    Apply("difficulty_high_threshold", "rollout.filter.max_mean", NUMBER, when(_no_difficulty_mask), default=1.0),
+    Apply("error_max_len_clip", "", BOOL, only(False, "use max_len_mask, or a length reward")),
+    NoEffect("error_max_len_threshold", COUNT, "error_max_len_clip is not built"),
+    Apply("difficulty_loss_weight", "", BOOL, only(False, "weights of samples are not built; use difficulty_mask")),
+    Apply("length_loss_weight", "", BOOL, only(False, "weights of samples are not built; use loss_agg_mode")),
+    Apply("max_grad_norm", "train.max_grad_norm", NON_NEGATIVE,
+          lambda v, s: Became(dict.fromkeys(
+              ["train.max_grad_norm", *([] if facts.no_critic(s) else ["critic.train.max_grad_norm"])], v or None)),
+          default=1.0, note="0 for no clipping"),
+)  # fmt: skip
