@@ -270,6 +270,7 @@ def _worker(role: str) -> tuple[Rule, ...]:
               note="of every worker; two roles cannot have different values"),
         NoEffect(f"{role}.max_concurrency", COUNT, "workers answer one call at a time, engines many"),
         NoEffect(f"{role}.offload_nccl", BOOL, "ROLL itself forces it off"),
+        NoEffect(f"{role}.use_remove_padding", BOOL, "ROLL does not read it; rows are always packed"),
     )  # fmt: skip
 
 
