@@ -35,8 +35,9 @@ _EXTRAS = {
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that this version cannot run."""
     for key, train in _train_sections(config, plan):
-        if train.backend in ("fsdp", "fsdp2") and key == "train":
-            yield from _not_sharded(config, plan)
+        if train.backend in ("fsdp", "fsdp2"):
+            if key == "train":
+                yield from _not_sharded(config, plan)
         elif train.backend != "single":
             yield f"{key}.backend", _not_yet(f"the training backend {train.backend}", train.backend, "single")
         elif train.sequence_parallel > 1:
@@ -182,6 +183,11 @@ Idle = tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]
 """(why, when, keys)."""
 
 IDLE: tuple[Idle, ...] = (
+    (
+        "in this version the critic and the reference stay in the first process",
+        lambda config, _: _is_sharded(config),
+        ("critic.train.backend", "reference.train.backend"),
+    ),
     *(
         (
             f"train.backend is not {' or '.join(names)}",
