@@ -62,7 +62,9 @@ def test_a_missed_target_ends_with_3(config: str, tmp_path: Path, capsys: pytest
 
 def test_a_run_that_only_evaluates_needs_no_training_data(config: str, tmp_path: Path) -> None:
     assert main(["train", config, "run.eval_only=true", "data.train=[]", "run.max_rounds=null"]) == 0
-    assert json.loads((tmp_path / "runs/tiny-eval/summary.json").read_text())["eval"]["last"]["all"]["num"] == 2
+    assert (
+        json.loads((tmp_path / "runs/tiny-eval/summary.json").read_text())["eval"]["last"]["all"]["num"] == 2
+    )
 
 
 def test_missing_data_ends_with_1_and_names_the_file(config: str, capsys: pytest.CaptureFixture[str]) -> None:
