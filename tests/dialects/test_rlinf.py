@@ -396,8 +396,8 @@ def test_corrections_for_what_separates_engine_and_trainer() -> None:
         "algorithm.loss_type=decoupled_actor_critic",
         "algorithm.behave_weight_threshold=4",
     ).loaded.config.algorithm
-    (masked,) = decoupled.corrections or ()
-    assert (masked.level, masked.mode, masked.high) == ("token", "mask", 4.0)
+    found = [(c.level, c.mode, c.high) for c in decoupled.corrections or ()]
+    assert found == [("token", "truncate", 4.0), ("token", "mask", 4.0)]
 
 
 @pytest.mark.parametrize(("value", "native"), [("1000000", 0), ("-1", 0), ("0", 0), ("50", 50)])
@@ -478,7 +478,12 @@ def test_learning_rates_and_the_warmup() -> None:
     assert "0.001 is above the peak actor.optim.lr=2e-05; lower it" in found
 
 
-def test_loggers_under_both_names() -> None:
+def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    older = config("runner.logger.logger_backends=[wandb]").report
+    assert older.wandb is not None
+    assert older.wandb.mode == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "a key")
     newer = config("runner.logger.logger_backends=[wandb, swanlab]").report
     assert not newer.tensorboard
     assert newer.wandb is not None

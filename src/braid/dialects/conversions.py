@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,3 +47,10 @@ def several(*native: str) -> Convert:
 def only(usual: Any, instead: str, why: str = "how braid works") -> Convert:
     """The one value that braid has; for all others what to use instead."""
     return lambda value, _: implied(why) if value == usual else unsupported(instead)
+
+
+def wandb_mode() -> tuple[str, str]:
+    """(report.wandb.mode, why): the systems send to the network by themselves; braid does where there is a key to send with."""
+    if os.environ.get("WANDB_API_KEY"):
+        return "online", "online, since WANDB_API_KEY is set"
+    return "offline", "offline, since WANDB_API_KEY is not set: `wandb sync` sends it later"

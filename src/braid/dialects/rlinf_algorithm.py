@@ -66,10 +66,15 @@ def _loss(value: str, source: Source) -> Became:
     if value == "decoupled_actor_critic":
         high = source.get("algorithm.behave_weight_threshold")
         native |= {
-            "algorithm.corrections": [_correction("mask", high)],
+            "algorithm.corrections": _decoupled(high),
             "algorithm.old_logprobs": "recompute",
         }
     return Became(native)
+
+
+def _decoupled(high: float | None) -> list[dict[str, Any]]:
+    """The surrogate times w, and nothing where w is above the threshold."""
+    return [_correction("truncate", high), _correction("mask", high)]
 
 
 def _correction(mode: str, high: float | None) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def _correction(mode: str, high: float | None) -> dict[str, Any]:
 def _threshold(value: float, source: Source) -> Became:
     if source.get("algorithm.loss_type") != "decoupled_actor_critic":
         return no_effect("of algorithm.loss_type=decoupled_actor_critic")
-    return Became({"algorithm.corrections": [_correction("mask", value)]})
+    return Became({"algorithm.corrections": _decoupled(value)})
 
 
 def _importance_fix(_: Any, source: Source) -> Became:

@@ -10,7 +10,7 @@ from braid.errors import suggest
 from braid.plan.placement import parse_devices, split_roles
 
 from . import rlinf_facts as facts
-from .conversions import when
+from .conversions import wandb_mode, when
 from .rlinf_facts import cluster, robots_only, text_only
 from .table import Apply, Became, Implied, NoEffect, Rule, Source, Unsupported, no_effect, unsupported
 from .values import BOOL, COUNT, NATURAL, PATH, TEXT, Takes, choice, integer, list_of, nullable, number
@@ -69,14 +69,17 @@ def _backends(value: list[str] | None, source: Source) -> Became:
     chosen = value or []
     native: dict[str, Any] = {"report.tensorboard": "tensorboard" in chosen}
     if "wandb" in chosen:
-        native["report.wandb.mode"] = "online"
+        native["report.wandb.mode"], _ = wandb_mode()
     if "swanlab" in chosen:
         native["report.swanlab.mode"] = source.get("runner.logger.swanlab_mode") or "cloud"
     return Became(native)
 
 
 def _wandb(value: bool, _: Source) -> Became:
-    return Became({"report.wandb.mode": "online"} if value else {"report.wandb": None})
+    if not value:
+        return Became({"report.wandb": None})
+    mode, why = wandb_mode()
+    return Became({"report.wandb.mode": mode}, note=why)
 
 
 def _of_sinks(name: str) -> Any:
@@ -281,7 +284,7 @@ RULES: tuple[Rule, ...] = (
     Apply("runner.logger.log_path", "report.dir", PATH, note="each sink writes to a folder of its name there"),
     Apply("runner.logger.tensorboard.enable", "report.tensorboard", BOOL),
     Apply("runner.logger.tensorboard.queue_size", "report.tensorboard_queue", COUNT),
-    Apply("runner.logger.wandb.enable", "", BOOL, _wandb, note="true: report.wandb.mode=online"),
+    Apply("runner.logger.wandb.enable", "", BOOL, _wandb),
     Apply("runner.logger.wandb.project_name", "", TEXT, _of_wandb("project")),
     Apply("runner.logger.wandb.experiment_name", "", TEXT, _of_wandb("name")),
     Apply("runner.logger.project_name", "", TEXT, _of_sinks("project")),

@@ -12,7 +12,7 @@ import re
 from pathlib import Path, PurePath
 from typing import Any
 
-from .conversions import mapped, when
+from .conversions import mapped, wandb_mode, when
 from .skyrl_facts import (
     NATIVE_TRAIN,
     NO_REWARD_WORKERS,
@@ -336,13 +336,8 @@ def _logger(value: str, _: Source) -> Became:
         return unsupported("take tensorboard, wandb or swanlab, or read metrics.jsonl")
     off = {"report.tensorboard": value == "tensorboard"}
     if value == "wandb":
-        has_key = bool(os.environ.get("WANDB_API_KEY"))
-        note = (
-            "online, since WANDB_API_KEY is set"
-            if has_key
-            else ("offline, since WANDB_API_KEY is not set (SkyRL stops there): `wandb sync` sends it later")
-        )
-        return Became({"report.wandb.mode": "online" if has_key else "offline", **off}, note=note)
+        mode, why = wandb_mode()
+        return Became({"report.wandb.mode": mode, **off}, note=why)
     if value == "swanlab":
         return Became({"report.swanlab.mode": "cloud", **off})
     return Became(off)
