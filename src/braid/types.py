@@ -47,7 +47,7 @@ PolicyLoss = Literal[
 ]
 RatioLevel = Literal["token", "turn", "sequence"]
 Divergence = Literal["tv", "kl"]
-CorrectionLevel = Literal["token", "turn", "sequence", "geometric"]
+CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlPlace = Literal["loss", "reward"]

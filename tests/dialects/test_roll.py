@@ -490,7 +490,7 @@ def test_corrections_of_the_sampler_come_weights_first(tmp_path: Path) -> None:
     algorithm = read(tmp_path, {"train_infer_correction": correction}).loaded.config.algorithm
     assert algorithm.corrections is not None
     made = [(c.level, c.mode, c.low, c.high) for c in algorithm.corrections]
-    assert made == [("turn", "truncate", 0.0, 1.5), ("geometric", "mask", 0.5, 1.2)]
+    assert made == [("turn_geometric", "truncate", 0.0, 1.5), ("geometric", "mask", 0.5, 1.2)]
     assert algorithm.old_logprobs == "recompute"
 
 

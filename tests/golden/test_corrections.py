@@ -23,6 +23,7 @@ TWO_TURNS = segments(torch.tensor([True, False, True]), torch.zeros(3, dtype=tor
         ("sequence", ONE_ROW, [1.105171] * 3),  # exp(0.1)
         ("geometric", ONE_ROW, [1.033895] * 3),  # exp(0.1 / 3)
         ("turn", ONE_ROW, [1.105171] * 3),
+        ("turn_geometric", ONE_ROW, [1.033895] * 3),
     ],
 )
 def test_weights_equal_hand_computed_values(level, over, expected):

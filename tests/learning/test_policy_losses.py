@@ -249,7 +249,7 @@ def test_a_bandit_learns_its_best_answer(name: PolicyLoss, level: str) -> None:
     assert _learn(recipe)[0] > 0.9  # 0.25 at the start
 
 
-@pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric"])
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "turn_geometric", "geometric"])
 def test_a_bandit_learns_from_another_sampler(level: str) -> None:
     corrections = tuple(
         Correction(level=level, mode=mode, low=0.0, high=5.0) for mode in ("truncate", "mask")

@@ -36,7 +36,7 @@ def sampling_weight(
         token        w_t = exp(d_t)               d_t = old_logprobs_t - behavior_logprobs_t
         turn         w_t = exp(sum_s d)           s the turn of t
         sequence     w_t = exp(sum_s d)           s the sequence of t
-        geometric    w_t = exp(mean_s d)          s the sequence of t
+        geometric    w_t = exp(mean_s d)          s the sequence of t; turn_geometric: its turn
 
     `over` are the turns or the sequences of the batch; None for token. Tokens are the usual choice: exact for one-token
     answers, biased but of low variance beyond. The product over the sequence is unbiased, with a variance that grows with
@@ -48,7 +48,7 @@ def sampling_weight(
     difference = (old_logprobs - behavior_logprobs).detach()
     if level != "token":
         assert over is not None, f"the weight of a {level} needs its segments"
-        difference = over.mean(difference) if level == "geometric" else over.sum(difference)
+        difference = over.mean(difference) if level.endswith("geometric") else over.sum(difference)
     return difference.clamp(-LOG_WEIGHT_BOUND, LOG_WEIGHT_BOUND).exp()
 
 

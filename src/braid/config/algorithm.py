@@ -28,7 +28,8 @@ class CorrectionConfig(Section):
     """One correction of the loss for what separates the sampler from the trainer: w = exp(old - behavior)."""
 
     level: CorrectionLevel = "token"
-    """What w is taken over: each token; the product over a turn or a sequence; or a sequence's geometric mean."""
+    """What w is taken over: each token; the product over a turn or a sequence; or the geometric mean over a turn
+    (turn_geometric) or a sequence (geometric)."""
     mode: CorrectionMode = "truncate"
     """truncate: the loss is multiplied by w clamped to [low, high]. mask: tokens with w outside them are left out."""
     low: NonNegativeFloat = 0.0

@@ -39,7 +39,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "token_sum_constant",
 }
 KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}
-LEVELS = {"token": "token", "segment": "turn", "geometric": "geometric", "sequence": "sequence"}
+LEVELS = {"token": "token", "segment": "turn_geometric", "geometric": "geometric", "sequence": "sequence"}
 
 
 def _advantage(value: str, source: Source) -> Became:

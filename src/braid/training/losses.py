@@ -98,7 +98,7 @@ def _segments(batch: PackedBatch, level: str) -> Segments | None:
     """What a ratio or a weight of that level is taken over."""
     if level == "token":
         return None
-    return segments(batch.mask, batch.row, "turn" if level == "turn" else "sequence")
+    return segments(batch.mask, batch.row, "turn" if level.startswith("turn") else "sequence")
 
 
 def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
