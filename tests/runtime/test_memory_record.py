@@ -26,9 +26,9 @@ def test_a_phase_has_its_own_peak(tmp_path: Path) -> None:
     recorder = MemoryRecorder(tmp_path / "memory", CPU, lambda: {"policy": {"weights": 12}})
     with recorder.phase("small"):
         pass
-    with recorder.phase("large"):
-        with mmap.mmap(-1, 64 * MIB) as held:  # pages of its own: memory freed before cannot serve it
-            held.write(b"1" * (64 * MIB))
+    # Pages of its own: memory that was freed before cannot serve it.
+    with recorder.phase("large"), mmap.mmap(-1, 64 * MIB) as held:
+        held.write(b"1" * (64 * MIB))
     recorder.write(3)
     record = _record(tmp_path / "memory", 3)
     assert record["round"] == 3
