@@ -24,14 +24,11 @@ from braid.envs.simulators.base import reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.text.build import text_env_maker
 from braid.errors import ConfigError, Problem
-from braid.models.adapter_reference import AdapterReference
-from braid.models.base import TrainableModel, copy_weights
 from braid.models.causal_lm import CausalLM
-from braid.models.loading import load_policy, load_tokenizer
+from braid.models.loading import load_tokenizer
 from braid.models.mlp import MlpPolicy, MlpValue
-from braid.models.value import ValueModel
+from braid.models.roles import make_critic, make_policy, make_reference, train_config
 from braid.plan import Plan, Verb
-from braid.plan.placement import num_processes
 from braid.plan.rewards import source_problems
 from braid.report.reporter import Reporter
 from braid.rewards.scorer import build_scorer
@@ -44,28 +41,17 @@ from braid.rollout.engines.native import NativeEngine
 from braid.runtime.memory_record import MemoryRecorder
 from braid.training.backend import TrainingBackend
 from braid.training.backends.single import SingleBackend
-from braid.training.group import GroupBackend
-from braid.training.worker import make_policy
 from braid.types import Row
 from braid.weights.fingerprint import check_published
 
 from .costs import held_bytes
 from .parts import Parts
+from .roles import critic_backend, device_of, follow, policy_group, update_reference
 from .services import reward_services
 from .supervised import Supervised
 
 NUM_RESET_STATES = 2**12
 """Reset states that count as one epoch of a simulator."""
-
-
-def device_of(config: RunConfig) -> torch.device:
-    """The device that run.device names; auto takes CUDA when there is a GPU."""
-    name = config.run.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda, but torch sees no GPU; set run.device=cpu or auto")
-    return torch.device(name)
 
 
 def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
@@ -143,16 +129,7 @@ def _build_text(
     tokenizer = inputs.tokenizer
     if plan.verb == "train":
         _check_sources(loaded, inputs)
-    lm = load_policy(
-        config.model,
-        temperature=config.rollout.sampling.temperature,
-        seed=config.run.seed,
-        device=device,
-        chunk_bytes=config.train.logprob_chunk_bytes,
-        compiles=config.train.compile,
-        liger=config.train.liger_kernels,
-    )
-    lm.set_gradient_checkpointing(config.train.gradient_checkpointing)
+    lm = make_policy(config, device)
     engine = NativeEngine(
         lm,
         decode=inputs.decode,
@@ -173,12 +150,8 @@ def _build_text(
         )
         return driver if batch is None else Batches(driver, batch)
 
-    critic = None
-    if plan.needs_critic:
-        critic = _critic_of(config, lm, device)
-    reference = None
-    if plan.needs_reference:
-        reference = _reference_of(config, lm, device)
+    critic = make_critic(config, device, lm) if plan.needs_critic else None
+    reference = make_reference(config, device, lm) if plan.needs_reference else None
     keeps_weights = engine.shares_weights
     supervised = _supervised_of(config, plan, inputs.examples, lm, device, keeps_weights)
     policy: TrainingBackend
@@ -189,7 +162,7 @@ def _build_text(
             lm, config.train, total_steps=plan.num_steps, device=device, keeps_weights=keeps_weights
         )
     else:
-        policy = _policy_group(config, plan, lm)
+        policy = policy_group(config, plan, lm)
     return Parts(
         config=config,
         plan=plan,
@@ -218,13 +191,13 @@ def _build_text(
             services=reward_services(config, engine, tokenizer, device),
         ),
         policy=policy,
-        critic=None if critic is None else _critic_backend(config, plan, critic, device),
+        critic=None if critic is None else critic_backend(config, plan, critic, device),
         reference=None
         if reference is None
-        else SingleBackend(reference, config.reference.train or config.train, total_steps=0, device=device),
+        else SingleBackend(reference, train_config(config, "reference"), total_steps=0, device=device),
         supervised=supervised,
-        follow_policy=partial(_follow, config, lm, critic, reference, policy),
-        update_reference=partial(_update_reference, lm, reference),
+        follow_policy=partial(follow, config, lm, critic, reference, policy),
+        update_reference=partial(update_reference, lm, reference),
         export=partial(export_model, lm, tokenizer),
         check_weights=_weight_check(config, lm, engine, reporter) if config.rollout.check_weights else None,
         loop=asyncio.Runner(),
@@ -273,7 +246,7 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
         policy=SingleBackend(
             policy, config.train, total_steps=plan.num_steps, device=device, keeps_weights=True
         ),
-        critic=None if critic is None else _critic_backend(config, plan, critic, device),
+        critic=None if critic is None else critic_backend(config, plan, critic, device),
         reference=None,
         supervised=None,
         follow_policy=lambda: None,
@@ -285,90 +258,6 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
 def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
     seed = config.run.seed if config.data.seed is None else config.data.seed
     return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
-
-
-def _critic_of(config: RunConfig, lm: CausalLM, device: torch.device) -> ValueModel:
-    train = config.critic.train or config.train
-    head = {"head_name": config.critic.head_name, "normalizes": config.critic.normalize_values}
-    if config.critic.path is None:
-        critic = ValueModel.copy_of(lm, **head)
-    else:
-        model = config.model.model_copy(update={"path": config.critic.path, "build": None, "lora": None})
-        loaded = load_policy(
-            model, temperature=1.0, seed=0, device=device, key="critic", liger=train.liger_kernels
-        )
-        critic = ValueModel(loaded.backbone, attention=loaded.attention, **head)
-    critic.set_gradient_checkpointing(train.gradient_checkpointing)
-    return critic
-
-
-def _critic_backend(
-    config: RunConfig, plan: Plan, critic: TrainableModel, device: torch.device
-) -> SingleBackend:
-    train = config.critic.train or config.train
-    return SingleBackend(critic, train, total_steps=plan.num_critic_steps, device=device)
-
-
-def _reference_of(config: RunConfig, lm: CausalLM, device: torch.device) -> CausalLM | AdapterReference:
-    train = config.reference.train or config.train
-    if config.reference.path is None and lm.has_adapters:
-        return AdapterReference(lm)
-    if config.reference.path is None:
-        reference = lm.frozen_copy()
-        reference.chunk_bytes, reference.compiles = train.logprob_chunk_bytes, train.compile
-        return reference
-    model = config.model.model_copy(update={"path": config.reference.path, "build": None, "lora": None})
-    reference = load_policy(
-        model,
-        temperature=config.rollout.sampling.temperature,
-        seed=0,
-        device=device,
-        chunk_bytes=train.logprob_chunk_bytes,
-        key="reference",
-        compiles=train.compile,
-        liger=train.liger_kernels,
-    )
-    reference.module.requires_grad_(False)
-    return reference
-
-
-def _policy_group(config: RunConfig, plan: Plan, lm: CausalLM) -> GroupBackend:
-    """The policy on worker processes; `lm` mirrors it here, for the engine and for copies."""
-    from braid.runtime.ray import RayGroup, connect  # it takes a second, and few runs have workers
-
-    cluster = config.cluster
-    size = num_processes("policy", cluster.placement, cluster.devices_per_node)
-    is_new = connect(cluster, num_processes=size)
-    make = partial(make_policy, config=config, total_steps=plan.num_steps)
-    name = cluster.group_names.get("policy", "policy")
-    workers = RayGroup(name, make, size, cluster, ends_cluster=is_new)
-    return GroupBackend(workers, lm, balances=config.train.balance_ranks)
-
-
-def _follow(
-    config: RunConfig,
-    lm: CausalLM,
-    critic: ValueModel | None,
-    reference: CausalLM | AdapterReference | None,
-    policy: TrainingBackend,
-) -> None:
-    """Copy the policy's weights into the reference and the critic's backbone, where they have no path of their own; and
-    those of a warm-up into the policy's workers."""
-    if isinstance(policy, GroupBackend):
-        policy.take_weights()
-    if reference is not None and config.reference.path is None:
-        copy_weights(dict(lm.named_weights()), reference.named_weights())
-    if critic is not None and config.critic.path is None:
-        copy_weights(dict(lm.merged_weights()), critic.named_weights())
-
-
-def _update_reference(lm: CausalLM, reference: CausalLM | AdapterReference | None) -> None:
-    """Copy the policy's weights into the reference, whatever it began with."""
-    if reference is None:
-        return
-    is_alike = isinstance(reference, AdapterReference) or not lm.has_adapters
-    weights = lm.named_weights() if is_alike else lm.merged_weights()
-    copy_weights(dict(weights), reference.named_weights())
 
 
 def _weight_check(

@@ -10,8 +10,8 @@ Each rank holds a shard of the model and runs the rows it is given; denominators
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,14 +29,43 @@ from .backend import HeldBytes, Loss, StepReport, Work
 class ShardedBackend(Protocol):
     """What a rank runs: a TrainingBackend whose calls all ranks make together.
 
+    `data_place()` is (index, number) of the share of the rows that the rank is given: ranks that work on the same rows (of
+    one tensor, pipeline, context or sequence parallel group) have the same. Each of them returns the results.
+
     `spare` stands in where a rank has fewer micro-batches than another: its forward and backward count for nothing.
     """
+
+    def data_place(self) -> tuple[int, int]: ...
 
     def infer(
         self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
     ) -> list[dict[str, NDArray[np.float32]]]: ...
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport: ...
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over whole tensors by their checkpoint names."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """As SingleBackend.state: whole tensors on rank 0; the others return what is small."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave; every rank is given the whole."""
+        ...
+
+    def to_host(self) -> None: ...
+
+    def to_device(self) -> None: ...
+
+    def take_work(self) -> Work: ...
+
+    def held_bytes(self) -> HeldBytes: ...
 
 
 @dataclass(slots=True)
@@ -47,10 +76,15 @@ class GroupBackend:
     group: WorkerGroup
     mirror: TrainableModel
     balances: bool = True
+    _places: list[tuple[int, int]] = field(init=False)
+    """(share, number of shares) of each rank."""
+
+    def __post_init__(self) -> None:
+        self._places = self.group.call("data_place")
 
     def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
         """See TrainingBackend."""
-        shares = share_rows(rows, self.group.size, balances=self.balances)
+        shares = self._shares(rows)
         arguments = [([_bare(rows[i]) for i in share], outputs, _bare(rows[0])) for share in shares]
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
         for share, part in zip(shares, self.group.scatter("infer", arguments), strict=True):
@@ -60,11 +94,16 @@ class GroupBackend:
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
         """See TrainingBackend."""
-        shares = share_rows(rows, self.group.size, balances=self.balances)
         arguments = [
-            ([rows[i] for i in share], [weights[i] for i in share], loss, rows[0]) for share in shares
+            ([rows[i] for i in share], [weights[i] for i in share], loss, rows[0])
+            for share in self._shares(rows)
         ]
         return self.group.scatter("train", arguments)[0]
+
+    def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Indices of the rows of each rank."""
+        shares = share_rows(rows, self._places[0][1], balances=self.balances)
+        return [shares[index] for index, _ in self._places]
 
     def share_weights(self) -> None:
         """Copy the workers' weights into the mirror."""
@@ -127,7 +166,7 @@ class GroupBackend:
 
 
 def share_rows(rows: Sequence[Row], num_ranks: int, *, balances: bool) -> list[list[int]]:
-    """Indices of the rows of each rank. Rows of a prompt stay together where that leaves ranks about even, since they
+    """Indices of the rows of each share. Rows of a prompt stay together where that leaves ranks about even, since they
     store it once; with `balances` ranks get about as many tokens, else as many rows, in order."""
     if not balances:
         bounds = np.linspace(0, len(rows), num_ranks + 1).round().astype(int).tolist()

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from braid.config.schema import RunConfig
-from braid.models.loading import load_policy
+from braid.config.train import TrainConfig
+from braid.models.base import TrainableModel
+from braid.models.roles import TrainingRole, make_critic, make_policy, make_reference, train_config
 from braid.runtime.workers import Place
 
-from .backends.fsdp import FsdpBackend
+from .group import ShardedBackend
+
+Wrap = Callable[[TrainableModel, TrainConfig, int, torch.device], ShardedBackend]
+"""(model, settings, total_steps, device) -> this rank's part of it."""
 
 
-def make_policy(place: Place, *, config: RunConfig, total_steps: int) -> FsdpBackend:
-    """The policy's shard of this rank, with the weights that the config gives a fresh run."""
-    train = config.train
-    assert train.backend in ("fsdp", "fsdp2"), f"{train.backend} has no worker"
+def make_backend(place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int) -> ShardedBackend:
+    """The part of a role's model that this rank has, with the weights that the config gives a fresh run."""
+    train = train_config(config, role)
+    wrap = _WRAPS[train.backend]
     device = _join(place, config)
-    lm = load_policy(
-        config.model,
-        temperature=config.rollout.sampling.temperature,
-        seed=config.run.seed,
-        device=device,
-        chunk_bytes=train.logprob_chunk_bytes,
-        compiles=train.compile,
-        liger=train.liger_kernels,
-    )
-    lm.set_gradient_checkpointing(train.gradient_checkpointing)
-    return FsdpBackend(lm, train, total_steps=total_steps, device=device, kind=train.backend)
+    make = {"policy": make_policy, "critic": make_critic, "reference": make_reference}[role]
+    return wrap(make(config, device), train, total_steps, device)
+
+
+def _fsdp(
+    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
+) -> ShardedBackend:
+    from .backends.fsdp import FsdpBackend
+
+    assert train.backend in ("fsdp", "fsdp2"), f"{train.backend} is neither"
+    return FsdpBackend(model, train, total_steps=total_steps, device=device, kind=train.backend)
+
+
+_WRAPS: dict[str, Wrap] = {"fsdp": _fsdp, "fsdp2": _fsdp}
 
 
 def _join(place: Place, config: RunConfig) -> torch.device:

@@ -89,6 +89,10 @@ class FsdpBackend(SingleBackend):
         self._num_left = 0
         super().__init__(model, config, total_steps=total_steps, device=device)
 
+    def data_place(self) -> tuple[int, int]:
+        """See ShardedBackend: every rank has rows of its own."""
+        return dist.get_rank(), dist.get_world_size()
+
     def infer(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
         self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
     ) -> list[dict[str, NDArray[np.float32]]]:

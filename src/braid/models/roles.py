@@ -1,0 +1,84 @@
+"""The model of each training role, as a config gives it to a fresh run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from braid.config.schema import RunConfig
+from braid.config.train import TrainConfig
+
+from .adapter_reference import AdapterReference
+from .causal_lm import CausalLM
+from .loading import load_policy
+from .value import ValueModel
+
+TrainingRole = Literal["policy", "critic", "reference"]
+
+
+def train_config(config: RunConfig, role: TrainingRole) -> TrainConfig:
+    """The training settings of a role: its own section, or the policy's."""
+    own = {"policy": None, "critic": config.critic.train, "reference": config.reference.train}[role]
+    return own or config.train
+
+
+def make_policy(config: RunConfig, device: torch.device) -> CausalLM:
+    """The policy with the weights of its folder, its adapters, or drawn ones."""
+    train = config.train
+    lm = load_policy(
+        config.model,
+        temperature=config.rollout.sampling.temperature,
+        seed=config.run.seed,
+        device=device,
+        chunk_bytes=train.logprob_chunk_bytes,
+        compiles=train.compile,
+        liger=train.liger_kernels,
+    )
+    lm.set_gradient_checkpointing(train.gradient_checkpointing)
+    return lm
+
+
+def make_critic(config: RunConfig, device: torch.device, policy: CausalLM | None = None) -> ValueModel:
+    """The critic on a backbone of its own folder, or on a copy of `policy` (made for it when None)."""
+    train = train_config(config, "critic")
+    head = {"head_name": config.critic.head_name, "normalizes": config.critic.normalize_values}
+    if config.critic.path is None:
+        critic = ValueModel.copy_of(policy or make_policy(config, device), **head)
+    else:
+        model = config.model.model_copy(update={"path": config.critic.path, "build": None, "lora": None})
+        loaded = load_policy(
+            model, temperature=1.0, seed=0, device=device, key="critic", liger=train.liger_kernels
+        )
+        critic = ValueModel(loaded.backbone, attention=loaded.attention, **head)
+    critic.set_gradient_checkpointing(train.gradient_checkpointing)
+    return critic
+
+
+def make_reference(
+    config: RunConfig, device: torch.device, policy: CausalLM | None = None
+) -> CausalLM | AdapterReference:
+    """The reference from its own folder, or a frozen copy of `policy` (made for it when None); with adapters, the policy's
+    own tensors without them."""
+    train = train_config(config, "reference")
+    if config.reference.path is None:
+        is_shared = policy is not None
+        policy = policy or make_policy(config, device)
+        if policy.has_adapters:
+            return AdapterReference(policy)
+        reference = policy.frozen_copy() if is_shared else policy
+        reference.chunk_bytes, reference.compiles = train.logprob_chunk_bytes, train.compile
+    else:
+        model = config.model.model_copy(update={"path": config.reference.path, "build": None, "lora": None})
+        reference = load_policy(
+            model,
+            temperature=config.rollout.sampling.temperature,
+            seed=0,
+            device=device,
+            chunk_bytes=train.logprob_chunk_bytes,
+            key="reference",
+            compiles=train.compile,
+            liger=train.liger_kernels,
+        )
+    reference.module.requires_grad_(False)
+    return reference
