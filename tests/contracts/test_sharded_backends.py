@@ -21,7 +21,7 @@ from braid.training.backend import StepReport, TrainingBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss
-from braid.training.worker import make_policy
+from braid.training.worker import make_backend
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -64,7 +64,9 @@ def _single() -> SingleBackend:
 
 def _group(layout: str) -> GroupBackend:
     config = _config(**LAYOUTS[layout])
-    workers = RayGroup("policy", partial(make_policy, config=config, total_steps=9), 2, config.cluster)
+    workers = RayGroup(
+        "policy", partial(make_backend, role="policy", config=config, total_steps=9), 2, config.cluster
+    )
     return GroupBackend(workers, _model())
 
 
