@@ -7,11 +7,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BACKENDS := $(VENV)/.backends
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo setup test check lint types walls quick all format bench docs clean
+.PHONY: demo setup backends test check lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -26,6 +27,13 @@ $(STAMP): requirements/torch.lock requirements/runtime.lock requirements/dev.loc
 	@$(BIN)/pip install -q -r requirements/torch.lock
 	@$(BIN)/pip install -q -r requirements/runtime.lock -r requirements/dev.lock
 	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+backends: $(BACKENDS)
+
+$(BACKENDS): $(STAMP) requirements/backends.lock
+	@echo "setup: installing DeepSpeed and Megatron-core for the tests (a minute)"
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install -q --no-deps --no-build-isolation -r requirements/backends.lock
 	@touch $@
 
 test: lint types walls all
@@ -45,7 +53,7 @@ walls: setup
 quick: setup
 	$(BIN)/pytest -q -m "not slow"
 
-all: setup
+all: $(BACKENDS)
 	$(BIN)/pytest -q -n 2 --dist loadgroup
 
 format: setup
