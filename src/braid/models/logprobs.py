@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -32,6 +33,9 @@ class Head:
     `weight` [V, D], `bias` [V] or None; no tanh when `softcap` is None. With `accumulates`, the backward pass adds the
     gradient of `weight` to `weight.grad` itself, tile by tile, and hands none to autograd: no second [V, D] tensor exists, but
     torch.autograd.grad sees no gradient either.
+
+    The ranks of `group` may share out a vocabulary: `weight` then has the tokens from `first` on, log-probs and entropies are
+    those over all of it, on every rank, and the gradient of `hidden` is this rank's part of a sum.
     """
 
     weight: Tensor
@@ -39,6 +43,8 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     accumulates: bool = False
+    first: int = 0
+    group: dist.ProcessGroup | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] in float32 (float64 for float64 weights); the product itself in the type of `hidden`, or
@@ -65,8 +71,17 @@ def token_logprobs(
     dH / dz_j = -p_j (log p_j + H). When all logits together fit `chunk_bytes` they are kept for the backward pass; else each
     tile is computed again there. With `compiles`, torch.compile fuses what is done to each tile.
     """
-    rule = _Rule(head.scale, head.softcap, temperature, with_entropy, chunk_bytes, head.accumulates, compiles)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, rule)
+    rule = _Rule(
+        head.scale,
+        head.softcap,
+        temperature,
+        with_entropy,
+        chunk_bytes,
+        head.accumulates,
+        compiles,
+        head.group,
+    )
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets - head.first, rule)
     return logprobs, entropy
 
 
@@ -79,6 +94,7 @@ class _Rule:
     chunk_bytes: int
     accumulates: bool
     compiles: bool
+    group: dist.ProcessGroup | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Of one tile, divided by the temperature."""
@@ -132,6 +148,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     target_logits[tokens], log_total[tokens] = running.target, running.log_total()
                     if entropy is not None:
                         entropy[tokens] = running.entropy()
+        if rule.group is not None:
+            target_logits, log_total, entropy = _over_ranks(target_logits, log_total, entropy, rule.group)
         ctx.rule, ctx.hidden_dtype = rule, hidden.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(states, weight, bias, targets, log_total, entropy, *kept)
@@ -182,6 +200,23 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _over_ranks(
+    target: Tensor, log_total: Tensor, entropy: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From what each rank found over its own tokens of the vocabulary to the same over all of it. With L_r the log-total of
+    rank r and H_r its entropy, L = log sum_r exp L_r, p_r = exp(L_r - L), H = sum_r p_r (H_r - log p_r)."""
+    largest = log_total.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    sums = torch.stack((target, (log_total - largest).exp()))
+    dist.all_reduce(sums, group=group)
+    target, whole = sums[0], largest + sums[1].log()
+    if entropy is not None:
+        log_share = log_total - whole
+        entropy = log_share.exp() * (entropy - log_share)
+        dist.all_reduce(entropy, group=group)
+    return target, whole, entropy
 
 
 def _weight_gradient(weight: Tensor, accumulates: bool) -> Tensor:
