@@ -60,9 +60,7 @@ class SingleBackend:
         self._total_steps = total_steps
         self._device = device
         self._leaves_weights = config.offload.weights and not keeps_weights
-        self._optimizer: torch.optim.Optimizer | None = None
-        if total_steps:
-            self._optimizer = build_optimizer(model.module, config.optimizer, model.value_head)
+        self._optimizer = self._build_optimizer() if total_steps else None
         is_fp16 = config.autocast == "fp16" or any(
             p.dtype == torch.float16 for p in model.module.parameters()
         )
@@ -93,22 +91,34 @@ class SingleBackend:
             head.observe(np.concatenate([row.fields["returns"][row.mask] for row in rows]))
         running = Running(self._device)
         try:
-            for batch in self._batches(rows, weights):
-                self._learn(batch, loss, running)
-            if self._scale is not None:
-                self._scale.unscale(self._gradients())
+            self._accumulate(rows, weights, loss, running)
             num_tokens = sum(row.num_tokens for row in rows)
             report = self._report(running, num_tokens, loss.limits)
             if not (report.is_skipped or report.is_stopped):
                 self._update(report)
         finally:
-            self._model.module.zero_grad(set_to_none=True)
+            self._drop_gradients()
         report = self._scaled(report)
         if self._config.count_flops:
             self._work.train_flops += self._flops_of(rows).training
             self._work.train_s += time.perf_counter() - start
         self._count(report, loss.limits)
         return report
+
+    def _build_optimizer(self) -> torch.optim.Optimizer | None:
+        return build_optimizer(self._model.module, self._config.optimizer, self._model.value_head)
+
+    def _accumulate(
+        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
+    ) -> None:
+        """Forward and backward passes over all rows of a step."""
+        for batch in self._batches(rows, weights):
+            self._learn(batch, loss, running)
+        if self._scale is not None:
+            self._scale.unscale(self._gradients())
+
+    def _drop_gradients(self) -> None:
+        self._model.module.zero_grad(set_to_none=True)
 
     def _flops_of(self, rows: Sequence[Row]) -> Flops:
         return self._model.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
