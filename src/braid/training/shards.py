@@ -1,0 +1,281 @@
+"""The state of a model in files of its own, written by all ranks at once through torch.distributed.checkpoint.
+
+    policy/.metadata       which box of which tensor is where in which file
+    policy/__0_0.distcp    what rank 0 wrote; policy/__1_0.distcp what rank 1 wrote; ...
+
+Tensors are called weights/NAME and optimizer/NAME/MOMENT, with the names and shapes that one process has, so that any layout
+reads what any other wrote: each rank reads the boxes that it needs. Counters are small and not here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from braid.errors import CheckpointError
+
+_WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
+_FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+"""Names are flat already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank has written, or why it could not. `state` is what has no tensors, `files` are name -> {bytes, sha256} of
+    this rank's files."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: OSError | None = None
+
+
+class Boxes:
+    """The parts of one tensor that this rank has: boxes (offsets, part), part[i, j] being the whole's [offset + i, offset + j].
+
+    torch.distributed.checkpoint asks the methods with underscores for its plans (its `_Checkpointable`).
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[tuple[Sequence[int], Tensor]]
+    ) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self.parts = [(torch.Size(offsets), part.detach()) for offsets, part in parts if part.numel()]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Boxes:
+        """The local part of a DTensor; all of any other."""
+        if not isinstance(tensor, DTensor):
+            return cls(tensor.shape, tensor.dtype, [([0] * tensor.ndim, tensor)])
+        local = tensor.to_local()
+        (chunk,) = tensor.__create_chunk_list__()
+        return cls(tensor.shape, tensor.dtype, [(chunk.offsets, local)])
+
+    @classmethod
+    def of_range(cls, flat: Tensor, shape: Sequence[int], start: int) -> Boxes:
+        """`flat` holds the whole's elements from `start` on, in row-major order."""
+        parts: list[tuple[Sequence[int], Tensor]] = []
+        done = 0
+        for offsets, sizes in boxes_of_range(shape, start, start + flat.numel()):
+            size = math.prod(sizes)
+            parts.append((offsets, flat.view(-1)[done : done + size].view(sizes)))
+            done += size
+        return cls(shape, flat.dtype, parts)
+
+    def size(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return self.shape
+
+    @torch.no_grad()
+    def take(self, whole: Tensor) -> None:
+        """Copy the parts' values out of the whole tensor."""
+        for offsets, part in self.parts:
+            part.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))])
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.parts]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def part_at(self, index: MetadataIndex) -> Tensor:
+        """The part that begins at the index' offset."""
+        return next(part for offsets, part in self.parts if offsets == index.offset)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """torch's own, which looks for parts in tensors only."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].part_at(index)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's own, which tells of a full disk by what its archive looks like afterwards."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """As _SavePlanner."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].part_at(index)
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(offsets, sizes) of boxes that together are the elements [start, stop) of a tensor in row-major order."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield [start][: len(shape)], [stop - start][: len(shape)]
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    if start % row:
+        yield from _in_row(shape, first - 1, start % row, row)
+    if first < last:
+        yield [first, *[0] * (len(shape) - 1)], [last - first, *shape[1:]]
+    if stop % row:
+        yield from _in_row(shape, last, 0, stop % row)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
+    for offsets, sizes in boxes_of_range(shape[1:], start, stop):
+        yield [row, *offsets], [1, *sizes]
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> Written:
+    """Write this rank's part of a TrainingBackend's state, whose tensors may be `Boxes`; ranks that have none of it take part
+    all the same. An error of the disk is in what all ranks return."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    tensors = {
+        name: tensor if isinstance(tensor, Boxes) else Boxes.of(tensor)
+        for name, tensor in _flattened(state).items()
+    }
+    try:
+        writer = _Writer(folder, overwrite=False)
+        with _quiet():
+            dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(**_FLAT))
+        names = [path.name for path in folder.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
+        files = {name: _line_of(folder / name) for name in names}
+    except CheckpointException as error:
+        return Written(error=_disk_error(error))
+    except OSError as error:
+        return Written(error=error)
+    return Written({k: v for k, v in state.items() if k not in ("weights", "optimizer")}, files)
+
+
+def read_whole(folder: Path) -> dict[str, Any]:
+    """Weights and optimizer as SingleBackend.state has them, from what any layout wrote. In one process."""
+    tensors: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in _metadata_of(folder).items()
+    }
+    with _quiet():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(_OPTIMIZER):
+            of, _, moment = name.removeprefix(_OPTIMIZER).rpartition("/")
+            optimizer.setdefault(of, {})[moment] = tensor
+    weights = {n.removeprefix(_WEIGHTS): t for n, t in tensors.items() if n.startswith(_WEIGHTS)}
+    return {"weights": weights, "optimizer": optimizer}
+
+
+def read_into(folder: Path, state: Mapping[str, Any]) -> None:
+    """Read in place what the state's `Boxes` have room for; a call of all ranks together, each with boxes of its own under the
+    same names. Raises CheckpointError when the folder is of another model."""
+    stored = _metadata_of(folder)
+    boxes: dict[str, Any] = _flattened(state)
+    wrong = [n for n, box in boxes.items() if n not in stored or stored[n].size != box.shape]
+    wrong += [n for n in stored if n.startswith(_WEIGHTS) and n not in boxes]
+    if wrong:
+        name = wrong[0]
+        here = tuple(boxes[name].shape) if name in boxes else "absent"
+        there = tuple(stored[name].size) if name in stored else "absent"
+        raise CheckpointError(
+            f"the saved weights are of another model: {name} is {here} in this run's model and {there} in the checkpoint "
+            f"{folder} ({len(wrong)} such tensors); resume with the model that the checkpoint was made with, or start a new run"
+        )
+    with _quiet():
+        dcp.load(
+            boxes,
+            storage_reader=dcp.FileSystemReader(folder),
+            planner=_LoadPlanner(**_FLAT),
+        )
+
+
+def stored_moments(folder: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    """Shape and type of each moment that the optimizer had, by the parameter's name."""
+    moments: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    for name, entry in _metadata_of(folder).items():
+        if name.startswith(_OPTIMIZER):
+            of, _, moment = name.removeprefix(_OPTIMIZER).rpartition("/")
+            moments.setdefault(of, {})[moment] = (entry.size, entry.properties.dtype)
+    return moments
+
+
+def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    out = {_WEIGHTS + name: tensor for name, tensor in state["weights"].items()}
+    for name, moments in (state["optimizer"] or {}).items():
+        out.update({f"{_OPTIMIZER}{name}/{moment}": tensor for moment, tensor in moments.items()})
+    return out
+
+
+def _metadata_of(folder: Path) -> dict[str, TensorStorageMetadata]:
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _line_of(file: Path) -> dict[str, Any]:
+    """The file's line of a checkpoint's manifest."""
+    with file.open("rb", buffering=0) as opened:
+        return {
+            "bytes": os.fstat(opened.fileno()).st_size,
+            "sha256": hashlib.file_digest(opened, "sha256").hexdigest(),
+        }
+
+
+def _disk_error(error: CheckpointException) -> OSError:
+    """The first failure of a rank."""
+    rank, (failure, _) = next(iter(error.failures.items()))
+    if isinstance(failure, OSError):
+        return OSError(failure.errno, failure.strerror)
+    return OSError(None, f"rank {rank}: {failure}")
+
+
+def _quiet() -> warnings.catch_warnings[None]:
+    """torch warns of every save and load in one process."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)  # pyright: ignore[reportReturnType]
