@@ -1,0 +1,219 @@
+"""Publication through a folder, for servers that read weights from disk and for machines that share nothing but one.
+
+    <folder>/version_000007/bucket_00000.safetensors ...
+                            model.safetensors.index.json   which tensor is where, as Hugging Face folders have it
+                            publication.json               fingerprints; says which sender wrote it
+                            config.json, tokenizer...      of the model's folder, when asked for
+
+A version is written beside and renamed, so that what has its name is whole. The last two are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from braid.errors import EngineError
+
+from .fingerprint import Weights, fingerprint
+from .sender import Bucket, SendOptions, buckets_of
+from .wire import Receipt, Tally, TensorSpec, Ticket
+
+_RECORD = "publication.json"
+_KEPT = 2
+_POLL_S = 0.05
+_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+)
+
+
+class FileSender:
+    """See sender.Sender. Engines say nothing back: that each has taken a version over is for its own protocol to say."""
+
+    def __init__(self, options: SendOptions) -> None:
+        assert options.folder is not None, "the transport files needs a folder"
+        self._folder, self._options = Path(options.folder).absolute(), options
+        self._secret = secrets.token_hex(16)
+
+    @property
+    def ticket(self) -> Ticket:
+        """See Sender."""
+        return Ticket("files", secret=self._secret, folder=str(self._folder))
+
+    def folder_of(self, version: int) -> Path:
+        """Where a version is once it has been sent."""
+        return _folder_of(self._folder, version)
+
+    def send(self, version: int, weights: Weights) -> Receipt:
+        """See Sender."""
+        rest = iter(weights)
+        final = self.folder_of(version)
+        partial = final.with_name(f"{final.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            receipt = self._write(partial, version, rest)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            self._remove_older(version)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise EngineError(
+                f"version {version} of the weights cannot be written to {partial} ({error.strerror or error}); free some "
+                "disk space, or make the folder writable"
+            ) from error
+        finally:
+            for _ in rest:  # other ranks may be in the midst of gathering them
+                pass
+        return receipt
+
+    def close(self) -> None:
+        """See Sender. Servers may still read the last version: it stays."""
+
+    def _write(self, folder: Path, version: int, weights: Iterator[tuple[str, Tensor]]) -> Receipt:
+        if self._options.beside is not None:
+            shutil.copytree(
+                self._options.beside, folder, ignore=shutil.ignore_patterns(*_WEIGHTS), dirs_exist_ok=True
+            )
+        tally, buckets, places = Tally(version), list[list[Any]](), dict[str, str]()
+        for bucket in buckets_of(weights, self._options.bucket_bytes, self._options.dtype):
+            file = f"bucket_{bucket.index:05d}.safetensors"
+            found = _store(folder / file, bucket)
+            for spec, value in found:
+                tally.add(spec, value)
+                places[spec.name] = file
+            buckets.append([[s.name, s.dtype, s.shape, value] for s, value in found])
+        receipt = tally.receipt()
+        index = {"metadata": {"total_size": receipt.num_bytes}, "weight_map": places}
+        record = {
+            "sender": self._secret,
+            "version": version,
+            "fingerprint": receipt.fingerprint,
+            "buckets": buckets,
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / _RECORD).write_text(json.dumps(record))
+        return receipt
+
+    def _remove_older(self, version: int) -> None:
+        own = sorted(p for p in self._folder.glob("version_[0-9]*") if p.name.partition("_")[2].isdigit())
+        newest = _folder_of(self._folder, version)
+        for path in [p for p in own if p != newest][: -(_KEPT - 1)]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class FileReceiver:
+    """See receiver.Receiver."""
+
+    def __init__(self, ticket: Ticket, *, engine: str, timeout_s: float) -> None:
+        self._folder, self._sender = Path(ticket.folder), ticket.secret
+        self._engine, self._timeout_s = engine, timeout_s
+        self._receipt: Receipt | None = None
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """See Receiver."""
+        return self._receipt
+
+    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """See Receiver."""
+        folder, record = self._await(version)
+        tally = Tally(version)
+        for index, entries in enumerate(record["buckets"]):
+            tensors = self._read(folder / f"bucket_{index:05d}.safetensors")
+            wrong = [
+                name
+                for name, *_, value in entries
+                if name not in tensors or fingerprint(tensors[name]) != value
+            ]
+            if wrong or len(tensors) != len(entries):
+                shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+                raise EngineError(
+                    f"{len(wrong)} of {len(entries)} tensors in bucket {index} of the weights ({shown}) are not what the trainer "
+                    f"wrote to {folder} for engine {self._engine}: the disk is at fault, or something else writes there"
+                )
+            for name, dtype, shape, value in entries:
+                tally.add(TensorSpec(name, dtype, tuple(shape)), value)
+                yield name, tensors.pop(name)
+        self._receipt = tally.receipt()
+
+    def receive_into(self, version: int, targets: Mapping[str, Tensor]) -> Receipt:
+        """See Receiver."""
+        missing = dict.fromkeys(targets)
+        for name, tensor in self.receive(version):
+            if name not in targets or targets[name].shape != tensor.shape:
+                raise EngineError(
+                    f"version {version} has {name} of shape {tuple(tensor.shape)}, which engine {self._engine} has not: their "
+                    "models are not the same"
+                )
+            targets[name].detach().copy_(tensor)
+            missing.pop(name)
+        if missing:
+            raise EngineError(
+                f"version {version} came without {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
+                "the trainer's and the engine's model are not the same"
+            )
+        assert self._receipt is not None
+        return self._receipt
+
+    def close(self) -> None:
+        """See Receiver."""
+
+    def _await(self, version: int) -> tuple[Path, dict[str, Any]]:
+        """The version's folder and record, when this sender has written it."""
+        folder = _folder_of(self._folder, version)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                record: dict[str, Any] = json.loads((folder / _RECORD).read_text())
+                if record["sender"] == self._sender:
+                    break
+            except (OSError, ValueError, KeyError):
+                pass
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"engine {self._engine} waited {self._timeout_s:g} s for {folder} and this run's trainer did not write it; do "
+                    "both see the same folder?"
+                )
+            time.sleep(_POLL_S)
+        if record["version"] != version:
+            raise EngineError(f"{folder} holds version {record['version']} of the weights, not {version}")
+        return folder, record
+
+    def _read(self, file: Path) -> dict[str, Tensor]:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"engine {self._engine} cannot read {file} ({error})") from error
+
+
+def _folder_of(folder: Path, version: int) -> Path:
+    return folder / f"version_{version:06d}"
+
+
+def _store(file: Path, bucket: Bucket) -> list[tuple[TensorSpec, str]]:
+    """Write a bucket and return its tensors' fingerprints."""
+    from safetensors.torch import save_file
+
+    plain = {spec.name: tensor.cpu().contiguous().clone() for spec, tensor in bucket.tensors}
+    save_file(plain, file, metadata={"format": "pt"})
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+    return [(spec, fingerprint(plain[spec.name])) for spec, _ in bucket.tensors]

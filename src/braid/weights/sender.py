@@ -1,0 +1,314 @@
+"""The trainer's end of a publication."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from braid.errors import EngineError
+
+from .fingerprint import Fingerprint, Weights, bytes_of
+from .links import Outlet, RingOutlet, Run, make_outlet, own_address, runs_of
+from .wire import Receipt, Tally, TensorSpec, Ticket, Transport, Wire, greet, specs_message, tell
+
+
+class Sender(Protocol):
+    """What a trainer publishes with."""
+
+    @property
+    def ticket(self) -> Ticket:
+        """What engines receive by."""
+        ...
+
+    def send(self, version: int, weights: Weights) -> Receipt:
+        """Publish `weights` as `version`; returns when every engine has checked all of it. `weights` are read to their end even
+        when the publication fails, since reading them may be a call that other ranks make too. Raises EngineError."""
+        ...
+
+    def close(self) -> None:
+        """Engines are told that nothing more comes. Can be called twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SendOptions:
+    """How a sender sends.
+
+    `bucket_bytes` is what an engine is given at a time, `timeout_s` the longest that one version may take. With `dtype`,
+    floating tensors travel in that type. `existing`: whether a second engine that calls itself by a name in use takes the
+    first one's place. `device` is the trainer's, for
+    the transports of GPUs. `host` is the address of this machine for the engines: by default loopback for
+    transports of one machine, and else that of the interface with the default route. `folder` is where the transport `files`
+    writes, and `beside` a model's folder whose config and tokenizer each version gets there too.
+    """
+
+    transport: Transport
+    bucket_bytes: int
+    timeout_s: float
+    dtype: torch.dtype | None = None
+    existing: Literal["replace", "refuse"] = "refuse"
+    device: torch.device | None = None
+    host: str | None = None
+    folder: str | None = None
+    beside: str | None = None
+
+
+def open_sender(engines: Sequence[str], options: SendOptions) -> Sender:
+    """A sender for these engines, by name."""
+    if options.transport == "files":
+        from .files import FileSender
+
+        return FileSender(options)
+    return LinkedSender(engines, options)
+
+
+def join_send(sender: Sender | None, version: int, weights: Weights) -> Receipt | None:
+    """`send` on the rank that has the sender; the others only read `weights`, whose gathering they take part in."""
+    if sender is not None:
+        return sender.send(version, weights)
+    for _ in weights:
+        pass
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that an engine is given together."""
+
+    index: int
+    tensors: list[tuple[TensorSpec, Tensor]]
+
+
+def buckets_of(weights: Weights, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
+    """As many tensors as fit, in order; one that does not fit alone is a bucket of its own."""
+    index, held, tensors = 0, 0, list[tuple[TensorSpec, Tensor]]()
+    for name, tensor in weights:
+        value = tensor.detach()
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        spec = TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        if tensors and held + spec.num_bytes > bucket_bytes:
+            yield Bucket(index, tensors)
+            index, held, tensors = index + 1, 0, []
+        tensors.append((spec, value))
+        held += spec.num_bytes
+    if tensors:
+        yield Bucket(index, tensors)
+
+
+class LinkedSender:
+    """See Sender. For engines that listen: gathering the next bucket overlaps with sending the last."""
+
+    def __init__(self, engines: Sequence[str], options: SendOptions) -> None:
+        assert engines, "a sender has somebody to send to"
+        assert len(set(engines)) == len(engines), f"engines have names of their own: {engines}"
+        self._engines, self._options = tuple(engines), options
+        is_local = options.transport in ("shared_memory", "cuda_ipc")
+        self._host = options.host or ("127.0.0.1" if is_local else own_address())
+        self._secret = secrets.token_hex(16)
+        self._listener = socket.create_server(
+            ("127.0.0.1" if is_local and options.host is None else "", 0), backlog=len(engines) + 8
+        )
+        self._listener.settimeout(0.0)
+        self._wires: dict[str, Wire] = {}
+        self._outlet: Outlet | None = None
+
+    @property
+    def ticket(self) -> Ticket:
+        """See Sender."""
+        port: int = self._listener.getsockname()[1]
+        return Ticket(self._options.transport, self._host, port, self._secret)
+
+    def send(self, version: int, weights: Weights) -> Receipt:
+        """See Sender."""
+        deadline = time.monotonic() + self._options.timeout_s
+        rest = iter(weights)
+        try:
+            outlet = self._linked(version, deadline)
+            tell(self._wires, {"kind": "begin", "version": version}, deadline, "taking over weights")
+            tally = Tally(version)
+            self._stream(
+                buckets_of(rest, self._options.bucket_bytes, self._options.dtype), outlet, tally, deadline
+            )
+            return self._finish(tally.receipt(), outlet, deadline)
+        except BaseException as error:
+            named = self._named(error, version)
+            self._drop(str(named))
+            for _ in rest:  # other ranks may be in the midst of gathering them
+                pass
+            raise named from error
+
+    def close(self) -> None:
+        """See Sender."""
+        self._drop("the trainer has ended its publications")
+        self._listener.close()
+
+    def _linked(self, version: int, deadline: float) -> Outlet:
+        """The link to all engines, made anew when they are not those of the last version."""
+        self._admit(0.0)
+        while missing := [name for name in self._engines if name not in self._wires]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineError(
+                    f"engine {', '.join(missing)} did not come for version {version} within {self._options.timeout_s:g} s; its own "
+                    "log says what it does (cluster.call_timeout_s is the limit)"
+                )
+            self._admit(min(left, 1.0))
+        if self._outlet is None:
+            wires = {name: self._wires[name] for name in self._engines}
+            self._outlet = make_outlet(
+                self._options.transport,
+                wires,
+                host=self._host,
+                device=self._options.device or torch.device("cpu"),
+                deadline=deadline,
+                timeout_s=self._options.timeout_s,
+            )
+        return self._outlet
+
+    def _admit(self, wait_s: float) -> None:
+        """Let in the engines that knock, at most `wait_s` for the first."""
+        self._listener.settimeout(wait_s)
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except (TimeoutError, BlockingIOError):
+                return
+            self._listener.settimeout(0.0)
+            greeted = greet(connection, address, self._secret, time.monotonic() + self._options.timeout_s)
+            if greeted is None:
+                continue
+            name, wire = greeted
+            refusal = self._refusal(name)
+            if refusal is not None:
+                wire.close(refusal)
+                continue
+            if name in self._wires:
+                self._wires.pop(name).close("another engine of the same name has taken its place")
+            self._wires[name] = wire
+            self._unlink()
+
+    def _refusal(self, name: str) -> str | None:
+        """Why an engine of this name is not let in; None when it is."""
+        if name not in self._engines:
+            return f"engine {name} is none of those that this sender serves ({', '.join(self._engines)})"
+        old = self._wires.get(name)
+        # Engines say nothing between two versions: what can be read is the end of one that died.
+        if old is not None and self._options.existing == "refuse" and not old.is_readable():
+            return f"engine {name} is already connected; end the other one first, or set rollout.publish.existing_group=replace"
+        return None
+
+    def _stream(self, buckets: Iterator[Bucket], outlet: Outlet, tally: Tally, deadline: float) -> None:
+        """Send what this thread gathers from a second thread: gathering may be a collective, which stays in the first."""
+        gathered: queue.Queue[Bucket | None] = queue.Queue(maxsize=1)
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                while (bucket := gathered.get()) is not None:
+                    if not failures:
+                        self._send_bucket(bucket, outlet, tally, deadline)
+                    del bucket
+            except BaseException as error:  # raised in the first thread
+                failures.append(error)
+                while gathered.get() is not None:
+                    pass
+
+        thread = threading.Thread(target=run, name="braid-publish", daemon=True)
+        thread.start()
+        try:
+            for bucket in buckets:
+                if failures:
+                    break
+                gathered.put(bucket)
+        finally:
+            gathered.put(None)
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def _send_bucket(self, bucket: Bucket, outlet: Outlet, tally: Tally, deadline: float) -> None:
+        specs = [spec for spec, _ in bucket.tensors]
+        tell(self._wires, specs_message(bucket.index, specs), deadline, "taking over weights")
+        values = iter(tensor for _, tensor in bucket.tensors)
+        found: list[str] = []
+        for run in runs_of(specs, outlet.piece_bytes):
+            tensors = [bytes_of(next(values)) for _ in run.specs]
+            found += _send_run(run, tensors, outlet, deadline)
+        outlet.flush(deadline)
+        tell(self._wires, {"kind": "fingerprints", "values": found}, deadline, "taking over weights")
+        for spec, value in zip(specs, found, strict=True):
+            tally.add(spec, value)
+
+    def _finish(self, receipt: Receipt, outlet: Outlet, deadline: float) -> Receipt:
+        end = {"kind": "end", "num_tensors": receipt.num_tensors, "fingerprint": receipt.fingerprint}
+        tell(self._wires, end, deadline, "taking over weights")
+        if isinstance(outlet, RingOutlet):
+            outlet.settle(deadline)
+        for wire in self._wires.values():
+            answer = wire.receive("done", deadline, f"taking over version {receipt.version}")
+            if answer["fingerprint"] != receipt.fingerprint:
+                raise EngineError(f"{wire.peer} took over other weights than were sent")
+        return receipt
+
+    def _named(self, error: BaseException, version: int) -> BaseException:
+        """The error with what an engine says of it, where a group only says that it broke."""
+        if not isinstance(error, EngineError):
+            return error
+        told = [str(error)]
+        for wire in self._wires.values():
+            try:
+                while wire.is_readable():
+                    wire.receive_any(time.monotonic() + 0.1, "taking over weights")
+            except EngineError as said:
+                if str(said) not in told:
+                    told.insert(0, str(said))
+        return EngineError(
+            f"version {version} was not published by {self._options.transport}: {'; '.join(told)}"
+        )
+
+    def _unlink(self) -> None:
+        if self._outlet is not None:
+            self._outlet.close()
+            self._outlet = None
+
+    def _drop(self, why: str) -> None:
+        self._unlink()
+        for wire in self._wires.values():
+            wire.close(why)
+        self._wires = {}
+
+
+def _send_run(run: Run, tensors: Sequence[Tensor], outlet: Outlet, deadline: float) -> list[str]:
+    """Send the bytes of a run's tensors; their fingerprints. A piece is summed while it is in the cache, or under way."""
+    if outlet.device is not None:
+        tensors = [tensor.to(outlet.device) for tensor in tensors]
+    if run.is_packed:
+        packed = torch.zeros(run.num_bytes, dtype=torch.uint8, device=tensors[0].device)
+        for tensor, offset in zip(tensors, run.offsets, strict=True):
+            packed[offset : offset + tensor.numel()] = tensor
+        outlet.put(packed, deadline)
+        return [_fingerprint(spec, [tensor]) for spec, tensor in zip(run.specs, tensors, strict=True)]
+    return [_fingerprint(run.specs[0], _put(run, tensors[0], outlet, deadline))]
+
+
+def _put(run: Run, memory: Tensor, outlet: Outlet, deadline: float) -> Iterator[Tensor]:
+    for piece in run.pieces(memory, outlet.piece_bytes):
+        outlet.put(piece, deadline)
+        yield piece
+
+
+def _fingerprint(spec: TensorSpec, pieces: Iterable[Tensor]) -> str:
+    of = Fingerprint(spec.torch_dtype, spec.shape)
+    for piece in pieces:
+        of.add(piece)
+    return of.value()
