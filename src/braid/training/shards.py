@@ -205,13 +205,7 @@ def read_whole(folder: Path) -> dict[str, Any]:
     }
     with _quiet():
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    optimizer: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(_OPTIMIZER):
-            of, _, moment = name.removeprefix(_OPTIMIZER).rpartition("/")
-            optimizer.setdefault(of, {})[moment] = tensor
-    weights = {n.removeprefix(_WEIGHTS): t for n, t in tensors.items() if n.startswith(_WEIGHTS)}
-    return {"weights": weights, "optimizer": optimizer}
+    return _unflattened(tensors)
 
 
 def read_into(folder: Path, state: Mapping[str, Any]) -> None:
@@ -237,14 +231,25 @@ def read_into(folder: Path, state: Mapping[str, Any]) -> None:
         )
 
 
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One rank's state for all ranks', each with `Boxes` in place of tensors."""
+    pieces: dict[str, list[Boxes]] = {}
+    for part in parts:
+        for name, boxes in _flattened(part).items():
+            pieces.setdefault(name, []).append(boxes)
+    whole: dict[str, Tensor] = {}
+    for name, of_ranks in pieces.items():
+        whole[name] = torch.empty(of_ranks[0].shape, dtype=of_ranks[0].dtype)
+        for boxes in of_ranks:
+            for offsets, part in boxes.parts:
+                whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+    return {**parts[0], **_unflattened(whole)}
+
+
 def stored_moments(folder: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
     """Shape and type of each moment that the optimizer had, by the parameter's name."""
-    moments: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
-    for name, entry in _metadata_of(folder).items():
-        if name.startswith(_OPTIMIZER):
-            of, _, moment = name.removeprefix(_OPTIMIZER).rpartition("/")
-            moments.setdefault(of, {})[moment] = (entry.size, entry.properties.dtype)
-    return moments
+    entries = _metadata_of(folder).items()
+    return _unflattened({name: (entry.size, entry.properties.dtype) for name, entry in entries})["optimizer"]
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,6 +257,17 @@ def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, moments in (state["optimizer"] or {}).items():
         out.update({f"{_OPTIMIZER}{name}/{moment}": tensor for moment, tensor in moments.items()})
     return out
+
+
+def _unflattened(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    weights, optimizer = {}, {}
+    for name, tensor in tensors.items():
+        if name.startswith(_WEIGHTS):
+            weights[name.removeprefix(_WEIGHTS)] = tensor
+        else:
+            of, _, moment = name.removeprefix(_OPTIMIZER).rpartition("/")
+            optimizer.setdefault(of, {})[moment] = tensor
+    return {"weights": weights, "optimizer": optimizer}
 
 
 def _metadata_of(folder: Path) -> dict[str, TensorStorageMetadata]:

@@ -8,8 +8,13 @@ is multiplied by their number.
 
 from __future__ import annotations
 
+import socket
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,18 +22,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -39,12 +38,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from braid.config.backends import FsdpConfig
+from braid.config.backends import FsdpConfig, OffloadConfig
 from braid.config.train import TrainConfig
-from braid.models.base import Output, TrainableModel, copy_weights
+from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.training.backend import Loss, StepReport
 from braid.training.packing import pack
+from braid.training.shards import Boxes, Written, joined, read_into, stored_moments, write_state
 from braid.types import Row
 
 from .single import Running, SingleBackend
@@ -53,9 +53,16 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 _SHARDINGS = {
     "full": ShardingStrategy.FULL_SHARD,
     "grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "hybrid": ShardingStrategy.FULL_SHARD,  # over the shards that `size` names; with all of them it is full
+    "hybrid": ShardingStrategy.FULL_SHARD,  # over the shards of the mesh; with all of them it is full
     "none": ShardingStrategy.NO_SHARD,
 }
+_HYBRIDS = {
+    "full": ShardingStrategy.HYBRID_SHARD,
+    "grad_op": ShardingStrategy._HYBRID_SHARD_ZERO2,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+    "none": ShardingStrategy.NO_SHARD,
+}
+"""With replicas of the shards."""
 _PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "off": None}
 
 
@@ -72,10 +79,12 @@ class FsdpBackend(SingleBackend):
         kind: Literal["fsdp", "fsdp2"],
     ) -> None:
         """The process group must be up. `model` holds the same weights on every rank and is sharded in place."""
+        if config.fsdp.cpu_offload:  # everything is in host memory already
+            config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
-        self._names = [name for name, _ in model.named_weights()]
+        self._weights = _weight_names(model)
         self._shapes = {name: p.shape for name, p in model.module.named_parameters()}
-        mesh = _mesh(config.fsdp.size, device)
+        mesh = _mesh(config.fsdp, device)
         self._pass = _Pass(model)
         self._net: nn.Module = self._pass
         if kind == "fsdp2":
@@ -84,10 +93,19 @@ class FsdpBackend(SingleBackend):
             self._net = _wrap(self._pass, config.fsdp, mesh, device)
         self._is_sharded = mesh.size(1) > 1 and (kind == "fsdp2" or config.fsdp.sharding != "none")
         self._shard_group = mesh.get_group("shard")
+        self._starts = self._flat_starts() if kind == "fsdp" and self._is_sharded else {}
         self._syncs_last_only = config.fsdp.sync_last_micro_batch_only
         self._spare: PackedBatch | None = None
         self._num_left = 0
         super().__init__(model, config, total_steps=total_steps, device=device)
+
+    def _flat_starts(self) -> dict[str, int]:
+        """Where in each parameter this rank's part of it begins: FSDP's shards are flat pieces, one after the other."""
+        sizes: list[dict[str, int]] = [{}] * dist.get_world_size(self._shard_group)
+        mine = {_own_name(name): p.numel() for name, p in self._net.named_parameters()}
+        dist.all_gather_object(sizes, mine, group=self._shard_group)
+        before = sizes[: dist.get_rank(self._shard_group)]
+        return {name: sum(size[name] for size in before) for name in mine}
 
     def data_place(self) -> tuple[int, int]:
         """See ShardedBackend: every rank has rows of its own."""
@@ -118,104 +136,119 @@ class FsdpBackend(SingleBackend):
 
     def full_weights(self) -> dict[str, Tensor]:
         """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others."""
+        whole: dict[str, Tensor] = {}
+        is_first = dist.get_rank() == 0
+        own = {name: tensor for name, tensor in self._own_tensors() if name in self._weights}
+        gathered: AbstractContextManager[None] = nullcontext()
         if isinstance(self._net, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(self._net, writeback=False):
-                whole = {name: tensor.detach().cpu().clone() for name, tensor in self._model.named_weights()}
-            return whole if dist.get_rank() == 0 else {}
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = get_model_state_dict(self._net, options=options)
-        return {name: state[_PREFIX + name] for name in self._names} if state else {}
+            gathered = FullyShardedDataParallel.summon_full_params(self._net, writeback=False)
+        with gathered:
+            for name, tensor in own.items():
+                value = tensor.detach()
+                if isinstance(value, DTensor):
+                    value = value.to(self._device).full_tensor()
+                if is_first:
+                    whole[self._weights[name]] = value.cpu().clone()
+        return {name: whole[name] for name in self._weights.values()} if is_first else {}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors by their checkpoint names."""
-        if isinstance(self._net, FullyShardedDataParallel):
-            with FullyShardedDataParallel.summon_full_params(self._net):
-                whole = self._net.named_parameters()
-                copy_weights(weights, ((_checkpoint_name(name), p) for name, p in whole))
-            return
-        named: dict[str, Any] = {_PREFIX + name: tensor for name, tensor in weights.items()}
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(self._net, named, options=options)
+        """Take over whole tensors by their checkpoint names: of each its part."""
+        for name, boxes in self._weight_boxes().items():
+            if name in weights:
+                boxes.take(weights[name])
 
     def state(self) -> dict[str, Any]:
         """See TrainingBackend: whole tensors, on rank 0; the others return what is small."""
-        weights = self.full_weights()
-        optimizer = None
-        if self._optimizer is not None:
-            whole = self._whole_optimizer(self._optimizer)
-            optimizer = {name.removeprefix(_PREFIX): value for name, value in whole.items()}
-        return {
-            "weights": weights,
-            "optimizer": optimizer,
-            "num_steps": self._num_steps,
-            "skipped_in_row": self._skipped_in_row,
-            "loss_scale": None if self._scale is None else self._scale.state(),
-        }
+        mine = self._sharded_state()
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, parts if dist.get_rank() == 0 else None)
+        return joined(parts) if dist.get_rank() == 0 else {**mine, "weights": {}, "optimizer": None}
 
     def load(self, state: dict[str, Any]) -> None:
         """See TrainingBackend. Every rank is given the whole state."""
         self.load_weights(state["weights"])
-        if self._optimizer is not None and state["optimizer"]:
-            self._load_optimizer(state["optimizer"], self._optimizer)
-        if self._scale is not None and state["loss_scale"] is not None:
-            self._scale.load(state["loss_scale"])
-        self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
-
-    def _whole_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if not optimizer.state:  # torch would take a step to have some, and count it
-            return {}
-        if not isinstance(self._net, FullyShardedDataParallel):
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            whole: dict[str, Any] = get_optimizer_state_dict(self._net, optimizer, options=options)
-            return whole.get("state", {})
-        own = {
-            name: dict(optimizer.state[p]) for name, p in self._net.named_parameters() if p in optimizer.state
-        }
-        shards = self._gathered({_PREFIX + _checkpoint_name(name): state for name, state in own.items()})
-        if dist.get_rank() != 0:
-            return {}
-        pieces: dict[str, list[dict[str, Tensor]]] = {}
-        for shard in shards:  # a rank that has nothing of a parameter has no state of it
-            for name, state in shard.items():
-                pieces.setdefault(name, []).append(state)
-        return {
-            name: {key: self._joined(name, [state[key] for state in states]) for key in states[0]}
-            for name, states in pieces.items()
-        }
-
-    def _load_optimizer(self, states: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        named = {_PREFIX + name: value for name, value in states.items()}
-        if not isinstance(self._net, FullyShardedDataParallel):
-            options = StateDictOptions(full_state_dict=True)
-            like: dict[str, Any] = get_optimizer_state_dict(self._net, optimizer, options=options)
-            set_optimizer_state_dict(self._net, optimizer, {**like, "state": named}, options=options)
-            return
-        own = {_PREFIX + _checkpoint_name(name): p for name, p in self._net.named_parameters()}
-        sizes = self._gathered({name: p.numel() for name, p in own.items()})
-        rank = dist.get_rank(self._shard_group)
-        for name, state in named.items():
-            start = sum(size[name] for size in sizes[:rank]) if self._is_sharded else 0
-            p = own[name]
-            optimizer.state[p] = {
-                key: value.clone()
-                if value.ndim == 0
-                else value.flatten()[start : start + p.numel()].clone().view_as(p)
-                for key, value in state.items()
+        if self._optimizer is not None:
+            like = {
+                name: {key: (value.shape, value.dtype) for key, value in moments.items()}
+                for name, moments in (state["optimizer"] or {}).items()
             }
+            for name, moments in self._moment_boxes(like).items():
+                for key, boxes in moments.items():
+                    boxes.take(state["optimizer"][name][key])
+            self._rest_optimizer()
+        self._load_counters(state)
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        """What each rank of the shard group has; of one rank where nothing is sharded."""
-        if not self._is_sharded:
-            return [mine]
-        parts: list[Any] = [None] * dist.get_world_size(self._shard_group)
-        dist.all_gather_object(parts, mine, group=self._shard_group)
-        return parts
+    def save(self, folder: str) -> Written:
+        """See ShardedBackend: each rank writes its part."""
+        return write_state(Path(folder), self._sharded_state())
 
-    def _joined(self, name: str, shards: Sequence[Tensor]) -> Tensor:
-        """FSDP's shards of a parameter are flat pieces of it, one after the other."""
-        if shards[0].ndim == 0:
-            return shards[0]
-        return torch.cat([shard.flatten() for shard in shards]).view(self._shapes[name.removeprefix(_PREFIX)])
+    def restore(self, saved: dict[str, Any], folder: str) -> None:
+        """See ShardedBackend: each rank reads its part."""
+        if "weights" in saved:
+            self.load(saved)
+            return
+        optimizer = None
+        if self._optimizer is not None:
+            optimizer = self._moment_boxes(stored_moments(Path(folder)))
+        read_into(Path(folder), {"weights": self._weight_boxes(), "optimizer": optimizer})
+        self._rest_optimizer()
+        self._load_counters(saved)
+
+    def _sharded_state(self) -> dict[str, Any]:
+        """`state` with this rank's parts in place of whole tensors."""
+        optimizer: dict[str, dict[str, Boxes]] | None = None
+        if self._optimizer is not None:
+            states = self._optimizer.state
+            optimizer = {
+                name: {key: self._boxes_of(name, value, like=p) for key, value in states[p].items()}
+                for name, p in self._own_tensors()
+                if p in states
+            }
+        return {"weights": self._weight_boxes(), "optimizer": optimizer, **self._counters()}
+
+    def _weight_boxes(self) -> dict[str, Boxes]:
+        """This rank's parts of the weights, by their checkpoint names."""
+        return {
+            self._weights[name]: self._boxes_of(name, tensor, like=tensor)
+            for name, tensor in self._own_tensors()
+            if name in self._weights
+        }
+
+    def _moment_boxes(
+        self, like: Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]
+    ) -> dict[str, dict[str, Boxes]]:
+        """Room in the optimizer for this rank's parts of moments whose whole shapes and types are `like`."""
+        assert self._optimizer is not None, "a model that is never trained has none"
+        states, boxes = self._optimizer.state, {}
+        states.clear()
+        for name, p in self._own_tensors():
+            if name not in like or (name in self._starts and not p.numel()):
+                continue
+            shape = self._shapes[name]
+            states[p] = {
+                key: torch.zeros_like(p, dtype=dtype)
+                if size == shape
+                else torch.zeros(size, dtype=dtype, device=p.device)
+                for key, (size, dtype) in like[name].items()
+            }
+            boxes[name] = {key: self._boxes_of(name, value, like=p) for key, value in states[p].items()}
+        return boxes
+
+    def _boxes_of(self, name: str, tensor: Tensor, *, like: Tensor) -> Boxes:
+        """This rank's parts of the parameter or buffer `like`, or of a `tensor` that is laid out as it is, or plain."""
+        if name in self._starts and tensor.shape == like.shape:
+            return Boxes.of_range(tensor, self._shapes[name], self._starts[name])
+        return Boxes.of(tensor)
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers by the names that they have outside of FSDP, none of them gathered."""
+        for module in self._net.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+            elif isinstance(module, FullyShardedDataParallel):
+                _free_gathered(module)
+        for name, tensor in chain(self._net.named_parameters(), self._net.named_buffers()):
+            yield _own_name(name), tensor
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._net(batch, outputs)
@@ -266,12 +299,28 @@ class FsdpBackend(SingleBackend):
         return int(_all_max(torch.tensor(number, dtype=torch.int64, device=self._device)))
 
 
-_PREFIX = "model."
+def _own_name(name: str) -> str:
+    """Of a parameter inside FSDP's wrappers, without them."""
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
 
 
-def _checkpoint_name(name: str) -> str:
-    """Of a parameter inside FSDP's wrappers."""
-    return name.replace("_fsdp_wrapped_module.", "").removeprefix(_PREFIX)
+def _weight_names(model: TrainableModel) -> dict[str, str]:
+    """Checkpoint name by the name in the module, in the order of the former."""
+    tensors = chain(model.module.named_parameters(), model.module.named_buffers())
+    names = {id(tensor): name for name, tensor in tensors}
+    return {names[id(tensor)]: name for name, tensor in model.named_weights()}
+
+
+def _free_gathered(module: FullyShardedDataParallel) -> None:
+    """FSDP keeps what it gathered for a forward pass without gradients, and would go on with it whatever is written into the
+    shards."""
+    handle = module._handle
+    if (
+        handle is not None
+        and handle.uses_sharded_strategy
+        and hasattr(handle.flat_param, "_full_param_padded")
+    ):
+        handle.reshard(free_unsharded_flat_param=True)
 
 
 class _Pass(nn.Module):
@@ -286,9 +335,14 @@ class _Pass(nn.Module):
         return self._trainable[0].forward(batch, outputs)
 
 
-def _mesh(size: int | None, device: torch.device) -> DeviceMesh:
+def _mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
     """Ranks as replicas x shards."""
     world = dist.get_world_size()
+    size = config.size
+    if size is None and config.sharding == "hybrid":
+        nodes: list[str] = [""] * world
+        dist.all_gather_object(nodes, socket.gethostname())
+        size = min(Counter(nodes).values())
     shards = min(size or world, world)
     return init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
 
@@ -327,22 +381,25 @@ def _wrap(
             buffer_dtype=_DTYPES[config.buffer_dtype or config.param_dtype],
         )
     is_hybrid = 1 < mesh.size(1) < mesh.size()
-    strategy = ShardingStrategy.HYBRID_SHARD if is_hybrid else _SHARDINGS[config.sharding]
+    strategy = (_HYBRIDS if is_hybrid else _SHARDINGS)[config.sharding]
     if mesh.size(1) == 1:  # replicas alone
         strategy = ShardingStrategy.NO_SHARD
-    return FullyShardedDataParallel(
-        net,
-        device_mesh=mesh if is_hybrid else init_device_mesh(device.type, (mesh.size(),)),
-        sharding_strategy=strategy,
-        cpu_offload=CPUOffload(offload_params=True) if config.cpu_offload else None,
-        auto_wrap_policy=ModuleWrapPolicy(_layers(net)),
-        backward_prefetch=_PREFETCHES[config.backward_prefetch],
-        mixed_precision=precision,
-        device_id=device if device.type == "cuda" else torch.device("cpu"),
-        forward_prefetch=config.forward_prefetch,
-        limit_all_gathers=config.limit_all_gathers,
-        use_orig_params=True,  # the optimizer's groups and LoRA need each parameter apart
-    )
+    with warnings.catch_warnings():
+        # beside frozen weights: FSDP makes room for the gradients of both
+        warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
+        return FullyShardedDataParallel(
+            net,
+            device_mesh=mesh if is_hybrid else init_device_mesh(device.type, (mesh.size(),)),
+            sharding_strategy=strategy,
+            cpu_offload=CPUOffload(offload_params=True) if config.cpu_offload else None,
+            auto_wrap_policy=ModuleWrapPolicy(_layers(net)),
+            backward_prefetch=_PREFETCHES[config.backward_prefetch],
+            mixed_precision=precision,
+            device_id=device if device.type == "cuda" else torch.device("cpu"),
+            forward_prefetch=config.forward_prefetch,
+            limit_all_gathers=config.limit_all_gathers,
+            use_orig_params=True,  # the optimizer's groups and LoRA need each parameter apart
+        )
 
 
 def _all_sum(tensor: Tensor) -> Tensor:

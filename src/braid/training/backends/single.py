@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from braid.training.optimizer import (
     set_rate,
 )
 from braid.training.packing import grouped_micro_batches, pack, unpack
+from braid.training.shards import Written, read_whole, write_state
 from braid.types import Row
 
 logger = logging.getLogger(__name__)
@@ -174,7 +177,8 @@ class SingleBackend:
         if limit is not None and report.grad_norm > limit:
             torch._foreach_mul_(self._gradients(), limit / report.grad_norm)
         set_rate(self._optimizer, report.lr)
-        move_states(self._optimizer, self._device)
+        if self._config.offload.optimizer:
+            move_states(self._optimizer, self._device)
         self._optimizer.step()
         self._rest_optimizer()
 
@@ -273,10 +277,29 @@ class SingleBackend:
         return {
             "weights": {name: tensor.detach() for name, tensor in self.named_weights()},
             "optimizer": None if optimizer is None else optimizer_state(optimizer, self._model.module),
+            **self._counters(),
+        }
+
+    def save(self, folder: str) -> Written:
+        """See ShardedBackend. Alone in its process group, or without one, it leaves the writing to the caller."""
+        state = self.state()
+        return write_state(Path(folder), state) if dist.is_initialized() else Written(state)
+
+    def restore(self, saved: dict[str, Any], folder: str) -> None:
+        """See ShardedBackend."""
+        self.load(saved if "weights" in saved else {**saved, **read_whole(Path(folder))})
+
+    def _counters(self) -> dict[str, Any]:
+        return {
             "num_steps": self._num_steps,
             "skipped_in_row": self._skipped_in_row,
             "loss_scale": None if self._scale is None else self._scale.state(),
         }
+
+    def _load_counters(self, state: Mapping[str, Any]) -> None:
+        if self._scale is not None and state.get("loss_scale") is not None:
+            self._scale.load(state["loss_scale"])
+        self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
 
     def load(self, state: dict[str, Any]) -> None:
         """See TrainingBackend."""
@@ -285,9 +308,7 @@ class SingleBackend:
         if self._optimizer is not None:
             load_optimizer_state(self._optimizer, self._model.module, state["optimizer"])
             self._rest_optimizer()
-        if self._scale is not None and state.get("loss_scale") is not None:
-            self._scale.load(state["loss_scale"])
-        self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
+        self._load_counters(state)
 
 
 class Running:
