@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from .base import Section
 
 Role = Literal["policy", "critic", "reference", "inference", "reward", "rollout", "env"]
+
+
+def _as_text(value: Any) -> Any:
+    """A device number alone is a number in YAML."""
+    return str(value) if type(value) is int else value
 
 
 class ClusterConfig(Section):
@@ -21,10 +26,11 @@ class ClusterConfig(Section):
     num_nodes: PositiveInt = 1
     """Machines."""
     devices_per_node: PositiveInt | None = None
-    """Accelerators (or CPU processes) of each; those that are found when null."""
-    placement: dict[str, str] = Field(default_factory=dict)
+    """Accelerators (or CPU processes) of each. null: the GPUs of this machine; on CPU as many as the placement names."""
+    placement: dict[str, Annotated[str, BeforeValidator(_as_text)]] = Field(default_factory=dict)
     """Roles (policy, critic, reference, inference, reward, rollout, env), comma-separated, to device numbers: `all`, `0-3`,
-    `0,2,4`, `0-7:0-3` (devices:processes). Roles on the same devices take turns. Empty: everything on all devices."""
+    `0,2,4`, `0-7:0-3` (devices:processes). Roles on the same devices take turns. A role that is not named sits with the policy;
+    the policy, not named, on all devices (with the backend single on device 0). See placement.md."""
     group_names: dict[Role, str] = Field(default_factory=dict)
     """Names of the worker groups in messages and process titles; the role's own when absent."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -171,8 +171,9 @@ class NativeEngineConfig(Section):
 
 
 class _ServedEngine(Section):
-    replicas: PositiveInt = 1
-    """Engines side by side; requests go to the least loaded, those of a group together."""
+    replicas: PositiveInt | None = None
+    """Engines side by side; requests go to the least loaded, those of a group together. null: as many as rollout has devices
+    for."""
     tensor_parallel: PositiveInt = 1
     """Devices that share each layer of one engine."""
     pipeline_parallel: PositiveInt = 1

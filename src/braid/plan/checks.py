@@ -7,16 +7,13 @@ for what is legal but seldom meant. No accepted key is silently without effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
-from braid.config.cluster import Role
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
-from braid.errors import suggest
 
 from . import available, credit
-from .placement import parse_placement
 from .plan import Plan
 from .rewards import reward_problems
 
@@ -224,20 +221,9 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             )
 
 
-def _placement(config: RunConfig, _: Plan) -> Iterator[Finding]:
-    cluster = config.cluster
-    devices = None if cluster.devices_per_node is None else cluster.num_nodes * cluster.devices_per_node
-    try:
-        placed = parse_placement(cluster.placement, devices)
-    except ValueError as error:
-        yield "cluster.placement", str(error)
-        return
-    for role in sorted(placed.keys() - set(get_args(Role))):
-        known = get_args(Role)
-        yield (
-            "cluster.placement",
-            f"there is no role {role!r}{suggest(role, known)}; roles are {', '.join(known)}",
-        )
+def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
+    for refusal in plan.layout.refusals:
+        yield refusal.key, refusal.message
 
 
 def _total(config: RunConfig, key: str, sampling: SamplingConfig, total: int) -> Finding:

@@ -13,7 +13,7 @@ counts is a multiple of the smaller.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 ALL = "all"
@@ -57,6 +57,38 @@ def parse_placement(
                 raise ValueError(f"{role} is placed twice; keep one line for it")
             out[role] = devices
     return out
+
+
+def format_devices(devices: Devices) -> str:
+    """Text that parse_devices reads as these devices, in as few parts as there can be."""
+    processes, out, first = devices.processes, [], 0
+    while first < len(processes):
+        last = next(end for end in range(len(processes), first, -1) if _is_part(processes[first:end]))
+        part = processes[first:last]
+        text = format_numbers(device for process in part for device in process)
+        is_plain = len({device for process in part for device in process}) == len(part)
+        out.append(text if is_plain else f"{text}:{format_numbers(range(first, last))}")
+        first = last
+    return ",".join(out)
+
+
+def _is_part(processes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether they are what one part of a line says: devices without gaps, shared out evenly."""
+    numbers = sorted({device for process in processes for device in process})
+    is_range = numbers[-1] - numbers[0] == len(numbers) - 1
+    is_even = len(numbers) % len(processes) == 0 or len(processes) % len(numbers) == 0
+    return is_range and is_even and tuple(_shared_out(numbers, len(processes), "")) == processes
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Device numbers in rising order: (0, 1, 2, 5) is `0-2,5`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def split_roles(line: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from braid.algorithms.recipes import Recipe
 from braid.errors import Problem
 
+from .layout import Layout
 from .sizes import ModelSize
 
 Verb = Literal["train", "sft", "eval"]
@@ -63,6 +64,7 @@ class Plan:
     max_concurrent: int | None
     model_size: ModelSize | None
     memory: tuple[Memory, ...]
+    layout: Layout
     warnings: tuple[Problem, ...] = ()
 
     @property

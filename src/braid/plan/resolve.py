@@ -12,15 +12,20 @@ from pathlib import Path
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recipe
 from braid.config.algorithm import AlgorithmConfig
+from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
 from braid.config.load import DEFAULT
 from braid.config.reward import ModelReward
+from braid.config.roles import TrainingRole
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, Problem
 
 from .checks import find_problems, find_warnings
+from .layout import Needs, lay_out
+from .machine import count_gpus
+from .parallel import TRAINING_ROLES
 from .plan import Memory, OldLogprobs, Plan, Verb
 from .sizes import BYTES, ModelSize, size_of_folder, size_of_spec
 
@@ -30,14 +35,18 @@ def resolve(
     num_prompts: int | None = None,
     *,
     verb: Verb = "train",
+    num_gpus: int | None = None,
     origin_of: Callable[[str], str] = lambda _: DEFAULT,
 ) -> Plan:
     """The plan of `config` for a verb of the command line.
 
     `num_prompts` counts the training prompts once they are read; before that, those of procedural sources are known.
+    `num_gpus` are those of this machine, counted when None.
     `origin_of` tells where a key was written (Loaded.origin). Raises ConfigError with all that does not fit.
     """
-    plan = _derive(config, _known_prompts(config) if num_prompts is None else num_prompts, verb)
+    if num_prompts is None:
+        num_prompts = _known_prompts(config)
+    plan = _derive(config, num_prompts, verb, count_gpus() if num_gpus is None else num_gpus)
     if problems := find_problems(config, plan):
         raise ConfigError([Problem(key, message, origin_of(key)) for key, message in problems])
     warnings = [Problem(key, message, origin_of(key)) for key, message in find_warnings(config, plan)]
@@ -53,7 +62,7 @@ def merge_recipe(config: AlgorithmConfig) -> Recipe:
     return replace(RECIPES[config.recipe], **{k: None if v == "off" else v for k, v in given.items()})
 
 
-def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
+def _derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:
     rollout, train = config.rollout, config.train
     of_critic = config.critic.train or train
     critic_steps = of_critic.steps_per_pass * of_critic.passes_per_round
@@ -69,10 +78,11 @@ def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
     constant = recipe.aggregation_constant
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
+    old_logprobs = _old_logprobs(config, recipe, steps_per_round)
     return Plan(
         verb=verb,
         recipe=recipe,
-        old_logprobs=_old_logprobs(config, recipe, steps_per_round),
+        old_logprobs=old_logprobs,
         aggregation_constant=constant,
         needs_critic=recipe.advantage == "gae",
         needs_reference=recipe.kl_coef > 0,
@@ -97,6 +107,38 @@ def _derive(config: RunConfig, num_prompts: int | None, verb: Verb) -> Plan:
         else min(trajectories, rollout.native.max_running, rollout.native.kv_budget_tokens // total),
         model_size=size,
         memory=_memory(config, recipe, size),
+        layout=lay_out(config, _needs(config, recipe, verb, old_logprobs, size, num_gpus)),
+    )
+
+
+def _needs(
+    config: RunConfig,
+    recipe: Recipe,
+    verb: Verb,
+    old_logprobs: OldLogprobs,
+    policy: ModelSize | None,
+    num_gpus: int,
+) -> Needs:
+    """What has to be seated."""
+    is_used: dict[Role, bool] = {
+        "policy": True,
+        "critic": recipe.advantage == "gae",
+        "reference": recipe.kl_coef > 0,
+        "inference": old_logprobs == "recompute",
+        "rollout": True,
+    }
+    folders = {"critic": config.critic.path, "reference": config.reference.path}
+    models: dict[TrainingRole, ModelSize] = {
+        role: size
+        for role in TRAINING_ROLES
+        if is_used[role]
+        and (size := size_of_folder(Path(folder)) if (folder := folders.get(role)) else policy) is not None
+    }
+    return Needs(
+        tuple(role for role, is_one in is_used.items() if is_one),
+        models,
+        has_workers=verb == "train" and not isinstance(config.env, GymnasiumEnv),
+        num_gpus=0 if config.run.device == "cpu" else num_gpus,
     )
 
 

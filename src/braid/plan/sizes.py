@@ -21,13 +21,15 @@ SPECIAL_TOKENS = 3
 """Of the character tokenizer: padding, end, unknown."""
 VOCAB_MULTIPLE = 16
 """A built model's vocabulary is padded to a multiple of it."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configs of transformers call the experts of a layer."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Counts of a language model. `head_parameters` are those of an output head that is not the embedding's. `linear` has for
+    """Counts of a language model, `num_experts` of one layer (0 where there are none). `head_parameters` are those of an output head that is not the embedding's. `linear` has for
     each name of a linear layer (q_proj, ...) its inputs plus outputs, summed over the layers: what an adapter of rank 1 takes.
     """
 
@@ -35,7 +37,9 @@ class ModelSize:
     head_parameters: int
     hidden_size: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
+    num_experts: int
     head_dim: int
     max_positions: int | None
     linear: Mapping[str, int]
@@ -88,7 +92,9 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
         head_parameters=head,
         hidden_size=hidden,
         num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
+        num_experts=0,
         head_dim=spec.head_dim,
         max_positions=spec.max_positions,
         linear={name: spec.num_layers * width for name, width in linear.items()},
@@ -109,7 +115,9 @@ def size_of_folder(folder: Path) -> ModelSize | None:
             head_parameters=math.prod(head) if head else 0,
             hidden_size=hidden,
             num_layers=text["num_hidden_layers"],
+            num_heads=heads,
             num_kv_heads=text.get("num_key_value_heads") or heads,
+            num_experts=next((text[name] for name in _EXPERTS if text.get(name)), 0),
             head_dim=text.get("head_dim") or hidden // heads,
             max_positions=text.get("max_position_embeddings"),
             linear=_linear(shapes),

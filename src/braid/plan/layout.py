@@ -1,0 +1,299 @@
+"""Which worker of which role sits where: its rank, machine and devices.
+
+Training roles have a rank on each of their devices; rollout has an engine on each, or one on as many as `tensor_parallel` and
+`pipeline_parallel` take. A role that `cluster.placement` does not name sits with the policy, and the policy, unnamed, on
+every device (with the backend `single` on device 0). `inference` has workers only on devices that the policy has not; reward
+models and environments run where rollout does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from braid.config.cluster import Role
+from braid.config.roles import TrainingRole, train_config
+from braid.config.schema import RunConfig
+from braid.errors import suggest
+
+from .parallel import (
+    TRAINING_ROLES,
+    Groups,
+    Refusal,
+    count_refusals,
+    device_limit,
+    engine_devices,
+    model_refusals,
+    parallel_groups,
+    served_engine,
+)
+from .placement import parse_placement
+from .repair import candidate_fixes, with_values
+from .sizes import ModelSize
+
+Mode = Literal["in_process", "collocated", "disaggregated", "hybrid"]
+"""in_process: everything where `braid` was started. collocated: all roles on the same devices, in turns. disaggregated: no
+device has two roles. hybrid: some devices have several."""
+SEATED: tuple[Role, ...] = (*TRAINING_ROLES, "rollout")
+"""Roles that have workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One process of a role. Devices are numbered through the machines; none where a running server has them."""
+
+    rank: int
+    node: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLayout:
+    """The workers of a role, by rank. `kind` is its training backend or engine, `groups` who works with whom (as in
+    parallel_groups), `offload` what leaves its devices while others have them."""
+
+    role: Role
+    kind: str
+    workers: tuple[Worker, ...]
+    groups: Groups
+    offload: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Its devices, each once, in rising order."""
+        return tuple(sorted({device for worker in self.workers for device in worker.devices}))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every worker of a run. `refusals` are the rules that it breaks; no run starts with one that has any."""
+
+    mode: Mode
+    num_nodes: int
+    devices_per_node: int
+    roles: tuple[RoleLayout, ...]
+    refusals: tuple[Refusal, ...] = ()
+
+    def role(self, name: str) -> RoleLayout | None:
+        """A role's workers; None when it has none of its own."""
+        return next((of for of in self.roles if of.role == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What has to be seated: roles, with the sizes of their models where these are known. `has_workers` is false for verbs and
+    environments that run in one process. `num_gpus` are those of this machine, 0 for a run on CPUs."""
+
+    roles: tuple[Role, ...]
+    models: Mapping[TrainingRole, ModelSize]
+    has_workers: bool
+    num_gpus: int
+
+
+def lay_out(config: RunConfig, needs: Needs) -> Layout:
+    """The layout of a run. Each of its refusals tells of values with which there is none."""
+    layout = _seat(config, needs)
+    if not layout.refusals:
+        return layout
+    known = {key: value for refusal in layout.refusals for key, value in refusal.fix.items()}
+    fixes = candidate_fixes(
+        config,
+        known,
+        roles=needs.roles,
+        num_nodes=layout.num_nodes,
+        devices_per_node=layout.devices_per_node,
+        is_fixed=needs.num_gpus > 0,
+    )
+    fix = next(fix for fix in fixes if not _seat(with_values(config, fix), needs).refusals)
+    text = " ".join(f"{key}={json.dumps(value)}" for key, value in fix.items())
+    told = tuple(Refusal(of.key, f"{of.message}. This fits: {text}", fix) for of in layout.refusals)
+    return replace(layout, refusals=told)
+
+
+def _seat(config: RunConfig, needs: Needs) -> Layout:
+    """The layout with its refusals as they are found. One that cannot be read has no roles."""
+    cluster = config.cluster
+    num_nodes, per_node = cluster.num_nodes, cluster.devices_per_node or needs.num_gpus or 1
+    try:
+        named = [devices.numbers[-1] for devices in parse_placement(cluster.placement).values() if devices]
+        if cluster.devices_per_node is None and not needs.num_gpus:
+            per_node = math.ceil((max(named, default=0) + 1) / num_nodes)
+        total = num_nodes * per_node
+        placed = {
+            role: devices.processes
+            for role, devices in parse_placement(cluster.placement, total).items()
+            if devices is not None
+        }
+    except ValueError as error:
+        return Layout("in_process", num_nodes, per_node, (), (Refusal("cluster.placement", str(error), {}),))
+    if not needs.has_workers:
+        alone = Worker(0, 0, (0,))
+        roles = tuple(
+            _role_layout(config, role, [alone])
+            for role in SEATED
+            if role in needs.roles and role != "inference"
+        )
+        return Layout("in_process", 1, 1, roles, tuple(_unknown(placed)))
+    seats = _seats(config, needs, placed, total)
+    refusals = (
+        *_unknown(placed),
+        *_process_refusals(config, needs, seats, per_node),
+        *(
+            refusal
+            for role, model in needs.models.items()
+            if role in seats
+            for refusal in model_refusals(config, role, model)
+        ),
+    )
+    roles = tuple(
+        _role_layout(
+            config,
+            role,
+            [
+                Worker(rank, devices[0] // per_node if devices else 0, devices)
+                for rank, devices in enumerate(_workers_of(config, role, seats[role]))
+            ],
+        )
+        for role in seats
+        if not refusals
+    )
+    layout = Layout(_mode(config, roles), num_nodes, per_node, roles, refusals)
+    if layout.mode != "in_process" and cluster.runtime == "in_process":
+        refusal = Refusal(
+            "cluster.runtime",
+            f"in_process has one worker of each role on device 0, and {_what_needs_more(roles)}",
+            {"cluster.runtime": "auto"},
+        )
+        layout = replace(layout, refusals=(*refusals, refusal))
+    return layout
+
+
+Processes = Sequence[tuple[int, ...]]
+"""The devices of each process."""
+
+
+def _seats(
+    config: RunConfig, needs: Needs, placed: Mapping[str, Processes], total: int
+) -> dict[Role, Processes]:
+    """What each role is given, before it is known whether that is possible."""
+    everything = [(device,) for device in range(total if config.train.backend != "single" else 1)]
+    policy = placed.get("policy", everything)
+    out: dict[Role, Processes] = {}
+    for role in SEATED:
+        if role not in needs.roles:
+            continue
+        seats = placed.get(role, policy)
+        if role == "inference" and {d for of in seats for d in of} <= {d for of in policy for d in of}:
+            continue
+        if role == "rollout":
+            seats = _of_rollout(config, seats, is_named="rollout" in placed)
+        elif role in TRAINING_ROLES and role not in placed and device_limit(config, role) == 1:
+            seats = seats[:1]
+        out[role] = seats
+    return out
+
+
+def _of_rollout(config: RunConfig, seats: Processes, *, is_named: bool) -> Processes:
+    """Rollout's devices: none for running servers; of those of the policy as many as the engines asked for take."""
+    each, engine = engine_devices(config), served_engine(config)
+    if not each:
+        return [()]
+    if not is_named and engine is not None and engine.replicas is not None:
+        return seats[: engine.replicas * each]
+    return seats
+
+
+def _workers_of(config: RunConfig, role: Role, processes: Processes) -> Processes:
+    """The devices of each worker: of a process, or of an engine that takes several processes of one device."""
+    each = engine_devices(config) if role == "rollout" else 1
+    if each <= 1 or len(processes[0]) > 1:
+        return processes
+    singles = [device for process in processes for device in process]
+    return [tuple(singles[i : i + each]) for i in range(0, len(singles), each)]
+
+
+def _process_refusals(
+    config: RunConfig, needs: Needs, seats: Mapping[Role, Processes], per_node: int
+) -> Iterator[Refusal]:
+    """Of the devices that roles are given."""
+    for role, processes in seats.items():
+        each = engine_devices(config) if role == "rollout" else 1
+        wide = next((of for of in processes if len(of) not in (min(each, 1), each)), None)
+        if wide is not None:
+            uses = f"an engine takes {each}" if role == "rollout" else "a rank computes on one"
+            yield Refusal(
+                "cluster.placement", f"a process of the {role} has {len(wide)} devices, and {uses}", {}
+            )
+            continue
+        refusals = list(count_refusals(config, role, sum(len(of) for of in processes)))
+        yield from refusals
+        if refusals:
+            continue
+        workers = _workers_of(config, role, processes)
+        for rank, devices in enumerate(workers):
+            nodes = {device // per_node for device in devices}
+            if len(nodes) > 1:
+                yield Refusal(
+                    "cluster.placement",
+                    f"engine {rank} has devices {_listed(devices)}, on machines {_listed(sorted(nodes))} of {per_node} devices "
+                    "each, and a process sits on one machine",
+                    {},
+                )
+            elif len(set(devices)) < len(devices):
+                yield Refusal(
+                    "cluster.placement",
+                    f"engine {rank} is given {_listed(devices)}, a device twice; its parts need one each",
+                    {},
+                )
+        devices = [device for of in workers for device in of]
+        shared = next((device for device in devices if devices.count(device) > 1), None)
+        if needs.num_gpus and role != "rollout" and shared is not None:
+            yield Refusal(
+                "cluster.placement",
+                f"two ranks of the {role} are on device {shared}, and NCCL takes one rank on a GPU",
+                {},
+            )
+
+
+def _unknown(placed: Mapping[str, Processes]) -> Iterator[Refusal]:
+    known: tuple[str, ...] = get_args(Role)
+    for role in sorted(placed.keys() - set(known)):
+        message = f"there is no role {role!r}{suggest(role, known)}; roles are {', '.join(known)}"
+        yield Refusal("cluster.placement", message, {})
+
+
+def _role_layout(config: RunConfig, role: Role, workers: Sequence[Worker]) -> RoleLayout:
+    if role == "rollout":
+        return RoleLayout(role, config.rollout.engine, tuple(workers), {})
+    assert role in TRAINING_ROLES, f"{role} has no workers of its own"
+    train = train_config(config, role)
+    offload = tuple(name for name, is_moved in train.offload if is_moved)
+    return RoleLayout(role, train.backend, tuple(workers), parallel_groups(train, len(workers)), offload)
+
+
+def _mode(config: RunConfig, roles: Sequence[RoleLayout]) -> Mode:
+    if config.cluster.runtime != "ray" and _what_needs_more(roles) is None:
+        return "in_process"
+    sets = [set(role.devices) for role in roles if role.devices]
+    if all(devices == sets[0] for devices in sets):
+        return "collocated"
+    return "disaggregated" if sum(map(len, sets)) == len(set.union(*sets)) else "hybrid"
+
+
+def _what_needs_more(roles: Sequence[RoleLayout]) -> str | None:
+    """The first reason why one process is not enough."""
+    for of in roles:
+        if of.role in TRAINING_ROLES and of.kind != "single":
+            return f"the backend {of.kind} of the {of.role} works in processes of its own"
+        if len(of.workers) > 1:
+            return f"{of.role} has {len(of.workers)} workers"
+        if of.devices not in ((), (0,)):
+            return f"{of.role} is on {_listed(of.devices)}"
+    return None
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
