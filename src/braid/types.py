@@ -140,13 +140,24 @@ class ShapedReward:
     factor: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Sizes of an episode: `outputs` positions that the policy wrote (tokens, or env steps), `total` with what it read, in
+    `turns` turns (0 for simulators)."""
+
+    outputs: int
+    total: int
+    turns: int
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode: a text episode has `turns`, a simulator's has `env_steps`.
 
     `sample` is its index within the group. `reward` is None until scored, and for ever when invalid; `shaped` is what
     training makes of it, None where nothing is made. `reward_parts` are the unweighted scores by part. `answer_text` is the
-    text of the policy's last turn; `text` that of all policy turns and replies after the prompt.
+    text of the policy's last turn; `text` that of all policy turns and replies after the prompt. Where only the facts are at
+    hand, turns, env steps and texts are empty and `known_lengths` has their sizes.
     """
 
     prompt: Prompt
@@ -162,6 +173,7 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
+    known_lengths: Lengths | None = None
 
     @property
     def is_valid(self) -> bool:
@@ -176,9 +188,19 @@ class Trajectory:
     @property
     def num_output_tokens(self) -> int:
         """Positions that the policy wrote: tokens, or env steps."""
+        return self.lengths.outputs
+
+    @property
+    def lengths(self) -> Lengths:
+        """Sizes of the episode, wherever it lies."""
+        if self.known_lengths is not None:
+            return self.known_lengths
         if self.env_steps is not None:
-            return len(self.env_steps.rewards)
-        return sum(len(turn.output_ids) for turn in self.turns)
+            num_steps = len(self.env_steps.rewards)
+            return Lengths(num_steps, num_steps, 0)
+        outputs = sum(len(turn.output_ids) for turn in self.turns)
+        context = sum(len(turn.context_ids) for turn in self.turns)
+        return Lengths(outputs, outputs + context, len(self.turns))
 
     def invalidate(self, reason: str) -> None:
         """Mark as failed by the machinery: the reward goes, the reason stays."""
@@ -189,13 +211,14 @@ class Trajectory:
 class Group:
     """Trajectories that share a prompt (or a reset state). Baselines are taken within it.
 
-    `greedy` is the likeliest answer, where its reward is the baseline; it is never trained on. Trajectories are left out of
+    `number` tells it from the other groups of its round. `greedy` is the likeliest answer, where its reward is the baseline; it is never trained on. Trajectories are left out of
     the repr: asyncio.Runner takes the repr of each result, which took seconds for long episodes.
     """
 
     prompt: Prompt
     trajectories: list[Trajectory] = field(repr=False)
     greedy: Trajectory | None = field(default=None, repr=False)
+    number: int = 0
 
     @property
     def valid(self) -> list[Trajectory]:

@@ -1,109 +1,55 @@
-"""From a loaded config to the parts of a run: the one place that knows which class serves which setting."""
+"""From a loaded config to the parts of a run: the one place that knows which class serves which setting.
+
+A run in one process has everything here, and its engine samples with the very tensors that are trained. A run on workers
+has only the loop here: each training role, the rollout workers and the round's rows are in processes of their own.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from braid.checkpoint.export import export_model
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
+from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
-from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import PromptSampler
-from braid.data.worked import Example, load_examples
-from braid.envs.simulators.base import reset_prompts
+from braid.data.worked import Example
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
-from braid.envs.text.build import text_env_maker
-from braid.errors import ConfigError, Problem
 from braid.models.causal_lm import CausalLM
-from braid.models.loading import load_tokenizer
 from braid.models.mlp import MlpPolicy, MlpValue
-from braid.models.roles import make_critic, make_policy, make_reference, train_config
-from braid.plan import Plan, Verb
-from braid.plan.rewards import source_problems
+from braid.models.roles import make_critic, make_policy, make_reference
+from braid.plan import Plan
 from braid.report.reporter import Reporter
-from braid.rewards.scorer import build_scorer
-from braid.rollout.drivers.base import Driver
-from braid.rollout.drivers.batches import Batches
-from braid.rollout.drivers.simulators import SimulatorDriver
-from braid.rollout.drivers.text import TextDriver
-from braid.rollout.engine import Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.runtime.memory_record import MemoryRecorder
-from braid.training.backend import TrainingBackend
-from braid.training.backends.single import SingleBackend
+from braid.runtime.workers import InProcessGroup
+from braid.training.experience import Experience
+from braid.training.group import GroupBackend
 from braid.types import Row
 from braid.weights.fingerprint import check_published
 
+from .collectors import (
+    NUM_RESET_STATES,
+    make_collector,
+    native_engine,
+    reset_states,
+    simulator_collector,
+    text_collector,
+)
 from .costs import held_bytes
+from .data_plane import DataPlane
+from .inputs import TextInputs, check_sources, read_inputs
 from .parts import Parts
-from .roles import critic_backend, device_of, follow, policy_group, update_reference
-from .services import reward_services
+from .roles import backend_here, device_of, export_policy, roles_here, roles_on_workers, training_roles
+from .rollouts import Rollouts
 from .supervised import Supervised
 
-NUM_RESET_STATES = 2**12
-"""Reset states that count as one epoch of a simulator."""
-
-
-def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """The engine's form of the sampling settings, with the tokenizer's end token."""
-    values = config.model_dump()
-    eos = tokenizer.eos_token_id
-    values["stop_token_ids"] = tuple(
-        dict.fromkeys([*([eos] if eos is not None else []), *config.stop_token_ids])
-    )
-    return Sampling(**values)
-
-
-def _check_sources(loaded: Loaded, inputs: TextInputs) -> None:
-    """Raise ConfigError when the sources that reward parts name are not those of the data, now that all of it is read."""
-    known = {prompt.source for prompt in (*inputs.train.prompts, *inputs.eval.prompts)}
-    if found := list(source_problems(loaded.config.reward.parts, known)):
-        raise ConfigError([loaded.placed(Problem(key, message)) for key, message in found])
-
-
-def _greedy(sampling: SamplingConfig) -> SamplingConfig:
-    """The same limits, and the likeliest token each time."""
-    return sampling.model_copy(update={"greedy": True})
-
-
-@dataclass(frozen=True, slots=True)
-class TextInputs:
-    """What a run with text reads before anything is built: the tokenizer and all data."""
-
-    tokenizer: PreTrainedTokenizerBase
-    train: PromptSet
-    eval: PromptSet
-    examples: list[Example]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Token ids to text, special tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
-    """Tokenizer and data of a run with text; None for simulators. Raises ModelError and DataError."""
-    config, base_dir = loaded.config, loaded.base_dir
-    if isinstance(config.env, GymnasiumEnv):
-        return None
-    tokenizer, data = load_tokenizer(config.model), config.data
-    train = data.train if verb == "train" else ()
-    examples = config.sft.data if config.sft is not None and verb != "eval" else ()
-    return TextInputs(
-        tokenizer,
-        load_prompts(train, data, tokenizer, base_dir=base_dir, role="train"),
-        load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval"),
-        load_examples(examples, data, tokenizer, base_dir=base_dir),
-    )
+__all__ = ["build", "read_inputs"]
 
 
 def build(
@@ -113,7 +59,10 @@ def build(
     if inputs is None:
         parts = _build_simulator(loaded, plan, reporter, store)
     else:
-        parts = _build_text(loaded, plan, inputs, reporter, store)
+        if plan.verb == "train":
+            check_sources(loaded, inputs)
+        on_workers = plan.verb == "train" and uses_workers(loaded.config)
+        parts = (_build_on_workers if on_workers else _build_here)(loaded, plan, inputs, reporter, store)
     if loaded.config.train.record_memory:
         parts.memory = MemoryRecorder(
             reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)
@@ -121,48 +70,33 @@ def build(
     return parts
 
 
-def _build_text(
+def uses_workers(config: RunConfig) -> bool:
+    """Whether the roles have processes of their own."""
+    return config.cluster.runtime == "ray" or config.train.backend != "single"
+
+
+def _build_here(
     loaded: Loaded, plan: Plan, inputs: TextInputs, reporter: Reporter, store: CheckpointStore
 ) -> Parts:
+    """Everything with text, in this process."""
     config, device = loaded.config, device_of(loaded.config)
-    assert isinstance(config.env, SingleTurnEnv | ToolEnv), "simulators are built elsewhere"
-    tokenizer = inputs.tokenizer
-    if plan.verb == "train":
-        _check_sources(loaded, inputs)
     lm = make_policy(config, device)
-    engine = NativeEngine(
-        lm,
-        decode=inputs.decode,
-        max_length=getattr(lm.config, "max_position_embeddings", None),
-        **config.rollout.native.model_dump(),
-    )
+    engine = native_engine(config, inputs, lm)
+    keeps_weights = engine.shares_weights
 
-    def driver(sampling: SamplingConfig, context: int | None, batch: int | None) -> Driver:
-        assert context is not None, "text has a bound on its context"
-        driver = TextDriver(
-            engine,
-            text_env_maker(config.env),  # pyright: ignore[reportArgumentType]  # narrowed above
-            tokenizer,
-            sampling_of(sampling, tokenizer),
-            seed=config.run.seed,
-            retries=config.rollout.retries,
-            max_context_tokens=context,
+    def new_supervised() -> GroupBackend:
+        warm = _warm_up_config(config)
+        return backend_here(
+            "policy", lm, warm, device, total_steps=plan.sft_steps, keeps_weights=keeps_weights
         )
-        return driver if batch is None else Batches(driver, batch)
 
+    supervised = _supervised_of(config, plan, inputs.examples, new_supervised)
     critic = make_critic(config, device, lm) if plan.needs_critic else None
     reference = make_reference(config, device, lm) if plan.needs_reference else None
-    keeps_weights = engine.shares_weights
-    supervised = _supervised_of(config, plan, inputs.examples, lm, device, keeps_weights)
-    policy: TrainingBackend
-    if plan.verb == "sft" and supervised:
-        policy = supervised.backend
-    elif config.train.backend == "single":
-        policy = SingleBackend(
-            lm, config.train, total_steps=plan.num_steps, device=device, keeps_weights=keeps_weights
-        )
-    else:
-        policy = policy_group(config, plan, lm)
+    roles = roles_here(
+        config, plan, lm, critic, reference, device, supervised=supervised, keeps_weights=keeps_weights
+    )
+    collector = text_collector(config, plan, loaded.base_dir, inputs, engine)
     return Parts(
         config=config,
         plan=plan,
@@ -171,36 +105,57 @@ def _build_text(
         sampler=supervised.sampler
         if plan.verb == "sft" and supervised
         else _sampler(config, max(1, len(inputs.train.prompts))),
-        train_prompts=inputs.train.prompts,
         eval_prompts=inputs.eval.by_source(),
-        driver=driver(config.rollout.sampling, plan.max_trajectory_tokens, config.rollout.request_batch),
-        eval_driver=driver(
-            config.eval.sampling or config.rollout.sampling,
-            plan.eval_max_trajectory_tokens,
-            config.eval.batch_prompts,
+        rollouts=Rollouts(
+            InProcessGroup("rollout", lambda _: collector), inputs.prompts, shares_weights=True
         ),
-        greedy_driver=driver(
-            _greedy(config.rollout.sampling), plan.max_trajectory_tokens, config.rollout.request_batch
-        )
-        if plan.needs_greedy
-        else None,
-        scorer=build_scorer(
-            config.reward,
-            base_dir=loaded.base_dir,
-            seed=config.run.seed,
-            services=reward_services(config, engine, tokenizer, device),
-        ),
-        policy=policy,
-        critic=None if critic is None else critic_backend(config, plan, critic, device),
-        reference=None
-        if reference is None
-        else SingleBackend(reference, train_config(config, "reference"), total_steps=0, device=device),
+        data=_data_here(plan),
+        policy=roles.policy,
+        critic=roles.critic,
+        reference=roles.reference,
         supervised=supervised,
-        follow_policy=partial(follow, config, lm, critic, reference, policy),
-        update_reference=partial(update_reference, lm, reference),
-        export=partial(export_model, lm, tokenizer),
+        follow_policy=roles.follow_policy,
+        update_reference=roles.update_reference,
+        export=partial(export_model, lm, inputs.tokenizer),
         check_weights=_weight_check(config, lm, engine, reporter) if config.rollout.check_weights else None,
-        loop=asyncio.Runner(),
+    )
+
+
+def _build_on_workers(
+    loaded: Loaded, plan: Plan, inputs: TextInputs, reporter: Reporter, store: CheckpointStore
+) -> Parts:
+    """Training with text on workers: each role's ranks, the rollout workers and the rows in processes of their own."""
+    from .cluster import ROWS, Cluster  # it takes a second, and few runs have workers
+
+    config = loaded.config
+    make = partial(make_collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs)
+    factories = {"rollout": make, ROWS: partial(_experience, plan)}
+    cluster = Cluster.start(config, training_roles(config, plan), factories)
+
+    def new_supervised() -> GroupBackend:
+        warm = _warm_up_config(config)
+        return cluster.backend("policy", total_steps=plan.sft_steps, config=warm, name="warm_up")
+
+    supervised = _supervised_of(config, plan, inputs.examples, new_supervised)
+    roles = roles_on_workers(config, plan, cluster.backend, supervised)
+    return Parts(
+        config=config,
+        plan=plan,
+        reporter=reporter,
+        store=store,
+        sampler=_sampler(config, max(1, len(inputs.train.prompts))),
+        eval_prompts=inputs.eval.by_source(),
+        rollouts=Rollouts(cluster.groups["rollout"], inputs.prompts, shares_weights=False),
+        data=DataPlane(cluster.groups[ROWS]),
+        policy=roles.policy,
+        critic=roles.critic,
+        reference=roles.reference,
+        supervised=supervised,
+        follow_policy=roles.follow_policy,
+        update_reference=roles.update_reference,
+        inference=roles.inference,
+        leave=cluster.leave,
+        export=partial(export_policy, config, inputs.tokenizer, roles.policy),
     )
 
 
@@ -222,37 +177,33 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
             normalizes=config.critic.normalize_values,
         )
         critic.module.to(device)
-
-    def driver(sampling: SamplingConfig, batch: int | None) -> Driver:
-        driver = SimulatorDriver(
-            simulator, policy, seed=config.run.seed, retries=config.rollout.retries, greedy=sampling.greedy
-        )
-        return driver if batch is None else Batches(driver, batch)
-
+    collector = simulator_collector(config, plan, loaded.base_dir, simulator, policy)
+    prompts = reset_states(env)
+    here = partial(backend_here, config=config, device=device)
     return Parts(
         config=config,
         plan=plan,
         reporter=reporter,
         store=store,
         sampler=_sampler(config, NUM_RESET_STATES),
-        train_prompts=reset_prompts(env.id, NUM_RESET_STATES),
-        eval_prompts={env.id: reset_prompts(env.id, env.eval_episodes)},
-        driver=driver(config.rollout.sampling, config.rollout.request_batch),
-        eval_driver=driver(config.eval.sampling or config.rollout.sampling, config.eval.batch_prompts),
-        greedy_driver=driver(_greedy(config.rollout.sampling), config.rollout.request_batch)
-        if plan.needs_greedy
-        else None,
-        scorer=build_scorer(config.reward, base_dir=loaded.base_dir),
-        policy=SingleBackend(
-            policy, config.train, total_steps=plan.num_steps, device=device, keeps_weights=True
-        ),
-        critic=None if critic is None else critic_backend(config, plan, critic, device),
+        eval_prompts={env.id: prompts["eval"]},
+        rollouts=Rollouts(InProcessGroup("rollout", lambda _: collector), prompts, shares_weights=True),
+        data=_data_here(plan),
+        policy=here("policy", policy, total_steps=plan.num_steps, keeps_weights=True),
+        critic=None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),
         reference=None,
         supervised=None,
         follow_policy=lambda: None,
         update_reference=lambda: None,
-        loop=asyncio.Runner(),
     )
+
+
+def _experience(plan: Plan, _: object) -> Experience:
+    return Experience(plan.recipe, plan.aggregation_constant)
+
+
+def _data_here(plan: Plan) -> DataPlane:
+    return DataPlane(InProcessGroup("rows", partial(_experience, plan)))
 
 
 def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
@@ -274,24 +225,23 @@ def _weight_check(
     return check
 
 
+def _warm_up_config(config: RunConfig) -> RunConfig:
+    """The run's config with the optimizer of supervised learning."""
+    assert config.sft is not None, "there is something to learn from"
+    train = config.train.model_copy(update={"optimizer": config.sft.optimizer})
+    return config.model_copy(update={"train": train})
+
+
 def _supervised_of(
-    config: RunConfig,
-    plan: Plan,
-    examples: Sequence[Example],
-    lm: CausalLM,
-    device: torch.device,
-    keeps_weights: bool,
+    config: RunConfig, plan: Plan, examples: Sequence[Example], new_backend: Callable[[], GroupBackend]
 ) -> Supervised | None:
     sft = config.sft
     if sft is None or plan.verb == "eval":
         return None
-    train = config.train.model_copy(update={"optimizer": sft.optimizer})
     return Supervised(
         rows=[_row_of(example, i) for i, example in enumerate(examples)],
         sampler=PromptSampler(len(examples), seed=config.run.seed, shuffle=True),
-        backend=SingleBackend(
-            lm, train, total_steps=plan.sft_steps, device=device, keeps_weights=keeps_weights
-        ),
+        new_backend=new_backend,
         num_steps=plan.sft_steps,
         rows_per_step=sft.rows_per_step,
     )

@@ -110,7 +110,7 @@ def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor]) -> Outcome:
     config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
 
     def loop(parts: Parts) -> None:
-        copy_weights(weights, parts.policy.named_weights())
+        parts.policy.load_weights(weights)
         steps.publish(parts)
         steps.evaluate(parts, is_due=True)
         steps.report(parts)

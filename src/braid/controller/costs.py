@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from braid.training.backend import TrainingBackend
-from braid.types import Group, Trajectory
+from braid.types import Group
 
 from .parts import Parts
 
@@ -15,7 +14,7 @@ from .parts import Parts
 @contextmanager
 def device_freed(parts: Parts) -> Iterator[None]:
     """While the policy samples, what train.offload names waits in host memory."""
-    backends = _backends(parts).values()
+    backends = parts.backends.values()
     for backend in backends:
         backend.to_host()
     try:
@@ -31,7 +30,7 @@ def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
         return
     trajectories = [t for group in groups for t in group.sampled]
     outputs = sum(t.num_output_tokens for t in trajectories)
-    flops = parts.policy.flops([_length(t) for t in trajectories], outputs)
+    flops = parts.policy.flops([t.lengths.total for t in trajectories], outputs)
     parts.metrics.mean("flops/rollout_per_s", flops.forward / parts.metrics.value("time/collect_s"))
 
 
@@ -39,7 +38,7 @@ def count_training(parts: Parts) -> None:
     """Operations of all that was inferred and trained since the last call, per second of doing it."""
     if not parts.config.train.count_flops:
         return
-    done = [backend.take_work() for backend in _backends(parts).values()]
+    done = [backend.take_work() for backend in parts.backends.values()]
     for name, flops, seconds in (
         ("infer", sum(w.infer_flops for w in done), sum(w.infer_s for w in done)),
         ("train", sum(w.train_flops for w in done), sum(w.train_s for w in done)),
@@ -50,16 +49,5 @@ def count_training(parts: Parts) -> None:
 
 def held_bytes(parts: Parts) -> Mapping[str, Mapping[str, int]]:
     """What each role holds, and the engine's cache. Gradients are held while a step runs."""
-    roles = {role: asdict(backend.held_bytes()) for role, backend in _backends(parts).items()}
-    return roles | {"engine": {"kv_cache": parts.driver.cache_bytes}}
-
-
-def _backends(parts: Parts) -> dict[str, TrainingBackend]:
-    roles = {"policy": parts.policy, "critic": parts.critic, "reference": parts.reference}
-    return {role: backend for role, backend in roles.items() if backend is not None}
-
-
-def _length(trajectory: Trajectory) -> int:
-    if trajectory.env_steps is not None:
-        return len(trajectory.env_steps.rewards)
-    return sum(len(turn.context_ids) + len(turn.output_ids) for turn in trajectory.turns)
+    roles = {role: asdict(backend.held_bytes()) for role, backend in parts.backends.items()}
+    return roles | {"engine": {"kv_cache": parts.rollouts.cache_bytes}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,11 +14,12 @@ from braid.data.sampler import PromptSampler
 from braid.plan import Plan
 from braid.report.metrics import Metrics
 from braid.report.reporter import Reporter
-from braid.rewards.scorer import Scorer
-from braid.rollout.drivers.base import Driver
 from braid.runtime.memory_record import MemoryRecorder
-from braid.training.backend import TrainingBackend
+from braid.training.group import GroupBackend
 from braid.types import Prompt
+
+from .data_plane import DataPlane
+from .rollouts import Rollouts
 
 if TYPE_CHECKING:
     from .supervised import Supervised
@@ -56,8 +56,9 @@ class Parts:
     `follow_policy` makes the reference and the critic's backbone copies of the policy as it is now, where the config
     gives them no weights of their own; `update_reference` makes the reference one in any case. `export` writes the policy as a
     Hugging Face folder; None for policies that have no such form. `check_weights` compares the engine's weights with the
-    trainer's, given the version that was published; None when that is not asked for. `greedy_driver` takes the likeliest answer where its
-    reward is the baseline. `reward_moments` are those of all rounds so far, where rewards are normalised by them.
+    trainer's, given the version that was published; None when that is not asked for. `reward_moments` are those of all rounds so
+    far, where rewards are normalised by them. `inference` computes the policy's log-probs before the update, where it has devices of its own for that. `leave` is called
+    last, when all workers have ended.
     """
 
     config: RunConfig
@@ -65,19 +66,17 @@ class Parts:
     reporter: Reporter
     store: CheckpointStore
     sampler: PromptSampler
-    train_prompts: Sequence[Prompt]
     eval_prompts: Mapping[str, Sequence[Prompt]]
-    driver: Driver
-    eval_driver: Driver
-    greedy_driver: Driver | None
-    scorer: Scorer
-    policy: TrainingBackend
-    critic: TrainingBackend | None
-    reference: TrainingBackend | None
+    rollouts: Rollouts
+    data: DataPlane
+    policy: GroupBackend
+    critic: GroupBackend | None
+    reference: GroupBackend | None
     supervised: Supervised | None
-    loop: asyncio.Runner
     follow_policy: Callable[[], None]
     update_reference: Callable[[], None]
+    inference: GroupBackend | None = None
+    leave: Callable[[], None] = lambda: None
     export: Callable[[Path], None] | None = None
     check_weights: Callable[[int], None] | None = None
     progress: Progress = field(default_factory=Progress)
@@ -86,13 +85,15 @@ class Parts:
     reward_moments: RunningMoments = field(default_factory=RunningMoments)
 
     @property
-    def drivers(self) -> tuple[Driver, ...]:
-        """All that sample from the policy."""
-        return (
-            self.driver,
-            self.eval_driver,
-            *(() if self.greedy_driver is None else (self.greedy_driver,)),
-        )
+    def backends(self) -> dict[str, GroupBackend]:
+        """The models of the training roles, by role."""
+        roles = {
+            "policy": self.policy,
+            "critic": self.critic,
+            "reference": self.reference,
+            "inference": self.inference,
+        }
+        return {role: backend for role, backend in roles.items() if backend is not None}
 
     @property
     def kl_coef(self) -> float:
@@ -105,9 +106,7 @@ class Parts:
         return is_end or (every > 0 and self.progress.round % every == 0)
 
     def close(self) -> None:
-        """End what runs beside the loop: engine, environments, reward processes."""
-        for driver in self.drivers:
-            driver.close()
-        self.policy.close()
-        self.scorer.close()
-        self.loop.close()
+        """End what runs beside the loop: workers with their engines, environments and reward processes."""
+        self.rollouts.close()
+        self.data.close()
+        self.leave()

@@ -1,24 +1,60 @@
-"""The training roles of a run: policy, critic and reference as backends, in this process or on workers."""
+"""The training roles of a run: policy, critic and reference as backends, in this process or on workers of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from braid.checkpoint.export import export_model
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.models.adapter_reference import AdapterReference
 from braid.models.base import TrainableModel, copy_weights
 from braid.models.causal_lm import CausalLM
-from braid.models.roles import train_config
+from braid.models.roles import TrainingRole, make_policy, train_config
 from braid.models.value import ValueModel
 from braid.plan import Plan
-from braid.plan.placement import num_processes
-from braid.training.backend import TrainingBackend
+from braid.plan.placement import parse_placement
+from braid.runtime.workers import InProcessGroup
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
-from braid.training.worker import make_backend
+
+from .supervised import Supervised
+
+
+class NewBackend(Protocol):
+    """Makes the model of a role on its workers."""
+
+    def __call__(self, role: TrainingRole, *, total_steps: int) -> GroupBackend: ...
+
+
+def training_roles(config: RunConfig, plan: Plan) -> list[TrainingRole]:
+    """Those that a run has."""
+    needed: dict[TrainingRole, bool] = {
+        "policy": True,
+        "critic": plan.needs_critic,
+        "reference": plan.needs_reference,
+        "inference": infers_apart(config, plan),
+    }
+    return [role for role, is_needed in needed.items() if is_needed]
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Who trains, and how their weights follow each other: `follow_policy` and `update_reference` as in Parts."""
+
+    policy: GroupBackend
+    critic: GroupBackend | None
+    reference: GroupBackend | None
+    follow_policy: Callable[[], None]
+    update_reference: Callable[[], None]
+    inference: GroupBackend | None = None
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -31,47 +67,99 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device(name)
 
 
-def critic_backend(
-    config: RunConfig, plan: Plan, critic: TrainableModel, device: torch.device
-) -> SingleBackend:
-    train = train_config(config, "critic")
-    return SingleBackend(critic, train, total_steps=plan.num_critic_steps, device=device)
-
-
-def policy_group(config: RunConfig, plan: Plan, lm: CausalLM) -> GroupBackend:
-    """The policy on worker processes; `lm` mirrors it here, for the engine and for copies."""
-    from braid.runtime.ray import RayGroup, connect  # it takes a second, and few runs have workers
-
-    cluster = config.cluster
-    size = num_processes("policy", cluster.placement, cluster.devices_per_node)
-    is_new = connect(cluster, num_processes=size)
-    make = partial(make_backend, role="policy", config=config, total_steps=plan.num_steps)
-    name = cluster.group_names.get("policy", "policy")
-    workers = RayGroup(name, make, size, cluster, ends_cluster=is_new)
-    return GroupBackend(workers, lm, balances=config.train.balance_ranks)
-
-
-def follow(
+def backend_here(
+    role: TrainingRole,
+    model: TrainableModel,
     config: RunConfig,
+    device: torch.device,
+    *,
+    total_steps: int,
+    keeps_weights: bool = False,
+) -> GroupBackend:
+    """A role's model in this process; arguments as in SingleBackend."""
+    train = train_config(config, role)
+    backend = SingleBackend(model, train, total_steps=total_steps, device=device, keeps_weights=keeps_weights)
+    return GroupBackend(InProcessGroup(role, lambda _: backend))
+
+
+def roles_here(
+    config: RunConfig,
+    plan: Plan,
     lm: CausalLM,
     critic: ValueModel | None,
     reference: CausalLM | AdapterReference | None,
-    policy: TrainingBackend,
+    device: torch.device,
+    *,
+    supervised: Supervised | None,
+    keeps_weights: bool,
+) -> Roles:
+    """All roles in this process. With `keeps_weights` the engine samples with the policy's own tensors."""
+    here = partial(backend_here, config=config, device=device)
+    policy = (
+        supervised.backend
+        if plan.verb == "sft" and supervised
+        else here("policy", lm, total_steps=plan.num_steps, keeps_weights=keeps_weights)
+    )
+
+    def follow_policy() -> None:
+        if reference is not None and config.reference.path is None:
+            copy_weights(dict(lm.named_weights()), reference.named_weights())
+        if critic is not None and config.critic.path is None:
+            copy_weights(dict(lm.merged_weights()), critic.named_weights())
+
+    def update_reference() -> None:
+        if reference is None:
+            return
+        is_alike = isinstance(reference, AdapterReference) or not lm.has_adapters
+        weights = lm.named_weights() if is_alike else lm.merged_weights()
+        copy_weights(dict(weights), reference.named_weights())
+
+    return Roles(
+        policy,
+        None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),
+        None if reference is None else here("reference", reference, total_steps=0),
+        follow_policy,
+        update_reference,
+    )
+
+
+def roles_on_workers(
+    config: RunConfig, plan: Plan, new_backend: NewBackend, supervised: Supervised | None
+) -> Roles:
+    """Each role on ranks that `new_backend` knows. Weights go from one to another by reference."""
+    policy = new_backend("policy", total_steps=plan.num_steps)
+    critic = new_backend("critic", total_steps=plan.num_critic_steps) if plan.needs_critic else None
+    reference = new_backend("reference", total_steps=0) if plan.needs_reference else None
+    inference = new_backend("inference", total_steps=0) if infers_apart(config, plan) else None
+
+    def follow_policy() -> None:
+        """Without a warm-up all have begun with the same weights."""
+        if supervised is None:
+            return
+        weights = supervised.backend.start_full_weights()
+        policy.load_weights(weights)
+        if reference is not None and config.reference.path is None:
+            reference.load_weights(weights)
+        if critic is not None and config.critic.path is None:
+            critic.load_weights(weights)
+        supervised.backend.close()
+
+    def update_reference() -> None:
+        if reference is not None:
+            reference.load_weights(policy.start_full_weights())
+
+    return Roles(policy, critic, reference, follow_policy, update_reference, inference)
+
+
+def infers_apart(config: RunConfig, plan: Plan) -> bool:
+    """Whether log-probs of the policy are computed by workers of their own."""
+    return plan.old_logprobs == "recompute" and "inference" in parse_placement(config.cluster.placement)
+
+
+def export_policy(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, policy: GroupBackend, folder: Path
 ) -> None:
-    """Copy the policy's weights into the reference and the critic's backbone, where they have no path of their own; and
-    those of a warm-up into the policy's workers."""
-    if isinstance(policy, GroupBackend):
-        policy.take_weights()
-    if reference is not None and config.reference.path is None:
-        copy_weights(dict(lm.named_weights()), reference.named_weights())
-    if critic is not None and config.critic.path is None:
-        copy_weights(dict(lm.merged_weights()), critic.named_weights())
-
-
-def update_reference(lm: CausalLM, reference: CausalLM | AdapterReference | None) -> None:
-    """Copy the policy's weights into the reference, whatever it began with."""
-    if reference is None:
-        return
-    is_alike = isinstance(reference, AdapterReference) or not lm.has_adapters
-    weights = lm.named_weights() if is_alike else lm.merged_weights()
-    copy_weights(dict(weights), reference.named_weights())
+    """Write the policy as a Hugging Face folder, from whole weights in this process."""
+    lm = make_policy(config, torch.device("cpu"))
+    copy_weights(policy.full_weights(), lm.named_weights())
+    export_model(lm, tokenizer, folder)

@@ -17,7 +17,7 @@ from braid.rewards.base import Services
 from braid.rollout.engine import Request, RolloutEngine, Sampling
 from braid.types import Message
 
-from .steps import JUDGE_KEY
+from .keys import JUDGE_KEY
 
 
 def reward_services(

@@ -20,22 +20,19 @@ from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
-from braid.rewards.shaping import has_shaping, shape_reward
-from braid.rollout.rows import rows_of
-from braid.training.backend import StepReport, TrainingBackend
-from braid.training.credit import assign_credit, is_trained
+from braid.training.backend import StepReport
+from braid.training.credit import is_trained
+from braid.training.experience import RowFacts
+from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss, value_loss_of
-from braid.training.step_fields import write_step_fields
-from braid.types import Group, Row, Status
+from braid.types import Group, Status
 
 from . import costs
+from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, EVAL_KEY, TRAIN_KEY
 from .parts import Parts
 from .selection import Reason, Selection
 
 logger = logging.getLogger(__name__)
-
-TRAIN_KEY, EVAL_KEY, BATCH_KEY, CHOICE_KEY, COPY_KEY, JUDGE_KEY = 0, 1, 2, 3, 4, 5
-"""First number of every random key, so that no two uses draw the same."""
 
 MAX_EMPTY_ROUNDS = 10
 """So many rounds in a row without anything to train on end the run."""
@@ -68,9 +65,9 @@ def gather(parts: Parts) -> Selection:
     rollout, progress = parts.config.rollout, parts.progress
     selection = Selection(rollout.filter, rollout.prompts_per_round)
     sampled: list[Group] = []
+    parts.rollouts.forget()
     while not selection.is_done:
-        groups = _collect(parts, selection.num_batches)
-        _score(parts, groups)
+        groups = _score(parts, _collect(parts, selection.num_batches))
         selection.add(groups)
         sampled += groups
     selection.fill((parts.config.run.seed, COPY_KEY, progress.round))
@@ -83,34 +80,27 @@ def gather(parts: Parts) -> Selection:
     return selection
 
 
-def _collect(parts: Parts, batch: int) -> list[Group]:
-    """Sample the groups of one batch of prompts; with a greedy answer to each, where that is the baseline."""
+def _collect(parts: Parts, batch: int) -> list[int]:
+    """Sample the groups of one batch of prompts; the numbers of the groups."""
     rollout = parts.config.rollout
-    prompts = [parts.train_prompts[i] for i in parts.sampler.take(rollout.prompts_per_round)]
-    numbers = range(batch * len(prompts), (batch + 1) * len(prompts))
+    prompts = parts.sampler.take(rollout.prompts_per_round)
+    numbers = list(range(batch * len(prompts), (batch + 1) * len(prompts)))
     key = (TRAIN_KEY, parts.progress.round)
     with costs.device_freed(parts), _timed(parts, "collect"):
-        groups = parts.loop.run(parts.driver.run(prompts, rollout.group_size, key=key, numbers=numbers))
-        if parts.greedy_driver is not None:
-            greedy = parts.loop.run(parts.greedy_driver.run(prompts, 1, key=key, numbers=numbers))
-            for group, answer in zip(groups, greedy, strict=True):
-                (group.greedy,) = answer.trajectories
-    return groups
+        parts.rollouts.collect("train", prompts, rollout.group_size, key=key, numbers=numbers)
+    return numbers
 
 
-def _score(parts: Parts, groups: Sequence[Group]) -> None:
-    """Give every valid trajectory its reward, and what training makes of it; end the run when too many are invalid."""
-    config, trajectories = parts.config, [t for group in groups for t in group.trajectories]
-    sampled = [t for group in groups for t in group.sampled]
+def _score(parts: Parts, numbers: Sequence[int]) -> list[Group]:
+    """Give every valid trajectory its reward, and what training makes of it; end the run when too many are invalid. The
+    groups have no tokens: those stay with whoever has sampled them."""
+    config = parts.config
     with _timed(parts, "score"):
-        parts.metrics.merge(parts.loop.run(parts.scorer.score(sampled)))
-        if has_shaping(config.reward):
-            limit = config.rollout.sampling.max_new_tokens
-            for trajectory in sampled:
-                if trajectory.is_valid:
-                    trajectory.shaped = shape_reward(trajectory, config.reward, max_new_tokens=limit)
+        groups, cost = parts.rollouts.score("train", numbers)
+        parts.metrics.merge(cost)
+    trajectories = [t for group in groups for t in group.trajectories]
     if config.rollout.print_outputs:
-        log_outputs(parts.progress.round, groups)
+        log_outputs(parts.progress.round, parts.rollouts.whole(groups))
     metrics = parts.metrics
     for status in Status:
         metrics.add(f"status/{status}", sum(t.status is status for t in trajectories))
@@ -125,6 +115,7 @@ def _score(parts: Parts, groups: Sequence[Group]) -> None:
             f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, more than "
             f"rollout.max_invalid_fraction={limit:g} allows. Most common: {common}"
         )
+    return groups
 
 
 def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
@@ -139,8 +130,8 @@ def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
     metrics.max("rollout/output_length_max", max(lengths))
     metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/collect_s"))
     for trajectory in trajectories:
-        if trajectory.turns:
-            metrics.mean("rollout/turns_mean", len(trajectory.turns))
+        if trajectory.lengths.turns:
+            metrics.mean("rollout/turns_mean", trajectory.lengths.turns)
     costs.count_sampling(parts, groups)
     for trajectory in trajectories:
         if trajectory.reward is not None:
@@ -176,16 +167,14 @@ def _report_selection(parts: Parts, selection: Selection) -> None:
         metrics.add("rollout/replaced_groups", selection.num_replaced)
 
 
-def credit(parts: Parts, selection: Selection) -> list[Row]:
+def credit(parts: Parts, selection: Selection) -> list[RowFacts]:
     """The rows to train on, with everything that the losses need. None for a round with nothing to learn from: that is told,
     and ends the run when it goes on."""
     with _timed(parts, "credit"):
-        rows = rows_of(selection.kept)
+        rows = parts.data.open(parts.rollouts.start_rows(selection.kept))
         if rows:
             _infer_fields(parts, rows)
-            facts = assign_credit(
-                rows, parts.plan.recipe, kl_coef=parts.kl_coef, running=parts.reward_moments
-            )
+            facts, parts.reward_moments = parts.data.assign_credit(parts.kl_coef, parts.reward_moments)
             for name, value in facts.items():
                 parts.metrics.mean(name, value)
             if parts.plan.recipe.supervised_coef > 0:
@@ -197,29 +186,31 @@ def credit(parts: Parts, selection: Selection) -> list[Row]:
     return trained
 
 
-def _infer_fields(parts: Parts, rows: Sequence[Row]) -> None:
-    """Log-probs and values of the models as they are before the update."""
+def _infer_fields(parts: Parts, rows: Sequence[RowFacts]) -> None:
+    """Log-probs and values of the models as they are before the update; models on workers of their own at the same time."""
+    asked: list[tuple[GroupBackend, Output, str]] = []
     if parts.plan.old_logprobs == "recompute":
-        _infer(parts.policy, rows, "logprobs", "old_logprobs")
+        asked.append((parts.inference or parts.policy, "logprobs", "old_logprobs"))
     elif parts.plan.old_logprobs == "behavior":
-        for row in rows:
-            row.fields["old_logprobs"] = row.fields["behavior_logprobs"]
+        parts.data.copy_field("behavior_logprobs", "old_logprobs")
     if parts.reference is not None:
-        _infer(parts.reference, rows, "logprobs", "ref_logprobs")
+        asked.append((parts.reference, "logprobs", "ref_logprobs"))
     if parts.critic is not None:
-        _infer(parts.critic, rows, "values", "values")
+        asked.append((parts.critic, "values", "values"))
+    pending = [parts.data.start_infer(backend, rows, output, field) for backend, output, field in asked]
+    for call in pending:
+        call.wait()
 
 
-def _mark_successes(parts: Parts, groups: Sequence[Group], rows: Sequence[Row]) -> None:
-    """`is_success` of each row: 1 throughout where the trajectory's reward, as it was scored, is a success."""
+def _mark_successes(parts: Parts, groups: Sequence[Group], rows: Sequence[RowFacts]) -> None:
+    """Tell of each row whether the trajectory's reward, as it was scored, is a success."""
     rewards = [t.reward for group in groups for t in group.trajectories]
-    for row in rows:
-        reward = rewards[row.trajectory]
-        assert reward is not None, "rows are of scored trajectories"
-        row.fields["is_success"] = np.full(len(row), reward >= parts.config.eval.success_reward, np.float32)
+    of_rows = [rewards[row.trajectory] for row in rows]
+    success = parts.config.eval.success_reward
+    parts.data.mark_successes([reward is not None and reward >= success for reward in of_rows])
 
 
-def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[Row]) -> None:
+def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowFacts]) -> None:
     progress = parts.progress
     parts.metrics.add("rollout/empty_rounds", int(not rows))
     progress.empty_rounds = 0 if rows else progress.empty_rounds + 1
@@ -239,12 +230,7 @@ def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[Row])
     logger.warning("round %d trains nothing: %s", progress.round, why)
 
 
-def _infer(backend: TrainingBackend, rows: Sequence[Row], output: Output, field: str) -> None:
-    for row, result in zip(rows, backend.infer(rows, frozenset({output})), strict=True):
-        row.fields[field] = result[output]
-
-
-def improve(parts: Parts, rows: Sequence[Row]) -> None:
+def improve(parts: Parts, rows: Sequence[RowFacts]) -> None:
     """The round's optimizer steps: the critic's, then the policy's, each on mini-batches of its own. None without rows."""
     if not rows:
         return
@@ -257,18 +243,18 @@ def improve(parts: Parts, rows: Sequence[Row]) -> None:
     parts.metrics.mean("train/tokens_per_s", tokens / parts.metrics.value("time/improve_s"))
 
 
-def _improve_critic(parts: Parts, critic: TrainingBackend, rows: Sequence[Row]) -> None:
+def _improve_critic(parts: Parts, critic: GroupBackend, rows: Sequence[RowFacts]) -> None:
     loss = value_loss_of(parts.plan.recipe)
     for batch, weights in _batches(parts, rows, parts.config.critic.train or parts.config.train):
-        record(parts.metrics, "critic", critic.train(batch, weights, loss))
+        record(parts.metrics, "critic", parts.data.train(critic, batch, weights, loss))
 
 
-def _improve_policy(parts: Parts, rows: Sequence[Row]) -> None:
+def _improve_policy(parts: Parts, rows: Sequence[RowFacts]) -> None:
     recipe = parts.plan.recipe
     for batch, weights in _batches(parts, rows, parts.config.train):
         key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
-        write_step_fields(batch, recipe, constant=parts.plan.aggregation_constant, key=key)
-        report = parts.policy.train(batch, weights, policy_loss(recipe, kl_coef=parts.kl_coef))
+        parts.data.write_step_fields(batch, key)
+        report = parts.data.train(parts.policy, batch, weights, policy_loss(recipe, kl_coef=parts.kl_coef))
         record(parts.metrics, "policy", report)
         if recipe.early_stop_ratio is not None:
             parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))
@@ -276,8 +262,8 @@ def _improve_policy(parts: Parts, rows: Sequence[Row]) -> None:
 
 
 def _batches(
-    parts: Parts, rows: Sequence[Row], train: TrainConfig
-) -> Iterator[tuple[list[Row], list[float]]]:
+    parts: Parts, rows: Sequence[RowFacts], train: TrainConfig
+) -> Iterator[tuple[list[RowFacts], list[float]]]:
     """Mini-batches of whole prompts, each pass in a new order, with what each position of a row counts in the loss."""
     groups = sorted({row.group for row in rows})
     for pass_ in range(train.passes_per_round):
@@ -299,7 +285,7 @@ def _batches(
             )
 
 
-def steer_kl(parts: Parts, rows: Sequence[Row]) -> None:
+def steer_kl(parts: Parts, rows: Sequence[RowFacts]) -> None:
     """With kl_target, the next round's KL coefficient: from the KL per token that this round's reward or loss has seen."""
     recipe = parts.plan.recipe
     if recipe.kl_target is None or parts.reference is None:
@@ -341,23 +327,27 @@ def update_reference(parts: Parts) -> None:
 
 
 def publish(parts: Parts) -> None:
-    """Hand the new weights to the samplers."""
+    """Hand the new weights to whoever samples with them, or computes log-probs in the policy's place."""
     with _timed(parts, "publish"):
-        parts.policy.share_weights()
-        for driver in parts.drivers:
-            driver.publish(parts.progress.round)
+        parts.rollouts.publish(parts.policy, parts.progress.round)
+        if parts.inference is not None:
+            parts.inference.load_weights(parts.policy.start_full_weights())
         if parts.check_weights is not None:
             parts.check_weights(parts.progress.round)
 
 
-def store(parts: Parts, selection: Selection, rows: Sequence[Row]) -> None:
+def store(parts: Parts, selection: Selection, rows: Sequence[RowFacts]) -> None:
     """Keep every trajectory of chosen rounds for reading, dropped groups last, and every array of the rows for machines."""
     report, name = parts.config.report, f"round_{parts.progress.round:06d}"
-    groups = [*selection.kept, *selection.dropped]
-    if parts.is_due(report.samples_every_rounds):
-        parts.reporter.store_samples(name, groups, rows)
-    if parts.is_due(report.batches_every_rounds):
-        parts.reporter.store_batch(name, groups, rows)
+    is_read, is_kept = parts.is_due(report.samples_every_rounds), parts.is_due(report.batches_every_rounds)
+    if not (is_read or is_kept):
+        return
+    groups = parts.rollouts.whole([*selection.kept, *selection.dropped])
+    arrays = parts.data.whole(rows)
+    if is_read:
+        parts.reporter.store_samples(name, groups, arrays)
+    if is_kept:
+        parts.reporter.store_batch(name, groups, arrays)
 
 
 def evaluate(parts: Parts, *, is_due: bool) -> None:
@@ -367,7 +357,7 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
     with _timed(parts, "evaluate"):
         results, groups = _evaluate(parts)
     if parts.config.report.eval_samples:
-        parts.reporter.store_samples(f"eval_{parts.progress.round:06d}", groups, ())
+        parts.reporter.store_samples(f"eval_{parts.progress.round:06d}", parts.rollouts.whole(groups), ())
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
@@ -380,16 +370,11 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
     order = np.arange(len(prompts))
     if config.shuffle:
         np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
+    numbers = order.tolist()
+    parts.rollouts.forget()
     with costs.device_freed(parts):
-        groups = parts.loop.run(
-            parts.eval_driver.run(
-                [prompts[i] for i in order],
-                config.samples_per_prompt,
-                key=(EVAL_KEY, 0),
-                numbers=order.tolist(),
-            )
-        )
-    parts.loop.run(parts.scorer.score([t for g in groups for t in g.trajectories]))
+        parts.rollouts.collect("eval", numbers, config.samples_per_prompt, key=(EVAL_KEY, 0), numbers=numbers)
+    groups, _ = parts.rollouts.score("eval", numbers)
     in_order = [groups[place] for place in np.argsort(order)]
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
     for group in in_order:

@@ -6,13 +6,14 @@ write, token by token; prompts and environment replies are context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from braid.algorithms.aggregate import row_weights
 from braid.data.sampler import PromptSampler
 from braid.report.metrics import Metrics
-from braid.training.backend import TrainingBackend
+from braid.training.group import GroupBackend
 from braid.training.losses import supervised_loss
 from braid.types import Row
 
@@ -20,15 +21,19 @@ from . import steps
 from .parts import Parts
 
 
-@dataclass(slots=True)
+@dataclass
 class Supervised:
-    """Examples, the order to take them in, and what learns from them."""
+    """Examples, the order to take them in, and what learns from them: made when it is first asked for."""
 
     rows: Sequence[Row]
     sampler: PromptSampler
-    backend: TrainingBackend
+    new_backend: Callable[[], GroupBackend]
     num_steps: int
     rows_per_step: int
+
+    @cached_property
+    def backend(self) -> GroupBackend:
+        return self.new_backend()
 
     def learn(self, metrics: Metrics) -> None:
         """One optimizer step."""

@@ -14,13 +14,23 @@ from .causal_lm import CausalLM
 from .loading import load_policy
 from .value import ValueModel
 
-TrainingRole = Literal["policy", "critic", "reference"]
+TrainingRole = Literal["policy", "critic", "reference", "inference"]
+"""inference: the policy's twin, which computes log-probs on devices of its own."""
 
 
 def train_config(config: RunConfig, role: TrainingRole) -> TrainConfig:
     """The training settings of a role: its own section, or the policy's."""
-    own = {"policy": None, "critic": config.critic.train, "reference": config.reference.train}[role]
-    return own or config.train
+    match role:
+        case "critic":
+            return config.critic.train or config.train
+        case "reference":
+            return config.reference.train or config.train
+        case "inference":
+            own = config.inference.model_dump(exclude={"load_from_policy"}, exclude_none=True)
+            megatron = config.train.megatron.model_copy(update=own)
+            return config.train.model_copy(update={"megatron": megatron})
+        case "policy":
+            return config.train
 
 
 def make_policy(config: RunConfig, device: torch.device) -> CausalLM:

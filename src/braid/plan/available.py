@@ -93,6 +93,11 @@ def _is_sharded(config: RunConfig) -> bool:
     return config.train.backend in ("fsdp", "fsdp2")
 
 
+def _uses_workers(config: RunConfig) -> bool:
+    """Whether roles have processes of their own."""
+    return config.cluster.runtime == "ray" or _is_sharded(config)
+
+
 def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainConfig]]:
     """The training settings that somebody in this run has."""
     yield "train", config.train
@@ -105,20 +110,14 @@ def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainC
 def _missing_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
     cluster = config.cluster
     here = "everything runs in one process on one device"
-    if cluster.runtime == "ray" and not _is_sharded(config):
-        yield (
-            "cluster.runtime",
-            "with train.backend=single no role has processes of its own; set train.backend=fsdp2 (or fsdp), or "
-            "cluster.runtime=auto",
-        )
     if cluster.num_nodes > 1:
         yield "cluster.num_nodes", f"{cluster.num_nodes} machines need the runtime ray, which this version does not have yet: {here}; 1 runs here"  # fmt: skip
     try:
         placed = parse_placement(cluster.placement)
     except ValueError:
         return  # checks.py says what is wrong with it
-    if _is_sharded(config):
-        placed.pop("policy", None)
+    if _uses_workers(config):
+        placed = {}
     elif not placed and (cluster.devices_per_node or 1) > 1:
         yield (
             "cluster.devices_per_node",
@@ -183,11 +182,6 @@ Idle = tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]
 """(why, when, keys)."""
 
 IDLE: tuple[Idle, ...] = (
-    (
-        "in this version the critic and the reference stay in the first process",
-        lambda config, _: _is_sharded(config),
-        ("critic.train.backend", "reference.train.backend"),
-    ),
     *(
         (
             f"train.backend is not {' or '.join(names)}",
@@ -219,12 +213,12 @@ IDLE: tuple[Idle, ...] = (
     ),
     (
         "the policy itself computes log-probs where everything runs in one process",
-        lambda config, _: config.cluster.runtime != "ray",
+        lambda config, _: not _uses_workers(config),
         _leaves("inference", InferenceConfig),
     ),
     (
         "everything runs in one process",
-        lambda config, _: config.cluster.runtime != "ray",
+        lambda config, _: not _uses_workers(config),
         (
             "cluster.address",
             "cluster.start_timeout_s",

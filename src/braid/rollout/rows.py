@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,20 +14,30 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
     """One row for each valid trajectory, in order, with `behavior_logprobs` and `rewards`.
 
     `Row.group` is the place of the group, `Row.trajectory` that of the trajectory among all of `groups`, invalid ones
-    counted. The rewards of a row add up to the trajectory's training reward: each turn's or env step's own where it was
-    given, what the reward parts and shaping added at the policy's last position. `Row.baseline` is the training reward
-    of the group's greedy answer.
+    counted.
     """
     rows: list[Row] = []
-    places = itertools.count()
-    for number, group in enumerate(groups):
-        baseline = None if group.greedy is None else group.greedy.training_reward
-        for trajectory in group.trajectories:
-            place = next(places)
-            if trajectory.is_valid:
-                row = _row_of(trajectory)
-                row.group, row.trajectory, row.baseline = number, place, baseline
-                rows.append(row)
+    first = 0
+    for place, group in enumerate(groups):
+        rows += group_rows(group, place, first)
+        first += len(group.trajectories)
+    return rows
+
+
+def group_rows(group: Group, place: int, first: int) -> list[Row]:
+    """Those of one group, the `place`th, whose first trajectory is the `first` of all.
+
+    The rewards of a row add up to the trajectory's training reward: each turn's or env step's own where it was given, what
+    the reward parts and shaping added at the policy's last position. `Row.baseline` is the training reward of the
+    group's greedy answer.
+    """
+    baseline = None if group.greedy is None else group.greedy.training_reward
+    rows: list[Row] = []
+    for number, trajectory in enumerate(group.trajectories, first):
+        if trajectory.is_valid:
+            row = _row_of(trajectory)
+            row.group, row.trajectory, row.baseline = place, number, baseline
+            rows.append(row)
     return rows
 
 

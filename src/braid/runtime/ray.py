@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray  # noqa: TID251
@@ -72,8 +73,31 @@ class _Host:
     def make(self, factory: Factory, place: Place) -> None:
         self._worker = factory(place)
 
-    def run(self, method: str, args: Sequence[Any]) -> Any:
-        return getattr(self._worker, method)(*args)
+    def run(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*[_value(arg) for arg in args])
+
+
+def _value(arg: Any) -> Any:
+    """What a reference stands for, alone or as an item of a list or tuple."""
+    if isinstance(arg, ray.ObjectRef):
+        return ray.get(arg)
+    if isinstance(arg, list | tuple) and any(isinstance(item, ray.ObjectRef) for item in arg):
+        return type(arg)(_value(item) for item in arg)
+    return arg
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """See runtime.workers.Pending."""
+
+    group: RayGroup
+    refs: list[Any]
+    doing: str
+    deadline: float
+
+    def wait(self) -> list[Any]:
+        """See Pending."""
+        return self.group._wait(self.refs, self.doing, self.deadline)
 
 
 class RayGroup:
@@ -105,12 +129,23 @@ class RayGroup:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """See WorkerGroup."""
-        shared = ray.put(args)
-        return self._all(method, [shared] * self.size)
+        return self.start(method, *args).wait()
 
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """See WorkerGroup."""
-        return self._all(method, arguments)
+        return self.start_each(method, arguments).wait()
+
+    def start(self, method: str, *args: Any) -> _Pending:
+        """See WorkerGroup."""
+        return self._pending(self._hosts, method, [args] * self.size)
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
+        """See WorkerGroup."""
+        return self._pending(self._hosts, method, arguments)
+
+    def start_on(self, rank: int, method: str, *args: Any) -> _Pending:
+        """See WorkerGroup."""
+        return self._pending(self._hosts[rank : rank + 1], method, [args])
 
     def close(self) -> None:
         """See WorkerGroup."""
@@ -121,9 +156,9 @@ class RayGroup:
             if self._ends_cluster:
                 disconnect()
 
-    def _all(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        calls = [h.run.remote(method, args) for h, args in zip(self._hosts, arguments, strict=True)]
-        return self._wait(calls, f"in {method}()", time.monotonic() + self._timeout_s)
+    def _pending(self, hosts: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
+        calls = [host.run.remote(method, *args) for host, args in zip(hosts, arguments, strict=True)]
+        return _Pending(self, calls, f"in {method}()", time.monotonic() + self._timeout_s)
 
     def _wait(self, calls: Sequence[Any], doing: str, deadline: float) -> list[Any]:
         """Results by rank. The first failure ends the group: its other ranks wait for the one that failed."""

@@ -1,11 +1,21 @@
-"""Groups of worker processes, whatever starts them.
+"""Groups of workers, whatever starts them.
 
-A worker is a plain object; a group holds one per rank, each in a process of its own, and calls their methods. Every call has a
-deadline, and a worker that dies, hangs or raises ends the call with one WorkerError that names it.
+A worker is a plain object; a group holds one per rank and calls their methods. `call` waits for the values; `start` gives a
+`Pending`, whose references can be arguments of further calls, of this group or another: the worker that is called sees
+the value, and the process that makes the call never does.
+
+    rows = rollout.start("make_rows", prompts)        # on rollout workers
+    policy.start("train", rows.refs, loss).wait()     # from there to the ranks of the policy
+
+Every call has a deadline. A worker that dies, hangs or raises ends the call with one WorkerError that names it. `InProcessGroup`
+calls its one worker directly, so that a debugger steps into it; runtime.ray has the group of processes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,31 +24,141 @@ from typing import Any, Protocol
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a worker stands in its group: `rank` of `size`, and how the ranks of the group find each other (a URL for
-    torch.distributed's init_method)."""
+    torch.distributed's init_method). `devices` are the accelerators that it was given, by their numbers through the nodes; it
+    sees them, and no others, as 0, 1, ..."""
 
     rank: int
     size: int
     rendezvous: str
+    node: int = 0
+    devices: tuple[int, ...] = ()
+
+
+class Seat(Protocol):
+    """What a layout says of one worker (plan.layout): its machine, and its devices by their numbers through the machines."""
+
+    @property
+    def node(self) -> int: ...
+    @property
+    def devices(self) -> tuple[int, ...]: ...
 
 
 Factory = Callable[[Place], Any]
 """Makes a worker, in its own process."""
 
+Ref = Any
+"""A value that is, or will be, in another process. Opaque: it is passed on, alone or as an item of a list or tuple that is an
+argument."""
+
+
+class Pending(Protocol):
+    """A call under way, on every rank of a group or on one."""
+
+    @property
+    def refs(self) -> list[Ref]:
+        """References to the values, by rank."""
+        ...
+
+    def wait(self) -> list[Any]:
+        """The values by rank. Raises WorkerError when a worker fails or the call's deadline passes."""
+        ...
+
 
 class WorkerGroup(Protocol):
-    """Workers of one role."""
+    """Workers of one role. Calls of one rank run in the order in which they were made; methods that are `async def`, in a
+    group made for them, at the same time."""
 
     @property
     def size(self) -> int: ...
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """`method(*args)` on every worker at once; results by rank. Raises WorkerError."""
+        """`method(*args)` on every worker at once; values by rank. Raises WorkerError."""
         ...
 
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The same with arguments of its own for each rank."""
         ...
 
-    def close(self) -> None:
-        """End the processes. Can be called twice."""
+    def start(self, method: str, *args: Any) -> Pending:
+        """`call` without waiting."""
         ...
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        """`scatter` without waiting."""
+        ...
+
+    def start_on(self, rank: int, method: str, *args: Any) -> Pending:
+        """`method(*args)` on one worker; its value is the only one."""
+        ...
+
+    def close(self) -> None:
+        """End the workers: their own `close`, where they have one, then their processes. Can be called twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """See Pending. A call that has been made; its values are their own references."""
+
+    refs: list[Any]
+
+    def wait(self) -> list[Any]:
+        """See Pending."""
+        return self.refs
+
+
+class InProcessGroup:
+    """See WorkerGroup. One worker in this process, called directly: what it raises goes through as it is, nothing is
+    copied, and a call is over when `start` returns."""
+
+    size = 1
+
+    def __init__(self, role: str, factory: Factory) -> None:
+        self.role = role
+        self._worker = factory(Place(0, 1, free_address("127.0.0.1")))
+        self._loop: asyncio.Runner | None = None
+        self._is_closed = False
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """See WorkerGroup."""
+        value = getattr(self._worker, method)(*args)
+        if inspect.iscoroutine(value):
+            self._loop = self._loop or asyncio.Runner()
+            value = self._loop.run(value)
+        return [value]
+
+    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """See WorkerGroup."""
+        (args,) = arguments
+        return self.call(method, *args)
+
+    def start(self, method: str, *args: Any) -> Done:
+        """See WorkerGroup."""
+        return Done(self.call(method, *args))
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Done:
+        """See WorkerGroup."""
+        return Done(self.scatter(method, arguments))
+
+    def start_on(self, rank: int, method: str, *args: Any) -> Done:
+        """See WorkerGroup."""
+        assert rank == 0, f"there is one {self.role} worker, and no rank {rank}"
+        return Done(self.call(method, *args))
+
+    def close(self) -> None:
+        """See WorkerGroup."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if hasattr(self._worker, "close"):
+            self.call("close")
+        if self._loop is not None:
+            self._loop.close()
+
+
+def free_address(host: str) -> str:
+    """A URL of this machine's address `host` with a port that was free a moment ago. Who binds it may find it taken by then."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        shown = f"[{host}]" if ":" in host else host
+        return f"tcp://{shown}:{sock.getsockname()[1]}"

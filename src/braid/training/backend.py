@@ -110,14 +110,6 @@ class TrainingBackend(Protocol):
         """Weights under their checkpoint names, in order."""
         ...
 
-    def share_weights(self) -> None:
-        """Make `named_weights` current, where they are a copy of what other processes train."""
-        ...
-
-    def close(self) -> None:
-        """End what the backend runs in other processes."""
-        ...
-
     def to_host(self) -> None:
         """Give the device to others: what `offload` names moves to host memory. Then only `named_weights`, `state` and
         `load` are used until `to_device`."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -71,7 +72,14 @@ def assign_credit(
     return facts
 
 
-def is_trained(row: Row, recipe: Recipe) -> bool:
+class Cut(Protocol):
+    """A row, or what stands for it."""
+
+    @property
+    def is_truncated(self) -> bool: ...
+
+
+def is_trained(row: Cut, recipe: Recipe) -> bool:
     """Whether a row is in the loss. With mask_truncated a truncated trajectory is in neither numerator nor denominator; its
     reward counts in the statistics of its group all the same."""
     return not (recipe.mask_truncated and row.is_truncated)

@@ -10,7 +10,7 @@ Each rank holds a shard of the model and runs the rows it is given; denominators
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,12 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braid.models.base import Output, TrainableModel, copy_weights
+from braid.models.base import Output
 from braid.models.flops import Flops
-from braid.runtime.workers import WorkerGroup
+from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.types import Row
 
 from .backend import HeldBytes, Loss, StepReport, Work
+
+
+class Sized(Protocol):
+    """What sharing out asks of a row, or of what stands for it."""
+
+    @property
+    def group(self) -> int: ...
+    def __len__(self) -> int: ...
 
 
 class ShardedBackend(Protocol):
@@ -67,14 +75,15 @@ class ShardedBackend(Protocol):
 
     def held_bytes(self) -> HeldBytes: ...
 
+    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops: ...
+
 
 @dataclass(slots=True)
 class GroupBackend:
-    """See TrainingBackend. `mirror` is this process's own copy of the model, which engines and copies read; `share_weights`
-    makes it current."""
+    """A model and its optimizer as the controller sees them. `start_infer` and `start_train` take references to rows, a share each, so that rows need not be in
+    this process."""
 
     group: WorkerGroup
-    mirror: TrainableModel
     balances: bool = True
     _places: list[tuple[int, int]] = field(init=False)
     """(share, number of shares) of each rank."""
@@ -82,42 +91,59 @@ class GroupBackend:
     def __post_init__(self) -> None:
         self._places = self.group.call("data_place")
 
+    def shares(self, rows: Sequence[Sized]) -> list[list[int]]:
+        """Places in `rows` of each share."""
+        return share_rows(rows, self._places[0][1], balances=self.balances)
+
+    def start_infer(self, shares: Sequence[Ref], outputs: frozenset[Output], spare: Ref) -> list[Ref]:
+        """Forward only, of the rows of each share; the results of each. `spare` is one row."""
+        arguments = [(shares[index], outputs, spare) for index, _ in self._places]
+        refs = self.group.start_each("infer", arguments).refs
+        return [refs[self._ranks[index]] for index in range(len(shares))]
+
+    def start_train(
+        self, shares: Sequence[Ref], weights: Sequence[Sequence[float]], loss: Loss, spare: Ref
+    ) -> Pending:
+        """One optimizer step over the rows of all shares; each rank's report is that of the step."""
+        arguments = [(shares[index], weights[index], loss, spare) for index, _ in self._places]
+        return self.group.start_each("train", arguments)
+
+    @property
+    def _ranks(self) -> dict[int, int]:
+        """The first rank that has each share."""
+        return {index: rank for rank, (index, _) in reversed(list(enumerate(self._places)))}
+
     def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
         """See TrainingBackend."""
-        shares = self._shares(rows)
-        arguments = [([_bare(rows[i]) for i in share], outputs, _bare(rows[0])) for share in shares]
+        shares = self.shares(rows)
+        parts = [[bare(rows[i]) for i in share] for share in shares]
+        arguments = [(parts[index], outputs, bare(rows[0])) for index, _ in self._places]
+        by_rank = self.group.scatter("infer", arguments)
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
-        for share, part in zip(shares, self.group.scatter("infer", arguments), strict=True):
-            for index, result in zip(share, part, strict=True):
-                results[index] = result
+        for index, share in enumerate(shares):
+            for place, result in zip(share, by_rank[self._ranks[index]], strict=True):
+                results[place] = result
         return results
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
         """See TrainingBackend."""
-        arguments = [
-            ([rows[i] for i in share], [weights[i] for i in share], loss, rows[0])
-            for share in self._shares(rows)
-        ]
-        return self.group.scatter("train", arguments)[0]
+        shares = self.shares(rows)
+        parts = [[rows[i] for i in share] for share in shares]
+        return self.start_train(
+            parts, [[weights[i] for i in share] for share in shares], loss, rows[0]
+        ).wait()[0]
 
-    def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Indices of the rows of each rank."""
-        shares = share_rows(rows, self._places[0][1], balances=self.balances)
-        return [shares[index] for index, _ in self._places]
+    def full_weights(self) -> dict[str, Tensor]:
+        """Checkpoint name -> whole tensor. In one process they are the trained ones themselves."""
+        return self.group.call("full_weights")[0]
 
-    def share_weights(self) -> None:
-        """Copy the workers' weights into the mirror."""
-        copy_weights(self.group.call("full_weights")[0], self.mirror.named_weights())
+    def start_full_weights(self) -> Ref:
+        """A reference to `full_weights`, for who needs them in another process."""
+        return self.group.start("full_weights").refs[0]
 
-    def take_weights(self) -> None:
-        """Copy the mirror's weights into the workers'."""
-        self.group.call(
-            "load_weights", {name: tensor.detach() for name, tensor in self.mirror.named_weights()}
-        )
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainingBackend. Those of the last `share_weights`."""
-        return self.mirror.named_weights()
+    def load_weights(self, weights: Mapping[str, Tensor] | Ref) -> None:
+        """Take over whole tensors by their checkpoint names, or those that a reference stands for."""
+        self.group.call("load_weights", weights)
 
     def to_host(self) -> None:
         """See TrainingBackend."""
@@ -133,7 +159,7 @@ class GroupBackend:
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
         """See TrainingBackend."""
-        return self.mirror.flops(lengths, num_outputs)
+        return self.group.call("flops", lengths, num_outputs)[0]
 
     def take_work(self) -> Work:
         """See TrainingBackend. Operations of all ranks, in the seconds of the slowest."""
@@ -162,10 +188,9 @@ class GroupBackend:
     def load(self, state: dict[str, Any]) -> None:
         """See TrainingBackend."""
         self.group.call("load", state)
-        self.share_weights()
 
 
-def share_rows(rows: Sequence[Row], num_ranks: int, *, balances: bool) -> list[list[int]]:
+def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list[list[int]]:
     """Indices of the rows of each share. Rows of a prompt stay together where that leaves ranks about even, since they
     store it once; with `balances` ranks get about as many tokens, else as many rows, in order."""
     if not balances:
@@ -186,7 +211,7 @@ def share_rows(rows: Sequence[Row], num_ranks: int, *, balances: bool) -> list[l
     return [sorted(share) for share in shares]
 
 
-def _size_of(rows: Sequence[Row]) -> Callable[[Sequence[int]], int]:
+def _size_of(rows: Sequence[Sized]) -> Callable[[Sequence[int]], int]:
     return lambda piece: sum(len(rows[i]) for i in piece)
 
 
@@ -198,6 +223,6 @@ def _halved(unit: list[int], size_of: Callable[[Sequence[int]], int], most: floa
     return _halved(unit[:middle], size_of, most) + _halved(unit[middle:], size_of, most)
 
 
-def _bare(row: Row) -> Row:
+def bare(row: Row) -> Row:
     """The row without its fields, which a forward pass does not read."""
     return Row(row.inputs, row.mask, row.group, row.trajectory, is_terminal=row.is_terminal)

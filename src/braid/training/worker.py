@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.models.base import TrainableModel
 from braid.models.roles import TrainingRole, make_critic, make_policy, make_reference, train_config
-from braid.runtime.workers import Place
+from braid.runtime.workers import Pending, Place, WorkerGroup
 
 from .group import ShardedBackend
 
@@ -22,11 +24,81 @@ Wrap = Callable[[TrainableModel, TrainConfig, int, torch.device], ShardedBackend
 
 def make_backend(place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int) -> ShardedBackend:
     """The part of a role's model that this rank has, with the weights that the config gives a fresh run."""
+    return _backend_of(role, config, total_steps, _join(place, config))
+
+
+class Ranks:
+    """What a process of a training group runs: the models of all roles that sit there, which take turns."""
+
+    def __init__(self, place: Place, *, config: RunConfig) -> None:
+        """With no role yet."""
+        self._device = _join(place, config)
+        self._backends: dict[str, ShardedBackend] = {}
+
+    def add(self, name: str, role: TrainingRole, config: RunConfig, total_steps: int) -> None:
+        """Make this rank's part of a role's model, to be called by `name`."""
+        self._backends[name] = _backend_of(role, config, total_steps, self._device)
+
+    def on(self, name: str, method: str, *args: Any) -> Any:
+        """`method(*args)` of that backend."""
+        return getattr(self._backends[name], method)(*args)
+
+    def drop(self, name: str) -> None:
+        """Let go of a model."""
+        del self._backends[name]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleGroup:
+    """See WorkerGroup. One role of a group whose processes run Ranks; the processes are the group's, and end with it."""
+
+    group: WorkerGroup
+    name: str
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """See WorkerGroup."""
+        return self.group.call("on", self.name, method, *args)
+
+    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """See WorkerGroup."""
+        return self.group.scatter("on", [(self.name, method, *args) for args in arguments])
+
+    def start(self, method: str, *args: Any) -> Pending:
+        """See WorkerGroup."""
+        return self.group.start("on", self.name, method, *args)
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        """See WorkerGroup."""
+        return self.group.start_each("on", [(self.name, method, *args) for args in arguments])
+
+    def start_on(self, rank: int, method: str, *args: Any) -> Pending:
+        """See WorkerGroup."""
+        return self.group.start_on(rank, "on", self.name, method, *args)
+
+    def close(self) -> None:
+        """Let go of the role's model. The processes go on."""
+        self.group.call("drop", self.name)
+
+
+def _backend_of(
+    role: TrainingRole, config: RunConfig, total_steps: int, device: torch.device
+) -> ShardedBackend:
     train = train_config(config, role)
     wrap = _WRAPS[train.backend]
-    device = _join(place, config)
-    make = {"policy": make_policy, "critic": make_critic, "reference": make_reference}[role]
-    return wrap(make(config, device), train, total_steps, device)
+    home = torch.device("cpu") if train.backend in _FROM_HOST else device
+    return wrap(_MODELS[role](config, home), train, total_steps, device)
+
+
+_MODELS: dict[TrainingRole, Callable[[RunConfig, torch.device], TrainableModel]] = {
+    "policy": make_policy,
+    "critic": make_critic,
+    "reference": make_reference,
+    "inference": make_policy,
+}
 
 
 def _fsdp(
@@ -38,7 +110,26 @@ def _fsdp(
     return FsdpBackend(model, train, total_steps=total_steps, device=device, kind=train.backend)
 
 
-_WRAPS: dict[str, Wrap] = {"fsdp": _fsdp, "fsdp2": _fsdp}
+def _megatron(
+    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
+) -> ShardedBackend:
+    from .backends.megatron.backend import MegatronBackend
+
+    return MegatronBackend(model, train, total_steps=total_steps, device=device)
+
+
+def _single(
+    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
+) -> ShardedBackend:
+    from .backends.single import SingleBackend
+
+    assert dist.get_world_size() == 1, "one process has the whole model"
+    return SingleBackend(model, train, total_steps=total_steps, device=device)
+
+
+_WRAPS: dict[str, Wrap] = {"single": _single, "fsdp": _fsdp, "fsdp2": _fsdp, "megatron": _megatron}
+_FROM_HOST = ("megatron",)
+"""Backends that build layers of their own, and take the weights for them from host memory."""
 
 
 def _join(place: Place, config: RunConfig) -> torch.device:

@@ -22,6 +22,7 @@ from braid.errors import CheckpointError, TrainingError
 from braid.models.base import Output, TrainableModel, copy_weights
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
+from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
 from braid.training.loss_scale import LossScale
 from braid.training.offload import HOST, move_states, move_weights, num_bytes
@@ -72,13 +73,22 @@ class SingleBackend:
         self._num_steps = 0
         self._skipped_in_row = 0
 
-    def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
-        """See TrainingBackend."""
+    def data_place(self) -> tuple[int, int]:
+        """See ShardedBackend: alone, with all rows."""
+        return 0, 1
+
+    def infer(
+        self,
+        rows: Sequence[Row],
+        outputs: frozenset[Output],
+        spare: Row | None = None,  # noqa: ARG002
+    ) -> list[dict[str, NDArray[np.float32]]]:
+        """See TrainingBackend. One rank alone needs no `spare` row."""
         start = time.perf_counter()
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
         with torch.no_grad(), self._autocast():
             for indices in self._infer_batches(rows):
-                batch = pack([rows[i] for i in indices], self._device, with_fields=False)
+                batch = self._pack([rows[i] for i in indices], with_fields=False)
                 for name, flat in self._forward(batch, outputs).items():
                     for index, array in zip(indices, unpack(flat, batch), strict=True):
                         results[index][name] = array
@@ -87,11 +97,17 @@ class SingleBackend:
             self._work.infer_s += time.perf_counter() - start
         return results
 
-    def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
+    def train(
+        self,
+        rows: Sequence[Row],
+        weights: Sequence[float],
+        loss: Loss,
+        spare: Row | None = None,  # noqa: ARG002
+    ) -> StepReport:
         """See TrainingBackend. Raises TrainingError after `max_skipped_steps` skipped steps in a row."""
         start = time.perf_counter()
         if (head := self._model.value_head) is not None and head.normalizes:
-            head.observe(np.concatenate([row.fields["returns"][row.mask] for row in rows]))
+            self._observe(head, self._returns(rows))
         running = Running(self._device)
         try:
             self._accumulate(rows, weights, loss, running)
@@ -111,6 +127,13 @@ class SingleBackend:
     def _build_optimizer(self) -> torch.optim.Optimizer | None:
         return build_optimizer(self._model.module, self._config.optimizer, self._model.value_head)
 
+    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
+        head.observe(returns)
+
+    def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
+        """Of all positions of a step that the policy wrote."""
+        return np.concatenate([row.fields["returns"][row.mask] for row in rows])
+
     def _accumulate(
         self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
     ) -> None:
@@ -129,7 +152,12 @@ class SingleBackend:
     def _batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[PackedBatch]:
         """The micro-batches of a step."""
         for indices in self._micro_batches(rows):
-            yield pack([rows[i] for i in indices], self._device, weights=[weights[i] for i in indices])
+            yield self._pack([rows[i] for i in indices], [weights[i] for i in indices])
+
+    def _pack(
+        self, rows: Sequence[Row], weights: Sequence[float] | None = None, *, with_fields: bool = True
+    ) -> PackedBatch:
+        return pack(rows, self._device, weights=weights, with_fields=with_fields)
 
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
         return running.report(self._grad_norm(), self._lr(), num_tokens, limits)
@@ -179,8 +207,11 @@ class SingleBackend:
         set_rate(self._optimizer, report.lr)
         if self._config.offload.optimizer:
             move_states(self._optimizer, self._device)
-        self._optimizer.step()
+        self._step(self._optimizer)
         self._rest_optimizer()
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
 
     def _rest_optimizer(self) -> None:
         """Between steps its states may wait in host memory."""
@@ -236,11 +267,13 @@ class SingleBackend:
         """See TrainingBackend."""
         return self._model.named_weights()
 
-    def share_weights(self) -> None:
-        """See TrainingBackend; they are the trained ones themselves."""
+    def full_weights(self) -> dict[str, Tensor]:
+        """See ShardedBackend; the live ones, where they are."""
+        return {name: tensor.detach() for name, tensor in self.named_weights()}
 
-    def close(self) -> None:
-        """See TrainingBackend; there is nothing."""
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See ShardedBackend."""
+        copy_weights(weights, self.named_weights())
 
     def to_host(self) -> None:
         """See TrainingBackend. Gradients exist only while a step runs, and the optimizer's states leave after each."""
@@ -275,7 +308,7 @@ class SingleBackend:
         """See TrainingBackend."""
         optimizer = self._optimizer
         return {
-            "weights": {name: tensor.detach() for name, tensor in self.named_weights()},
+            "weights": self.full_weights(),
             "optimizer": None if optimizer is None else optimizer_state(optimizer, self._model.module),
             **self._counters(),
         }

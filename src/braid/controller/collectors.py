@@ -1,0 +1,165 @@
+"""Collectors from a config: engine, drivers and scorer in one process, the controller's or a rollout worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
+from braid.config.schema import RunConfig
+from braid.envs.simulators.base import reset_prompts
+from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.envs.text.build import text_env_maker
+from braid.models.base import copy_weights
+from braid.models.causal_lm import CausalLM
+from braid.models.mlp import MlpPolicy
+from braid.models.roles import make_policy
+from braid.plan import Plan
+from braid.rewards.scorer import build_scorer
+from braid.rewards.shaping import has_shaping, shape_reward
+from braid.rollout.collector import Collector, Use
+from braid.rollout.drivers.base import Driver
+from braid.rollout.drivers.batches import Batches
+from braid.rollout.drivers.simulators import SimulatorDriver
+from braid.rollout.drivers.text import TextDriver
+from braid.rollout.engine import RolloutEngine, Sampling
+from braid.rollout.engines.native import NativeEngine
+from braid.runtime.workers import Place
+from braid.types import Prompt, ShapedReward, Trajectory
+
+from .inputs import TextInputs
+from .roles import device_of
+from .services import reward_services
+
+NUM_RESET_STATES = 2**12
+"""Reset states that count as one epoch of a simulator."""
+
+
+def make_collector(
+    _: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs
+) -> Collector:
+    """What a rollout worker runs: an engine on a copy of the policy's weights, which publications renew."""
+    torch.set_num_threads(config.run.num_threads or 1)
+    lm = make_policy(config, device_of(config))
+    lm.module.requires_grad_(False)
+
+    def load(weights: Mapping[str, Tensor]) -> None:
+        copy_weights(weights, lm.named_weights())
+
+    return text_collector(config, plan, base_dir, inputs, native_engine(config, inputs, lm), load=load)
+
+
+def native_engine(config: RunConfig, inputs: TextInputs, lm: CausalLM) -> NativeEngine:
+    """The native engine, which samples with `lm`."""
+    return NativeEngine(
+        lm,
+        decode=inputs.decode,
+        max_length=getattr(lm.config, "max_position_embeddings", None),
+        **config.rollout.native.model_dump(),
+    )
+
+
+def text_collector(
+    config: RunConfig,
+    plan: Plan,
+    base_dir: Path,
+    inputs: TextInputs,
+    engine: RolloutEngine,
+    *,
+    load: Callable[[Mapping[str, Tensor]], None] | None = None,
+) -> Collector:
+    """A collector of conversations with `engine`; `load` as in Collector."""
+    env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
+    assert isinstance(env, SingleTurnEnv | ToolEnv), "simulators have a collector of their own"
+
+    def driver(sampling: SamplingConfig, context: int | None, batch: int | None) -> Driver:
+        assert context is not None, "text has a bound on its context"
+        driver = TextDriver(
+            engine,
+            text_env_maker(env),
+            tokenizer,
+            sampling_of(sampling, tokenizer),
+            seed=config.run.seed,
+            retries=rollout.retries,
+            max_context_tokens=context,
+        )
+        return driver if batch is None else Batches(driver, batch)
+
+    longest = plan.max_trajectory_tokens
+    eval_sampling = config.eval.sampling or rollout.sampling
+    return Collector(
+        inputs.prompts,
+        {
+            "train": driver(rollout.sampling, longest, rollout.request_batch),
+            "eval": driver(eval_sampling, plan.eval_max_trajectory_tokens, config.eval.batch_prompts),
+        },
+        driver(_greedy(rollout.sampling), longest, rollout.request_batch) if plan.needs_greedy else None,
+        build_scorer(
+            config.reward,
+            base_dir=base_dir,
+            seed=config.run.seed,
+            services=reward_services(config, engine, tokenizer, device_of(config)),
+        ),
+        shape=_shape_of(config),
+        load=load,
+    )
+
+
+def simulator_collector(
+    config: RunConfig, plan: Plan, base_dir: Path, simulator: GymnasiumSimulator, policy: MlpPolicy
+) -> Collector:
+    """A collector of a simulator's episodes, played by the very policy that is trained."""
+    env, rollout = config.env, config.rollout
+    assert isinstance(env, GymnasiumEnv), "the others are not in this version"
+
+    def driver(sampling: SamplingConfig, batch: int | None) -> Driver:
+        driver = SimulatorDriver(
+            simulator, policy, seed=config.run.seed, retries=rollout.retries, greedy=sampling.greedy
+        )
+        return driver if batch is None else Batches(driver, batch)
+
+    return Collector(
+        reset_states(env),
+        {
+            "train": driver(rollout.sampling, rollout.request_batch),
+            "eval": driver(config.eval.sampling or rollout.sampling, config.eval.batch_prompts),
+        },
+        driver(_greedy(rollout.sampling), rollout.request_batch) if plan.needs_greedy else None,
+        build_scorer(config.reward, base_dir=base_dir),
+        shape=_shape_of(config),
+    )
+
+
+def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
+    """A simulator's prompts."""
+    return {
+        "train": reset_prompts(env.id, NUM_RESET_STATES),
+        "eval": reset_prompts(env.id, env.eval_episodes),
+    }
+
+
+def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """The engine's form of the sampling settings, with the tokenizer's end token."""
+    values = config.model_dump()
+    eos = tokenizer.eos_token_id
+    values["stop_token_ids"] = tuple(
+        dict.fromkeys([*([eos] if eos is not None else []), *config.stop_token_ids])
+    )
+    return Sampling(**values)
+
+
+def _greedy(sampling: SamplingConfig) -> SamplingConfig:
+    """The same limits, and the likeliest token each time."""
+    return sampling.model_copy(update={"greedy": True})
+
+
+def _shape_of(config: RunConfig) -> Callable[[Trajectory], ShapedReward] | None:
+    if not has_shaping(config.reward):
+        return None
+    limit = config.rollout.sampling.max_new_tokens
+    return partial(shape_reward, config=config.reward, max_new_tokens=limit)
