@@ -3,7 +3,8 @@
     checkpoints/step_120/
         state.json            the step and the state's tree (tree.py)
         tensors.safetensors   its tensors
-        manifest.json         size and SHA-256 of the other two; written last
+        policy/...            what workers wrote of models that they share out among them (training.shards)
+        manifest.json         size and SHA-256 of every other file; written last
 
 A folder named step_N is whole: it was written as .saving_step_N, flushed to the disk with everything in it, then
 renamed. Whatever moment a process is killed at, each step_N is there as it was before or as it is after. Names with a
@@ -19,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,10 @@ STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
 FORMAT = 1
 """Version of the layout."""
 _SAVING, _REPLACED, _REMOVING = ".saving_", ".replaced_", ".removing_"
-_READ_BYTES = 2**22
+Files = Mapping[str, Mapping[str, Any]]
+"""File in a checkpoint -> {bytes, sha256}: its line in the manifest."""
+Fill = Callable[[Path], tuple[Mapping[str, Any], Files]]
+"""Has workers write into a folder; what of the state is not there, and their files."""
 
 
 class CheckpointStore:
@@ -60,26 +65,33 @@ class CheckpointStore:
         replaced = self.folder / f"{_REPLACED}step_{step}"
         return replaced if replaced.exists() and not home.exists() else home
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any] | Fill) -> Path:
         """Write `state` as the checkpoint of `step`, in the place of an earlier one of that step, and return its folder.
+
+        Where workers write a part of it, `state` is called with the folder for their files, and tells what else there is.
 
         Then the oldest beyond `keep` go, and those of later steps: they are of a future that a resume has given up.
         Raises CheckpointError when it cannot be written; then every checkpoint is as before.
         """
-        data, tensors = pack(state)
-        text = json.dumps({"step": step, "state": data}, allow_nan=False).encode()
         saving = self.folder / f"{_SAVING}step_{step}"
-        needed = len(text) + sum(tensor.nbytes for tensor in tensors.values())
+        needed: int | None = None
         try:
             self.clean()
             saving.mkdir(parents=True)
+            state, files = state(saving) if callable(state) else (state, {})
+            _check_written(saving, files)
+            data, tensors = pack(state)
+            text = json.dumps({"step": step, "state": data}, allow_nan=False).encode()
+            needed = len(text) + sum(tensor.nbytes for tensor in tensors.values())
             files = {
                 STATE: _write(saving / STATE, lambda write: write(text)),
                 TENSORS: _write(saving / TENSORS, lambda write: write_tensors(write, tensors)),
+                **files,
             }
             manifest = json.dumps({"format": FORMAT, "files": files}, indent=2).encode()
             _write(saving / MANIFEST, lambda write: write(manifest))
-            _sync(saving)
+            for folder in {saving, *((saving / name).parent for name in files)}:
+                _sync(folder)
             self._put_in_place(saving, step)
         except OSError as error:
             raise self._cannot_save(step, needed, error) from error
@@ -89,13 +101,20 @@ class CheckpointStore:
         return self.path(step)
 
     def load(self, which: str | Path = "latest") -> tuple[int, dict[str, Any]]:
-        """(step, state) of the newest checkpoint that is whole, or of the one in the folder `which`.
+        """(step, state) of the newest checkpoint that is whole, or of the one in the folder `which`. What workers wrote is in
+        its folders, which `locate` gives.
 
         Raises CheckpointError when there is none. A damaged one is passed over with a warning by `latest`, and an error
         when it was asked for by path.
         """
+        path, step, state = self.locate(which)
+        del path
+        return step, state
+
+    def locate(self, which: str | Path = "latest") -> tuple[Path, int, dict[str, Any]]:
+        """(folder, step, state) of what `load` loads."""
         if which != "latest":
-            return read_checkpoint(Path(which))
+            return Path(which), *read_checkpoint(Path(which))
         problems: list[str] = []
         for path in map(self.path, reversed(self.steps())):
             try:
@@ -105,7 +124,7 @@ class CheckpointStore:
                 continue
             for problem in problems:
                 logger.warning("%s; going on from the one before it, %s", problem, path)
-            return step, state
+            return path, step, state
         if problems:
             raise CheckpointError(
                 "no checkpoint is whole:\n  - "
@@ -162,7 +181,7 @@ class CheckpointStore:
         except OSError as error:
             logger.warning("the old checkpoint %s could not be removed: %s", self.path(step), error)
 
-    def _cannot_save(self, step: int, needed: int, error: OSError) -> CheckpointError:
+    def _cannot_save(self, step: int, needed: int | None, error: OSError) -> CheckpointError:
         with suppress(OSError):
             self.clean()
         steps = self.steps()
@@ -172,8 +191,8 @@ class CheckpointStore:
             else "there is no checkpoint before it"
         )
         return CheckpointError(
-            f"cannot write the checkpoint of step {step} to {self.folder}: {error.strerror or error}; it needs "
-            f"{_size(needed)}, {_size(_free(self.folder))} are free. Temporary files were removed, {before}. Make room "
+            f"cannot write the checkpoint of step {step} to {self.folder}: {error.strerror or error}; "
+            f"{'' if needed is None else f'it needs {_size(needed)}, '}{_size(_free(self.folder))} are free. Temporary files were removed, {before}. Make room "
             "(checkpoint.keep says how many are kept), then go on with run.resume=latest"
         )
 
@@ -181,8 +200,9 @@ class CheckpointStore:
 def read_checkpoint(path: Path) -> tuple[int, dict[str, Any]]:
     """(step, state) of the checkpoint in the folder `path`. Raises CheckpointError when it is missing or damaged."""
     manifest = _manifest_of(path)
-    for name in (STATE, TENSORS):
-        _check(path / name, manifest["files"][name])
+    with ThreadPoolExecutor() as threads:  # hashing leaves the interpreter to others
+        for _ in threads.map(lambda item: _check(path, *item), manifest["files"].items()):
+            pass
     try:
         data = json.loads((path / STATE).read_bytes())
         return data["step"], unpack(data["state"], read_tensors(path / TENSORS))
@@ -212,21 +232,29 @@ def _manifest_of(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check(file: Path, expected: Mapping[str, Any]) -> None:
+def _check(path: Path, name: str, expected: Mapping[str, Any]) -> None:
     try:
-        size = file.stat().st_size
+        size = (path / name).stat().st_size
         if size != expected["bytes"]:
-            raise _damaged(file.parent, f"{file.name} has {size} bytes instead of {expected['bytes']}")
-        digest = hashlib.sha256()
-        with file.open("rb", buffering=0) as opened:
-            while chunk := opened.read(_READ_BYTES):
-                digest.update(chunk)
+            raise _damaged(path, f"{name} has {size} bytes instead of {expected['bytes']}")
+        with (path / name).open("rb", buffering=0) as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
     except FileNotFoundError:
-        raise _damaged(file.parent, f"{file.name} is missing") from None
+        raise _damaged(path, f"{name} is missing") from None
     except OSError as error:
-        raise _damaged(file.parent, f"{file.name} cannot be read ({error.strerror})") from error
-    if digest.hexdigest() != expected["sha256"]:
-        raise _damaged(file.parent, f"{file.name} has not the SHA-256 that {MANIFEST} says")
+        raise _damaged(path, f"{name} cannot be read ({error.strerror})") from error
+    if digest != expected["sha256"]:
+        raise _damaged(path, f"{name} has not the SHA-256 that {MANIFEST} says")
+
+
+def _check_written(saving: Path, files: Files) -> None:
+    """Raise CheckpointError when this process does not see what workers have written."""
+    for name, line in files.items():
+        if not (saving / name).is_file() or (saving / name).stat().st_size != line["bytes"]:
+            raise CheckpointError(
+                f"workers wrote {name} of the checkpoint, and the first process does not find it in {saving}; set "
+                "checkpoint.dir (or run.output_dir) to a folder that all machines share"
+            )
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
