@@ -38,6 +38,7 @@ from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.runtime.environment import environment
 from braid.runtime.memory import keep_freed_memory
+from braid.training.shards import read_weights
 
 from . import build, on_policy, steps, supervised
 from .parts import Parts
@@ -125,8 +126,8 @@ def _weights_of(run_dir: Path, step: int | None = None) -> dict[str, torch.Tenso
 
 
 def _weights_in(store: CheckpointStore, which: str) -> dict[str, torch.Tensor]:
-    _, state = store.load(which if which == "latest" else Path(which))
-    return state["policy"]["weights"]
+    folder, _, state = store.locate(which if which == "latest" else Path(which))
+    return state["policy"].get("weights") or read_weights(folder / "policy")
 
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
@@ -245,9 +246,9 @@ def _resume(parts: Parts, which: str) -> None:
             "there is no checkpoint yet in %s; the run starts from the beginning", parts.store.folder
         )
         return
-    step, state = parts.store.load("latest" if which == "latest" else Path(which))
+    folder, step, state = parts.store.locate("latest" if which == "latest" else Path(which))
     parts.store.forget_after(step)
-    steps.restore(parts, state)
+    steps.restore(parts, state, folder)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -424,7 +425,7 @@ def save(parts: Parts, *, is_due: bool) -> None:
     if not is_due:
         return
     with _timed(parts, "save"):
-        parts.store.save(parts.progress.step, state_of(parts))
+        parts.store.save(parts.progress.step, partial(_write_state, parts))
 
 
 def export(parts: Parts) -> None:
@@ -437,37 +438,40 @@ def export(parts: Parts) -> None:
         parts.export(home / f"step_{parts.progress.step}")
 
 
-def state_of(parts: Parts) -> dict[str, object]:
-    """All that `restore` needs to go on to the bit."""
-    return {
+def _write_state(parts: Parts, folder: Path) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """Have the models' workers write into `folder`; what else `restore` needs to go on to the bit, and the files written."""
+    state: dict[str, object] = {
         "progress": parts.progress.state(),
         "sampler": parts.sampler.state(),
         "reward_moments": parts.reward_moments.state(),
-        "policy": parts.policy.state(),
-        "critic": parts.critic.state() if parts.critic else None,
-        "reference": parts.reference.state() if parts.reference and _reference_changes(parts) else None,
         "reporter": parts.reporter.state(),
     }
+    files: dict[str, dict[str, object]] = {}
+    for role, backend in _saved_models(parts).items():
+        state[role], written = backend.save(folder / role)
+        files |= {f"{role}/{name}": line for name, line in written.items()}
+    return state, files
 
 
-def _reference_changes(parts: Parts) -> bool:
-    """Whether the reference is ever other than what its folder holds."""
+def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
+    """The models that a checkpoint has: not a reference that is never other than what its folder holds."""
     config = parts.config.reference
-    return config.path is None or config.update_every_epochs > 0
-
-
-def restore(parts: Parts, state: dict[str, object]) -> None:
-    """Put the parts where the checkpoint left them."""
-    loaders = {
-        "progress": parts.progress,
-        "sampler": parts.sampler,
-        "reward_moments": parts.reward_moments,
+    changes = config.path is None or config.update_every_epochs > 0
+    models = {
         "policy": parts.policy,
         "critic": parts.critic,
-        "reference": parts.reference,
-        "reporter": parts.reporter,
+        "reference": parts.reference if changes else None,
     }
-    for name, part in loaders.items():
-        if part is not None and state.get(name) is not None:
-            part.load(state[name])  # pyright: ignore[reportArgumentType]
+    return {role: backend for role, backend in models.items() if backend is not None}
+
+
+def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
+    """Put the parts where the checkpoint in `folder` left them."""
+    for role, backend in _saved_models(parts).items():
+        if state.get(role) is not None:
+            backend.restore(state[role], folder / role)
+    parts.progress.load(state["progress"])
+    parts.sampler.load(state["sampler"])
+    parts.reward_moments.load(state["reward_moments"])
+    parts.reporter.load(state["reporter"])
     publish(parts)

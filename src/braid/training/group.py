@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.types import Row
 
 from .backend import HeldBytes, Loss, StepReport, Work
+from .shards import Written
 
 
 class Sized(Protocol):
@@ -65,6 +67,15 @@ class ShardedBackend(Protocol):
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave; every rank is given the whole."""
+        ...
+
+    def save(self, folder: str) -> Written:
+        """Write this rank's part of the state into `folder` (training.shards); in one process it may come back instead."""
+        ...
+
+    def restore(self, saved: dict[str, Any], folder: str) -> None:
+        """Take over what ranks of any layout have saved: what came back of rank 0, and the folder. Raises CheckpointError
+        when it is of another model."""
         ...
 
     def to_host(self) -> None: ...
@@ -188,6 +199,19 @@ class GroupBackend:
     def load(self, state: dict[str, Any]) -> None:
         """See TrainingBackend."""
         self.group.call("load", state)
+
+    def save(self, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Have the ranks write the state into `folder`, each its part at the same time; what of it they have not written, and
+        the files' lines of a checkpoint's manifest. Raises OSError."""
+        written: list[Written] = self.group.call("save", str(folder.absolute()))
+        for part in written:
+            if part.error is not None:
+                raise part.error
+        return written[0].state, {name: line for part in written for name, line in part.files.items()}
+
+    def restore(self, saved: dict[str, Any], folder: Path) -> None:
+        """Take over what `save` of any layout gave and wrote. Raises CheckpointError when it is of another model."""
+        self.group.call("restore", saved, str(folder.absolute()))
 
 
 def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list[list[int]]:

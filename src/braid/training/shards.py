@@ -198,14 +198,24 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> Written:
 
 
 def read_whole(folder: Path) -> dict[str, Any]:
-    """Weights and optimizer as SingleBackend.state has them, from what any layout wrote. In one process."""
+    """Weights and optimizer as SingleBackend.state has them, from what any layout wrote. Without other ranks."""
+    return _unflattened(_read(folder, ""))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The whole weights alone."""
+    return _unflattened(_read(folder, _WEIGHTS))["weights"]
+
+
+def _read(folder: Path, prefix: str) -> dict[str, Tensor]:
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _metadata_of(folder).items()
+        if name.startswith(prefix)
     }
     with _quiet():
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return _unflattened(tensors)
+    return tensors
 
 
 def read_into(folder: Path, state: Mapping[str, Any]) -> None:
