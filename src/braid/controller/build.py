@@ -45,7 +45,7 @@ from .costs import held_bytes
 from .data_plane import DataPlane
 from .inputs import TextInputs, check_sources, read_inputs
 from .parts import Parts
-from .roles import backend_here, device_of, export_policy, roles_here, roles_on_workers, training_roles
+from .roles import backend_here, device_of, export_policy, roles_here, roles_on_workers
 from .rollouts import Rollouts
 from .supervised import Supervised
 
@@ -61,18 +61,13 @@ def build(
     else:
         if plan.verb == "train":
             check_sources(loaded, inputs)
-        on_workers = plan.verb == "train" and uses_workers(loaded.config)
-        parts = (_build_on_workers if on_workers else _build_here)(loaded, plan, inputs, reporter, store)
+        build_parts = _build_here if plan.layout.mode == "in_process" else _build_on_workers
+        parts = build_parts(loaded, plan, inputs, reporter, store)
     if loaded.config.train.record_memory:
         parts.memory = MemoryRecorder(
             reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)
         )
     return parts
-
-
-def uses_workers(config: RunConfig) -> bool:
-    """Whether the roles have processes of their own."""
-    return config.cluster.runtime == "ray" or config.train.backend != "single"
 
 
 def _build_here(
@@ -130,7 +125,7 @@ def _build_on_workers(
     config = loaded.config
     make = partial(make_collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs)
     factories = {"rollout": make, ROWS: partial(_experience, plan)}
-    cluster = Cluster.start(config, training_roles(config, plan), factories)
+    cluster = Cluster.start(config, plan.layout, factories)
 
     def new_supervised() -> GroupBackend:
         warm = _warm_up_config(config)

@@ -1,11 +1,11 @@
 """The workers of a run on a cluster: which processes there are, and which roles sit in them.
 
-    policy ranks     policy, and each of critic, reference and inference whose placement and backend are the policy's
+    policy ranks     policy, and each of critic, reference and inference whose seats and backend are the policy's
     NAME ranks       any other of these roles
     rollout          engines with drivers and scorer
     rows             the rows of a round
 
-Processes start side by side, since most of their start is reading libraries.
+Where each sits is the plan's layout. Processes start side by side, since most of their start is reading libraries.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
-from braid.models.roles import TrainingRole, train_config
-from braid.plan.placement import Devices, parse_placement
+from braid.plan.layout import Layout, RoleLayout, Worker
 from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.runtime.workers import Factory, WorkerGroup
 from braid.training.group import GroupBackend
 from braid.training.worker import Ranks, RoleGroup
 
 ROWS = "rows"
-"""The group of one that has the rows of a round."""
+"""The group of one that has the rows of a round. It is on the first machine, and on no device."""
 
 
 @dataclass(slots=True)
@@ -32,22 +32,23 @@ class Cluster:
     """A connection to a Ray cluster, and the groups that were started on it. With `is_own` the cluster is this run's."""
 
     config: RunConfig
+    layout: Layout
     is_own: bool
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, config: RunConfig, roles: list[TrainingRole], factories: Mapping[str, Factory]) -> Cluster:
-        """Connect, or start a cluster on this machine that is large enough; then start the processes of the training
-        `roles`, and those that the `factories` make by name."""
-        homes = {role: _home(config, role) for role in roles}
-        makes: dict[str, Factory] = {home: partial(Ranks, config=config) for home in homes.values()}
+    def start(cls, config: RunConfig, layout: Layout, factories: Mapping[str, Factory]) -> Cluster:
+        """Connect, or start a cluster on this machine that is large enough; then start the processes of the training roles,
+        and those that the `factories` make by name."""
+        homes = {_home(layout, of): of for of in layout.roles if of.role != "rollout"}
+        makes: dict[str, Factory] = {home: partial(Ranks, config=config) for home in homes}
         makes |= factories
-        sizes = {name: _num_workers(config, name) for name in makes}
-        cluster = cls(config, connect(config.cluster, num_processes=sum(sizes.values())))
+        seats = {name: _seats(layout, name) for name in makes}
+        cluster = cls(config, layout, connect(config.cluster, num_processes=sum(map(len, seats.values()))))
+        shown = {str(role): text for role, text in config.cluster.group_names.items()}
 
         def start(name: str) -> WorkerGroup:
-            shown = {str(role): text for role, text in config.cluster.group_names.items()}.get(name, name)
-            return RayGroup(shown, makes[name], sizes[name], config.cluster)
+            return RayGroup(shown.get(name, name), makes[name], len(seats[name]), config.cluster)
 
         try:
             with ThreadPoolExecutor(len(makes)) as pool:
@@ -68,7 +69,9 @@ class Cluster:
     ) -> GroupBackend:
         """A role's model on the ranks where it sits. `config` is the run's, and `name` the role's, unless given."""
         config = config or self.config
-        group = RoleGroup(self.groups[_home(config, role)], name or role)
+        seated = self.layout.role(role)
+        assert seated is not None, f"{role} has no workers in this run"
+        group = RoleGroup(self.groups[_home(self.layout, seated)], name or role)
         group.group.call("add", group.name, role, config, total_steps)
         return GroupBackend(group, balances=train_config(config, role).balance_ranks)
 
@@ -80,28 +83,14 @@ class Cluster:
             disconnect()
 
 
-def _home(config: RunConfig, role: TrainingRole) -> str:
+def _home(layout: Layout, seated: RoleLayout) -> str:
     """The group in whose processes a role sits. Megatron has one layout of ranks in a process, so that its roles sit apart."""
-    own, policy = (train_config(config, of) for of in (role, "policy"))
-    is_alike = own.backend == policy.backend != "megatron"
-    return "policy" if is_alike and _devices(config, role) == _devices(config, "policy") else role
+    policy = layout.role("policy")
+    assert policy is not None, "every run has a policy"
+    is_alike = seated.kind == policy.kind != "megatron" and seated.workers == policy.workers
+    return "policy" if is_alike else seated.role
 
 
-def _devices(config: RunConfig, role: str) -> Devices | None:
-    """Those of the role's line, or of the policy's where it has none; None for all there are."""
-    cluster = config.cluster
-    placed = parse_placement(cluster.placement, cluster.devices_per_node)
-    return placed.get(role, placed.get("policy"))
-
-
-def _num_workers(config: RunConfig, role: str) -> int:
-    if role == ROWS:
-        return 1
-    if role in ("policy", "critic", "reference", "inference") and _is_single(config, role):
-        return 1
-    devices = _devices(config, role)
-    return (config.cluster.devices_per_node or 1) if devices is None else len(devices.processes)
-
-
-def _is_single(config: RunConfig, role: TrainingRole) -> bool:
-    return train_config(config, role).backend == "single"
+def _seats(layout: Layout, name: str) -> tuple[Worker, ...]:
+    seated = layout.role(name)
+    return (Worker(0, 0, ()),) if seated is None else seated.workers

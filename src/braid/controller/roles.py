@@ -12,15 +12,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from braid.checkpoint.export import export_model
+from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.models.adapter_reference import AdapterReference
 from braid.models.base import TrainableModel, copy_weights
 from braid.models.causal_lm import CausalLM
-from braid.models.roles import TrainingRole, make_policy, train_config
+from braid.models.roles import make_policy
 from braid.models.value import ValueModel
 from braid.plan import Plan
-from braid.plan.placement import parse_placement
 from braid.runtime.workers import InProcessGroup
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
@@ -32,17 +32,6 @@ class NewBackend(Protocol):
     """Makes the model of a role on its workers."""
 
     def __call__(self, role: TrainingRole, *, total_steps: int) -> GroupBackend: ...
-
-
-def training_roles(config: RunConfig, plan: Plan) -> list[TrainingRole]:
-    """Those that a run has."""
-    needed: dict[TrainingRole, bool] = {
-        "policy": True,
-        "critic": plan.needs_critic,
-        "reference": plan.needs_reference,
-        "inference": infers_apart(config, plan),
-    }
-    return [role for role, is_needed in needed.items() if is_needed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +119,8 @@ def roles_on_workers(
     policy = new_backend("policy", total_steps=plan.num_steps)
     critic = new_backend("critic", total_steps=plan.num_critic_steps) if plan.needs_critic else None
     reference = new_backend("reference", total_steps=0) if plan.needs_reference else None
-    inference = new_backend("inference", total_steps=0) if infers_apart(config, plan) else None
+    infers_apart = plan.layout.role("inference") is not None
+    inference = new_backend("inference", total_steps=0) if infers_apart else None
 
     def follow_policy() -> None:
         """Without a warm-up all have begun with the same weights."""
@@ -149,11 +139,6 @@ def roles_on_workers(
             reference.load_weights(policy.start_full_weights())
 
     return Roles(policy, critic, reference, follow_policy, update_reference, inference)
-
-
-def infers_apart(config: RunConfig, plan: Plan) -> bool:
-    """Whether log-probs of the policy are computed by workers of their own."""
-    return plan.old_logprobs == "recompute" and "inference" in parse_placement(config.cluster.placement)
 
 
 def export_policy(

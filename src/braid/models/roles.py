@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
+from braid.config.roles import train_config
 from braid.config.schema import RunConfig
-from braid.config.train import TrainConfig
 
 from .adapter_reference import AdapterReference
 from .causal_lm import CausalLM
 from .loading import load_policy
 from .value import ValueModel
-
-TrainingRole = Literal["policy", "critic", "reference", "inference"]
-"""inference: the policy's twin, which computes log-probs on devices of its own."""
-
-
-def train_config(config: RunConfig, role: TrainingRole) -> TrainConfig:
-    """The training settings of a role: its own section, or the policy's."""
-    match role:
-        case "critic":
-            return config.critic.train or config.train
-        case "reference":
-            return config.reference.train or config.train
-        case "inference":
-            own = config.inference.model_dump(exclude={"load_from_policy"}, exclude_none=True)
-            megatron = config.train.megatron.model_copy(update=own)
-            return config.train.model_copy(update={"megatron": megatron})
-        case "policy":
-            return config.train
 
 
 def make_policy(config: RunConfig, device: torch.device) -> CausalLM:

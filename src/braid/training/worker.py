@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.models.base import TrainableModel
-from braid.models.roles import TrainingRole, make_critic, make_policy, make_reference, train_config
+from braid.models.roles import make_critic, make_policy, make_reference
 from braid.runtime.workers import Pending, Place, WorkerGroup
 
 from .group import ShardedBackend
