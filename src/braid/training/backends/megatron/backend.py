@@ -1,0 +1,521 @@
+"""One rank of a model that Megatron-core trains.
+
+Megatron owns the layers, the pipeline schedule, the gradient buffers and the optimizer; the loss, the steps, their reports, the
+learning rate and the loss scale are as everywhere. All ranks make the same number of passes, since experts and
+collectives run over all of them: a rank that has run out of rows passes a spare one, which counts for nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from numpy.typing import NDArray
+from torch import Tensor
+
+from braid.config.backends import GradScalerConfig
+from braid.config.train import TrainConfig
+from braid.errors import ModelError
+from braid.models.base import Output, TrainableModel
+from braid.models.batch import PackedBatch
+from braid.models.causal_lm import CausalLM
+from braid.training.backend import HeldBytes, Loss, StepReport
+from braid.training.backends.single import Running, SingleBackend
+from braid.training.loss_scale import LossScale
+from braid.training.offload import HOST, move_states, move_weights
+from braid.training.packing import pack, unpack
+from braid.types import Row
+
+from .model import Decoder, check_model, layer_options, padded_vocab
+from .names import Names, Shard, bridge_of
+from .ranks import Ranks, groups, join
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronBackend(SingleBackend):
+    """See training.group.ShardedBackend; all calls are made on all ranks together."""
+
+    def __init__(
+        self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
+    ) -> None:
+        """The process group must be up. `model` holds the same weights on every rank, in host memory, and is left without
+        them. Raises TrainingError or ModelError when it cannot be shared out as `config.megatron` says."""
+        if not isinstance(model, CausalLM) or model.has_adapters:
+            raise ModelError(
+                "train.backend=megatron trains whole policies and computes references: no critic, no adapters; "
+                "set critic.train.backend or train.backend to fsdp2, fsdp or single"
+            )
+        self._ranks = join(config.megatron)
+        check_model(model.config, self._ranks)
+        dtype = next(model.module.parameters()).dtype
+        options = layer_options(model.config, config, dtype)
+        bridge = bridge_of(model.config, padded_vocab(model.vocab_size, self._ranks), **options)
+        self._layers = bridge.config
+        stages = [stage.to(device) for stage in _stages(model, self._layers, self._ranks)]
+        for stage in stages:
+            stage.requires_grad_(total_steps > 0)
+        weights = {name: tensor.detach() for name, tensor in model.named_weights()}
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        self._names = Names(bridge, stages, shapes)
+        self._stages = [_wrapped(stage, index, config, self._layers) for index, stage in enumerate(stages)]
+        self._dtype, self._is_offloaded = dtype, False
+        self._megatron: Any = None
+        super().__init__(model, config, total_steps=total_steps, device=device)
+        self.load_weights(weights)
+        model.module.to("meta")
+        self._layers.finalize_model_grads_func = _finalize
+        if config.megatron.overlap_grad_reduce:
+            self._layers.no_sync_func = _of_stages([stage.no_sync for stage in self._stages])
+            self._layers.grad_sync_func = _of_stages([stage.start_grad_sync for stage in self._stages])
+        if "fp16" in (config.autocast, _short(dtype)):
+            scaler = config.grad_scaler or GradScalerConfig()
+            window = config.megatron.dynamic_loss_scale_window
+            self._scale = LossScale(scaler.model_copy(update={"growth_interval": window}))
+
+    def _build_optimizer(self) -> None:
+        """Megatron's own, in place of torch's."""
+        config, own = self._config.optimizer, self._config.megatron
+        self._megatron = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam" if config.kind == "adamw" else "sgd",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                sgd_momentum=0.0,
+                bf16=self._dtype != torch.float32,  # its optimizer with fp32 copies of half-precision weights
+                params_dtype=self._dtype,
+                clip_grad=0.0,  # ours
+                use_distributed_optimizer=self._stages[0].ddp_config.use_distributed_optimizer,
+                overlap_param_gather=own.overlap_param_gather,
+                overlap_param_gather_with_optimizer_step=own.overlap_param_gather_with_step,
+            ),
+            self._stages,
+            use_gloo_process_groups=False,
+        )
+        for group in self._megatron.param_groups:
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    def data_place(self) -> tuple[int, int]:
+        """See ShardedBackend: all ranks of one copy of the model have the same rows."""
+        return self._ranks.data, self._ranks.data_size
+
+    def infer(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
+        self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
+    ) -> list[dict[str, NDArray[np.float32]]]:
+        """See ShardedBackend."""
+        start = time.perf_counter()
+        cuts = self._infer_batches(rows) if rows else []
+        batches = [pack([rows[i] for i in indices], self._device, with_fields=False) for indices in cuts]
+        num_spare = self._num_passes(len(batches)) - len(batches)
+        batches += [pack([spare], self._device, with_fields=False)] * num_spare
+        names = sorted(outputs)
+        results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
+        with torch.no_grad():
+            passed = self._run(batches, outputs, partial(_outputs_of, names), forward_only=True)
+        for index, (indices, batch) in enumerate(zip(cuts, batches, strict=False)):
+            flat = self._from_last(passed[index] if passed else None, (len(names), batch.num_positions))
+            for name, values in zip(names, flat, strict=True):
+                for row, array in zip(indices, unpack(values, batch), strict=True):
+                    results[row][name] = array
+        if self._config.count_flops:
+            self._work.infer_flops += self._flops_of(rows).forward // self._num_sharers
+            self._work.infer_s += time.perf_counter() - start
+        return results
+
+    def train(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
+        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row
+    ) -> StepReport:
+        """See ShardedBackend. All ranks return the same report."""
+        self._spare = pack([spare], self._device, weights=[0.0])
+        return super().train(rows, weights, loss)
+
+    def _accumulate(
+        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
+    ) -> None:
+        batches = list(self._batches(rows, weights)) if rows else []
+        batches += [self._spare] * (self._num_passes(len(batches)) - len(batches))
+        self._run(batches, loss.outputs, partial(self._loss_of, loss, running), forward_only=False)
+        if self._scale is not None:
+            self._multiply_gradients(1.0 / self._scale.value)
+
+    def _loss_of(
+        self, loss: Loss, running: Running, batch: PackedBatch, outputs: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, None]:
+        """What Megatron's schedule wants of the last stage: the loss that it goes back from, the number of tokens to average
+        over, which is nobody's business here, and what it should keep."""
+        share, diagnostics = loss.compute(outputs, batch)
+        if batch is self._spare:
+            share, diagnostics = share * 0.0, diagnostics.emptied()
+        running.add(share.detach(), diagnostics)
+        scale = 1.0 if self._scale is None else self._scale.value
+        return share * scale, _no_tokens(), None
+
+    def _run(
+        self,
+        batches: Sequence[PackedBatch],
+        outputs: frozenset[Output],
+        loss: Callable[[PackedBatch, dict[str, Tensor]], tuple[Tensor, Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """All passes by Megatron's schedule. What `loss` wants kept of each, on the last stage; nothing on the others."""
+
+        def step(data: Iterator[PackedBatch], stage: Any) -> tuple[Any, Callable[[Any], Any]]:
+            batch = next(data)
+            with self._autocast():
+                passed = stage(batch, outputs)
+            return passed, partial(loss, batch)
+
+        for stage in self._stages:
+            stage.train(
+                not forward_only
+            )  # nothing is random either way; what is recomputed is so in train mode
+        data = [iter(batches) for _ in self._stages]
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=self._stages if len(self._stages) > 1 else self._stages[0],
+            num_microbatches=len(batches),
+            seq_length=1,  # lengths vary, and travel with what the stages send
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _num_passes(self, own: int) -> int:
+        """As many as the rank with the most rows needs, and of interleaved stages a multiple of the stages."""
+        most = torch.tensor(max(own, 1), dtype=torch.int64, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        multiple = self._ranks.pipeline_size if len(self._stages) > 1 else 1
+        return -(-int(most) // multiple) * multiple
+
+    def _from_last(self, values: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """What the last pipeline stage has, on all stages."""
+        if self._ranks.pipeline_size == 1:
+            assert values is not None, "the only stage is the last"
+            return values
+        if values is None:
+            values = torch.empty(shape, dtype=torch.float32, device=self._device)
+        values = values.contiguous()
+        last = groups.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(values, last, groups.get_pipeline_model_parallel_group())
+        return values
+
+    def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
+        self._megatron.prepare_grads()
+        norm = torch.tensor(float(self._megatron.get_grad_norm()), device=self._device)
+        count = self._sum(torch.tensor(num_tokens, dtype=torch.int64, device=self._device))
+        report: list[StepReport | None] = [None]
+        if groups.is_pipeline_last_stage():
+            running.merge(self._sum, self._greatest)
+            report[0] = running.report(norm, self._lr(), int(count), limits)
+        dist.broadcast_object_list(report, self._ranks.report_from, device=self._device)
+        assert report[0] is not None, "the sender is of the last stage"
+        return report[0]
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=groups.get_data_parallel_group())
+        return tensor
+
+    def _greatest(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, groups.get_data_parallel_group())
+        return tensor
+
+    def _multiply_gradients(self, factor: float) -> None:
+        for stage in self._stages:
+            stage.scale_gradients(factor)
+
+    def _update(self, report: StepReport) -> None:
+        limit = self._config.max_grad_norm
+        if limit is not None and report.grad_norm > limit:
+            self._multiply_gradients(limit / report.grad_norm)
+            self._megatron.prepare_grads()
+        for group in self._megatron.param_groups:
+            group["lr"] = report.lr
+        for optimizer in self._inner():
+            move_states(optimizer, self._device)
+        self._megatron.step_with_ready_grads()
+        self._rest_optimizer()
+
+    def _rest_optimizer(self) -> None:
+        if self._config.offload.optimizer:
+            for optimizer in self._inner():
+                move_states(optimizer, HOST)
+
+    def _drop_gradients(self) -> None:
+        for stage in self._stages:
+            stage.zero_grad_buffer()
+        self._megatron.zero_grad()
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        """torch's optimizers inside Megatron's; none for a rank without weights of a kind."""
+        if self._megatron is None:
+            return []
+        return [part.optimizer for part in self._megatron.chained_optimizers if part.optimizer is not None]
+
+    @property
+    def _num_sharers(self) -> int:
+        """Ranks that share the work on the same rows."""
+        return dist.get_world_size() // self._ranks.data_size
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """See ShardedBackend."""
+        with self._on_device():
+            for stage in self._stages:
+                if stage.ddp_config.overlap_param_gather:
+                    stage.start_param_sync(force_sync=True)
+            return self._names.collect(
+                (shard.parameter.detach() for shard in self._names.shards), self._dtype
+            )
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See ShardedBackend."""
+        with self._on_device():
+            for shard in self._names.shards:
+                shard.parameter.copy_(self._names.scatter(shard, weights))
+            if self._megatron is not None:
+                self._megatron.reload_model_params()
+
+    def state(self) -> dict[str, Any]:
+        """See ShardedBackend."""
+        return {
+            "weights": self.full_weights(),
+            "optimizer": None if self._megatron is None else self._moments(),
+            "num_steps": self._num_steps,
+            "skipped_in_row": self._skipped_in_row,
+            "loss_scale": None if self._scale is None else self._scale.state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See ShardedBackend."""
+        self.load_weights(state["weights"])
+        if self._megatron is not None and state["optimizer"] is not None:
+            self._load_moments(state["optimizer"])
+            self._rest_optimizer()
+        if self._scale is not None and state["loss_scale"] is not None:
+            self._scale.load(state["loss_scale"])
+        self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
+
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        """Of each weight, under its Hugging Face name. All weights are updated together, and their step counts are one."""
+        steps = [
+            state["step"] for inner in self._inner() for state in inner.state.values() if "step" in state
+        ]
+        known: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(known, float(steps[0]) if steps else None)
+        if not (counts := [count for count in known if count is not None]):
+            return {}
+        whole = {
+            name: self._names.collect(
+                (self._whole_moment(shard, name) for shard in self._names.shards), torch.float32
+            )
+            for name in _MOMENTS
+        }
+        return {
+            weight: {"step": torch.tensor(counts[0]), **{name: whole[name][weight] for name in _MOMENTS}}
+            for weight in whole[_MOMENTS[0]]
+        }
+
+    def _whole_moment(self, shard: Shard, name: str) -> Tensor:
+        """Of one parameter of this rank, put together from the data-parallel ranks that share it out."""
+        whole = torch.zeros(shard.parameter.shape, dtype=torch.float32, device=self._device)
+        part = self._optimizer_of(shard)
+        own = _OwnPart.of(part, shard)
+        if own is not None and name in own.state:
+            own.view(whole).copy_(own.state[name].view(-1))
+        if isinstance(part, DistributedOptimizer):
+            dist.all_reduce(whole, group=part.data_parallel_group)
+        return whole
+
+    def _load_moments(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for inner in self._inner():
+            inner.state.clear()
+        if not states:
+            return
+        step = next(iter(states.values()))["step"]
+        moments = {name: {weight: state[name] for weight, state in states.items()} for name in _MOMENTS}
+        for shard in self._names.shards:
+            own = _OwnPart.of(self._optimizer_of(shard), shard)
+            if own is None:
+                continue
+            own.state["step"] = step.clone()
+            for name in _MOMENTS:
+                whole = self._names.scatter(shard, moments[name]).to(self._device, torch.float32)
+                own.state[name] = own.view(whole).clone().view(own.shape)
+
+    def _optimizer_of(self, shard: Shard) -> Any:
+        """The one of the chained optimizers that has a parameter."""
+        parts = self._megatron.chained_optimizers
+        return parts[-1] if shard.is_expert else parts[0]
+
+    def to_host(self) -> None:
+        """See ShardedBackend. Optimizer states leave after each step."""
+        if self._device.type == "cpu":
+            return
+        offload = self._config.offload
+        if offload.gradients:
+            for stage in self._stages:
+                stage.offload_grad_buffers()
+        if self._leaves_weights:
+            self._move_weights(to_host=True)
+            self._is_offloaded = True
+
+    def to_device(self) -> None:
+        """See ShardedBackend."""
+        if self._device.type == "cpu":
+            return
+        if self._config.offload.gradients:
+            for stage in self._stages:
+                stage.restore_grad_buffers()
+        if self._is_offloaded:
+            self._move_weights(to_host=False)
+            self._is_offloaded = False
+
+    def _move_weights(self, *, to_host: bool) -> None:
+        for stage in self._stages:
+            if not (stage.ddp_config.use_distributed_optimizer and stage.buffers):
+                move_weights(stage.module, HOST if to_host else self._device)
+                continue
+            for buffer in itertools.chain(stage.buffers, stage.expert_parallel_buffers):
+                move = buffer.offload_to_cpu if to_host else buffer.reload_from_cpu
+                move(move_params=True, move_grads=False)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Weights that wait in host memory are back for a while."""
+        is_away = self._is_offloaded
+        if is_away:
+            self._move_weights(to_host=False)
+        yield
+        if is_away:
+            self._move_weights(to_host=True)
+
+    def held_bytes(self) -> HeldBytes:
+        """See ShardedBackend."""
+        weights = [shard.parameter for shard in self._names.shards]
+        gradients = (
+            buffer.grad_data.numel() * buffer.grad_data.itemsize
+            for stage in self._stages
+            for buffer in itertools.chain(stage.buffers, stage.expert_parallel_buffers)
+        )
+        states = (state for inner in self._inner() for state in inner.state.values())
+        return HeldBytes(
+            weights=sum(p.nbytes for p in weights),
+            gradients=sum(gradients),
+            optimizer=sum(tensor.nbytes for state in states for tensor in state.values()),
+            is_on_device=not self._is_offloaded,
+        )
+
+
+class _OwnPart:
+    """The part of a parameter that this rank's optimizer updates: where its state is, and which elements it has."""
+
+    def __init__(self, state: dict[str, Any], shape: torch.Size, start: int) -> None:
+        self.state, self.shape, self._start = state, shape, start
+
+    @classmethod
+    def of(cls, optimizer: Any, shard: Shard) -> _OwnPart | None:
+        """None where other data-parallel ranks have all of it."""
+        parameter: Any = shard.parameter
+        if not isinstance(optimizer, DistributedOptimizer):
+            main = getattr(parameter, "main_param", None)
+            main = parameter if main is None else main
+            return cls(optimizer.optimizer.state[main], main.shape, 0)
+        if parameter not in optimizer.model_param_group_index_map:
+            return None
+        group, place = optimizer.model_param_group_index_map[parameter]
+        main = optimizer.optimizer.param_groups[group]["params"][place]
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        return cls(optimizer.optimizer.state[main], main.shape, start)
+
+    def view(self, whole: Tensor) -> Tensor:
+        """These elements of a tensor of the parameter's size, flat."""
+        return whole.view(-1)[self._start : self._start + math.prod(self.shape)]
+
+
+def _stages(model: CausalLM, layers: Any, ranks: Ranks) -> list[Any]:
+    """The stages of this rank: one, or with the interleaved schedule several, whose layers lie apart."""
+    number = layers.virtual_pipeline_model_parallel_size
+    stages: list[Any] = []
+    for index in range(number or 1):
+        place: dict[str, Any] = {"ignore_virtual": number is None, "vp_stage": index if number else None}
+        stages.append(
+            Decoder(
+                model,
+                layers,
+                ranks,
+                is_first=groups.is_pipeline_first_stage(**place),
+                is_last=groups.is_pipeline_last_stage(**place),
+                vp_stage=place["vp_stage"],
+            )
+        )
+    for stage in stages:
+        for parameter in stage.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return stages
+
+
+def _wrapped(stage: Decoder, index: int, config: TrainConfig, layers: Any) -> Any:
+    """With gradient buffers that data-parallel ranks reduce."""
+    own = config.megatron
+    shards = own.distributed_optimizer and config.optimizer.kind == "adamw"
+    return DistributedDataParallel(
+        layers,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=shards,
+            overlap_grad_reduce=own.overlap_grad_reduce,
+            overlap_param_gather=own.overlap_param_gather and shards,
+            bucket_size=own.ddp_bucket_size,
+        ),
+        stage,
+        disable_bucketing=index > 0 or own.overlap_param_gather_with_step,
+    )
+
+
+def _finalize(stages: list[Any], num_tokens: Tensor | None, **options: Any) -> None:  # noqa: ARG001  # never divided by
+    """Megatron's reduction of gradients over ranks, as sums."""
+    finalize_model_grads(stages, None, **options)
+
+
+def _of_stages(calls: list[Any]) -> Any:
+    """Megatron's schedules want one call, or one for each interleaved stage."""
+    return calls if len(calls) > 1 else calls[0]
+
+
+def _outputs_of(
+    names: Sequence[str],
+    batch: PackedBatch,  # noqa: ARG001  # a loss would look at it
+    outputs: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Instead of a loss, for passes without one: keeps the outputs [names, T]."""
+    kept = torch.stack([outputs[name].float() for name in names])
+    return kept.new_zeros(()), _no_tokens(), kept
+
+
+def _no_tokens() -> Tensor:
+    return torch.zeros((), dtype=torch.int)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "fp16" if dtype == torch.float16 else ""

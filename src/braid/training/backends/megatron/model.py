@@ -1,0 +1,402 @@
+"""A Hugging Face decoder built of Megatron's layers: token ids of packed rows to log-probs.
+
+The layers are those of Megatron's local specification, which runs on any device, with three parts of our own: attention that keeps
+packed rows apart (Megatron's local one cannot), norms that also run under sequence parallelism, and a head that turns the
+last hidden states into log-probs without whole logits. Rotary positions come from the rows and from the frequencies that
+transformers computes, so that every scaling of them that is fixed beforehand is right.
+
+    rows -> flat positions, padded -> this rank's slice (context parallel) -> layers -> hidden states at written positions
+         -> log-probs over all vocabulary shards -> put together over context-parallel ranks: [T], as the loss wants them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from braid.config.train import TrainConfig
+from braid.errors import ModelError
+from braid.models.attention import LayerCall, PackedAttention
+from braid.models.base import Output
+from braid.models.batch import PackedBatch
+from braid.models.causal_lm import CausalLM, spread, written_positions
+from braid.models.kernels import AttentionKind, packed_attention
+from braid.models.logprobs import Head, token_logprobs
+
+from .ranks import Ranks, groups
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+"""transformers' model types that are built here; each is held to transformers' own numbers by a test."""
+_FIXED_ROTARY = ("default", "linear", "llama3")
+
+
+def check_model(config: PreTrainedConfig, ranks: Ranks) -> None:
+    """Raise ModelError when a model of this config is not built here, or cannot be shared out among these ranks."""
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        raise ModelError(
+            f"train.backend=megatron runs models of type {', '.join(ARCHITECTURES)}, and this one is of type {kind}; "
+            "use fsdp2, fsdp or deepspeed"
+        )
+    rotary = config.rope_parameters["rope_type"]
+    if rotary not in _FIXED_ROTARY:
+        raise ModelError(
+            f"train.backend=megatron has rotary positions of type {', '.join(_FIXED_ROTARY)}, not {rotary}; "
+            "use fsdp2, fsdp or deepspeed"
+        )
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        raise ModelError(
+            "train.backend=megatron runs mixtures of experts in every layer or in none, and this model mixes the two; "
+            "use fsdp2, fsdp or deepspeed"
+        )
+    if _slides(config):
+        raise ModelError(
+            "train.backend=megatron has no attention with a sliding window, which this model has; use fsdp2, fsdp or deepspeed"
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if kv_heads % ranks.tensor_size:
+        raise ModelError(
+            f"train.megatron.tensor_parallel={ranks.tensor_size} does not divide the model's {kv_heads} key/value heads; "
+            f"set it to a divisor of {kv_heads}"
+        )
+    if (heads // ranks.tensor_size) % ranks.context_size:
+        raise ModelError(
+            f"train.megatron.context_parallel={ranks.context_size} does not divide the {heads // ranks.tensor_size} attention "
+            "heads of each tensor-parallel rank, which attention shares out; set it to a divisor"
+        )
+
+
+if not hasattr(
+    moe_utils, "te_general_gemm"
+):  # Megatron 0.16 asks whether it is None where it could not import it
+    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _slides(config: PreTrainedConfig) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
+
+
+def layer_options(config: PreTrainedConfig, train: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What Megatron's TransformerConfig is given beside the sizes of the model. No dropout, no loss of its own for experts: the
+    loss is ours."""
+    own, layers = train.megatron, train.megatron.transformer
+    options: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": False,  # types are the parameters' own, and autocast's
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "calculate_per_token_loss": True,  # our shares of the loss add up: nothing is to be averaged
+        "sequence_parallel": own.sequence_parallel and own.tensor_parallel > 1,
+        "variable_seq_lengths": True,
+        "batch_p2p_comm": layers.batch_p2p_comm,
+        "overlap_p2p_comm": own.virtual_pipeline is not None and not layers.batch_p2p_comm,
+        "apply_rope_fusion": layers.apply_rope_fusion and find_spec("transformer_engine") is not None,
+        "bias_dropout_fusion": layers.bias_dropout_fusion,
+        "bias_activation_fusion": layers.bias_activation_fusion,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": layers.gradient_accumulation_fusion,
+        **_recompute_options(train),
+    }
+    if config.model_type == "qwen2":
+        options["add_qkv_bias"] = True
+    if is_mixture(config):
+        options |= {
+            # softmax over the chosen experts is softmax over all of them, renormalised over the chosen
+            "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_token_dispatcher_type": own.moe_token_dispatcher,
+            "moe_permute_fusion": False,
+        }
+    return options
+
+
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """Whether its layers are mixtures of experts."""
+    return config.model_type in ("qwen3_moe", "mixtral")
+
+
+def _recompute_options(train: TrainConfig) -> dict[str, Any]:
+    own = train.megatron
+    kind = own.recompute_granularity
+    if kind == "off" and train.gradient_checkpointing:
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if kind == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": own.recompute_method or "uniform",
+            "recompute_num_layers": own.recompute_num_layers or 1,
+        }
+    modules = ["core_attn"] * (kind == "selective") + ["moe"] * own.moe_layer_recompute
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """How Megatron's layers carry our attention to its place; `qkv_format` stays theirs for plain sequences."""
+
+    qkv_format: str = "sbhd"
+    attention: PackedAttention | None = None
+
+
+class PackedCoreAttention(nn.Module):
+    """Megatron's core attention, over packed rows. With context parallelism each rank has a slice of the positions; here they
+    trade it for all positions of a share of the heads, and back (Ulysses, arXiv 2309.14509)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,  # noqa: ARG002  # the signature is Megatron's; what attends to what comes with the rows
+        attention_type: str,  # noqa: ARG002
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert config.kv_channels is not None, "Megatron sets it"
+        scale = softmax_scale or config.kv_channels**-0.5
+        self._call = LayerCall(layer_number - 1, scale, sliding_window=None, softcap=None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,  # noqa: ARG002  # the signature is Megatron's
+        packed_seq_params: PackedRows,
+        **_: Any,
+    ) -> Tensor:
+        """[T, 1, Hq, d], [T, 1, Hkv, d] of this rank's positions and heads -> [T, 1, Hq * d]."""
+        attention = packed_seq_params.attention
+        assert attention is not None, "every pass has rows"
+        size = groups.get_context_parallel_world_size()
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if size > 1:
+            if k.shape[1] % size:
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            q, k, v = (_all_positions(x, size) for x in (q, k, v))
+        out = attention.attend(self._call, q, k, v)
+        if size > 1:
+            out = _all_heads(out, size)
+        return out.flatten(1).unsqueeze(1)
+
+
+def _all_positions(x: Tensor, size: int) -> Tensor:
+    """[T / size, H, d] of a context-parallel rank -> [T, H / size, d]."""
+    parts = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
+    return tensor_parallel.all_to_all(groups.get_context_parallel_group(), parts).flatten(0, 1)
+
+
+def _all_heads(x: Tensor, size: int) -> Tensor:
+    """[T, H / size, d] -> [T / size, H, d]."""
+    parts = x.unflatten(0, (size, -1)).contiguous()
+    parts = tensor_parallel.all_to_all(groups.get_context_parallel_group(), parts)
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in float32. Megatron's local norm refuses sequence parallelism, where each rank sees some of the
+    positions and the gradients of `weight` have to be added up: what the mark on it says."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def stage_spec(
+    config: PreTrainedConfig, layers: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of a stage: Megatron's local specification with our attention and norms."""
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=_num_experts(config),
+        qk_layernorm=config.model_type.startswith("qwen3"),
+        normalization="RMSNorm",
+    )
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if config.model_type.startswith("qwen3"):
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(layers, vp_stage=vp_stage),
+        layer_norm=RMSNorm,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _num_experts(config: PreTrainedConfig) -> int | None:
+    if not is_mixture(config):
+        return None
+    return getattr(config, "num_experts", None) or config.num_local_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a pass computes beside the layers: attention (models.kernels) and log-probs (models.logprobs)."""
+
+    temperature: float
+    chunk_bytes: int
+    compiles: bool
+    vocab_size: int
+    attention: AttentionKind
+
+    @classmethod
+    def of(cls, lm: CausalLM) -> Rule:
+        return cls(lm.temperature, lm.chunk_bytes, lm.compiles, lm.vocab_size, lm.attention)
+
+
+class Decoder(GPTModel):
+    """A stage of the model. The first one takes token ids, the last one gives log-probs, all others hidden states."""
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        config: TransformerConfig,
+        ranks: Ranks,
+        *,
+        is_first: bool,
+        is_last: bool,
+        vp_stage: int | None,
+    ) -> None:
+        """`vp_stage` is the number of the stage among those of this rank in the interleaved schedule."""
+        hf = lm.config
+        super().__init__(
+            config=config,
+            transformer_layer_spec=stage_spec(hf, config, vp_stage),  # pyright: ignore[reportArgumentType]
+            vocab_size=padded_vocab(lm.vocab_size, ranks),
+            max_sequence_length=hf.max_position_embeddings,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="none",  # those of the rows are given with each pass
+            pre_process=is_first,
+            post_process=is_last,
+            vp_stage=vp_stage,
+        )
+        rotary: Any = lm.backbone.rotary_emb
+        assert rotary.attention_scaling == 1.0, "true of the rotary positions that check_model lets pass"
+        self._frequencies: Tensor = rotary.inv_freq.float().clone()
+        self._rule, self._ranks = Rule.of(lm), ranks
+        self._padding: int | None = getattr(lm.model.get_input_embeddings(), "padding_idx", None)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # rows in place of rectangles
+        self, batch: PackedBatch, outputs: frozenset[Output]
+    ) -> Any:
+        """On the last stage `outputs` by name, [T] each, zero where the policy did not write; else hidden states for the next
+        stage, [T / tensor-parallel ranks with sequence parallelism, / context-parallel ranks, 1, D]."""
+        ranks = self._ranks
+        split = ranks.context_size * (ranks.tensor_size if self.config.sequence_parallel else 1)
+        padded = batch.num_positions + -batch.num_positions % split
+        size = padded // ranks.context_size
+        start = ranks.context * size
+        hidden = None
+        if self.pre_process:
+            ids = F.pad(batch.inputs["input_ids"], (0, padded - batch.num_positions))
+            hidden = self._embedded(ids[start : start + size])
+        positions = F.pad(batch.positions, (0, padded - batch.num_positions))[start : start + size]
+        angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat((angles, angles), dim=1)[:, None, None],
+            packed_seq_params=PackedRows(
+                attention=packed_attention(self._rule.attention, _padded_rows(batch, padded))
+            ),
+        )
+        return self._outputs(hidden, batch, outputs, start, size) if self.post_process else hidden
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, 1, D], or this rank's part of it with sequence parallelism. As in transformers, the embedding of the
+        padding token does not learn from being looked up."""
+        hidden = self.embedding(ids.unsqueeze(0), None)
+        if self._padding is None:
+            return hidden
+        if self.config.sequence_parallel:
+            ids = ids.chunk(self._ranks.tensor_size)[self._ranks.tensor]
+        return torch.where((ids == self._padding)[:, None, None], hidden.detach(), hidden)
+
+    def _outputs(
+        self, hidden: Tensor, batch: PackedBatch, outputs: frozenset[Output], start: int, size: int
+    ) -> dict[str, Tensor]:
+        for (
+            hook
+        ) in self.output_layer._forward_pre_hooks.values():  # its weight is about to be used, without a call
+            hook(self.output_layer, ())
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        written, before = written_positions(batch)
+        is_here = (before >= start) & (before < start + size)
+        own = written[is_here]
+        logprobs, entropy = token_logprobs(
+            hidden.squeeze(1).index_select(0, before[is_here] - start),
+            self._head(),
+            batch.inputs["input_ids"].index_select(0, own),
+            temperature=self._rule.temperature,
+            with_entropy="entropy" in outputs,
+            chunk_bytes=self._rule.chunk_bytes,
+            compiles=self._rule.compiles,
+        )
+        computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
+        flat = {name: spread(computed[name], own, batch) for name in outputs}
+        if self._ranks.context_size == 1:
+            return flat
+        # Each position was filled in by one rank. The loss is the same on all, and each keeps the gradient of its own.
+        group = groups.get_context_parallel_group()
+        return {
+            name: tensor_parallel.reduce_from_tensor_model_parallel_region(flat[name], group)
+            for name in sorted(outputs)  # in the same order on every rank
+        }
+
+    def _head(self) -> Head:
+        """This rank's tokens of the vocabulary, without those that only fill it up."""
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        assert weight is not None, "the last stage has one"
+        first = self._ranks.tensor * len(weight)
+        own = weight[: max(0, min(len(weight), self._rule.vocab_size - first))]
+        group = groups.get_tensor_model_parallel_group() if self._ranks.tensor_size > 1 else None
+        return Head(own, first=first, group=group)
+
+
+def padded_vocab(vocab_size: int, ranks: Ranks) -> int:
+    """Rows of the embedding: a multiple of the tensor-parallel ranks."""
+    return vocab_size + -vocab_size % ranks.tensor_size
+
+
+def _padded_rows(batch: PackedBatch, padded: int) -> PackedBatch:
+    """The batch with one more row, which fills it up; it attends to itself only."""
+    num = padded - batch.num_positions
+    if not num:
+        return batch
+    shared = (*batch.shared, (0, 0)) if batch.shared else ()
+    mask = F.pad(batch.mask, (0, num))
+    return PackedBatch({}, mask, (*batch.lengths, num), shared=shared)

@@ -1,0 +1,202 @@
+"""Weights and moments between Megatron's shards and whole tensors under Hugging Face's names.
+
+Which weights Megatron fuses, how their rows lie, and how shards of them go together is mbridge's knowledge, asked through its
+per-weight conversions (its loading and saving go through files and NCCL). Ours is only what it cannot know: the names in
+Megatron's local layers, where norms and experts are modules of their own, and transformers' 5 way to hold the experts of a
+layer as one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mbridge import AutoBridge
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from braid.errors import ModelError
+
+from .ranks import groups
+
+_LOCAL = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Norms that Megatron's Transformer Engine layers, whose names mbridge knows, hold inside the next linear layer."""
+_EXPERT_PIECES = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+
+
+def bridge_of(config: PreTrainedConfig, padded_vocab: int, **options: Any) -> Any:
+    """mbridge's conversions for a model, with `options` for Megatron's TransformerConfig, which is its `config`."""
+    auto: Any = AutoBridge
+    bridge: Any = auto.from_config(config, dtype=options["params_dtype"])
+    bridge.set_extra_args(**options)
+    bridge.make_vocab_size_divisible_by = 1  # makes it fill up embeddings to the next number
+    bridge.vocab_size, bridge.padded_vocab_size = config.vocab_size, padded_vocab
+    bridge._DIRECT_MAPPING = {
+        **bridge._DIRECT_MAPPING,
+        "output_layer.weight": "lm_head.weight",
+    }  # tied ones have none
+    return bridge
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A whole tensor, or with `index` one entry along the first axis of one, under its Hugging Face name."""
+
+    name: str
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter of this rank: what it is a shard of, and the ranks that have the others."""
+
+    parameter: nn.Parameter
+    name: str
+    pieces: tuple[Piece, ...]
+    is_expert: bool = False
+    is_copy: bool = False
+    """Another stage has the parameter too."""
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the tensor out."""
+        if self.is_expert:
+            return groups.get_expert_tensor_parallel_group()
+        return groups.get_tensor_model_parallel_group()
+
+    @cached_property
+    def is_spoken_for(self) -> bool:
+        """Whether this rank hands the whole tensor on, and not another one that has the same."""
+        replicas = (
+            groups.get_expert_data_parallel_group()
+            if self.is_expert
+            else groups.get_data_parallel_group(with_context_parallel=True)
+        )
+        return not self.is_copy and dist.get_rank(self.group) == 0 and dist.get_rank(replicas) == 0
+
+
+class Names:
+    """The parameters of this rank's stages, by their Hugging Face names."""
+
+    def __init__(self, bridge: Any, stages: Sequence[nn.Module], shapes: Mapping[str, torch.Size]) -> None:
+        """`shapes` are those of the whole model. Raises ModelError when the stages have other weights than it."""
+        self._bridge = bridge
+        self.shapes = dict(shapes)
+        self.shards = [shard for stage in stages for shard in self._shards(stage)]
+        strange = sorted({p.name for shard in self.shards for p in shard.pieces} - shapes.keys())
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, [p.name for shard in self.shards for p in shard.pieces])
+        missing = sorted(shapes.keys() - {name for names in found for name in names})
+        if strange or missing:
+            raise ModelError(
+                f"Megatron's layers for this model have other weights than transformers': {(strange or missing)[0]} is in "
+                f"{'the former' if strange else 'the latter'} only; use fsdp2, fsdp or deepspeed"
+            )
+
+    def _shards(self, stage: nn.Module) -> Iterator[Shard]:
+        module: Any = stage
+        layers: Any = module.decoder.layers
+        for name, parameter in module.named_parameters():
+            if name == "output_layer.weight" and module.share_embeddings_and_output_weights:
+                if not module.pre_process:  # the last stage's own copy of the first one's
+                    yield Shard(parameter, "embedding.word_embeddings.weight", (Piece(_TIED),), is_copy=True)
+                continue
+            head, *rest = name.split("decoder.layers.")
+            if rest:
+                local, _, tail = rest[0].partition(".")
+                name = f"{head}decoder.layers.{layers[int(local)].layer_number - 1}.{tail}"
+            yield self._shard(parameter, name)
+
+    def _shard(self, parameter: nn.Parameter, name: str) -> Shard:
+        if ".local_experts." in name:
+            before, _, after = name.partition(".experts.local_experts.")
+            local, fused, _ = after.split(".")
+            layer = before.split(".")[2]
+            per_rank = self._bridge.config.num_moe_experts // groups.get_expert_model_parallel_world_size()
+            expert = int(local) + per_rank * groups.get_expert_model_parallel_rank()
+            piece = Piece(f"model.layers.{layer}.mlp.experts.{_EXPERT_PIECES[fused]}", expert)
+            return Shard(parameter, f"{before}.experts.{fused}.weight{expert}", (piece,), is_expert=True)
+        is_mixture = self._bridge.config.num_moe_experts is not None
+        for local, fused in _LOCAL.items():
+            if not (is_mixture and local == "pre_mlp_layernorm."):
+                name = name.replace(local, fused)
+        try:
+            found: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(name)
+        except NotImplementedError as error:
+            raise ModelError(f"mbridge knows no {name} of this architecture: {error}") from error
+        pieces = tuple(Piece(of.replace(".block_sparse_moe.", ".mlp.")) for of in found)
+        return Shard(parameter, name, pieces)
+
+    def scatter(self, shard: Shard, whole: Mapping[str, Tensor]) -> Tensor:
+        """This rank's part of what `whole` has for a parameter."""
+        tensors = [whole[p.name] if p.index is None else whole[p.name][p.index] for p in shard.pieces]
+        if not shard.is_expert:
+            tensors = [self._bridge._weight_to_mcore_format(shard.name, tensors)]
+        size, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
+        parts = self._bridge._weight_split_across_tp(shard.name, tensors[0], shard.parameter, size)
+        return parts[rank]
+
+    def _gather(self, shard: Shard, part: Tensor) -> list[Tensor]:
+        """The reverse, on all ranks that share the tensor: what to hand on for each piece."""
+        whole = part
+        if getattr(shard.parameter, "tensor_model_parallel", False) and dist.get_world_size(shard.group) > 1:
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(shard.group))]
+            dist.all_gather(parts, part.contiguous(), group=shard.group)
+            whole = self._bridge._weight_merge_across_tp(shard.name, parts, shard.parameter)
+        if shard.is_expert:
+            return [whole]
+        return self._bridge._weight_to_hf_format(shard.name, whole)[1]
+
+    def collect(self, parts: Iterable[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Whole tensors in host memory on rank 0, in the model's order; empty on the others. `parts` has a tensor of the
+        parameter's size for each shard, in order; on a device one whole tensor exists at a time."""
+        own: list[tuple[Piece, Tensor]] = []
+        for shard, part in zip(self.shards, parts, strict=True):
+            tensors = self._gather(shard, part.to(dtype))
+            if shard.is_spoken_for:  # sent when all is gathered, since ranks gather in groups of their own
+                own += zip(shard.pieces, (tensor.to("cpu") for tensor in tensors), strict=True)
+        plan: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(plan, [piece for piece, _ in own])
+        device = self.shards[0].parameter.device
+        if dist.get_rank() != 0:
+            for _, tensor in own:
+                dist.send(tensor.to(device).contiguous(), dst=0)
+            return {}
+        whole = _Whole(self.shapes, dtype)
+        for piece, tensor in own:
+            whole.put(piece, tensor)
+        for source, pieces in enumerate(plan[1:], start=1):
+            for piece in pieces:
+                buffer = torch.empty(
+                    self.shapes[piece.name][piece.index is not None :], dtype=dtype, device=device
+                )
+                dist.recv(buffer, src=source)
+                whole.put(piece, buffer)
+        return whole.in_order()
+
+
+_TIED = "model.embed_tokens.weight"
+
+
+class _Whole:
+    """Tensors in host memory, filled piece by piece."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
+        self._shapes, self._dtype = shapes, dtype
+        self._tensors: dict[str, Tensor] = {}
+
+    def put(self, piece: Piece, tensor: Tensor) -> None:
+        if piece.name not in self._tensors:
+            self._tensors[piece.name] = torch.empty(self._shapes[piece.name], dtype=self._dtype)
+        target = self._tensors[piece.name]
+        (target if piece.index is None else target[piece.index]).copy_(tensor)
+
+    def in_order(self) -> dict[str, Tensor]:
+        return {name: self._tensors[name] for name in self._shapes}

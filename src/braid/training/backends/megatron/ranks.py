@@ -1,0 +1,88 @@
+"""Megatron's process groups: which ranks share a layer, the layers, a sequence, the experts, and the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from braid.config.backends import MegatronConfig
+from braid.errors import TrainingError
+
+groups: Any = parallel_state
+"""Megatron's own record of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands. `tensor`, `context`: the ranks of its own tensor and context parallel groups."""
+
+    tensor: int
+    tensor_size: int
+    context: int
+    context_size: int
+    pipeline_size: int
+    data: int
+    data_size: int
+
+    @property
+    def report_from(self) -> int:
+        """The rank of the world that computes the step's report: the first of the last pipeline stage."""
+        return (self.pipeline_size - 1) * (dist.get_world_size() // self.pipeline_size)
+
+
+def join(config: MegatronConfig) -> Ranks:
+    """Set up the groups within the world, which must be up. Raises TrainingError when the world does not divide so."""
+    _check_device()
+    parts = {
+        "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
+        "context_parallel": config.context_parallel,
+    }
+    world, model = dist.get_world_size(), torch.Size(parts.values()).numel()
+    named = " x ".join(f"{key} {size}" for key, size in parts.items())
+    if world % model:
+        raise TrainingError(
+            f"train.megatron: {named} = {model} devices for each copy of the model, and the policy has {world}; give it a "
+            f"multiple of {model} devices, or lower one of the three"
+        )
+    expert = config.expert_parallel * (config.expert_tensor_parallel or config.tensor_parallel)
+    if (world // config.pipeline_parallel) % expert:
+        raise TrainingError(
+            f"train.megatron: expert_parallel x expert_tensor_parallel = {expert} does not divide the "
+            f"{world // config.pipeline_parallel} devices of a pipeline stage; set expert_parallel to a divisor of it"
+        )
+    groups.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=config.expert_tensor_parallel,
+        distributed_timeout_minutes=max(1, round(config.timeout_minutes)),
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(0)  # nothing is drawn, but sequence parallel passes fork its state
+    return Ranks(
+        tensor=groups.get_tensor_model_parallel_rank(),
+        tensor_size=config.tensor_parallel,
+        context=groups.get_context_parallel_rank(),
+        context_size=config.context_parallel,
+        pipeline_size=config.pipeline_parallel,
+        data=groups.get_data_parallel_rank(),
+        data_size=groups.get_data_parallel_world_size(),
+    )
+
+
+def _check_device() -> None:
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise TrainingError(
+            f"train.backend=megatron needs CUDA devices, which this process has not ({error}); Megatron-core names them in "
+            "its own code. Use fsdp2, fsdp or deepspeed on CPUs"
+        ) from None
