@@ -81,6 +81,28 @@ def test_derived_numbers_come_with_their_arithmetic(tmp_path: Path) -> None:
     )
 
 
+def test_the_placement_says_which_rank_sits_where_and_with_whom(tmp_path: Path) -> None:
+    assert (
+        line(show(tmp_path), "placement")
+        == "placement in_process: every role in the process where braid is started"
+    )
+    text = show(
+        tmp_path,
+        "run.device=cpu",
+        "train.backend=fsdp2",
+        "train.fsdp.size=2",
+        "train.offload.optimizer=true",
+        "cluster.placement={policy: 0-3, rollout: 4-5}",
+        "cluster.devices_per_node=7",
+    )
+    assert line(text, "placement disagg") == "placement disaggregated: no device has two roles"
+    assert line(text, "role with") == "role with ranks machine devices groups of ranks leaves the device"
+    groups = "data 0-3; shard 0-1 | 2-3; replica 0,2 | 1,3"
+    assert line(text, "policy fsdp2") == f"policy fsdp2 0-3 0 0-3 {groups} optimizer"
+    assert line(text, "rollout native") == "rollout native 0-1 0 4-5"
+    assert line(text, "1 x 7 devices") == "1 x 7 devices, of which 6 have no role"
+
+
 def test_uneven_mini_batches_say_up_to(tmp_path: Path) -> None:
     text = show(tmp_path, "train.steps_per_pass=3")
     assert line(text, "rows per step") == "rows per step up to 24 16 prompts / 3 = up to 6 prompts x 4"

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from braid.config.load import Loaded
 from braid.config.reward import JudgeReward
-from braid.dialects.devices import MAX_DEVICES, parse_devices, placement_text
+from braid.dialects.devices import MAX_DEVICES, parse_devices
 from braid.dialects.load import Read, read_config
 from braid.dialects.roll import NO_MODEL
 from braid.errors import ConfigError
 from braid.plan import resolve
+from braid.plan.placement import format_numbers
 from braid.plan.placement import parse_devices as parse_native
 
 from .conftest import IN_ONE_PROCESS, SEEDS, laid_over
@@ -325,7 +326,7 @@ def test_a_timeline_is_not_supported_and_says_what_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_mapping_is_read(mapping: str | list[int], placement: str) -> None:
-    assert placement_text(parse_devices(mapping)) == placement
+    assert format_numbers(parse_devices(mapping)) == placement
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def test_anything_else_is_refused_with_the_value_and_the_grammar(mapping: str) -
 
 @given(st.lists(st.integers(0, MAX_DEVICES), min_size=1, max_size=40, unique=True))
 def test_a_placement_names_the_devices_of_its_mapping(devices: list[int]) -> None:
-    read_back = parse_native(placement_text(parse_devices(str(devices))))
+    read_back = parse_native(format_numbers(parse_devices(str(devices))))
     assert read_back is not None
     assert read_back.numbers == tuple(sorted(devices))
 

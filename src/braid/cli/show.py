@@ -20,6 +20,7 @@ from braid.config.source import OVERRIDE, KeyPath
 from braid.plan import Plan, idle_keys, merge_recipe
 
 from .figures import figures, human_bytes, human_count
+from .seats import seats_table, seats_title
 
 _VALUE_WIDTH, _ORIGIN_WIDTH = 28, 20
 """Characters that values and origins get on narrow terminals."""
@@ -37,8 +38,8 @@ def as_json(loaded: Loaded, plan: Plan) -> str:
 
 
 def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Console | None = None) -> None:
-    """Print the config (values that the user set; with `show_defaults` all of them), derived numbers, the
-    algorithm's parts, memory and warnings."""
+    """Print the config (values that the user set; with `show_defaults` all of them), derived numbers, who sits
+    where, the algorithm's parts, memory and warnings."""
     console = console or Console(highlight=False, soft_wrap=False)
     parts = [
         (
@@ -49,6 +50,7 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
         ("what follows", f"braid {plan.verb}", _figures(loaded.config, plan)),
     ]
     if plan.verb == "train":
+        parts.append(("placement", seats_title(plan.layout), seats_table(plan.layout)))
         parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
     parts.append(("memory", "held all the time, without activations", _memory(loaded.config, plan)))
     if plan.warnings:

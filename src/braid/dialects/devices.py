@@ -41,17 +41,6 @@ def parse_devices(mapping: str | Sequence[int]) -> tuple[int, ...]:
     return devices
 
 
-def placement_text(devices: Sequence[int]) -> str:
-    """The devices in the grammar of `cluster.placement`, in rising order: (0, 1, 2, 5) is `0-2,5`."""
-    runs: list[list[int]] = []
-    for device in sorted(devices):
-        if runs and device == runs[-1][1] + 1:
-            runs[-1][1] = device
-        else:
-            runs.append([device, device])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def _is_mapping(value: object) -> bool:
     """Text, or a list of whole numbers. What is wrong within it parse_devices says."""
     is_list = isinstance(value, list) and all(type(item) is int for item in value)

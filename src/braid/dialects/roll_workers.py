@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from braid.plan.placement import format_numbers
+
 from . import roll_facts as facts
 from .conversions import Idle, mapped, null_as, only, opposite, when
-from .devices import DEVICES, parse_devices, placement_text
+from .devices import DEVICES, parse_devices
 from .roll_facts import of_backend, of_engine
 from .roll_strategies import ENGINES, of_batch, per_worker, strategies
 from .table import (
@@ -53,7 +55,7 @@ def _mapping(role: str) -> Convert:
         made: dict[str, Any] = {} if role in ("reference", "actor_infer") else {**facts.batches(source)}
         devices = parse_devices(value)
         if not facts.one_process(source):
-            made[f"cluster.placement.{facts.NATIVE_ROLE[role]}"] = placement_text(devices)
+            made[f"cluster.placement.{facts.NATIVE_ROLE[role]}"] = format_numbers(devices)
             if role == "actor_infer" and facts.engine(source) != "native":
                 made[f"rollout.{facts.engine(source)}.replicas"] = facts.replicas(source)
         return Became(made) if made else no_effect(facts.one_process(source))

@@ -34,14 +34,6 @@ class Devices:
         return tuple(sorted({device for process in self.processes for device in process}))
 
 
-def num_processes(role: str, placement: Mapping[str, str], num_devices: int | None) -> int:
-    """Processes of a role: those of its line, one for each device when it has none, one when there is nothing to count."""
-    if role not in {name for line in placement for name in split_roles(line)}:
-        return num_devices or 1
-    devices = parse_placement(placement, num_devices)[role]
-    return num_devices or 1 if devices is None else len(devices.processes)
-
-
 def parse_placement(
     placement: Mapping[str, str], num_devices: int | None = None
 ) -> dict[str, Devices | None]:
@@ -57,27 +49,6 @@ def parse_placement(
                 raise ValueError(f"{role} is placed twice; keep one line for it")
             out[role] = devices
     return out
-
-
-def format_devices(devices: Devices) -> str:
-    """Text that parse_devices reads as these devices, in as few parts as there can be."""
-    processes, out, first = devices.processes, [], 0
-    while first < len(processes):
-        last = next(end for end in range(len(processes), first, -1) if _is_part(processes[first:end]))
-        part = processes[first:last]
-        text = format_numbers(device for process in part for device in process)
-        is_plain = len({device for process in part for device in process}) == len(part)
-        out.append(text if is_plain else f"{text}:{format_numbers(range(first, last))}")
-        first = last
-    return ",".join(out)
-
-
-def _is_part(processes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether they are what one part of a line says: devices without gaps, shared out evenly."""
-    numbers = sorted({device for process in processes for device in process})
-    is_range = numbers[-1] - numbers[0] == len(numbers) - 1
-    is_even = len(numbers) % len(processes) == 0 or len(processes) % len(numbers) == 0
-    return is_range and is_even and tuple(_shared_out(numbers, len(processes), "")) == processes
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
