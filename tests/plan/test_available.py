@@ -68,7 +68,6 @@ def test_fsdp_takes_a_policy_on_several_devices() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["model.lora={}"], "train.backend", "adapters are not sharded"),
         (["cluster.runtime=in_process"], "cluster.runtime", "needs worker processes"),
     ],
 )
@@ -76,6 +75,13 @@ def test_what_fsdp_does_not_do_is_said(overrides: list[str], key: str, words: st
     found = complaints("train.backend=fsdp2", *overrides)
     assert set(found) == {key}
     assert words in found[key]
+
+
+def test_adapters_train_on_shards_and_not_beside_whole_frozen_weights_of_fsdp() -> None:
+    for backend in ("fsdp", "fsdp2"):
+        assert "train.backend" not in warnings("model.lora={}", f"train.backend={backend}")
+    found = complaints("model.lora={}", "train.backend=fsdp", "train.fsdp.sharding=none")
+    assert "train.backend=fsdp2" in found["train.fsdp.sharding"]
 
 
 def test_a_critics_backend_counts_where_there_is_a_critic() -> None:

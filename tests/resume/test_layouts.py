@@ -119,6 +119,7 @@ def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     saved, third, fourth, report = pickle.loads((folder / "one_process").read_bytes())
     layouts = _layouts(lora)
+    counters: dict[str, Any] = {}
     for name, following in itertools.pairwise([*layouts, layouts[0]]):
         backend = _backend(name, lora)
         backend.restore(saved, "")

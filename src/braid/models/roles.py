@@ -48,13 +48,13 @@ def make_critic(config: RunConfig, device: torch.device, policy: CausalLM | None
 def make_reference(
     config: RunConfig, device: torch.device, policy: CausalLM | None = None
 ) -> CausalLM | AdapterReference:
-    """The reference from its own folder, or a frozen copy of `policy` (made for it when None); with adapters, the policy's
-    own tensors without them."""
+    """The reference from its own folder, or a frozen copy of `policy` (made for it when None); of a `policy` with adapters its
+    own tensors, with copies of the adapters alone."""
     train = train_config(config, "reference")
     if config.reference.path is None:
         is_shared = policy is not None
         policy = policy or make_policy(config, device)
-        if policy.has_adapters:
+        if is_shared and policy.has_adapters:
             return AdapterReference(policy)
         reference = policy.frozen_copy() if is_shared else policy
         reference.chunk_bytes, reference.compiles = train.logprob_chunk_bytes, train.compile

@@ -77,10 +77,12 @@ def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         )
     if config.model.mlp is not None:
         yield key, f"a perceptron trains in one process, not on {backend}; set train.backend=single"
-    if config.model.lora is not None:
+    fsdp = config.train.fsdp
+    if config.model.lora is not None and backend == "fsdp" and (fsdp.sharding == "none" or fsdp.size == 1):
         yield (
-            key,
-            f"adapters are not sharded by {backend} in this version; set train.backend=single, or leave model.lora out",
+            "train.fsdp.sharding",
+            "fsdp cannot train adapters beside frozen weights that it does not shard; set train.backend=fsdp2 with "
+            "train.fsdp.size=1, or train.fsdp.sharding=full",
         )
     if config.cluster.runtime == "in_process":
         yield (
