@@ -36,6 +36,7 @@ from braid.errors import ModelError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
+from braid.models.flops import Flops
 from braid.training.backend import HeldBytes, Loss, StepReport
 from braid.training.backends.single import Running, SingleBackend
 from braid.training.loss_scale import LossScale
@@ -138,7 +139,7 @@ class MegatronBackend(SingleBackend):
                 for row, array in zip(indices, unpack(values, batch), strict=True):
                     results[row][name] = array
         if self._config.count_flops:
-            self._work.infer_flops += self._flops_of(rows).forward // self._num_sharers
+            self._work.infer_flops += self._flops_of(rows).forward
             self._work.infer_s += time.perf_counter() - start
         return results
 
@@ -272,10 +273,10 @@ class MegatronBackend(SingleBackend):
             return []
         return [part.optimizer for part in self._megatron.chained_optimizers if part.optimizer is not None]
 
-    @property
-    def _num_sharers(self) -> int:
-        """Ranks that share the work on the same rows."""
-        return dist.get_world_size() // self._ranks.data_size
+    def _flops_of(self, rows: Sequence[Row]) -> Flops:
+        """This rank's part of what the ranks that share the rows do."""
+        whole, sharers = super()._flops_of(rows), dist.get_world_size() // self._ranks.data_size
+        return Flops(whole.forward // sharers, whole.training // sharers)
 
     def full_weights(self) -> dict[str, Tensor]:
         """See ShardedBackend."""
@@ -301,9 +302,7 @@ class MegatronBackend(SingleBackend):
         return {
             "weights": self.full_weights(),
             "optimizer": None if self._megatron is None else self._moments(),
-            "num_steps": self._num_steps,
-            "skipped_in_row": self._skipped_in_row,
-            "loss_scale": None if self._scale is None else self._scale.state(),
+            **self._counters(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -312,9 +311,7 @@ class MegatronBackend(SingleBackend):
         if self._megatron is not None and state["optimizer"] is not None:
             self._load_moments(state["optimizer"])
             self._rest_optimizer()
-        if self._scale is not None and state["loss_scale"] is not None:
-            self._scale.load(state["loss_scale"])
-        self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
+        self._load_counters(state)
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         """Of each weight, under its Hugging Face name. All weights are updated together, and their step counts are one."""
@@ -360,7 +357,7 @@ class MegatronBackend(SingleBackend):
                 continue
             own.state["step"] = step.clone()
             for name in _MOMENTS:
-                whole = self._names.scatter(shard, moments[name]).to(self._device, torch.float32)
+                whole = self._names.scatter(shard, moments[name]).to(self._device, torch.float32).contiguous()
                 own.state[name] = own.view(whole).clone().view(own.shape)
 
     def _optimizer_of(self, shard: Shard) -> Any:

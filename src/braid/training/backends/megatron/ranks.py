@@ -56,17 +56,17 @@ def join(config: MegatronConfig) -> Ranks:
             f"train.megatron: expert_parallel x expert_tensor_parallel = {expert} does not divide the "
             f"{world // config.pipeline_parallel} devices of a pipeline stage; set expert_parallel to a divisor of it"
         )
-    groups.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_parallel,
-        pipeline_model_parallel_size=config.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline,
-        context_parallel_size=config.context_parallel,
-        expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=config.expert_tensor_parallel,
-        distributed_timeout_minutes=max(1, round(config.timeout_minutes)),
-        create_gloo_process_groups=False,
+    _set_up(
+        {
+            "tensor_model_parallel_size": config.tensor_parallel,
+            "pipeline_model_parallel_size": config.pipeline_parallel,
+            "virtual_pipeline_model_parallel_size": config.virtual_pipeline,
+            "context_parallel_size": config.context_parallel,
+            "expert_model_parallel_size": config.expert_parallel,
+            "expert_tensor_parallel_size": config.expert_tensor_parallel or config.tensor_parallel,
+        },
+        timeout_minutes=config.timeout_minutes,
     )
-    model_parallel_cuda_manual_seed(0)  # nothing is drawn, but sequence parallel passes fork its state
     return Ranks(
         tensor=groups.get_tensor_model_parallel_rank(),
         tensor_size=config.tensor_parallel,
@@ -76,6 +76,27 @@ def join(config: MegatronConfig) -> Ranks:
         data=groups.get_data_parallel_rank(),
         data_size=groups.get_data_parallel_world_size(),
     )
+
+
+_set_up_with: dict[str, int | None] = {}
+"""The sizes that this process' groups have; Megatron has one set of them in a process."""
+
+
+def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
+    if groups.model_parallel_is_initialized():
+        if sizes != _set_up_with:
+            raise TrainingError(
+                "two roles on the same devices have unlike sizes in train.megatron, and Megatron has one set of process groups; "
+                "give them the same, or devices of their own in cluster.placement"
+            )
+        return
+    groups.initialize_model_parallel(
+        **sizes,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+        create_gloo_process_groups=False,
+    )
+    _set_up_with.update(sizes)
+    model_parallel_cuda_manual_seed(0)  # of initial weights, which are overwritten; sequence parallelism forks its state
 
 
 def _check_device() -> None:
