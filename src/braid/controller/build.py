@@ -45,6 +45,7 @@ from .costs import held_bytes
 from .data_plane import DataPlane
 from .inputs import TextInputs, check_sources, read_inputs
 from .parts import Parts
+from .publication import Publication, send_options
 from .roles import backend_here, device_of, export_policy, roles_here, roles_on_workers
 from .rollouts import Rollouts
 from .supervised import Supervised
@@ -101,9 +102,7 @@ def _build_here(
         if plan.verb == "sft" and supervised
         else _sampler(config, max(1, len(inputs.train.prompts))),
         eval_prompts=inputs.eval.by_source(),
-        rollouts=Rollouts(
-            InProcessGroup("rollout", lambda _: collector), inputs.prompts, shares_weights=True
-        ),
+        rollouts=Rollouts(InProcessGroup("rollout", lambda _: collector), inputs.prompts),
         data=_data_here(plan),
         policy=roles.policy,
         critic=roles.critic,
@@ -133,6 +132,9 @@ def _build_on_workers(
 
     supervised = _supervised_of(config, plan, inputs.examples, new_supervised)
     roles = roles_on_workers(config, plan, cluster.backend, supervised)
+    ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
+    folder = str(reporter.run_dir.path / "publications")
+    options = send_options(config, plan.layout, folder, is_cuda=device_of(config).type == "cuda")
     return Parts(
         config=config,
         plan=plan,
@@ -140,7 +142,7 @@ def _build_on_workers(
         store=store,
         sampler=_sampler(config, max(1, len(inputs.train.prompts))),
         eval_prompts=inputs.eval.by_source(),
-        rollouts=Rollouts(cluster.groups["rollout"], inputs.prompts, shares_weights=False),
+        rollouts=Rollouts(engines, inputs.prompts, Publication(ranks, engines, options)),
         data=DataPlane(cluster.groups[ROWS]),
         policy=roles.policy,
         critic=roles.critic,
@@ -182,7 +184,7 @@ def _build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Chec
         store=store,
         sampler=_sampler(config, NUM_RESET_STATES),
         eval_prompts={env.id: prompts["eval"]},
-        rollouts=Rollouts(InProcessGroup("rollout", lambda _: collector), prompts, shares_weights=True),
+        rollouts=Rollouts(InProcessGroup("rollout", lambda _: collector), prompts),
         data=_data_here(plan),
         policy=here("policy", policy, total_steps=plan.num_steps, keeps_weights=True),
         critic=None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),

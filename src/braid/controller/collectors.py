@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
@@ -15,14 +15,13 @@ from braid.config.schema import RunConfig
 from braid.envs.simulators.base import reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.text.build import text_env_maker
-from braid.models.base import copy_weights
 from braid.models.causal_lm import CausalLM
 from braid.models.mlp import MlpPolicy
 from braid.models.roles import make_policy
 from braid.plan import Plan
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
-from braid.rollout.collector import Collector, Use
+from braid.rollout.collector import Collector, Use, WeightLink
 from braid.rollout.drivers.base import Driver
 from braid.rollout.drivers.batches import Batches
 from braid.rollout.drivers.simulators import SimulatorDriver
@@ -31,6 +30,8 @@ from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.runtime.workers import Place
 from braid.types import Prompt, ShapedReward, Trajectory
+from braid.weights.receiver import Receiver, open_receiver
+from braid.weights.wire import Ticket
 
 from .inputs import TextInputs
 from .roles import device_of
@@ -41,17 +42,39 @@ NUM_RESET_STATES = 2**12
 
 
 def make_collector(
-    _: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs
+    place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs
 ) -> Collector:
     """What a rollout worker runs: an engine on a copy of the policy's weights, which publications renew."""
     torch.set_num_threads(config.run.num_threads or 1)
-    lm = make_policy(config, device_of(config))
+    device = device_of(config)
+    lm = make_policy(config, device)
     lm.module.requires_grad_(False)
+    link = NativeLink(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
+    return text_collector(config, plan, base_dir, inputs, native_engine(config, inputs, lm), link=link)
 
-    def load(weights: Mapping[str, Tensor]) -> None:
-        copy_weights(weights, lm.named_weights())
 
-    return text_collector(config, plan, base_dir, inputs, native_engine(config, inputs, lm), load=load)
+class NativeLink:
+    """See WeightLink. Weights go straight into the tensors that the native engine samples with, or copies."""
+
+    def __init__(self, name: str, lm: CausalLM, timeout_s: float, device: torch.device) -> None:
+        """`timeout_s` is the longest that one version may take."""
+        self.names = (name,)
+        self._lm, self._timeout_s, self._device = lm, timeout_s, device
+        self._receiver: Receiver | None = None
+
+    def take(self, version: int, ticket: Mapping[str, Any]) -> None:
+        """See WeightLink."""
+        if self._receiver is None:
+            (name,) = self.names
+            self._receiver = open_receiver(
+                Ticket(**ticket), engine=name, timeout_s=self._timeout_s, device=self._device
+            )
+        self._receiver.receive_into(version, dict(self._lm.named_weights()))
+
+    def close(self) -> None:
+        """See WeightLink."""
+        if self._receiver is not None:
+            self._receiver.close()
 
 
 def native_engine(config: RunConfig, inputs: TextInputs, lm: CausalLM) -> NativeEngine:
@@ -71,9 +94,9 @@ def text_collector(
     inputs: TextInputs,
     engine: RolloutEngine,
     *,
-    load: Callable[[Mapping[str, Tensor]], None] | None = None,
+    link: WeightLink | None = None,
 ) -> Collector:
-    """A collector of conversations with `engine`; `load` as in Collector."""
+    """A collector of conversations with `engine`; `link` as in Collector."""
     env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
     assert isinstance(env, SingleTurnEnv | ToolEnv), "simulators have a collector of their own"
 
@@ -106,7 +129,7 @@ def text_collector(
             services=reward_services(config, engine, tokenizer, device_of(config)),
         ),
         shape=_shape_of(config),
-        load=load,
+        link=link,
     )
 
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from braid.report.metrics import Metrics
 from braid.rollout.collector import GroupFacts, Use
 from braid.runtime.workers import Ref, WorkerGroup
-from braid.training.group import GroupBackend
 from braid.types import Group, Prompt
+
+from .publication import Publication
 
 
 @dataclass(slots=True)
 class Rollouts:
-    """Workers that run a Collector each. With `shares_weights` their engine reads the policy's own tensors; else every
-    publication brings them."""
+    """Workers that run a Collector each. `publication` brings them weights; None where the engine reads the policy's own."""
 
     workers: WorkerGroup
     prompts: Mapping[Use, Sequence[Prompt]]
-    shares_weights: bool
+    publication: Publication | None = None
     _homes: dict[int, int] = field(default_factory=dict)
     """The worker that has each group, by the group's number."""
     _prompts: dict[int, Prompt] = field(default_factory=dict)
@@ -81,10 +81,12 @@ class Rollouts:
         self._homes, self._prompts = {}, {}
         self.workers.call("forget")
 
-    def publish(self, policy: GroupBackend, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Sample from the policy's weights as they are now, as `version`."""
-        weights = () if self.shares_weights else (policy.start_full_weights(),)
-        self.workers.call("publish", version, *weights)
+        if self.publication is None:
+            self.workers.call("publish", version)
+        else:
+            self.publication.send(version)
 
     @property
     def cache_bytes(self) -> int:

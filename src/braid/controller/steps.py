@@ -330,7 +330,7 @@ def update_reference(parts: Parts) -> None:
 def publish(parts: Parts) -> None:
     """Hand the new weights to whoever samples with them, or computes log-probs in the policy's place."""
     with _timed(parts, "publish"):
-        parts.rollouts.publish(parts.policy, parts.progress.round)
+        parts.rollouts.publish(parts.progress.round)
         if parts.inference is not None:
             parts.inference.load_weights(parts.policy.start_full_weights())
         if parts.check_weights is not None:

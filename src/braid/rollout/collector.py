@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-from torch import Tensor
+from typing import Any, Literal, Protocol
 
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
@@ -63,6 +61,22 @@ class GroupFacts:
         return Group(prompt, [facts.trajectory(prompt) for facts in self.trajectories], greedy, self.number)
 
 
+class WeightLink(Protocol):
+    """How weights from other processes reach an engine."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What a sender knows the engine by: a name for each process of it that has weights."""
+        ...
+
+    def take(self, version: int, ticket: Mapping[str, Any]) -> None:
+        """Take over `version` from the sender that the ticket is of. Raises EngineError when something else arrives than was
+        sent."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Collector:
     """Drivers, a scorer, and the groups of the round."""
 
@@ -74,13 +88,13 @@ class Collector:
         scorer: Scorer,
         *,
         shape: Callable[[Trajectory], ShapedReward] | None,
-        load: Callable[[Mapping[str, Tensor]], None] | None = None,
+        link: WeightLink | None = None,
     ) -> None:
         """`greedy` takes the likeliest answer to each training prompt, where its reward is the baseline. `shape` is what
-        training makes of a reward, None where it makes nothing. `load` takes over weights that came from elsewhere; None
-        where the engine reads the trainer's own."""
+        training makes of a reward, None where it makes nothing. `link` brings new weights; None where the engine reads the
+        trainer's own."""
         self._prompts, self._drivers, self._greedy = prompts, drivers, greedy
-        self._scorer, self._shape, self._load = scorer, shape, load
+        self._scorer, self._shape, self._link = scorer, shape, link
         self._loop = asyncio.Runner()
         self._groups: dict[int, Group] = {}
         self._unscored: list[Group] = []
@@ -127,13 +141,21 @@ class Collector:
         """Let go of all groups."""
         self._groups, self._unscored = {}, []
 
-    def publish(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Sample from the policy's weights as they are now, as `version`: `weights` where they come from elsewhere."""
-        if weights is not None:
-            assert self._load is not None, "the engine reads the trainer's own weights"
-            self._load(weights)
+    def publish(self, version: int) -> None:
+        """Sample from the policy's weights as they are now, as `version`."""
         for driver in self._all_drivers():
             driver.publish(version)
+
+    def receivers(self) -> Sequence[str]:
+        """See WeightLink.names."""
+        assert self._link is not None, "the engine reads the trainer's own weights"
+        return self._link.names
+
+    def take_weights(self, version: int, ticket: Mapping[str, Any]) -> None:
+        """Sample from what the sender of `ticket` gives, as `version`."""
+        assert self._link is not None, "the engine reads the trainer's own weights"
+        self._link.take(version, ticket)
+        self.publish(version)
 
     def cache_bytes(self) -> int:
         """Memory of the engine's key/value cache in this process."""
@@ -143,6 +165,8 @@ class Collector:
         """End the engine, the environments, and the scorer's processes."""
         for driver in self._all_drivers():
             driver.close()
+        if self._link is not None:
+            self._link.close()
         self._scorer.close()
         self._loop.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from braid.config.train import TrainConfig
 from braid.models.base import TrainableModel
 from braid.models.roles import make_critic, make_policy, make_reference
 from braid.runtime.workers import Pending, Place, WorkerGroup
+from braid.weights.sender import Sender, SendOptions, join_send, open_sender
 
 from .group import ShardedBackend
 
@@ -35,6 +36,7 @@ class Ranks:
         """With no role yet."""
         self._device = _join(place, config)
         self._backends: dict[str, ShardedBackend] = {}
+        self._sender: Sender | None = None
 
     def add(self, name: str, role: TrainingRole, config: RunConfig, total_steps: int) -> None:
         """Make this rank's part of a role's model, to be called by `name`."""
@@ -47,6 +49,22 @@ class Ranks:
     def drop(self, name: str) -> None:
         """Let go of a model."""
         del self._backends[name]
+
+    def open_sender(self, engines: Sequence[str], options: SendOptions) -> dict[str, Any] | None:
+        """Make a way for weights to `engines`, from rank 0, whose ticket is returned; the others have none."""
+        if dist.get_rank() != 0:
+            return None
+        self._sender = open_sender(engines, replace(options, device=self._device))
+        return self._sender.ticket.as_dict()
+
+    def send_weights(self, name: str, version: int) -> None:
+        """Send a model's weights as `version` to the engines of `open_sender`."""
+        join_send(self._sender, version, self._backends[name].full_weights().items())
+
+    def close(self) -> None:
+        """End the way for weights."""
+        if self._sender is not None:
+            self._sender.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +129,14 @@ def _fsdp(
     return FsdpBackend(model, train, total_steps=total_steps, device=device, kind=train.backend)
 
 
+def _deepspeed(
+    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
+) -> ShardedBackend:
+    from .backends.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(model, train, total_steps=total_steps, device=device)
+
+
 def _megatron(
     model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
 ) -> ShardedBackend:
@@ -128,7 +154,13 @@ def _single(
     return SingleBackend(model, train, total_steps=total_steps, device=device)
 
 
-_WRAPS: dict[str, Wrap] = {"single": _single, "fsdp": _fsdp, "fsdp2": _fsdp, "megatron": _megatron}
+_WRAPS: dict[str, Wrap] = {
+    "single": _single,
+    "fsdp": _fsdp,
+    "fsdp2": _fsdp,
+    "deepspeed": _deepspeed,
+    "megatron": _megatron,
+}
 _FROM_HOST = ("megatron",)
 """Backends that build layers of their own, and take the weights for them from host memory."""
 

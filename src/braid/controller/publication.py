@@ -1,0 +1,61 @@
+"""New weights on their way from the policy's ranks to engines in other processes, once a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from braid.config.schema import RunConfig
+from braid.plan.layout import Layout
+from braid.runtime.workers import WorkerGroup
+from braid.weights.sender import SendOptions
+from braid.weights.transports import Meeting, choose_transport, on_existing
+
+
+@dataclass(slots=True)
+class Publication:
+    """`ranks` run training.worker.Ranks with the policy among them, `engines` rollout.collector.Collector. The way is made at the
+    first publication."""
+
+    ranks: WorkerGroup
+    engines: WorkerGroup
+    options: SendOptions
+    _ticket: Mapping[str, Any] | None = None
+
+    def send(self, version: int) -> None:
+        """Have every engine sample from the policy's weights as they are now, as `version`."""
+        if self._ticket is None:
+            names = [name for of in self.engines.call("receivers") for name in of]
+            self._ticket = self.ranks.call("open_sender", names, self.options)[0]
+        taken = self.engines.start("take_weights", version, self._ticket)
+        self.ranks.call("send_weights", "policy", version)
+        taken.wait()
+
+
+def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: bool) -> SendOptions:
+    """How the policy's first rank sends to engines; `folder` is where weights go that travel as files. Raises ConfigError
+    for a transport that cannot work between them."""
+    policy, rollout = layout.role("policy"), layout.role("rollout")
+    assert policy is not None, "every run has a policy"
+    assert rollout is not None, "every run samples"
+    first, publish = policy.workers[0], config.rollout.publish
+    seats = [set(worker.devices) for worker in rollout.workers]
+    shared = [bool(seat & set(first.devices)) for seat in seats]
+    servers = {"native": (), "vllm": config.rollout.vllm.servers, "sglang": config.rollout.sglang.servers}
+    meeting = Meeting(
+        is_one_machine=all(worker.node == first.node for worker in rollout.workers),
+        is_one_device=is_cuda and all(seat == set(first.devices) for seat in seats),
+        # NCCL takes one rank on a GPU: with an engine on the sender's, and others elsewhere, weights go by host memory.
+        is_cuda=is_cuda and (all(shared) or not any(shared)),
+    )
+    transport = choose_transport(publish, meeting)
+    assert transport is not None, "engines have processes of their own"
+    return SendOptions(
+        transport,
+        bucket_bytes=publish.bucket_bytes,
+        timeout_s=config.cluster.call_timeout_s,
+        existing=on_existing(publish, is_server=bool(servers[config.rollout.engine])),
+        folder=folder,
+        beside=config.model.path,
+    )
