@@ -8,11 +8,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BACKENDS := $(VENV)/.backends
+VLLM   := $(VENV)/.vllm
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo setup backends test check lint types walls quick all format bench docs clean
+.PHONY: demo setup backends vllm test check lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -36,6 +37,13 @@ $(BACKENDS): $(STAMP) requirements/backends.lock
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install -q --no-deps --no-build-isolation -r requirements/backends.lock
 	@touch $@
 
+vllm: $(VLLM)
+
+$(VLLM): $(STAMP) requirements/vllm.lock
+	@echo "setup: installing vLLM for the tests (a minute)"
+	@$(BIN)/pip install -q --no-deps -r requirements/vllm.lock
+	@touch $@
+
 test: lint types walls all
 
 check: lint types walls quick
@@ -53,7 +61,7 @@ walls: setup
 quick: setup
 	$(BIN)/pytest -q -m "not slow"
 
-all: $(BACKENDS)
+all: $(BACKENDS) $(VLLM)
 	$(BIN)/pytest -q -n 2 --dist loadgroup
 
 format: setup

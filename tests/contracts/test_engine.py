@@ -1,44 +1,50 @@
-"""What every rollout engine owes its callers."""
+"""What every rollout engine owes its callers, whatever it is: in this process, in another, or a server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from braid.config.model import ModelConfig
 from braid.errors import EngineError
+from braid.models.attention import PackedAttention
+from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.rollout.engines.native import NativeEngine
 
-MODEL = ModelConfig.model_validate(
-    {
-        "build": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_layers": 2,
-            "head_dim": 16,
-            "max_positions": 128,
-        }
-    }
-)
+from .engines import ENGINES, MAX_TOKENS, MODEL, engine_params
+
+LOGPROB_TOLERANCE = 5e-4
+"""fp32 through other kernels, which add up in another order; weights are large, and logits up to about 30."""
 
 
-def native() -> RolloutEngine:
+@pytest.fixture(scope="module")
+def lm() -> CausalLM:
+    """The trainer's model."""
     lm = load_policy(MODEL, temperature=1.0, seed=0, device=torch.device("cpu"))
-    return NativeEngine(lm, decode=load_tokenizer(MODEL).decode, max_running=8, max_length=128)  # pyright: ignore[reportArgumentType]
+    scale(lm, 6.0)
+    return lm
 
 
-ENGINES: dict[str, Callable[[], RolloutEngine]] = {"native": native}
+@pytest.fixture(scope="module", params=engine_params())
+def engine(
+    request: pytest.FixtureRequest, lm: CausalLM, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutEngine]:
+    with ENGINES[request.param](lm, tmp_path_factory.mktemp("engine")) as engine:
+        engine.publish(1)
+        yield engine
 
 
-@pytest.fixture(params=list(ENGINES))
-def engine(request: pytest.FixtureRequest) -> RolloutEngine:
-    return ENGINES[request.param]()
+def scale(lm: CausalLM, factor: float) -> None:
+    """Larger weights make tokens hang on what came before."""
+    with torch.no_grad():
+        for name, weight in lm.named_weights():
+            if "norm" not in name:
+                weight.mul_(factor)
 
 
 def prompt(text: str) -> tuple[int, ...]:
@@ -52,6 +58,27 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
     return asyncio.run(gather())
 
 
+@torch.no_grad()
+def trainer_logits(lm: CausalLM, ids: Sequence[int]) -> Tensor:
+    """[T, V] by the trainer's own forward pass."""
+    context = PackedAttention([len(ids)], torch.device("cpu"))
+    return lm.logits(lm.hidden(torch.tensor(ids), torch.arange(len(ids)), context))
+
+
+def trainer_greedy(lm: CausalLM, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        ids.append(int(trainer_logits(lm, ids)[-1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+def trainer_logprobs(lm: CausalLM, request: Request, completion: Completion) -> Tensor:
+    """Of the completion's tokens, without what cuts the distribution."""
+    ids = [*request.prompt_ids, *completion.token_ids]
+    logits = trainer_logits(lm, ids)[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
 REQUEST = Request(prompt("1+2="), Sampling(max_new_tokens=12), (0, 1))
 
 
@@ -63,12 +90,74 @@ def test_a_completion_has_a_logprob_per_token_and_says_why_it_ended(engine: Roll
     assert completion.start_s <= completion.end_s
 
 
+def test_greedy_output_is_the_trainers_own_after_each_publication(
+    engine: RolloutEngine, lm: CausalLM
+) -> None:
+    prompts = [prompt(text) for text in ("1+2=", "7", "say something long")]
+    requests = [Request(ids, Sampling(max_new_tokens=10, greedy=True), (0,)) for ids in prompts]
+    outputs = []
+    for version, factor in ((2, 1.3), (3, 1 / 1.3)):
+        with torch.no_grad():
+            for name, weight in lm.named_weights():
+                if "mlp" in name or "v_proj" in name:
+                    weight.mul_(factor).add_(
+                        torch.sin(torch.arange(weight.numel()) * factor).view_as(weight) * 0.05
+                    )
+        engine.publish(version)
+        completions = generate(engine, requests)
+        outputs.append([c.token_ids for c in completions])
+        assert outputs[-1] == [trainer_greedy(lm, ids, 10) for ids in prompts]
+        assert {c.policy_version for c in completions} == {version}
+    assert outputs[0] != outputs[1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_trainer_at_the_temperature(
+    engine: RolloutEngine, lm: CausalLM, temperature: float
+) -> None:
+    request = replace(REQUEST, sampling=Sampling(max_new_tokens=20, temperature=temperature))
+    requests = [replace(request, key=(i,)) for i in range(6)]
+    for asked, completion in zip(requests, generate(engine, requests), strict=True):
+        expected = trainer_logprobs(lm, asked, completion)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, rtol=0, atol=LOGPROB_TOLERANCE
+        )
+
+
+def test_of_a_distribution_that_is_cut_logprobs_are_of_what_is_left(
+    engine: RolloutEngine, lm: CausalLM, request: pytest.FixtureRequest
+) -> None:
+    asked = replace(REQUEST, sampling=Sampling(max_new_tokens=12, top_k=3))
+    if "sglang_server" in request.node.name:
+        with pytest.raises(EngineError, match="before top_p, top_k and min_p"):
+            generate(engine, [asked])
+        return
+    (completion,) = generate(engine, [asked])
+    ids = [*asked.prompt_ids, *completion.token_ids]
+    top = trainer_logits(lm, ids)[len(asked.prompt_ids) - 1 : -1].topk(3)
+    left = dict.fromkeys(range(12), 0.0)
+    for place, token in enumerate(completion.token_ids):
+        assert token in top.indices[place]
+        index = top.indices[place].tolist().index(token)
+        left[place] = top.values[place].log_softmax(-1)[index].item()
+    torch.testing.assert_close(
+        torch.tensor(completion.logprobs), torch.tensor(list(left.values())), rtol=0, atol=LOGPROB_TOLERANCE
+    )
+
+
 def test_the_end_token_is_kept(engine: RolloutEngine) -> None:
     (free,) = generate(engine, [REQUEST])
     end = free.token_ids[4]
     (ended,) = generate(engine, [replace(REQUEST, sampling=Sampling(12, stop_token_ids=(end,)))])
     assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
     assert ended.stop_reason == "stop"
+
+
+def test_no_end_token_is_drawn_before_the_least_number_of_tokens(engine: RolloutEngine) -> None:
+    (free,) = generate(engine, [REQUEST])
+    ends = tuple(dict.fromkeys(free.token_ids[:3]))
+    (later,) = generate(engine, [replace(REQUEST, sampling=Sampling(12, 8, stop_token_ids=ends))])
+    assert not set(ends) & set(later.token_ids[:8])
 
 
 def test_the_stop_string_is_kept(engine: RolloutEngine) -> None:
@@ -81,9 +170,10 @@ def test_the_stop_string_is_kept(engine: RolloutEngine) -> None:
 
 
 def test_equal_keys_give_equal_tokens_and_other_keys_others(engine: RolloutEngine) -> None:
-    others = [replace(REQUEST, key=(0, i)) for i in range(2, 20)]
-    first, *rest = generate(engine, [REQUEST, *others])
-    assert generate(engine, [REQUEST])[0].token_ids == first.token_ids
+    hot = replace(REQUEST, sampling=Sampling(12, temperature=2.0))
+    others = [replace(hot, key=(0, i)) for i in range(2, 20)]
+    first, *rest = generate(engine, [hot, *others])
+    assert generate(engine, [hot])[0].token_ids == first.token_ids
     assert len({tuple(c.token_ids) for c in (first, *rest)}) == 19
 
 
@@ -93,10 +183,10 @@ def test_greedy_does_not_hang_on_the_key(engine: RolloutEngine) -> None:
     assert a.token_ids == b.token_ids
 
 
-def test_completions_carry_the_published_version(engine: RolloutEngine) -> None:
-    for version in (3, 4):
-        engine.publish(version)
-        assert generate(engine, [REQUEST])[0].policy_version == version
+def test_a_repetition_penalty_keeps_tokens_from_coming_again(engine: RolloutEngine) -> None:
+    sampling = Sampling(max_new_tokens=20, greedy=True, repetition_penalty=50.0)
+    (completion,) = generate(engine, [replace(REQUEST, sampling=sampling)])
+    assert len(set(completion.token_ids)) == 20
 
 
 def test_a_cancelled_request_leaves_the_others_as_they_are(engine: RolloutEngine) -> None:
@@ -116,12 +206,24 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(engine: RolloutEngine
     assert asyncio.run(scenario()) == expected[1::2]
 
 
+def test_nothing_is_published_while_requests_run(engine: RolloutEngine) -> None:
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate(replace(REQUEST, sampling=Sampling(40))))
+        await asyncio.sleep(0.02)
+        with pytest.raises(EngineError, match="while 1 requests run"):
+            engine.publish(9)
+        await task
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_can_never_fit_is_an_error(engine: RolloutEngine) -> None:
     with pytest.raises(EngineError, match="positions"):
-        generate(engine, [replace(REQUEST, sampling=Sampling(max_new_tokens=1000))])
+        generate(engine, [replace(REQUEST, sampling=Sampling(max_new_tokens=MAX_TOKENS))])
 
 
 def test_a_closed_engine_refuses(engine: RolloutEngine) -> None:
+    engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         generate(engine, [REQUEST])

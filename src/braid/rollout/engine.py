@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from braid.errors import EngineError
 from braid.types import StopReason
+
+from .random import stream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,8 +59,15 @@ class Completion:
     end_s: float
 
 
+WeightSource = Callable[[], "Iterable[tuple[str, Tensor]]"]
+"""Gives the policy's weights as they are now, under the names that a checkpoint folder has."""
+
+
 class RolloutEngine(Protocol):
-    """Samples completions. Cancelling the task that awaits `generate` frees the request's place at once."""
+    """Samples completions. Cancelling the task that awaits `generate` frees the request's place at once.
+
+    Whatever goes wrong in it is an EngineError: a request that fails, or takes too long, has no answer.
+    """
 
     @property
     def cache_bytes(self) -> int:
@@ -68,8 +80,47 @@ class RolloutEngine(Protocol):
         """Take the policy's weights as they are now, as `version`. Not while requests run."""
         ...
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that it samples with, in its own type."""
+    def close(self) -> None:
+        """Fail what is pending, and end what was started. Can be called twice."""
         ...
 
-    def close(self) -> None: ...
+
+class PublishedEngine(RolloutEngine, Protocol):
+    """An engine in another process: weights have to be brought to it, and it can make room for others on its device."""
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over these weights as `version`. Not while requests run. Raises EngineError when something else arrived than
+        was sent; from then on it refuses requests until a publication ends well."""
+        ...
+
+    def pause(self) -> None:
+        """Draw no more tokens until `resume`; requests wait where they are."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def sleep(self) -> None:
+        """Give the device's memory back until `wake`. Not while requests run."""
+        ...
+
+    def wake(self) -> None: ...
+
+
+def check_request(request: Request, *, longest: int, key: str) -> None:
+    """Raise EngineError for what no engine can answer: `longest` is the most tokens that it takes, set by `key`."""
+    prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+    if prompt == 0:
+        raise EngineError("the prompt has no token; use the tokenizer that belongs to the model")
+    if new < 1:
+        raise EngineError(f"max_new_tokens={new} asks for nothing; it must be at least 1")
+    if prompt + new > longest:
+        raise EngineError(
+            f"{prompt} prompt tokens + max_new_tokens={new} make {prompt + new} tokens, more than the engine's {longest} "
+            f"positions; raise {key} if the model has more, or lower rollout.sampling.max_new_tokens or "
+            "data.max_prompt_tokens"
+        )
+
+
+def seed_of(key: tuple[int, ...]) -> int:
+    """A request's key as a seed of 63 bits, for engines that draw with random generators of their own."""
+    return int(stream(key) >> np.uint64(1))

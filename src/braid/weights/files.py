@@ -56,7 +56,7 @@ class FileSender:
 
     def folder_of(self, version: int) -> Path:
         """Where a version is once it has been sent."""
-        return _folder_of(self._folder, version)
+        return folder_of(self._folder, version)
 
     def send(self, version: int, weights: Weights) -> Receipt:
         """See Sender."""
@@ -111,7 +111,7 @@ class FileSender:
 
     def _remove_older(self, version: int) -> None:
         own = sorted(p for p in self._folder.glob("version_[0-9]*") if p.name.partition("_")[2].isdigit())
-        newest = _folder_of(self._folder, version)
+        newest = folder_of(self._folder, version)
         for path in [p for p in own if p != newest][: -(_KEPT - 1)]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -175,7 +175,7 @@ class FileReceiver:
 
     def _await(self, version: int) -> tuple[Path, dict[str, Any]]:
         """The version's folder and record, when this sender has written it."""
-        folder = _folder_of(self._folder, version)
+        folder = folder_of(self._folder, version)
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -204,7 +204,8 @@ class FileReceiver:
             raise EngineError(f"engine {self._engine} cannot read {file} ({error})") from error
 
 
-def _folder_of(folder: Path, version: int) -> Path:
+def folder_of(folder: Path, version: int) -> Path:
+    """Where a sender of `folder` puts a version."""
     return folder / f"version_{version:06d}"
 
 

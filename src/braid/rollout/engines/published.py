@@ -1,0 +1,119 @@
+"""What engines outside this process have in common: weights are brought to them, and a version counts once it has arrived."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from torch import Tensor
+
+from braid.errors import EngineError
+from braid.rollout.engine import WeightSource
+from braid.weights.sender import Sender, SendOptions, open_sender
+
+_WHY_S = 2.0
+"""How long an engine may take to say why it stopped receiving."""
+
+
+class RemoteEngine(ABC):
+    """The publishing half of a PublishedEngine; subclasses say how a version is received."""
+
+    def __init__(self, name: str, *, sending: SendOptions, source: WeightSource | None) -> None:
+        """`name` is what messages call it. `sending` is how weights go from this process to it. `source` gives the trainer's, for
+        `publish`; without it they come by `load_weights`, or from a sender elsewhere by `start_receiving`."""
+        self.name = name
+        self._options, self._source = sending, source
+        self._sender: Sender | None = None
+        self._version: int | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """See RolloutEngine: nothing in this process."""
+        return 0
+
+    @property
+    @abstractmethod
+    def receivers(self) -> Sequence[str]:
+        """What a sender knows this engine's ends by: one for each process that has weights."""
+
+    @property
+    @abstractmethod
+    def num_pending(self) -> int:
+        """Requests without an answer yet."""
+
+    @abstractmethod
+    def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
+        """Begin to take `version` over from the sender of `ticket`."""
+
+    def publish(self, version: int) -> None:
+        """See RolloutEngine."""
+        assert self._source is not None, "an engine without a source is given weights by load_weights"
+        self.load_weights(version, self._source())
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See PublishedEngine."""
+        self._check_idle(version)
+        if self._sender is None:
+            self._sender = open_sender(self.receivers, self._options)
+        if self._options.transport == "files":  # read when they are there; others arrive as they are sent
+            self._version = None
+            self._sender.send(version, weights)
+            self.finish_receiving(version, self.start_receiving(version, self._sender.ticket.as_dict()))
+            return
+        receiving = self.start_receiving(version, self._sender.ticket.as_dict())
+        try:
+            self._sender.send(version, weights)
+        except EngineError:
+            # Where the engine itself failed, it knows why.
+            with contextlib.suppress(FutureTimeoutError):
+                receiving.result(_WHY_S)
+            raise
+        self.finish_receiving(version, receiving)
+
+    def start_receiving(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
+        """Begin to take `version` over from a sender in any process (weights.open_sender with `receivers`). The engine has no
+        weights until `finish_receiving`. Raises EngineError while requests run."""
+        self._check_idle(version)
+        self._version = None
+        return self._receive(version, ticket)
+
+    def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
+        """Sample with `version` from now on. Raises EngineError when it did not arrive as it was sent."""
+        try:
+            receiving.result(self._options.timeout_s)
+        except FutureTimeoutError:
+            raise EngineError(
+                f"{self.name} did not take version {version} over within {self._options.timeout_s:g} s; raise "
+                "cluster.call_timeout_s if it only needs longer"
+            ) from None
+        self._version = version
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _check_idle(self, version: int) -> None:
+        if self.num_pending:
+            raise EngineError(
+                f"cannot publish version {version} while {self.num_pending} requests run; await them first"
+            )
+
+    def _published(self) -> int:
+        """The version that requests are answered with."""
+        if self._version is None:
+            raise EngineError(f"{self.name} has no weights: a publication has to come first, and to end well")
+        return self._version
+
+    def _check_finite(self, logprobs: Iterable[float], version: int) -> None:
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(
+                f"{self.name} gave log-probs that are not finite (policy version {version}); the policy's weights have "
+                "diverged, or overflow in the engine's dtype"
+            )

@@ -1,0 +1,106 @@
+"""Several engines as one: requests go to the least loaded, those of a group together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from braid.errors import EngineError
+from braid.rollout.engine import Completion, PublishedEngine, Request
+
+
+@dataclass(slots=True)
+class _Home:
+    """Where requests with one beginning go while any of them is under way."""
+
+    engine: int
+    num_requests: int = 0
+
+
+@dataclass(slots=True)
+class Router:
+    """See PublishedEngine for the contract. Load is counted in tokens that may still be drawn.
+
+    Requests with equal prompts go to one engine as long as one of them is under way, so that it reads the prompt once. A
+    request fails with its engine: its error says which; a further try of the caller goes to another one.
+    """
+
+    engines: Sequence[PublishedEngine]
+    _loads: list[int] = field(default_factory=list)
+    _failures: list[int] = field(default_factory=list)
+    _homes: dict[tuple[int, ...], _Home] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.engines, "a router needs an engine"
+        self._loads = [0] * len(self.engines)
+        self._failures = [0] * len(self.engines)
+
+    @property
+    def cache_bytes(self) -> int:
+        """See RolloutEngine."""
+        return sum(engine.cache_bytes for engine in self.engines)
+
+    async def generate(self, request: Request) -> Completion:
+        """See RolloutEngine."""
+        prompt, load = request.prompt_ids, request.sampling.max_new_tokens
+        home = self._homes.get(prompt)
+        if home is None:
+            home = self._homes[prompt] = _Home(self._least_loaded())
+        home.num_requests += 1
+        self._loads[home.engine] += load
+        try:
+            completion = await self.engines[home.engine].generate(request)
+        except EngineError:
+            self._failures[home.engine] += 1
+            if self._homes.get(prompt) is home:
+                del self._homes[prompt]
+            raise
+        finally:
+            self._loads[home.engine] -= load
+            home.num_requests -= 1
+            if not home.num_requests and self._homes.get(prompt) is home:
+                del self._homes[prompt]
+        self._failures[home.engine] = 0
+        return completion
+
+    def publish(self, version: int) -> None:
+        """See RolloutEngine."""
+        for engine in self.engines:
+            engine.publish(version)
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See PublishedEngine."""
+        held = list(weights)
+        for engine in self.engines:
+            engine.load_weights(version, held)
+
+    def pause(self) -> None:
+        """See PublishedEngine."""
+        for engine in self.engines:
+            engine.pause()
+
+    def resume(self) -> None:
+        """See PublishedEngine."""
+        for engine in self.engines:
+            engine.resume()
+
+    def sleep(self) -> None:
+        """See PublishedEngine."""
+        for engine in self.engines:
+            engine.sleep()
+
+    def wake(self) -> None:
+        """See PublishedEngine."""
+        for engine in self.engines:
+            engine.wake()
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        for engine in self.engines:
+            engine.close()
+
+    def _least_loaded(self) -> int:
+        """The first of those with the fewest failures in a row, then the least load."""
+        return min(range(len(self.engines)), key=lambda i: (self._failures[i], self._loads[i]))

@@ -1,0 +1,104 @@
+"""A running SGLang server: /generate with token ids both ways, weights from a folder that both sides see.
+
+SGLang needs a GPU. Where there is none, this adapter is held to the engines' contract against a small server that speaks its
+interface. Log-probs are those after the temperature and before top-k, top-p and min-p: sampling that cuts the
+distribution is refused. A request's seed counts when the server runs with --enable-deterministic-inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from braid.errors import EngineError
+from braid.rollout.engine import Request, seed_of
+from braid.weights.files import folder_of
+
+from .http import Answer, ServerEngine
+
+
+class SglangServer(ServerEngine):
+    """See PublishedEngine for the contract. `sending.transport` is `files`; its folder is on a disk that the server sees."""
+
+    @property
+    def receivers(self) -> Sequence[str]:
+        """See RemoteEngine. The server reads files, and connects to nobody."""
+        return [self.name]
+
+    def pause(self) -> None:
+        """See PublishedEngine."""
+        self._client.call("POST", "/pause_generation", {"mode": "in_place"})
+
+    def resume(self) -> None:
+        """See PublishedEngine."""
+        self._client.call("POST", "/continue_generation", {})
+
+    def sleep(self) -> None:
+        """See PublishedEngine. The server needs --enable-memory-saver."""
+        self._client.call("POST", "/release_memory_occupation", {})
+
+    def wake(self) -> None:
+        """See PublishedEngine."""
+        self._client.call("POST", "/resume_memory_occupation", {})
+
+    @property
+    def _limit_key(self) -> str:
+        return "rollout.sglang.max_model_tokens"
+
+    def _greet(self) -> None:
+        self._client.call("GET", "/health")
+
+    def _question(self, request: Request) -> tuple[str, dict[str, Any]]:
+        sampling = request.sampling
+        if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0):
+            raise EngineError(
+                "SGLang's log-probs are those before top_p, top_k and min_p, not of the tokens that are left; set "
+                "rollout.sampling.top_p=1, top_k=0 and min_p=0, or rollout.engine=vllm"
+            )
+        return "/generate", {
+            "input_ids": list(request.prompt_ids),
+            "return_logprob": True,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens,
+                "min_new_tokens": sampling.min_new_tokens,
+                "temperature": 0.0 if sampling.greedy else sampling.temperature,
+                "repetition_penalty": sampling.repetition_penalty,
+                "stop": list(sampling.stop_strings),
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,
+                "no_stop_trim": True,
+                "sampling_seed": seed_of(request.key) % 2**31,
+            },
+        }
+
+    def _read(self, answer: Any) -> Answer:
+        about = answer["meta_info"]
+        reason = about["finish_reason"]["type"]
+        if reason not in ("stop", "length"):
+            raise EngineError(f"{self.name} ended a request with {about['finish_reason']}")
+        if about["weight_version"] != str(self._version):
+            raise EngineError(
+                f"{self.name} answered with version {about['weight_version']} of the weights in place of {self._version}: someone "
+                "else has given it weights"
+            )
+        tokens = [(float(logprob), int(token)) for logprob, token, *_ in about["output_token_logprobs"]]
+        return [token for _, token in tokens], [logprob for logprob, _ in tokens], reason
+
+    def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
+        folder = folder_of(Path(ticket["folder"]), version)
+        return self._client.start(
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
+            tries=1,
+        )
+
+    def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
+        """See RemoteEngine."""
+        super().finish_receiving(version, receiving)
+        answer = receiving.result()
+        if not answer["success"]:
+            self._version = None
+            raise EngineError(f"{self.name} did not take version {version} over: {answer['message']}")

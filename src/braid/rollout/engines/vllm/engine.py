@@ -1,0 +1,285 @@
+"""vLLM in a process of its own: this side of the pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from braid.errors import EngineError
+from braid.rollout.engine import Completion, Request, WeightSource, check_request, seed_of
+from braid.rollout.engines.published import RemoteEngine
+from braid.weights.sender import SendOptions
+
+from .options import receiver_name
+
+_END_S = 10.0
+"""How long an ended process may take to be gone."""
+_LAST_LINES = 12
+
+
+class VllmEngine(RemoteEngine):
+    """See PublishedEngine for the contract. The process starts when this is made; what needs it waits until it is up."""
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        name: str,
+        log: Path,
+        environment: Mapping[str, str],
+        sending: SendOptions,
+        start_timeout_s: float,
+        timeout_s: float,
+        source: WeightSource | None = None,
+    ) -> None:
+        """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). `log` takes what the process writes.
+        The other arguments are RemoteEngine's.
+
+        A request or call fails when the process has been silent for `timeout_s`.
+        """
+        super().__init__(name, sending=sending, source=source)
+        self._arguments, self._log, self._timeout_s = dict(arguments), log, timeout_s
+        self._failure: str | None = None
+        self._numbers = itertools.count()
+        self._pending: dict[str, Future[tuple[list[int], list[float], Any]]] = {}
+        self._calls: dict[int, Future[Any]] = {}
+        self._outbox: list[tuple[Any, ...]] = []
+        self._sending = threading.Lock()
+        self._is_up: Future[None] = Future()
+        self._heard_s = time.monotonic()
+        self._start_timeout_s = start_timeout_s
+        self._process, self._connection = _start(log, environment)
+        self._connection.send(self._arguments)
+        threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
+
+    async def generate(self, request: Request) -> Completion:
+        """See RolloutEngine. Raises EngineError when vLLM refuses the request, fails, or falls silent."""
+        check_request(
+            request, longest=int(self._arguments["max_model_len"]), key="rollout.vllm.max_model_tokens"
+        )
+        start, name = time.perf_counter(), f"{self.name}-{next(self._numbers)}"
+        if self._failure is not None or not self._is_up.done():
+            await asyncio.to_thread(self.wait_until_up)
+        version = self._published()
+        future: Future[tuple[list[int], list[float], Any]] = Future()
+        if not self._pending:
+            self._heard_s = time.monotonic()
+        self._pending[name] = future
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append((name, request.prompt_ids, request.sampling, seed_of(request.key)))
+        try:
+            token_ids, logprobs, reason = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._drop(name)
+            raise
+        finally:
+            self._pending.pop(name, None)
+        self._check_finite(logprobs, version)
+        return Completion(token_ids, logprobs, reason, version, start, time.perf_counter())
+
+    @property
+    def receivers(self) -> Sequence[str]:
+        """See RemoteEngine: each of vLLM's workers is one."""
+        size = int(self._arguments["tensor_parallel_size"]) * int(self._arguments["pipeline_parallel_size"])
+        return [receiver_name(self.name, rank) for rank in range(size)]
+
+    @property
+    def num_pending(self) -> int:
+        """See RemoteEngine."""
+        return len(self._pending)
+
+    def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
+        self.wait_until_up()
+        return self._start_call("receive_weights", version, dict(ticket), self.name, self._timeout_s)
+
+    def pause(self) -> None:
+        """See PublishedEngine."""
+        self._call("pause")
+
+    def resume(self) -> None:
+        """See PublishedEngine."""
+        self._call("resume")
+
+    def sleep(self) -> None:
+        """See PublishedEngine. Only a device's memory is given back."""
+        if self._arguments["enable_sleep_mode"]:
+            self._call("sleep")
+
+    def wake(self) -> None:
+        """See PublishedEngine."""
+        if self._arguments["enable_sleep_mode"]:
+            self._call("wake")
+
+    def close(self) -> None:
+        """See RolloutEngine. Ends the process and those that vLLM started."""
+        self._failure = None
+        self._fail(f"{self.name} is closed; make a new one")
+        super().close()
+        self._end_process()
+
+    def wait_until_up(self) -> None:
+        """Raises EngineError when the process does not come up in time, or has gone."""
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        try:
+            self._is_up.result(self._start_timeout_s)
+        except FutureTimeoutError:
+            self._fail(
+                f"{self.name} was not up within {self._start_timeout_s:g} s; raise cluster.start_timeout_s if it only "
+                f"needs longer. {self._last_words()}"
+            )
+            self._end_process()
+            raise EngineError(self._failure) from None
+
+    def _call(self, method: str, *args: Any) -> Any:
+        self.wait_until_up()
+        return self._wait(self._start_call(method, *args), method)
+
+    def _start_call(self, method: str, *args: Any) -> Future[Any]:
+        number, future = next(self._numbers), Future[Any]()
+        self._calls[number] = future
+        self._send("call", number, method, args)
+        return future
+
+    def _wait(self, future: Future[Any], doing: str) -> Any:
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeoutError:
+            raise EngineError(
+                f"{self.name} did not answer within {self._timeout_s:g} s while {doing}; raise "
+                "cluster.call_timeout_s if it only needs longer"
+            ) from None
+
+    def _flush(self) -> None:
+        """Send what was asked for in one turn of the event loop in one message: it is scheduled together."""
+        requests, self._outbox = self._outbox, []
+        requests = [r for r in requests if r[0] in self._pending]
+        if requests:
+            with contextlib.suppress(EngineError):  # those who wait have been told
+                self._send("generate", requests)
+
+    def _drop(self, name: str) -> None:
+        """Forget a request that nobody awaits any more."""
+        with contextlib.suppress(EngineError):
+            self._send("abort", [name])
+
+    def _send(self, *message: Any) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:
+            self._fail(f"{self.name} is gone. {self._last_words()}")
+            raise EngineError(self._failure) from None
+
+    def _read(self) -> None:
+        """Take in what the process says, until it ends or falls silent while something is asked of it."""
+        try:
+            while self._failure is None:
+                if self._connection.poll(1.0):
+                    message = self._connection.recv()
+                    self._heard_s = time.monotonic()
+                    getattr(self, f"_on_{message[0]}")(*message[1:])
+                elif self._pending and time.monotonic() - self._heard_s > self._timeout_s:
+                    self._fail(
+                        f"{self.name} has been silent for {self._timeout_s:g} s with {len(self._pending)} requests; raise "
+                        f"cluster.call_timeout_s if it only needs longer. {self._last_words()}"
+                    )
+                    self._end_process()
+        except (EOFError, OSError):
+            if self._failure is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+                self._fail(f"{self.name} ended ({_ended(self._process.returncode)}). {self._last_words()}")
+
+    def _on_ready(self) -> None:
+        self._is_up.set_result(None)
+
+    def _on_alive(self) -> None:
+        """A sign of life between answers."""
+
+    def _on_done(self, name: str, token_ids: list[int], logprobs: list[float], reason: str) -> None:
+        _settle(self._pending.get(name), (token_ids, logprobs, reason))
+
+    def _on_failed(self, name: str, why: str) -> None:
+        _settle(self._pending.get(name), EngineError(f"{self.name}: {why}"))
+
+    def _on_returned(self, number: int, value: Any) -> None:
+        _settle(self._calls.pop(number, None), value)
+
+    def _on_raised(self, number: int, why: str) -> None:
+        _settle(self._calls.pop(number, None), EngineError(f"{self.name}: {why}"))
+
+    def _on_dead(self, why: str) -> None:
+        self._fail(f"{self.name} failed: {why}. {self._last_words()}")
+
+    def _fail(self, why: str) -> None:
+        """Nothing works from here on; all that wait learn why."""
+        if self._failure is None:
+            self._failure = why
+        for future in (self._is_up, *list(self._pending.values()), *list(self._calls.values())):
+            _settle(future, EngineError(self._failure))
+
+    def _end_process(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        except OSError:
+            lines = []
+        return f"The end of its log {self._log}:\n" + "\n".join(lines) if lines else f"Its log is {self._log}"
+
+
+def _start(log: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
+    """The process and this end of the pipe to it. It leads a process group of its own, so that Ctrl-C reaches only the
+    controller, and so that all of it can be ended together."""
+    ours, theirs = socket.socketpair()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with theirs, log.open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    return process, Connection(ours.detach())
+
+
+def _settle(future: Future[Any] | None, result: Any) -> None:
+    """Give a future its value or exception, if somebody still waits for it."""
+    if future is None:
+        return
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "its pipe was closed"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

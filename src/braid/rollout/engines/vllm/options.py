@@ -1,0 +1,82 @@
+"""rollout.vllm in vLLM's own words: the arguments of its EngineArgs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from braid.config.rollout import VllmConfig
+
+EXTENSION = "braid.rollout.engines.vllm.process.WeightReceiver"
+"""What vLLM's workers need to take weights over."""
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def engine_arguments(
+    config: VllmConfig,
+    *,
+    model: str,
+    tokenizer: str,
+    dtype: str,
+    longest: int,
+    trust_remote_code: bool,
+    on_gpu: bool,
+    seed: int,
+) -> dict[str, Any]:
+    """What vLLM's EngineArgs is made with. `model` and `tokenizer` are folders or hub names, `dtype` the trainer's, `longest` the
+    tokens of the longest trajectory.
+
+    Log-probs are those of the distribution that tokens are drawn from; nothing of the folder's generation_config.json applies.
+    """
+    max_tokens = config.max_model_tokens or longest
+    arguments: dict[str, Any] = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "trust_remote_code": trust_remote_code,
+        "dtype": _DTYPES[dtype if config.dtype == "auto" else config.dtype],
+        "load_format": "auto" if config.load_weights else "dummy",
+        "max_model_len": max_tokens,
+        "max_num_seqs": config.max_running,
+        # Without chunks, a prompt has to be read in one go.
+        "max_num_batched_tokens": config.prefill_tokens
+        if config.chunked_prefill
+        else max(config.prefill_tokens, max_tokens),
+        "gpu_memory_utilization": config.memory_fraction,
+        "enforce_eager": not (config.cuda_graphs and on_gpu),
+        "enable_prefix_caching": config.prefix_caching,
+        "enable_chunked_prefill": config.chunked_prefill,
+        "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
+        # A single worker needs no process or actor of its own.
+        "distributed_executor_backend": config.executor
+        if config.tensor_parallel * config.pipeline_parallel > 1
+        else "uni",
+        "disable_log_stats": not config.log_stats,
+        "enable_sleep_mode": on_gpu,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "seed": seed,
+        "worker_extension_cls": EXTENSION,
+    }
+    if config.cuda_graph_max_batch is not None:
+        arguments["max_cudagraph_capture_size"] = config.cuda_graph_max_batch
+    if config.block_size is not None:
+        arguments["block_size"] = config.block_size
+    if config.attention is not None:
+        arguments["attention_backend"] = config.attention
+    return arguments
+
+
+def environment(config: VllmConfig) -> dict[str, str]:
+    """Variables of the process that vLLM runs in."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # Else vLLM binds threads to cores that the trainer uses too.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def receiver_name(engine: str, rank: int) -> str:
+    """How a sender of weights knows the receiver in one of an engine's workers."""
+    return f"{engine} rank {rank}"

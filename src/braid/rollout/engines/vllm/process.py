@@ -1,0 +1,236 @@
+"""The process that runs vLLM: requests come through a pipe, tokens and log-probs go back.
+
+Between two steps of the engine everything that has arrived is taken in, in order, so that what came together is scheduled
+together. The process ends with the one that started it, whatever that does, and takes vLLM's own processes along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams, TokensPrompt  # noqa: TID251
+from vllm.config import set_current_vllm_config  # noqa: TID251
+from vllm.engine.arg_utils import EngineArgs  # noqa: TID251
+from vllm.exceptions import VLLMClientError  # noqa: TID251
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: TID251
+from vllm.model_executor.model_loader.reload import (  # noqa: TID251
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.outputs import RequestOutput  # noqa: TID251
+from vllm.sampling_params import RequestOutputKind  # noqa: TID251
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: TID251
+
+from braid.errors import EngineError
+from braid.rollout.engine import Sampling
+from braid.weights.receiver import open_receiver
+from braid.weights.wire import Ticket
+
+from .options import receiver_name
+
+_log = logging.getLogger(__name__)
+
+_SIGN_OF_LIFE_S = 2.0
+
+
+class WeightReceiver:
+    """What vLLM mixes into each of its workers (`worker_extension_cls`): the way in for weights.
+
+    A server takes weights from trainers directly when it was started with
+    `--worker-extension-cls braid.rollout.engines.vllm.process.WeightReceiver`.
+    """
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+    _braid_receiver: Any = None
+
+    def receive_weights(self, version: int, ticket: Mapping[str, Any], engine: str, timeout_s: float) -> None:
+        """Take over `version` from the sender of `ticket`; raises EngineError when what arrives is not what was sent."""
+        if self._braid_receiver is None or self._braid_receiver[0] != ticket:
+            if self._braid_receiver is not None:
+                self._braid_receiver[1].close()
+            receiver = open_receiver(
+                Ticket(**ticket), engine=receiver_name(engine, self.rank), timeout_s=timeout_s
+            )
+            self._braid_receiver = ticket, receiver
+        self.load_checked(self._braid_receiver[1].receive(version))
+
+    def load_checked(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Give vLLM's model all its weights anew, in the form that checkpoints have."""
+        with set_current_vllm_config(self.vllm_config):
+            model = self.model_runner.get_model()
+            expected = {name for name, _ in model.named_parameters()}
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(weights)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            for head in model.modules():
+                if isinstance(head, ParallelLMHead):
+                    # One tied to the embedding is not loaded itself, and on CPU samples with a packed copy.
+                    head.quant_method.process_weights_after_loading(head)
+        if loaded is not None and (missing := sorted(expected - loaded)):
+            raise EngineError(
+                f"the publication lacked {len(missing)} of the weights of vLLM's {type(model).__name__}, among them "
+                f"{missing[0]}; vLLM's folder and the trainer's model are not of one architecture"
+            )
+
+
+class EngineProcess:
+    """vLLM's engine, and the loop that feeds it."""
+
+    def __init__(self, connection: Connection, arguments: Mapping[str, Any]) -> None:
+        self._connection = connection
+        self._arrived: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._engine = make_engine(arguments)
+        self._is_paused = False
+        self._told_s = 0.0
+
+    def run(self) -> None:
+        """Until the other side goes."""
+        self._tell("ready")
+        while True:
+            is_busy = self._engine.has_unfinished_requests() and not self._is_paused
+            for message in self._messages(waits=not is_busy):
+                getattr(self, f"_on_{message[0]}")(*message[1:])
+            if is_busy:
+                self._step()
+            if time.monotonic() - self._told_s > _SIGN_OF_LIFE_S:
+                self._tell("alive")
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished and isinstance(output, RequestOutput):
+                (answer,) = output.outputs
+                if answer.finish_reason not in ("stop", "length") or answer.logprobs is None:
+                    why = f"vLLM ended the request with finish_reason={answer.finish_reason}"
+                    self._tell("failed", output.request_id, why)
+                    continue
+                token_ids = list(answer.token_ids)
+                steps = zip(answer.logprobs, token_ids, strict=True)
+                logprobs = [step[token].logprob for step, token in steps if step is not None]
+                self._tell("done", output.request_id, token_ids, logprobs, answer.finish_reason)
+
+    def _on_generate(self, requests: list[tuple[str, tuple[int, ...], Sampling, int]]) -> None:
+        for name, prompt_ids, sampling, seed in requests:
+            try:
+                prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
+                self._engine.add_request(name, prompt, sampling_params(sampling, seed))
+            except (ValueError, VLLMClientError) as error:
+                self._tell("failed", name, f"vLLM refuses the request: {error}")
+
+    def _on_abort(self, names: list[str]) -> None:
+        self._engine.abort_request(names)
+
+    def _on_call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            value = getattr(self, f"_{method}")(*args)
+        except Exception as error:  # it is the caller's to judge
+            _log.exception("%s failed", method)
+            self._tell("raised", number, f"{error}")
+        else:
+            self._tell("returned", number, value)
+
+    def _receive_weights(
+        self, version: int, ticket: Mapping[str, Any], engine: str, timeout_s: float
+    ) -> None:
+        self._engine.collective_rpc("receive_weights", args=(version, ticket, engine, timeout_s))
+        self._engine.reset_prefix_cache()
+
+    def _pause(self) -> None:
+        self._is_paused = True
+
+    def _resume(self) -> None:
+        self._is_paused = False
+
+    def _sleep(self) -> None:
+        self._engine.sleep(1)
+
+    def _wake(self) -> None:
+        self._engine.wake_up()
+
+    def _messages(self, *, waits: bool) -> Iterator[tuple[Any, ...]]:
+        """What has arrived; with `waits`, a while is waited for something."""
+        with contextlib.suppress(queue.Empty):
+            if waits:
+                yield self._arrived.get(timeout=_SIGN_OF_LIFE_S)
+            while True:
+                yield self._arrived.get_nowait()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._arrived.put(self._connection.recv())
+        except (EOFError, OSError):
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def _tell(self, *message: Any) -> None:
+        self._told_s = time.monotonic()
+        self._connection.send(message)
+
+
+def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
+    """vLLM's engine with these of its arguments. On CPU its cache gets what the longest requests can use, within the share of
+    the memory that is free now; vLLM itself would take that share of all memory there is."""
+    args = EngineArgs(**arguments)
+    config = args.create_engine_config()
+    if not torch.cuda.is_available():
+        model, cache = config.model_config, config.cache_config
+        per_token = (
+            2 * model.get_num_layers(config.parallel_config) * model.get_num_kv_heads(config.parallel_config)
+        )
+        per_token *= model.get_head_size() * torch.finfo(model.dtype).bits // 8
+        block = cache.block_size
+        blocks = config.scheduler_config.max_num_seqs * -(-model.max_model_len // block) + 2
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = int(cache.gpu_memory_utilization * pages)
+        cache.kv_cache_memory_bytes = min(blocks * block * per_token, free)
+    return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
+
+
+def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+    """vLLM's form of the settings. Text is made where a stop string is looked for."""
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=0 if sampling.greedy else sampling.top_k,
+        min_p=0.0 if sampling.greedy else sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop_strings),
+        stop_token_ids=list(sampling.stop_token_ids),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        seed=seed,
+        logprobs=0,
+        detokenize=bool(sampling.stop_strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def main(descriptor: str) -> None:
+    """The pipe's number in this process. First comes what vLLM is to be made with."""
+    connection = Connection(int(descriptor))
+    try:
+        EngineProcess(connection, connection.recv()).run()
+    except Exception as error:  # the log has the rest
+        _log.exception("the engine failed")
+        connection.send(("dead", f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

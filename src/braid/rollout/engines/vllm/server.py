@@ -1,0 +1,125 @@
+"""A running vLLM server: OpenAI's completions with token ids both ways, and vLLM's own endpoints for the rest.
+
+It has to be started so that trainers may command it, and so that log-probs are those of the distribution that is sampled:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs --generation-config vllm \\
+        --worker-extension-cls braid.rollout.engines.vllm.process.WeightReceiver [--load-format dummy]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from braid.errors import EngineError
+from braid.rollout.engine import Request, seed_of
+from braid.rollout.engines.http import Answer, ServerEngine
+
+from .options import EXTENSION, receiver_name
+
+_START = (
+    f"start it with VLLM_SERVER_DEV_MODE=1 vllm serve ... --logprobs-mode processed_logprobs --generation-config vllm "
+    f"--worker-extension-cls {EXTENSION}"
+)
+
+
+class VllmServer(ServerEngine):
+    """See PublishedEngine for the contract."""
+
+    _num_workers: int
+    _model: str
+
+    @property
+    def receivers(self) -> Sequence[str]:
+        """See RemoteEngine: each of vLLM's workers is one."""
+        return [receiver_name(self.name, rank) for rank in range(self._num_workers)]
+
+    def pause(self) -> None:
+        """See PublishedEngine."""
+        self._client.call("POST", "/pause", params={"mode": "keep"})
+
+    def resume(self) -> None:
+        """See PublishedEngine."""
+        self._client.call("POST", "/resume")
+
+    def sleep(self) -> None:
+        """See PublishedEngine. The server needs --enable-sleep-mode."""
+        self._client.call("POST", "/sleep", params={"level": "1"})
+
+    def wake(self) -> None:
+        """See PublishedEngine."""
+        self._client.call("POST", "/wake_up")
+
+    @property
+    def _limit_key(self) -> str:
+        return "rollout.vllm.max_model_tokens"
+
+    def _greet(self) -> None:
+        (model, *_) = self._client.call("GET", "/v1/models")["data"]
+        self._model = model["id"]
+        if (longest := model.get("max_model_len")) is not None and longest < self._max_tokens:
+            raise EngineError(
+                f"{self.name} takes sequences of {longest} tokens, and this run needs {self._max_tokens}; start it with "
+                f"--max-model-len {self._max_tokens}, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens"
+            )
+        try:
+            self._num_workers = int(self._client.call("GET", "/get_world_size")["world_size"])
+            config = self._client.call("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+        except EngineError as error:
+            raise EngineError(f"{self.name} cannot be commanded ({error}); {_START}") from error
+        if config["model_config"]["logprobs_mode"] != "processed_logprobs":
+            raise EngineError(
+                f"{self.name} gives log-probs of another distribution than it samples from (logprobs_mode="
+                f"{config['model_config']['logprobs_mode']}); {_START}"
+            )
+        if config["parallel_config"]["worker_extension_cls"] != EXTENSION:
+            raise EngineError(f"{self.name} cannot take weights from a trainer; {_START}")
+
+    def _question(self, request: Request) -> tuple[str, dict[str, Any]]:
+        sampling = request.sampling
+        return "/v1/completions", {
+            "model": self._model,
+            "prompt": list(request.prompt_ids),
+            "max_tokens": sampling.max_new_tokens,
+            "min_tokens": sampling.min_new_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "top_k": 0 if sampling.greedy else sampling.top_k,
+            "min_p": 0.0 if sampling.greedy else sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "include_stop_str_in_output": True,
+            "ignore_eos": True,
+            "seed": seed_of(request.key),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def _read(self, answer: Any) -> Answer:
+        (choice,) = answer["choices"]
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length"):
+            raise EngineError(f"{self.name} ended a request with finish_reason={reason}")
+        token_ids = [int(token) for token in choice["token_ids"]]
+        logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
+        if len(token_ids) != len(logprobs):
+            raise ValueError("tokens without log-probs")
+        return token_ids, logprobs, reason
+
+    def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
+        args = [version, dict(ticket), self.name, self._options.timeout_s]
+        return self._client.start(
+            "POST",
+            "/collective_rpc",
+            {"method": "receive_weights", "args": args, "timeout": self._options.timeout_s},
+            tries=1,
+        )
+
+    def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
+        """See RemoteEngine. What is in the cache was of the old weights."""
+        super().finish_receiving(version, receiving)
+        self._version = None
+        self._client.call("POST", "/reset_prefix_cache")
+        self._version = version
