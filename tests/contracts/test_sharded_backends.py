@@ -37,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},
     "fsdp": {"backend": "fsdp"},
     "fsdp, gradients and optimizer": {"backend": "fsdp", "fsdp": {"sharding": "grad_op"}},
+    "deepspeed": {"backend": "deepspeed"},
     "fsdp2, Ulysses": {"backend": "fsdp2", "sequence_parallel": 2},
     "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
 }

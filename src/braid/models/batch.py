@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # it brings transformers
+    from .sequence_parallel import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,9 @@ class PackedBatch:
     Rows of a group begin alike: `shared` [B] may say that the first `n` positions of a row are those of an earlier row,
     as (that row, n). They are stored once, with the earlier row, and T counts them once. (0, 0) and the empty tuple stand
     for nothing shared.
+
+    With `sequence` the model runs a piece of the T positions here and the rest on the other ranks of that group; what comes
+    out is of all T.
     """
 
     inputs: dict[str, Tensor]
@@ -28,6 +35,7 @@ class PackedBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     shared: tuple[tuple[int, int], ...] = ()
+    sequence: SequenceGroup | None = None
 
     @property
     def num_positions(self) -> int:

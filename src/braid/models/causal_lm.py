@@ -118,14 +118,9 @@ class CausalLM:
         """`logprobs` [T] and `entropy` [T] in float32 (see TrainableModel)."""
         if unknown := outputs - {"logprobs", "entropy"}:
             raise AssertionError(f"a policy has no {sorted(unknown)}")
-        written, before = written_positions(batch)
-        states = self.hidden(
-            batch.inputs["input_ids"],
-            batch.positions,
-            packed_attention(self.attention, batch),
-        )
+        states, written = states_before(self.backbone, batch, self.attention)
         logprobs, entropy = token_logprobs(
-            states.index_select(0, before),
+            states,
             self.head,
             batch.inputs["input_ids"].index_select(0, written),
             temperature=self.temperature,
@@ -134,7 +129,8 @@ class CausalLM:
             compiles=self.compiles,
         )
         computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
-        return {name: spread(computed[name], written, batch) for name in outputs}
+        # sorted, since ranks that share sequences have to join them in one order
+        return {name: spread(computed[name], written, batch) for name in sorted(outputs)}
 
     @property
     def has_adapters(self) -> bool:
@@ -184,6 +180,24 @@ def hidden_states(
     return out.last_hidden_state[0]
 
 
+def states_before(
+    backbone: PreTrainedModel, batch: PackedBatch, attention: AttentionKind
+) -> tuple[Tensor, Tensor]:
+    """Hidden states [N, D] that predict what the policy wrote, and where it wrote that [N]. On ranks that share sequences
+    these are the states that this one has."""
+    written, before = written_positions(batch)
+    ids, positions = batch.inputs["input_ids"], batch.positions
+    context: AttentionContext = packed_attention(attention, batch)
+    if (ranks := batch.sequence) is not None:
+        piece = ranks.piece(batch.num_positions)
+        is_here = (before >= piece.start) & (before < piece.stop)
+        written, before = written[is_here], before[is_here] - piece.start
+        context = ranks.attention(context, batch.num_positions)
+        ids, positions = ranks.cut(ids), ranks.cut(positions)
+    states = hidden_states(backbone, ids, positions, context)
+    return states.index_select(0, before), written
+
+
 def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Where the mask is True, and the positions just before, whose hidden states predict them."""
     written = batch.mask.nonzero().squeeze(1)
@@ -193,9 +207,10 @@ def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor:
-    """[N] at the written positions -> [T], 0 elsewhere."""
+    """[N] at the `written` positions -> [T], 0 elsewhere; of all ranks that share sequences."""
     assert values is not None, "computed only when asked for"
-    return values.new_zeros(batch.num_positions).index_copy(0, written, values)
+    line = values.new_zeros(batch.num_positions).index_copy(0, written, values)
+    return line if batch.sequence is None else batch.sequence.join(line)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -11,14 +11,13 @@ from .base import Output
 from .batch import PackedBatch
 from .causal_lm import (
     CausalLM,
-    hidden_states,
     set_gradient_checkpointing,
     spread,
+    states_before,
     unique_weights,
-    written_positions,
 )
 from .flops import Flops, flops_of
-from .kernels import AttentionKind, packed_attention
+from .kernels import AttentionKind
 from .lora import plain_copy
 from .value_head import ValueHead, with_head
 
@@ -74,11 +73,8 @@ class ValueModel:
         """`values` [T] in float32 (see TrainableModel)."""
         if unknown := outputs - {"values"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
-        written, before = written_positions(batch)
-        context = packed_attention(self._attention, batch)
-        states = hidden_states(self._backbone, batch.inputs["input_ids"], batch.positions, context)
-        values = self._head(states.index_select(0, before))
-        return {"values": spread(values, written, batch)}
+        states, written = states_before(self._backbone, batch, self._attention)
+        return {"values": spread(self._head(states), written, batch)}
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
         """See TrainableModel."""

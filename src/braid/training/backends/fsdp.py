@@ -1,9 +1,6 @@
 """Training on several ranks by PyTorch's FSDP and FSDP2.
 
-Every rank holds a shard of weights, gradients and optimizer, and runs the rows it is given. All ranks make the same number of
-passes through the model, since each pass gathers its layers together: a rank that has run out of rows passes a spare one,
-which counts for nothing. FSDP averages gradients over ranks and a step's loss is a sum over them, so each rank's share
-is multiplied by their number.
+Every rank holds a shard of weights, gradients and optimizer, and runs the rows it is given (see ranks).
 """
 
 from __future__ import annotations
@@ -11,16 +8,13 @@ from __future__ import annotations
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -42,12 +36,9 @@ from braid.config.backends import FsdpConfig, OffloadConfig
 from braid.config.train import TrainConfig
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
-from braid.training.backend import Loss, StepReport
-from braid.training.packing import pack
-from braid.training.shards import Boxes, Written, joined, read_into, stored_moments, write_state
-from braid.types import Row
+from braid.training.shards import Boxes
 
-from .single import Running, SingleBackend
+from .ranks import Pass, RankBackend, WholeMoments
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _SHARDINGS = {
@@ -66,8 +57,8 @@ _HYBRIDS = {
 _PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "off": None}
 
 
-class FsdpBackend(SingleBackend):
-    """One rank's part of a model. See training.group.ShardedBackend; all calls are made on all ranks together."""
+class FsdpBackend(RankBackend):
+    """See RankBackend."""
 
     def __init__(
         self,
@@ -85,7 +76,7 @@ class FsdpBackend(SingleBackend):
         self._weights = _weight_names(model)
         self._shapes = {name: p.shape for name, p in model.module.named_parameters()}
         mesh = _mesh(config.fsdp, device)
-        self._pass = _Pass(model)
+        self._pass = Pass(model)
         self._net: nn.Module = self._pass
         if kind == "fsdp2":
             _shard(self._pass, config.fsdp, mesh)
@@ -95,8 +86,6 @@ class FsdpBackend(SingleBackend):
         self._shard_group = mesh.get_group("shard")
         self._starts = self._flat_starts() if kind == "fsdp" and self._is_sharded else {}
         self._syncs_last_only = config.fsdp.sync_last_micro_batch_only
-        self._spare: PackedBatch | None = None
-        self._num_left = 0
         super().__init__(model, config, total_steps=total_steps, device=device)
 
     def _flat_starts(self) -> dict[str, int]:
@@ -106,33 +95,6 @@ class FsdpBackend(SingleBackend):
         dist.all_gather_object(sizes, mine, group=self._shard_group)
         before = sizes[: dist.get_rank(self._shard_group)]
         return {name: sum(size[name] for size in before) for name in mine}
-
-    def data_place(self) -> tuple[int, int]:
-        """See ShardedBackend: every rank has rows of its own."""
-        return dist.get_rank(), dist.get_world_size()
-
-    def infer(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
-        self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
-    ) -> list[dict[str, NDArray[np.float32]]]:
-        """See ShardedBackend."""
-        num_own = len(self._infer_batches(rows)) if rows else 0
-        num_spare = self._most(num_own) - num_own  # agreed on before the first pass
-        results = super().infer(rows, outputs) if rows else []
-        batch = pack([spare], self._device, with_fields=False)
-        with torch.no_grad(), self._autocast():
-            for _ in range(num_spare):
-                self._forward(batch, outputs)
-        return results
-
-    def train(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
-        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row
-    ) -> StepReport:
-        """See ShardedBackend. All ranks return the same report."""
-        self._spare = pack([spare], self._device, weights=[0.0])
-        try:
-            return super().train(rows, weights, loss)
-        finally:
-            self._spare = None
 
     def full_weights(self) -> dict[str, Tensor]:
         """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others."""
@@ -144,55 +106,12 @@ class FsdpBackend(SingleBackend):
             gathered = FullyShardedDataParallel.summon_full_params(self._net, writeback=False)
         with gathered:
             for name, tensor in own.items():
-                value = tensor.detach()
+                value: Any = tensor.detach()
                 if isinstance(value, DTensor):
-                    value = value.to(self._device).full_tensor()
+                    value = value.to(self._device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
                 if is_first:
                     whole[self._weights[name]] = value.cpu().clone()
         return {name: whole[name] for name in self._weights.values()} if is_first else {}
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors by their checkpoint names: of each its part."""
-        for name, boxes in self._weight_boxes().items():
-            if name in weights:
-                boxes.take(weights[name])
-
-    def state(self) -> dict[str, Any]:
-        """See TrainingBackend: whole tensors, on rank 0; the others return what is small."""
-        mine = self._sharded_state()
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, parts if dist.get_rank() == 0 else None)
-        return joined(parts) if dist.get_rank() == 0 else {**mine, "weights": {}, "optimizer": None}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """See TrainingBackend. Every rank is given the whole state."""
-        self.load_weights(state["weights"])
-        if self._optimizer is not None:
-            like = {
-                name: {key: (value.shape, value.dtype) for key, value in moments.items()}
-                for name, moments in (state["optimizer"] or {}).items()
-            }
-            for name, moments in self._moment_boxes(like).items():
-                for key, boxes in moments.items():
-                    boxes.take(state["optimizer"][name][key])
-            self._rest_optimizer()
-        self._load_counters(state)
-
-    def save(self, folder: str) -> Written:
-        """See ShardedBackend: each rank writes its part."""
-        return write_state(Path(folder), self._sharded_state())
-
-    def restore(self, saved: dict[str, Any], folder: str) -> None:
-        """See ShardedBackend: each rank reads its part."""
-        if "weights" in saved:
-            self.load(saved)
-            return
-        optimizer = None
-        if self._optimizer is not None:
-            optimizer = self._moment_boxes(stored_moments(Path(folder)))
-        read_into(Path(folder), {"weights": self._weight_boxes(), "optimizer": optimizer})
-        self._rest_optimizer()
-        self._load_counters(saved)
 
     def _sharded_state(self) -> dict[str, Any]:
         """`state` with this rank's parts in place of whole tensors."""
@@ -214,9 +133,7 @@ class FsdpBackend(SingleBackend):
             if name in self._weights
         }
 
-    def _moment_boxes(
-        self, like: Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]
-    ) -> dict[str, dict[str, Boxes]]:
+    def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
         """Room in the optimizer for this rank's parts of moments whose whole shapes and types are `like`."""
         assert self._optimizer is not None, "a model that is never trained has none"
         states, boxes = self._optimizer.state, {}
@@ -253,27 +170,6 @@ class FsdpBackend(SingleBackend):
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._net(batch, outputs)
 
-    def _batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[PackedBatch]:
-        own = self._micro_batches(rows) if rows else []
-        self._num_left = self._most(len(own))
-        for indices in own:
-            yield pack([rows[i] for i in indices], self._device, weights=[weights[i] for i in indices])
-        assert self._spare is not None, "train() keeps it while a step runs"
-        for _ in range(self._num_left):
-            yield self._spare
-
-    def _learn(self, batch: PackedBatch, loss: Loss, running: Running) -> None:
-        self._num_left -= 1
-        with self._synced(is_last=self._num_left == 0):
-            with self._autocast():
-                outputs = self._forward(batch, loss.outputs)
-            share, diagnostics = loss.compute(outputs, batch)
-            if batch is self._spare:
-                share, diagnostics = share * 0.0, diagnostics.emptied()
-            scale = 1.0 if self._scale is None else self._scale.value
-            (share * (scale * dist.get_world_size())).backward()
-        running.add(share.detach(), diagnostics)
-
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Gradients travel in this pass only when they have to."""
         travels = is_last or not self._syncs_last_only
@@ -282,21 +178,12 @@ class FsdpBackend(SingleBackend):
         self._net.set_requires_gradient_sync(travels)  # pyright: ignore[reportCallIssue]
         return nullcontext()
 
-    def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
-        running.merge(_all_sum, _all_max)
-        count = torch.tensor(num_tokens, dtype=torch.int64, device=self._device)
-        return super()._report(running, int(_all_sum(count)), limits)
-
     def _grad_norm(self) -> Tensor:
         local = [g.to_local() if isinstance(g, DTensor) else g for g in self._gradients()]
         square = torch.nn.utils.get_total_norm(local).double().square()
         if self._is_sharded:
             dist.all_reduce(square, group=self._shard_group)
         return square.sqrt().float()
-
-    def _most(self, number: int) -> int:
-        """The greatest of the ranks' numbers."""
-        return int(_all_max(torch.tensor(number, dtype=torch.int64, device=self._device)))
 
 
 def _own_name(name: str) -> str:
@@ -321,18 +208,6 @@ def _free_gathered(module: FullyShardedDataParallel) -> None:
         and hasattr(handle.flat_param, "_full_param_padded")
     ):
         handle.reshard(free_unsharded_flat_param=True)
-
-
-class _Pass(nn.Module):
-    """The whole way from a batch to its outputs as one module, so that FSDP sees where it begins and ends."""
-
-    def __init__(self, model: TrainableModel) -> None:
-        super().__init__()
-        self.model = model.module
-        self._trainable = [model]  # in a list, so that it is no submodule
-
-    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        return self._trainable[0].forward(batch, outputs)
 
 
 def _mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
@@ -400,13 +275,3 @@ def _wrap(
             limit_all_gathers=config.limit_all_gathers,
             use_orig_params=True,  # the optimizer's groups and LoRA need each parameter apart
         )
-
-
-def _all_sum(tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor, dist.ReduceOp.SUM)
-    return tensor
-
-
-def _all_max(tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor

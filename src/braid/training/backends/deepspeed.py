@@ -1,0 +1,330 @@
+"""Training on several ranks by DeepSpeed's ZeRO-3: weights, gradients and optimizer shared out, gathered module by module.
+
+DeepSpeed moves weights and gradients and calls the optimizer, which is ours. Steps, clipping, schedule, loss scale and reports
+are as everywhere (see single and ranks): this rank's parts of the gradients are read and scaled where ZeRO keeps them, before
+it takes a step.
+
+A rank's part of a parameter is a range of its elements, with zeros behind the last rank's. ZeRO lays the parts of all
+parameters of an optimizer group end to end in one flat tensor, which is what the optimizer has. Weights of half precision
+have a float32 copy there, and it is this that `state` gives.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from braid.config.backends import DeepSpeedConfig, OffloadConfig
+from braid.config.train import TrainConfig
+from braid.errors import TrainingError
+from braid.models.base import Output, TrainableModel
+from braid.models.batch import PackedBatch
+from braid.models.value_head import ValueHead
+from braid.training.backend import HeldBytes
+from braid.training.offload import HOST, num_bytes
+from braid.training.shards import Boxes, Written
+
+from .ranks import Pass, RankBackend, WholeMoments
+
+_BUCKET = 2**26
+"""Elements of gradients that travel together."""
+
+
+class DeepSpeedBackend(RankBackend):
+    """See RankBackend."""
+
+    def __init__(
+        self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
+    ) -> None:
+        """The process group must be up. `model` holds the same weights on every rank and is sharded in place. Raises
+        TrainingError when the package is not installed."""
+        initialize = _package(device).initialize
+        if config.deepspeed.cpu_offload:  # everything is in host memory already
+            config = config.model_copy(update={"offload": OffloadConfig()})
+        model.leave_gradients_to_autograd()
+        self._names: dict[Any, str] = {p: name for name, p in model.module.named_parameters()}
+        self._parked: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        super().__init__(model, config, total_steps=total_steps, device=device)
+        settings = _settings(model.module, config.deepspeed, device)
+        net = Pass(model, super()._autocast)
+        self._engine: Any = initialize(model=net, optimizer=self._optimizer, config=settings)[0]
+        self._zero: Any = self._engine.optimizer
+
+    def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
+        return self._engine(batch, outputs)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Inside of DeepSpeed's own module call, which would switch it off again."""
+        return nullcontext()
+
+    def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients travel in every pass: each rank keeps its parts only."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def _go_back(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def _gradients(self) -> list[Tensor]:
+        groups: Mapping[int, Mapping[int, Tensor]] = self._zero.get_fp32_grad_partitions()
+        return [gradient for group in groups.values() for gradient in group.values()]
+
+    def _grad_norm(self) -> Tensor:
+        square = torch.nn.utils.get_total_norm(self._gradients()).double().square()
+        dist.all_reduce(square)
+        return square.sqrt().float()
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002  # ZeRO calls it for each group
+        self._engine.step()
+
+    def _drop_gradients(self) -> None:
+        self._zero.zero_grad()
+        self._zero.averaged_gradients = {}
+        if self._config.deepspeed.cpu_offload:
+            self._zero.reset_cpu_buffers()
+
+    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
+        """With the head whole for as long as it takes."""
+        params = list(head.parameters())
+        names = {id(tensor): name for name, tensor in self._model.named_weights()}
+        held = [p.data for p in params]
+        for p in params:
+            p.data = self._whole(p, self._part(p))
+        head.observe(returns)
+        changed = {names[id(p)]: p.data for p in params}
+        for p, data in zip(params, held, strict=True):
+            p.data = data
+        self.load_weights(changed)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """See ShardedBackend."""
+        weights: dict[str, Tensor] = {}
+        is_first = dist.get_rank() == 0
+        with self._awake():
+            tensor: Any
+            for name, tensor in self._model.named_weights():
+                whole = self._whole(tensor, tensor.ds_tensor) if _is_shared_out(tensor) else tensor.detach()
+                if is_first:
+                    weights[name] = whole.cpu().clone()
+        return weights
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See ShardedBackend."""
+        with self._awake():
+            super().load_weights(weights)
+            self._spread_masters()
+
+    def state(self) -> dict[str, Any]:
+        """See ShardedBackend."""
+        with self._awake():
+            return super().state()
+
+    def save(self, folder: str) -> Written:
+        """See ShardedBackend."""
+        with self._awake():
+            return super().save(folder)
+
+    def restore(self, saved: dict[str, Any], folder: str) -> None:
+        """See ShardedBackend."""
+        with self._awake():
+            super().restore(saved, folder)
+            self._spread_masters()
+
+    def _sharded_state(self) -> dict[str, Any]:
+        optimizer: dict[str, dict[str, Boxes]] | None = None
+        if self._optimizer is not None:
+            states = self._optimizer.state
+            optimizer = {
+                self._names[p]: self._moments_of(p, states[flat], start)
+                for p, flat, start in self._in_groups()
+                if flat in states
+            }
+        return {"weights": self._weight_boxes(), "optimizer": optimizer, **self._counters()}
+
+    def _weight_boxes(self) -> dict[str, Boxes]:
+        return {
+            name: self._boxes_of(tensor, self._part(tensor)) if _is_shared_out(tensor) else Boxes.of(tensor)
+            for name, tensor in self._model.named_weights()
+        }
+
+    def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
+        assert self._optimizer is not None, "a model that is never trained has none"
+        states, boxes = self._optimizer.state, {}
+        states.clear()
+        for p, flat, start in self._in_groups():
+            if (moments := like.get(self._names[p])) is None:
+                continue
+            if flat not in states:
+                states[flat] = {
+                    key: torch.zeros(
+                        flat.shape if size == p.ds_shape else size, dtype=dtype, device=flat.device
+                    )
+                    for key, (size, dtype) in moments.items()
+                }
+            boxes[self._names[p]] = self._moments_of(p, states[flat], start)
+        return boxes
+
+    def _moments_of(self, p: Any, state: Mapping[str, Tensor], start: int) -> dict[str, Boxes]:
+        """Of one parameter, which begins at `start` of its group. What a group has one of, each has."""
+        size = p.partition_numel()
+        return {
+            key: self._boxes_of(p, value[start : start + size]) if value.ndim else Boxes.of(value)
+            for key, value in state.items()
+        }
+
+    def _in_groups(self) -> Iterator[tuple[Any, Tensor, int]]:
+        """Trained parameters, each with the flat tensor of its group and where in that it begins."""
+        for p in self._names:
+            if p.requires_grad:
+                group, start, _ = self._zero.grad_position[self._zero.get_param_id(p)]
+                yield p, self._zero.fp32_partitioned_groups_flat[group], start
+
+    def _part(self, p: Any) -> Tensor:
+        """This rank's part, in the precision that is trained."""
+        if self._optimizer is None or not p.requires_grad:
+            return p.ds_tensor
+        group, start, size = self._zero.grad_position[self._zero.get_param_id(p)]
+        return self._zero.fp32_partitioned_groups_flat[group].detach()[start : start + size]
+
+    def _boxes_of(self, p: Any, part: Tensor) -> Boxes:
+        start = dist.get_rank() * p.partition_numel()
+        return Boxes.of_range(part[: max(0, p.ds_numel - start)], p.ds_shape, start)
+
+    def _whole(self, p: Any, part: Tensor) -> Tensor:
+        """All ranks' parts of a parameter."""
+        own = part.detach().to(self._device).contiguous()
+        whole = own.new_empty(dist.get_world_size() * len(own))
+        dist.all_gather_into_tensor(whole, own)
+        return whole[: p.ds_numel].view(p.ds_shape)
+
+    def _spread_masters(self) -> None:
+        """Make what passes use of the parts that were written."""
+        self._let_go()
+        if self._optimizer is not None:
+            flats = self._zero.fp32_partitioned_groups_flat
+            for index, (used, master) in enumerate(
+                zip(self._zero.fp16_partitioned_groups_flat, flats, strict=True)
+            ):
+                used.data.copy_(master.data)
+                self._zero._unflatten_partitioned_parameters(index)
+            self._zero.invalidate_secondary_tensor()
+
+    def _let_go(self) -> None:
+        """Of the parameters that ZeRO keeps whole between passes."""
+        offload = self._zero if self._optimizer is None else self._zero.parameter_offload
+        offload.partition_all_parameters()
+
+    def to_host(self) -> None:
+        """See TrainingBackend. Storages are emptied, so that all views of them stay."""
+        self._let_go()
+        kept, scratch = [], []
+        if self._config.offload.weights:
+            kept = [p.ds_tensor for p in self._names]
+            kept += [] if self._optimizer is None else self._zero.fp32_partitioned_groups_flat
+        if self._config.offload.gradients and self._optimizer is not None:
+            scratch = [self._zero.grad_partitions_flat_buffer]
+            scratch += [bucket.buffer for bucket in self._zero.ipg_buckets.values()]
+        for tensors, is_kept in ((kept, True), (scratch, False)):
+            for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
+                self._park(storage, is_kept=is_kept)
+
+    def _park(self, storage: torch.UntypedStorage, *, is_kept: bool) -> None:
+        if not storage.nbytes():
+            return
+        copy = None
+        if is_kept:
+            is_cuda = storage.device.type == "cuda"
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=HOST, pin_memory=is_cuda)
+            copy.copy_(_bytes_of(storage))
+        self._parked.append((storage, storage.nbytes(), copy))
+        storage.resize_(0)
+
+    def to_device(self) -> None:
+        """See TrainingBackend."""
+        for storage, size, copy in self._parked:
+            storage.resize_(size)
+            if copy is not None:
+                _bytes_of(storage).copy_(copy)
+        self._parked = []
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """With the weights on the device."""
+        is_away = bool(self._parked)
+        if is_away:
+            self.to_device()
+        yield
+        if is_away:
+            self.to_host()
+
+    def held_bytes(self) -> HeldBytes:
+        """See TrainingBackend."""
+        weights = [p.ds_tensor for p in self._names]
+        gradients = 0
+        if self._optimizer is not None:
+            weights += self._zero.fp32_partitioned_groups_flat
+            gradients = self._zero.grad_partitions_flat_buffer.nbytes
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in weights}
+        waiting = sum(size for storage, size, _ in self._parked if storage._cdata in storages)
+        return HeldBytes(
+            weights=sum(storage.nbytes() for storage in storages.values()) + waiting,
+            gradients=gradients,
+            optimizer=num_bytes(self._optimizer),
+            is_on_device=not waiting,
+        )
+
+
+def _package(device: torch.device) -> Any:
+    """DeepSpeed, told which device this rank has."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    try:
+        return importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise TrainingError(
+            f"train.backend=deepspeed needs the package deepspeed, and it cannot be imported ({error}); install it with "
+            "DS_BUILD_OPS=0 pip install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
+        ) from error
+
+
+def _settings(module: nn.Module, config: DeepSpeedConfig, device: torch.device) -> dict[str, Any]:
+    """What DeepSpeed is told. It neither clips nor schedules nor scales."""
+    params = list(module.parameters())
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": params[0].dtype == torch.bfloat16},
+        "fp16": {"enabled": params[0].dtype == torch.float16, "loss_scale": 1.0},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": config.stage,
+            "zero_hpz_partition_size": config.hpz_partition_size,
+            "reduce_bucket_size": min(
+                sum(p.numel() for p in params), max(_BUCKET, *(p.numel() for p in params))
+            ),
+            "stage3_param_persistence_threshold": max((p.numel() for p in params if p.ndim < 2), default=0),
+            **({"offload_param": host, "offload_optimizer": host} if config.cpu_offload else {}),
+        },
+    }
+
+
+def _is_shared_out(tensor: Tensor) -> bool:
+    """Parameters are, buffers are not."""
+    return hasattr(tensor, "ds_tensor")
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
