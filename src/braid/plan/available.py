@@ -16,6 +16,7 @@ from braid.config.rollout import NativeEngineConfig, PublishConfig, SglangConfig
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
+from .megatron import IDLE_IN_MEGATRON, missing_in_megatron
 from .placement import parse_placement
 from .plan import Plan
 
@@ -23,7 +24,6 @@ _EXTRAS = {
     "fsdp": None,
     "fsdp2": None,
     "deepspeed": "deepspeed",
-    "megatron": "megatron",
     "vllm": "vllm",
     "sglang": "sglang",
     "maniskill": "maniskill",
@@ -35,7 +35,7 @@ _EXTRAS = {
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that this version cannot run."""
     for key, train in _train_sections(config, plan):
-        if train.backend in ("fsdp", "fsdp2"):
+        if train.backend in _SHARDED:
             if key == "train":
                 yield from _not_sharded(config, plan)
         elif train.backend != "single":
@@ -64,7 +64,12 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "flash_attention_2 computes in bf16 or fp16, and this run in fp32; set model.dtype or train.autocast to "
             "bf16, or model.attention=auto",
         )
+    yield from missing_in_megatron(config)
     yield from _missing_devices(config)
+
+
+_SHARDED = ("fsdp", "fsdp2", "megatron")
+"""Backends whose ranks are processes of their own."""
 
 
 def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -92,7 +97,7 @@ def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _is_sharded(config: RunConfig) -> bool:
-    return config.train.backend in ("fsdp", "fsdp2")
+    return config.train.backend in _SHARDED
 
 
 def _uses_workers(config: RunConfig) -> bool:
@@ -196,6 +201,7 @@ IDLE: tuple[Idle, ...] = (
             ("megatron", MegatronConfig, ("megatron",)),
         )
     ),
+    *IDLE_IN_MEGATRON,
     *(
         (
             f"rollout.engine is not {name}",

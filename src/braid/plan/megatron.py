@@ -1,0 +1,177 @@
+"""What Megatron-core does not run here, and which of its options have no effect. What depends on the model's own sizes is
+found out when it is built (training/backends/megatron)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from braid.config.schema import RunConfig
+
+from .plan import Plan
+
+_OTHERS = "fsdp2, fsdp or deepspeed"
+
+
+def missing_in_megatron(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of what cannot run."""
+    if config.train.backend != "megatron":
+        return
+    if config.model.lora is not None:
+        yield (
+            "model.lora",
+            f"megatron trains whole weights, no adapters; set train.backend={_OTHERS}, or leave it out",
+        )
+    if config.train.liger_kernels:
+        yield "train.liger_kernels", "megatron builds layers of its own; set it to false"
+    yield from _unknown_layers(config)
+    yield from _unknown_schedules(config)
+
+
+def _unknown_layers(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys that must be the model's own, which for all models that run here are the same."""
+    layers = config.train.megatron.transformer
+    own = {
+        "layer_spec": "decoder_gpt",
+        "activation": "swiglu",
+        "normalization": "rmsnorm",
+        "position_embedding": "rope",
+        "add_bias_linear": False,
+    }
+    for name, value in own.items():
+        if (given := getattr(layers, name)) != value:
+            yield (
+                f"train.megatron.transformer.{name}",
+                f"{given} is of no model that megatron runs here (llama, qwen2, qwen3, qwen3_moe, mixtral), which all have "
+                f"{value}; leave it out, or set train.backend={_OTHERS}",
+            )
+
+
+def _unknown_schedules(config: RunConfig) -> Iterator[tuple[str, str]]:
+    own = config.train.megatron
+    if own.virtual_pipeline is not None and own.pipeline_parallel == 1:
+        yield (
+            "train.megatron.virtual_pipeline",
+            "one stage has nothing to interleave with; set train.megatron.pipeline_parallel above 1, or leave it out",
+        )
+    if own.overlap_param_gather_with_step and (own.virtual_pipeline is None or not own.overlap_param_gather):
+        yield (
+            "train.megatron.overlap_param_gather_with_step",
+            "Megatron gathers parameters during the step for interleaved stages, in addition to overlap_param_gather; set "
+            "that and virtual_pipeline, or this to false",
+        )
+    if own.tp_comm_overlap_file is not None:
+        yield (
+            "train.megatron.tp_comm_overlap_file",
+            "overlapped tensor-parallel communication is Transformer Engine's, whose layers are not used here; leave it out",
+        )
+    if own.checkpoint.load_path is not None or not own.checkpoint.from_hf:
+        yield (
+            "train.megatron.checkpoint." + ("from_hf" if own.checkpoint.load_path is None else "load_path"),
+            "weights come from a Hugging Face folder; convert a Megatron checkpoint into one, set model.path to it, and leave "
+            "this out",
+        )
+
+
+def _option(*names: str) -> tuple[str, ...]:
+    return tuple(f"train.megatron.{name}" for name in names)
+
+
+def _when(condition: Callable[[RunConfig], bool]) -> Callable[[RunConfig, Plan], bool]:
+    """With megatron, and something else."""
+    return lambda config, _: config.train.backend == "megatron" and condition(config)
+
+
+IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
+    (
+        "rows are packed, and none is padded",
+        _when(lambda _: True),
+        _option("transformer.variable_seq_lengths", "transformer.seq_length"),
+    ),
+    (
+        "norms are computed in float32 by torch's own kernels, and attention's softmax in float32 by every kernel",
+        _when(lambda _: True),
+        _option("transformer.persist_layer_norm", "transformer.attention_softmax_fp32"),
+    ),
+    (
+        "collectives are nccl's on GPUs and gloo's on CPUs",
+        _when(lambda _: True),
+        _option("distributed_backend", "tp_comm_bootstrap"),
+    ),
+    (
+        "no model that runs here has shared experts",
+        _when(lambda _: True),
+        _option("moe_shared_expert_overlap"),
+    ),
+    (
+        "weights are converted in memory as they are read from model.path, and checkpoints are the same for every backend",
+        _when(lambda _: True),
+        _option(
+            "transformer.cpu_initialization",
+            *(
+                f"checkpoint.{name}"
+                for name in (
+                    "format",
+                    "distributed",
+                    "preset",
+                    "model_type",
+                    "hf_path",
+                    "cache_dir",
+                    "num_processes",
+                    "devices",
+                    "tensor_parallel",
+                    "pipeline_parallel",
+                )
+            ),
+        ),
+    ),
+    (
+        "train.megatron.recompute_granularity is not full",
+        _when(lambda config: config.train.megatron.recompute_granularity != "full"),
+        _option("recompute_method", "recompute_num_layers"),
+    ),
+    (
+        "with recompute_granularity=full all of a layer is recomputed",
+        _when(lambda config: config.train.megatron.recompute_granularity == "full"),
+        _option("moe_layer_recompute"),
+    ),
+    (
+        "train.megatron.tensor_parallel is 1",
+        _when(lambda config: config.train.megatron.tensor_parallel == 1),
+        _option("sequence_parallel"),
+    ),
+    (
+        "train.megatron.pipeline_parallel is 1",
+        _when(lambda config: config.train.megatron.pipeline_parallel == 1),
+        _option("transformer.batch_p2p_comm"),
+    ),
+    (
+        "train.megatron.overlap_grad_reduce is off: all gradients are one bucket",
+        _when(lambda config: not config.train.megatron.overlap_grad_reduce),
+        _option("ddp_bucket_size"),
+    ),
+    (
+        "the optimizer's states are not shared out",
+        _when(
+            lambda config: (
+                not config.train.megatron.distributed_optimizer or config.train.optimizer.kind == "sgd"
+            )
+        ),
+        _option("overlap_param_gather"),
+    ),
+    (
+        "gradient descent has no states",
+        _when(lambda config: config.train.optimizer.kind == "sgd"),
+        _option("distributed_optimizer"),
+    ),
+    (
+        "nothing computes in fp16",
+        _when(lambda config: config.model.dtype != "fp16" and config.train.autocast != "fp16"),
+        _option("dynamic_loss_scale_window"),
+    ),
+    (
+        "with megatron train.megatron.dynamic_loss_scale_window counts",
+        _when(lambda _: True),
+        ("train.grad_scaler.growth_interval",),
+    ),
+)
+"""(why, when, keys), as plan.available.IDLE has them."""

@@ -1,0 +1,75 @@
+"""What Megatron-core cannot do here is refused by key; options of it without effect are told with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from braid.config.load import load_config
+from braid.errors import ConfigError
+from braid.plan import resolve
+
+RUN = [
+    "model.build={}",
+    "run.max_rounds=10",
+    "data.train=[{kind: procedural, generator: chain_sum, size: 100}]",
+    "reward.parts=[{kind: exact}]",
+    "train.backend=megatron",
+    "cluster.placement={policy: 0-1}",
+]
+OWN = "train.megatron"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("model.lora={}", "model.lora", "no adapters"),
+        ("train.liger_kernels=true", "train.liger_kernels", "layers of its own"),
+        (f"{OWN}.transformer.activation=gelu", f"{OWN}.transformer.activation", "which all have swiglu"),
+        (f"{OWN}.transformer.layer_spec=mine", f"{OWN}.transformer.layer_spec", "decoder_gpt"),
+        (f"{OWN}.virtual_pipeline=2", f"{OWN}.virtual_pipeline", "pipeline_parallel above 1"),
+        (
+            f"{OWN}.overlap_param_gather_with_step=true",
+            f"{OWN}.overlap_param_gather_with_step",
+            "interleaved stages",
+        ),
+        (f"{OWN}.tp_comm_overlap_file=x.yaml", f"{OWN}.tp_comm_overlap_file", "Transformer Engine"),
+        (f"{OWN}.checkpoint.load_path=/x", f"{OWN}.checkpoint.load_path", "Hugging Face folder"),
+        (f"{OWN}.checkpoint.from_hf=false", f"{OWN}.checkpoint.from_hf", "Hugging Face folder"),
+    ],
+)
+def test_what_does_not_run_is_refused_with_what_does(override: str, key: str, words: str) -> None:
+    config = load_config(None, [*RUN, override]).config
+    with pytest.raises(ConfigError) as error:
+        resolve(config)
+    found = {problem.key: problem.message for problem in error.value.problems}
+    assert words in found[key]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        (f"{OWN}.transformer.variable_seq_lengths=false", "none is padded"),
+        (f"{OWN}.checkpoint.format=torch", "the same for every backend"),
+        (f"{OWN}.distributed_backend=nccl", "nccl's on GPUs"),
+        (f"{OWN}.recompute_num_layers=2", "recompute_granularity is not full"),
+        (f"{OWN}.sequence_parallel=true", "tensor_parallel is 1"),
+        (f"{OWN}.ddp_bucket_size=5", "overlap_grad_reduce is off"),
+        (f"{OWN}.dynamic_loss_scale_window=5", "fp16"),
+    ],
+)
+def test_an_option_without_effect_is_told_with_the_reason(override: str, why: str) -> None:
+    warnings = {w.key: w.message for w in resolve(load_config(None, [*RUN, override]).config).warnings}
+    assert why in warnings[override.partition("=")[0]]
+
+
+def test_options_that_count_are_not_warned_about() -> None:
+    used = [
+        f"{OWN}.tensor_parallel=2",
+        f"{OWN}.sequence_parallel=true",
+        f"{OWN}.recompute_granularity=full",
+        f"{OWN}.recompute_num_layers=2",
+        f"{OWN}.overlap_grad_reduce=true",
+        f"{OWN}.ddp_bucket_size=1000",
+    ]
+    keys = {w.key for w in resolve(load_config(None, [*RUN, *used]).config).warnings}
+    assert not {key for key in keys if key.startswith(OWN)}
