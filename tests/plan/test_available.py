@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from braid.config.load import load_config
 from braid.errors import ConfigError
 from braid.plan import resolve
+from braid.plan.available import missing_packages
 
 TEXT = [
     "model.build={}",
@@ -32,16 +35,13 @@ def warnings(*overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("override", "key", "part", "here"),
     [
-        ("train.backend=deepspeed", "train.backend", "braid-rl[deepspeed]", "single"),
-        ("rollout.engine=vllm", "rollout.engine", "braid-rl[vllm]", "native"),
-        ("rollout.engine=sglang", "rollout.engine", "braid-rl[sglang]", "native"),
+        ("rollout.engine=vllm", "rollout.engine", "engine vllm is not in this version", "native"),
+        ("rollout.engine=sglang", "rollout.engine", "engine sglang is not in this version", "native"),
         ("env={kind: libero}", "env.kind", "the simulator libero", "gymnasium"),
-        ("env={kind: maniskill, task: PickCube-v1}", "env.kind", "braid-rl[maniskill]", "gymnasium"),
+        ("env={kind: maniskill, task: PickCube-v1}", "env.kind", "the simulator maniskill", "gymnasium"),
         ("model.vla={}", "model.vla", "vision-language-action", "model.build"),
-        ("cluster.num_nodes=2", "cluster.num_nodes", "2 machines", "1 runs here"),
-        ("cluster.devices_per_node=8", "cluster.devices_per_node", "all 8 devices", "set it to 1"),
-        ("cluster.placement={policy: 0-3, rollout: 2-5}", "cluster.placement", "6 devices (0, 1", "device 0"),
-        ("train.sequence_parallel=2", "train.sequence_parallel", "2 devices", "1 runs here"),
+        ("cluster.num_nodes=2", "cluster.num_nodes", "2 machines", "what runs here is 1"),
+        ("train.sequence_parallel=2", "train.sequence_parallel", "2 devices", "backend=fsdp2"),
     ],
 )
 def test_a_part_that_is_not_built_is_named_with_what_runs_here(
@@ -67,7 +67,7 @@ def test_fsdp_takes_a_policy_on_several_devices() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["cluster.runtime=in_process"], "cluster.runtime", "needs worker processes"),
+        (["cluster.runtime=in_process"], "cluster.runtime", "works in processes of its own"),
     ],
 )
 def test_what_fsdp_does_not_do_is_said(overrides: list[str], key: str, words: str) -> None:
@@ -81,6 +81,50 @@ def test_adapters_train_on_shards_and_not_beside_whole_frozen_weights_of_fsdp() 
         assert "train.backend" not in warnings("model.lora={}", f"train.backend={backend}")
     found = complaints("model.lora={}", "train.backend=fsdp", "train.fsdp.sharding=none")
     assert "train.backend=fsdp2" in found["train.fsdp.sharding"]
+
+
+def test_a_simulator_runs_in_one_process() -> None:
+    simulator = [
+        "model.build=null",
+        "model.mlp={}",
+        "env={kind: gymnasium, id: CartPole-v1}",
+        "data.train=[]",
+        "reward.parts=[]",
+    ]
+    assert "run in one process" in complaints(*simulator, "cluster.runtime=ray")["cluster.runtime"]
+    assert (
+        "names 2 devices" in complaints(*simulator, "cluster.placement={rollout: 0-1}")["cluster.placement"]
+    )
+
+
+def test_reward_models_run_where_rollout_does() -> None:
+    reward = "reward.parts=[{kind: model, path: x}]"
+    found = complaints(reward, "cluster.placement={policy: 0, rollout: 1, reward: 2}")
+    assert "devices of rollout (1)" in found["cluster.placement"]
+    apart = warnings("cluster.placement={policy: 0, rollout: 1, reward: 2}")
+    assert "it runs with rollout, and 2 are for it" in apart["cluster.placement"]
+
+
+def test_a_package_that_is_not_installed_is_missed_by_a_run_and_not_by_a_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load_config(None, [*TEXT, "train.backend=megatron", "model.build.num_heads=4"]).config
+    plan = resolve(config)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    ((key, message),) = missing_packages(config, plan)
+    assert key == "train.backend"
+    assert "pip install 'braid-rl[megatron]'" in message
+    single = load_config(None, TEXT).config
+    assert list(missing_packages(single, resolve(single))) == []
+
+
+def test_ranks_without_rows_and_groups_across_machines_are_suspicious() -> None:
+    few = warnings(
+        "train.backend=fsdp2",
+        "cluster.placement={policy: 0-7, rollout: 0}",
+        "rollout={prompts_per_round: 2, group_size: 2}",
+    )
+    assert "4 rows for the 8 data-parallel ranks" in few["train.steps_per_pass"]
 
 
 def test_a_critics_backend_counts_where_there_is_a_critic() -> None:

@@ -7,51 +7,51 @@ said before a run starts, with the value that runs here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 from pydantic import BaseModel
 
 from braid.config.backends import DeepSpeedConfig, FsdpConfig, MegatronConfig
 from braid.config.cluster import InferenceConfig
-from braid.config.rollout import NativeEngineConfig, PublishConfig, SglangConfig, VllmConfig
+from braid.config.reward import ModelReward
+from braid.config.rollout import GymnasiumEnv, NativeEngineConfig, PublishConfig, SglangConfig, VllmConfig
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
 from .megatron import IDLE_IN_MEGATRON, missing_in_megatron
-from .placement import parse_placement
+from .placement import format_numbers, parse_placement
 from .plan import Plan
 
-_EXTRAS = {
-    "fsdp": None,
-    "fsdp2": None,
-    "deepspeed": "deepspeed",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "maniskill": "maniskill",
-    "libero": "libero",
-}
-"""The extra that a part will come with, beside the packages that every installation has."""
+_SIMULATORS = ("maniskill", "libero")
+_PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
+"""What a training backend imports, which an extra of its name brings."""
 
 
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that this version cannot run."""
     for key, train in _train_sections(config, plan):
-        if train.backend in _SHARDED:
-            if key == "train":
-                yield from _not_sharded(config, plan)
-        elif train.backend != "single":
-            yield f"{key}.backend", _not_yet(f"the training backend {train.backend}", train.backend, "single")
-        elif train.sequence_parallel > 1:
+        if train.sequence_parallel > 1 and train.backend in ("single", "megatron"):
+            instead = (
+                "train.megatron.context_parallel" if train.backend == "megatron" else f"{key}.backend=fsdp2"
+            )
             yield (
                 f"{key}.sequence_parallel",
                 f"sharing each sequence among {train.sequence_parallel} devices needs one of the backends fsdp, fsdp2 and "
-                "deepspeed, which this version does not have yet; 1 runs here",
+                f"deepspeed, and this is {train.backend}; set it to 1 with {instead}",
             )
+    if plan.needs_critic and (config.critic.train or config.train).backend == "megatron":
+        yield (
+            "critic.train.backend",
+            "megatron trains policies and computes references, and no critics; give the critic settings of its own with "
+            "another backend, such as critic.train={backend: fsdp2}",
+        )
+    if config.train.backend != "single":
+        yield from _not_sharded(config, plan)
+    yield from missing_in_megatron(config)
     if config.rollout.engine != "native":
-        engine = config.rollout.engine
-        yield "rollout.engine", _not_yet(f"the rollout engine {engine}", engine, "native")
-    if config.env.kind in _EXTRAS:
-        kind = config.env.kind
-        yield "env.kind", _not_yet(f"the simulator {kind}", kind, "gymnasium or a text environment")
+        yield "rollout.engine", _not_yet(f"the rollout engine {config.rollout.engine}", "native")
+    if config.env.kind in _SIMULATORS:
+        yield "env.kind", _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
     if config.model.vla is not None:
         yield (
             "model.vla",
@@ -64,21 +64,35 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "flash_attention_2 computes in bf16 or fp16, and this run in fp32; set model.dtype or train.autocast to "
             "bf16, or model.attention=auto",
         )
-    yield from missing_in_megatron(config)
-    yield from _missing_devices(config)
+    yield from _missing_devices(config, plan)
 
 
-_SHARDED = ("fsdp", "fsdp2", "megatron")
-"""Backends whose ranks are processes of their own."""
+def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(key, message) of every package that a run needs and this installation has not. A config can be looked at without."""
+    for key, train in _train_sections(config, plan):
+        package = _PACKAGES.get(train.backend)
+        if package is not None and not _is_installed(package):
+            yield (
+                f"{key}.backend",
+                f"{train.backend} needs the package {package}, which is not installed; run: pip install "
+                f"'braid-rl[{train.backend}]', or set it to fsdp2",
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """What the sharded backends do not do yet."""
+    """What the training backends with several processes do not do."""
     backend, key = config.train.backend, "train.backend"
-    if plan.verb != "train":
+    if plan.verb == "sft":
         yield (
             key,
-            f"braid {plan.verb} runs in one process in this version, not on {backend}; set train.backend=single",
+            f"braid sft runs in one process in this version, not on {backend}; set train.backend=single",
         )
     if config.model.mlp is not None:
         yield key, f"a perceptron trains in one process, not on {backend}; set train.backend=single"
@@ -89,20 +103,6 @@ def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "fsdp cannot train adapters beside frozen weights that it does not shard; set train.backend=fsdp2 with "
             "train.fsdp.size=1, or train.fsdp.sharding=full",
         )
-    if config.cluster.runtime == "in_process":
-        yield (
-            "cluster.runtime",
-            f"train.backend={backend} needs worker processes; set cluster.runtime=auto or ray",
-        )
-
-
-def _is_sharded(config: RunConfig) -> bool:
-    return config.train.backend in _SHARDED
-
-
-def _uses_workers(config: RunConfig) -> bool:
-    """Whether roles have processes of their own."""
-    return config.cluster.runtime == "ray" or _is_sharded(config)
 
 
 def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainConfig]]:
@@ -114,29 +114,34 @@ def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainC
         yield "reference.train", config.reference.train
 
 
-def _missing_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Workers that this version does not have."""
     cluster = config.cluster
-    here = "everything runs in one process on one device"
     if cluster.num_nodes > 1:
-        yield "cluster.num_nodes", f"{cluster.num_nodes} machines need the runtime ray, which this version does not have yet: {here}; 1 runs here"  # fmt: skip
+        yield "cluster.num_nodes", _not_yet(f"a run on {cluster.num_nodes} machines", "1")
+    if isinstance(config.env, GymnasiumEnv) and cluster.runtime == "ray":
+        yield (
+            "cluster.runtime",
+            "a gymnasium environment and its policy run in one process; set it to auto",
+        )
     try:
         placed = parse_placement(cluster.placement)
     except ValueError:
-        return  # checks.py says what is wrong with it
-    if _uses_workers(config):
-        placed = {}
-    elif not placed and (cluster.devices_per_node or 1) > 1:
-        yield (
-            "cluster.devices_per_node",
-            f"with no cluster.placement every role takes all {cluster.devices_per_node} devices, and in this version {here}; "
-            "set it to 1, or leave it out",
-        )
-    numbers = {number for devices in placed.values() if devices for number in devices.numbers}
-    if len(numbers) > 1:
+        return  # a refusal of the layout says what is wrong with it
+    numbers = sorted({number for devices in placed.values() if devices for number in devices.numbers})
+    if isinstance(config.env, GymnasiumEnv) and len(numbers) > 1:
         yield (
             "cluster.placement",
-            f"it names {len(numbers)} devices ({', '.join(map(str, sorted(numbers)))}), and in this version {here}; "
-            "leave it out, or put every role on device 0",
+            f"it names {len(numbers)} devices ({format_numbers(numbers)}), and a gymnasium environment and its policy run in "
+            "one process; leave it out, or put every role on device 0",
+        )
+    reward, rollout = placed.get("reward"), plan.layout.role("rollout")
+    has_models = any(isinstance(part, ModelReward) for part in config.reward.parts)
+    if has_models and reward and rollout and not set(reward.numbers) <= set(rollout.devices):
+        yield (
+            "cluster.placement",
+            f"reward models run on the devices of rollout ({format_numbers(rollout.devices)}) in this version, and reward is on "
+            f"{format_numbers(reward.numbers)}; put reward there, or leave it out",
         )
 
 
@@ -144,10 +149,12 @@ def _computes_in_fp32(config: RunConfig) -> bool:
     return config.model.dtype == "fp32" and config.train.autocast == "none"
 
 
-def _not_yet(part: str, value: str, here: str) -> str:
-    extra = _EXTRAS.get(value)
-    comes = f" (it will come with the extra `{extra}`: pip install 'braid-rl[{extra}]')" if extra else ""
-    return f"{part} is not in this version yet{comes}; what runs here is {here}"
+def _not_yet(part: str, here: str) -> str:
+    return f"{part} is not in this version yet; what runs here is {here}"
+
+
+def _is_in_process(_: RunConfig, plan: Plan) -> bool:
+    return plan.layout.mode == "in_process"
 
 
 def _leaves(key: str, section: type[BaseModel]) -> tuple[str, ...]:
@@ -216,17 +223,17 @@ IDLE: tuple[Idle, ...] = (
     ),
     (
         "the native engine reads the trainer's weights where they are",
-        lambda config, _: config.rollout.engine == "native",
+        lambda config, plan: config.rollout.engine == "native" and _is_in_process(config, plan),
         _leaves("rollout.publish", PublishConfig),
     ),
     (
         "the policy itself computes log-probs where everything runs in one process",
-        lambda config, _: not _uses_workers(config),
+        _is_in_process,
         _leaves("inference", InferenceConfig),
     ),
     (
         "everything runs in one process",
-        lambda config, _: not _uses_workers(config),
+        _is_in_process,
         (
             "cluster.address",
             "cluster.start_timeout_s",

@@ -6,14 +6,18 @@ for what is legal but seldom meant. No accepted key is silently without effect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
+from braid.config.roles import train_config
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
 
 from . import available, credit
+from .parallel import copy_devices, section_of
+from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
 
@@ -326,6 +330,59 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "model.dtype", "fp16 weights lose small updates and gradients; bf16 or fp32 is safer"
 
 
+def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    layout = plan.layout
+    if layout.mode == "in_process":
+        return
+    seated = {device for role in layout.roles for device in role.devices}
+    placed = parse_placement(config.cluster.placement, layout.num_nodes * layout.devices_per_node)
+    for role, devices in placed.items():
+        if layout.role(role) is None and devices is not None and not seated.issuperset(devices.numbers):
+            where = "; it runs with rollout" if role in ("reward", "env") else " in this run"
+            yield (
+                "cluster.placement",
+                f"{role} has no workers of its own{where}, and {format_numbers(devices.numbers)} are for it",
+            )
+    for role in ("policy", "critic"):
+        found = layout.role(role)
+        if found is None:
+            continue
+        train, at = train_config(config, role), section_of(config, role)
+        ranks = len(found.workers) // copy_devices(train)
+        rows = math.ceil(config.rollout.prompts_per_round / train.steps_per_pass) * config.rollout.group_size
+        if rows < ranks:
+            yield (
+                f"{at}.steps_per_pass",
+                f"a step has {rows} rows for the {ranks} data-parallel ranks of the {role}, some of which have nothing to do; "
+                "lower it, or give the role fewer devices",
+            )
+        nodes = {worker.rank: worker.node for worker in found.workers}
+        wide = (
+            name
+            for name in ("tensor", "sequence", "context")
+            for group in found.groups.get(name, ())
+            if len({nodes[rank] for rank in group}) > 1
+        )
+        for name in dict.fromkeys(wide):
+            yield (
+                "cluster.placement",
+                f"{name}-parallel ranks of the {role} are on different machines, and talk in every layer",
+            )
+    policy, rollout = layout.role("policy"), layout.role("rollout")
+    if (
+        layout.has_gpus
+        and policy
+        and rollout
+        and set(policy.devices) & set(rollout.devices)
+        and not policy.offload
+    ):
+        yield (
+            "train.offload",
+            "policy and rollout share GPUs, and the policy's weights and optimizer stay there while rollout runs; set "
+            "train.offload={weights: true, gradients: true, optimizer: true} where memory is short",
+        )
+
+
 def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Keys set to other than their default that nothing reads in this run."""
     for because, is_idle, keys in _IDLE:
@@ -494,7 +551,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
     ("data.shuffle is false", lambda config, _: not config.data.shuffle, ("data.seed",)),
     (
         "everything runs in one process",
-        lambda config, _: config.cluster.runtime != "ray",
+        lambda _, plan: plan.layout.mode == "in_process",
         ("cluster.group_names",),
     ),
     (
@@ -533,6 +590,7 @@ _WARNINGS: tuple[_Check, ...] = (
     _suspicious_sampling,
     _suspicious_batches,
     _suspicious_schedule,
+    _suspicious_placement,
     credit.credit_warnings,
     _without_effect,
 )

@@ -69,12 +69,14 @@ class RoleLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Every worker of a run. `refusals` are the rules that it breaks; no run starts with one that has any."""
+    """Every worker of a run. `has_gpus`: of this machine, which the run uses. `refusals` are the rules that it breaks; no run
+    starts with one that has any."""
 
     mode: Mode
     num_nodes: int
     devices_per_node: int
     roles: tuple[RoleLayout, ...]
+    has_gpus: bool = False
     refusals: tuple[Refusal, ...] = ()
 
     def role(self, name: str) -> RoleLayout | None:
@@ -128,7 +130,9 @@ def _seat(config: RunConfig, needs: Needs) -> Layout:
             if devices is not None
         }
     except ValueError as error:
-        return Layout("in_process", num_nodes, per_node, (), (Refusal("cluster.placement", str(error), {}),))
+        return Layout(
+            "in_process", num_nodes, per_node, (), refusals=(Refusal("cluster.placement", str(error), {}),)
+        )
     if not needs.has_workers:
         alone = Worker(0, 0, (0,))
         roles = tuple(
@@ -136,7 +140,7 @@ def _seat(config: RunConfig, needs: Needs) -> Layout:
             for role in SEATED
             if role in needs.roles and role != "inference"
         )
-        return Layout("in_process", 1, 1, roles, tuple(_unknown(placed)))
+        return Layout("in_process", 1, 1, roles, refusals=tuple(_unknown(placed)))
     seats = _seats(config, needs, placed, total)
     refusals = (
         *_unknown(placed),
@@ -160,7 +164,7 @@ def _seat(config: RunConfig, needs: Needs) -> Layout:
         for role in seats
         if not refusals
     )
-    layout = Layout(_mode(config, roles), num_nodes, per_node, roles, refusals)
+    layout = Layout(_mode(config, roles), num_nodes, per_node, roles, needs.num_gpus > 0, refusals)
     if layout.mode != "in_process" and cluster.runtime == "in_process":
         refusal = Refusal(
             "cluster.runtime",
