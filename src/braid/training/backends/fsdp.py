@@ -8,13 +8,15 @@ from __future__ import annotations
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -36,6 +38,7 @@ from braid.config.backends import FsdpConfig, OffloadConfig
 from braid.config.train import TrainConfig
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
+from braid.models.value_head import ValueHead
 from braid.training.shards import Boxes
 
 from .ranks import Pass, RankBackend, WholeMoments
@@ -97,21 +100,40 @@ class FsdpBackend(RankBackend):
         return {name: sum(size[name] for size in before) for name in mine}
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others."""
-        whole: dict[str, Tensor] = {}
+        """See ShardedBackend."""
         is_first = dist.get_rank() == 0
-        own = {name: tensor for name, tensor in self._own_tensors() if name in self._weights}
-        gathered: AbstractContextManager[None] = nullcontext()
-        if isinstance(self._net, FullyShardedDataParallel):
-            gathered = FullyShardedDataParallel.summon_full_params(self._net, writeback=False)
-        with gathered:
-            for name, tensor in own.items():
-                value: Any = tensor.detach()
-                if isinstance(value, DTensor):
-                    value = value.to(self._device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-                if is_first:
-                    whole[self._weights[name]] = value.cpu().clone()
+        whole = {name: tensor.cpu() for name, tensor in self.iter_weights() if is_first}
         return {name: whole[name] for name in self._weights.values()} if is_first else {}
+
+    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ShardedBackend. FSDP2 gathers a tensor at a time, FSDP a layer."""
+        own = {name: tensor for name, tensor in self._own_tensors() if name in self._weights}
+        for gathered, names in self._gathered_together(own):
+            with gathered:
+                for name in names:
+                    value: Any = own[name].detach()
+                    if isinstance(value, DTensor):
+                        value = value.to(self._device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+                    elif dist.get_rank() == 0:  # FSDP takes the gathered memory back
+                        value = value.clone()
+                    yield self._weights[name], value
+
+    def _gathered_together(
+        self, names: Iterable[str]
+    ) -> Iterator[tuple[AbstractContextManager[None], list[str]]]:
+        """The names in the parts in which FSDP gathers them, each part with what holds it gathered; FSDP2 has one."""
+        layer_of: dict[str, FullyShardedDataParallel] = {}
+        for prefix, module in self._net.named_modules():
+            if isinstance(module, FullyShardedDataParallel):  # inner ones come later
+                layer_of.update((_own_name(name), module) for name, _ in module.named_parameters(prefix))
+        parts: dict[FullyShardedDataParallel | None, list[str]] = {}
+        for name in names:
+            parts.setdefault(layer_of.get(name), []).append(name)
+        for layer, of in parts.items():
+            if layer is None:
+                yield nullcontext(), of
+            else:
+                yield FullyShardedDataParallel.summon_full_params(layer, recurse=False, writeback=False), of
 
     def _sharded_state(self) -> dict[str, Any]:
         """`state` with this rank's parts in place of whole tensors."""
@@ -159,13 +181,22 @@ class FsdpBackend(RankBackend):
 
     def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers by the names that they have outside of FSDP, none of them gathered."""
+        self._let_go()
+        for name, tensor in chain(self._net.named_parameters(), self._net.named_buffers()):
+            yield _own_name(name), tensor
+
+    def _let_go(self) -> None:
+        """Of parameters that are gathered between passes."""
         for module in self._net.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
             elif isinstance(module, FullyShardedDataParallel):
                 _free_gathered(module)
-        for name, tensor in chain(self._net.named_parameters(), self._net.named_buffers()):
-            yield _own_name(name), tensor
+
+    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
+        """In this rank's part of the head, whose elements change each alone."""
+        self._let_go()
+        head.observe(returns)
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._net(batch, outputs)
