@@ -230,12 +230,12 @@ class LinkedReceiver:
                 )
 
     def _drop(self, why: str) -> None:
+        if self._wire is not None:
+            self._wire.close(why)  # first, so that the sender hears why before it sees that a group broke
+            self._wire = None
         if self._inlet is not None:
             self._inlet.close()
             self._inlet = None
-        if self._wire is not None:
-            self._wire.close(why)
-            self._wire = None
 
 
 class _Memory:

@@ -18,7 +18,10 @@ from braid.errors import EngineError
 
 from .fingerprint import Fingerprint, Weights, bytes_of
 from .links import Outlet, RingOutlet, Run, make_outlet, own_address, runs_of
-from .wire import Receipt, Tally, TensorSpec, Ticket, Transport, Wire, greet, specs_message, tell
+from .wire import Receipt, Tally, TensorSpec, Ticket, Transport, Wire, greet, specs_message, tell, wait_any
+
+_LAST_WORDS_S = 0.5
+"""How long an engine may take to say why it failed, once that it failed is known."""
 
 
 class Sender(Protocol):
@@ -265,6 +268,7 @@ class LinkedSender:
         if not isinstance(error, EngineError):
             return error
         told = [str(error)]
+        wait_any(self._wires.values(), _LAST_WORDS_S)
         for wire in self._wires.values():
             try:
                 while wire.is_readable():

@@ -238,5 +238,11 @@ def tell(wires: Mapping[str, Wire], message: Message, deadline: float, doing: st
         wire.send(message, deadline, doing)
 
 
+def wait_any(wires: Iterable[Wire], seconds: float) -> None:
+    """Until one of them has said something or is gone, or the time is over."""
+    if sockets := [wire._socket for wire in wires]:
+        select.select(sockets, [], [], seconds)
+
+
 def _left(deadline: float) -> float:
     return max(1e-3, deadline - time.monotonic())

@@ -1,0 +1,93 @@
+"""Equal tensors have equal fingerprints, and damage of every kind shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.weights.fingerprint import (
+    BLOCK_BYTES,
+    SMALL_BYTES,
+    Fingerprint,
+    bytes_of,
+    fingerprint,
+    fingerprints,
+)
+
+SIZES = [
+    0,
+    1,
+    7,
+    8,
+    4095,
+    SMALL_BYTES,
+    SMALL_BYTES + 1,
+    65_536,
+    BLOCK_BYTES - 8,
+    BLOCK_BYTES,
+    3 * BLOCK_BYTES + 12_345,
+]
+
+
+def _data(num_bytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_it_is_the_same_in_pieces_and_for_every_layout(num_bytes: int) -> None:
+    data = _data(num_bytes)
+    whole = fingerprint(data)
+    for blocks in (1, 2):
+        of = Fingerprint(data.dtype, data.shape)
+        for piece in data.split(blocks * BLOCK_BYTES):
+            of.add(piece)
+        assert of.value() == whole
+    spread = torch.zeros(num_bytes, 3, dtype=torch.uint8)
+    spread[:, 1] = data
+    assert fingerprint(spread[:, 1]) == whole
+    assert fingerprint(torch.cat([torch.zeros(3, dtype=torch.uint8), data])[3:]) == whole, "at an odd address"
+
+
+@given(st.data())
+def test_every_flipped_bit_and_every_burst_shows(data: st.DataObject) -> None:
+    num_bytes = data.draw(st.sampled_from(SIZES[1:]))
+    tensor = _data(num_bytes)
+    start = data.draw(st.integers(0, num_bytes - 1))
+    length = data.draw(st.integers(1, min(8128, num_bytes - start)))
+    mask = data.draw(st.integers(1, 255))
+    damaged = tensor.clone()
+    damaged[start : start + length] ^= mask
+    assert fingerprint(damaged) != fingerprint(tensor)
+
+
+@pytest.mark.parametrize("shift", [8, 64, 4096, 8192, 65_536, BLOCK_BYTES])
+def test_bytes_that_are_shifted_swapped_or_lost_show(shift: int) -> None:
+    tensor = _data(4 * BLOCK_BYTES)
+    swapped = tensor.clone()
+    swapped[:shift], swapped[shift : 2 * shift] = tensor[shift : 2 * shift].clone(), tensor[:shift].clone()
+    lost = tensor.clone()
+    lost[shift : 2 * shift] = 0
+    values = {fingerprint(t) for t in (tensor, tensor.roll(shift), swapped, lost)}
+    assert len(values) == 4
+
+
+def test_type_and_shape_belong_to_it() -> None:
+    tensor = torch.zeros(6, dtype=torch.int32)
+    values = {fingerprint(t) for t in (tensor, tensor.float(), tensor.view(2, 3), tensor[:5])}
+    assert len(values) == 4
+
+
+def test_the_trainers_weights_are_fingerprinted_as_the_engine_holds_them() -> None:
+    trainer = {"a": torch.randn(50, 1000), "b": torch.randn(4), "c": torch.randn(2)}
+    engine = {"a": trainer["a"].bfloat16(), "b": trainer["b"]}
+    like = {name: tensor.dtype for name, tensor in engine.items()}
+    assert fingerprints(trainer.items(), like) == fingerprints(engine.items())
+
+
+def test_the_bytes_of_a_tensor_are_its_own_memory_where_they_can_be() -> None:
+    tensor = torch.randn(10, 10)
+    assert bytes_of(tensor).data_ptr() == tensor.data_ptr()
+    assert bytes_of(tensor.t()).data_ptr() != tensor.data_ptr()
+    assert bytes_of(tensor.flatten()[1:]).data_ptr() % 8 == 0

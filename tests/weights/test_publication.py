@@ -1,0 +1,515 @@
+"""Weights arrive as they were sent, or the ones who wait for them are told why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from braid.errors import EngineError
+from braid.weights.links import GroupOutlet, RingOutlet
+from braid.weights.receiver import Receiver, open_receiver
+from braid.weights.sender import LinkedSender, Sender, SendOptions, join_send, open_sender
+from braid.weights.wire import Receipt, Ticket
+
+BUCKET_BYTES = 2**20
+LINKED = ("shared_memory", "gloo")
+SHM = Path("/dev/shm")
+
+
+def _weights(version: int) -> dict[str, Tensor]:
+    """Tensors of every sort: large, larger than a bucket, small, of no element, of no dimension, not contiguous, of odd sizes."""
+    generator = torch.Generator().manual_seed(version)
+    grid = torch.randn(300, 701, generator=generator)
+    return {
+        "embed": torch.randn(900, 401, generator=generator),
+        "norm": torch.randn(64, generator=generator),
+        "grid": grid,
+        "turned": grid.t(),
+        "half": torch.randn(333, 333, generator=generator).to(torch.bfloat16),
+        "odd": torch.randn(3, 5, generator=generator).to(torch.float16)[:, 1:],
+        "counts": torch.arange(100_001) + version,
+        "flags": torch.rand(40_001, generator=generator) < 0.5,
+        "nothing": torch.zeros(0, 3),
+        "scale": torch.tensor(1.5 + version),
+        "twin": grid + 1.0,
+    }
+
+
+def _options(transport: str, folder: Path | None = None, **other: Any) -> SendOptions:
+    options = SendOptions(
+        transport=transport,  # pyright: ignore[reportArgumentType]
+        bucket_bytes=BUCKET_BYTES,
+        timeout_s=20.0,
+        folder=None if folder is None else str(folder),
+    )
+    return replace(options, **other)
+
+
+def _take(receiver: Receiver, version: int) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in receiver.receive(version)}
+
+
+def _take_into(receiver: Receiver, version: int) -> dict[str, Tensor]:
+    targets = {
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _weights(version).items()
+    }
+    receiver.receive_into(version, targets)
+    return targets
+
+
+Take = Callable[[Receiver, int], dict[str, Tensor]]
+
+
+def _start(
+    ticket: Ticket, engine: str, versions: range, take: Take = _take
+) -> Future[list[dict[str, Tensor]]]:
+    """An engine in a thread of its own that takes over some versions."""
+
+    def run() -> list[dict[str, Tensor]]:
+        receiver = open_receiver(
+            Ticket(**json.loads(json.dumps(ticket.as_dict()))), engine=engine, timeout_s=20.0
+        )
+        try:
+            return [take(receiver, version) for version in versions]
+        finally:
+            receiver.close()
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _assert_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(mine) == list(other)
+    for name, tensor in other.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert torch.equal(mine[name], tensor), name
+
+
+@pytest.fixture
+def make_sender() -> Iterator[Callable[..., Sender]]:
+    made: list[Sender] = []
+
+    def make(engines: tuple[str, ...], options: SendOptions) -> Sender:
+        made.append(open_sender(engines, options))
+        return made[-1]
+
+    yield make
+    for sender in made:
+        sender.close()
+
+
+@pytest.fixture
+def make_receiver() -> Iterator[Callable[..., Receiver]]:
+    made: list[Receiver] = []
+
+    def make(ticket: Ticket, engine: str = "a", timeout_s: float = 20.0) -> Receiver:
+        made.append(open_receiver(ticket, engine=engine, timeout_s=timeout_s))
+        return made[-1]
+
+    yield make
+    for receiver in made:
+        receiver.close()
+
+
+MakeReceiver = Callable[..., Receiver]
+MakeSender = Callable[[tuple[str, ...], SendOptions], Sender]
+
+
+@pytest.mark.parametrize("transport", LINKED)
+def test_every_engine_gets_the_weights_of_each_version(transport: str, make_sender: MakeSender) -> None:
+    sender = make_sender(("a", "b"), _options(transport))
+    engines = [
+        _start(sender.ticket, name, range(3), take) for name, take in (("a", _take), ("b", _take_into))
+    ]
+    receipts = [sender.send(version, _weights(version).items()) for version in range(3)]
+    for engine in engines:
+        for version, taken in enumerate(engine.result(timeout=30)):
+            _assert_equal(taken, _weights(version))
+    assert len({receipt.fingerprint for receipt in receipts}) == 3
+    assert receipts[0].num_bytes == sum(t.nbytes for t in _weights(0).values())
+
+
+def test_a_folder_holds_the_weights_of_the_last_versions(
+    tmp_path: Path, make_sender: MakeSender, make_receiver: MakeReceiver
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "old.safetensors").write_text("")
+    sender = make_sender((), _options("files", tmp_path / "out", beside=str(model)))
+    receiver = make_receiver(sender.ticket, "a", 5.0)
+    for version in range(3):
+        receipt = sender.send(version, _weights(version).items())
+        _assert_equal(_take(receiver, version), _weights(version))
+        assert receiver.receipt == receipt
+        _assert_equal(_take_into(receiver, version), _weights(version))
+    newest = tmp_path / "out" / "version_000002"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["version_000001", "version_000002"]
+    assert (newest / "config.json").exists()
+    assert not (newest / "old.safetensors").exists()
+    places = json.loads((newest / "model.safetensors.index.json").read_text())["weight_map"]
+    assert places.keys() == _weights(0).keys()
+    assert {file.name for file in newest.glob("*.safetensors")} == set(places.values())
+
+
+def test_weights_travel_in_the_type_that_is_asked_for(make_sender: MakeSender) -> None:
+    sender = make_sender(("a",), _options("shared_memory", dtype=torch.bfloat16))
+    engine = _start(sender.ticket, "a", range(1))
+    sender.send(0, _weights(0).items())
+    (taken,) = engine.result(timeout=30)
+    for name, tensor in _weights(0).items():
+        _assert_equal(
+            {name: taken[name]}, {name: tensor.bfloat16() if tensor.is_floating_point() else tensor}
+        )
+
+
+def test_weights_are_converted_to_what_they_are_written_into(make_sender: MakeSender) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    weights = {name: tensor for name, tensor in _weights(0).items() if tensor.is_floating_point()}
+    targets = {
+        name: torch.zeros(tensor.shape, dtype=torch.float64, requires_grad=True)
+        for name, tensor in weights.items()
+    }
+
+    def take(receiver: Receiver, version: int) -> dict[str, Tensor]:
+        receiver.receive_into(version, targets)
+        return {name: tensor.detach() for name, tensor in targets.items()}
+
+    engine = _start(sender.ticket, "a", range(1), take)
+    sender.send(0, weights.items())
+    _assert_equal(engine.result(timeout=30)[0], {name: tensor.double() for name, tensor in weights.items()})
+
+
+def test_tensors_that_an_engine_keeps_stay_as_they_are(make_sender: MakeSender) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    engine = _start(sender.ticket, "a", range(4), lambda receiver, version: dict(receiver.receive(version)))
+    for version in range(4):
+        sender.send(version, _weights(version).items())
+    for version, taken in enumerate(engine.result(timeout=30)):
+        _assert_equal(taken, _weights(version))
+
+
+class FaultyOutlet:
+    """A link that damages what goes over it; the rest is the link's own."""
+
+    def __init__(self, outlet: RingOutlet | GroupOutlet, fault: str, before: bytes) -> None:
+        self._outlet, self._fault, self._number, self._held = outlet, fault, 0, before
+        self.piece_bytes, self.device = outlet.piece_bytes, outlet.device
+
+    def put(self, piece: Tensor, deadline: float) -> None:
+        self._number += 1
+        if self._fault == "bit" and self._number == 2:
+            piece = piece.clone()
+            piece[len(piece) // 2] ^= 4
+        elif self._fault == "truncated" and self._number == 1:
+            piece = piece.clone()
+            piece[len(piece) * 3 // 4 :] = 0
+        elif self._fault == "old" and self._number == 1:
+            piece = torch.frombuffer(bytearray(self._held[: len(piece)]), dtype=torch.uint8)
+        self._outlet.put(piece, deadline)
+
+    def flush(self, deadline: float) -> None:
+        self._outlet.flush(deadline)
+
+    def close(self) -> None:
+        self._outlet.close()
+
+
+@pytest.mark.parametrize("transport", LINKED)
+@pytest.mark.parametrize("fault", ["bit", "truncated", "old"])
+@pytest.mark.parametrize("take", [_take, _take_into])
+def test_damage_on_the_way_is_noticed_and_the_next_version_arrives(
+    transport: str, fault: str, take: Take, make_sender: MakeSender, make_receiver: MakeReceiver
+) -> None:
+    sender = make_sender(("a",), _options(transport))
+    assert isinstance(sender, LinkedSender)
+    receiver = make_receiver(sender.ticket, "a", 20.0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(sender.send, 0, _weights(0).items())
+        take(receiver, 0)
+        time.sleep(0.05)  # the sender's thread may still be hearing of it
+        outlet = sender._outlet
+        assert isinstance(outlet, RingOutlet | GroupOutlet)
+        old = _weights(0)["embed"].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        sender._outlet = FaultyOutlet(outlet, fault, old)
+        sent = pool.submit(sender.send, 1, _weights(1).items())
+        with pytest.raises(
+            EngineError, match=rf"bucket \d.*are not what the trainer sent by {transport} to engine a"
+        ):
+            take(receiver, 1)
+        with pytest.raises(EngineError, match=r"engine a failed.*bucket") as error:
+            sent.result(timeout=30)
+        assert "version 1 was not published" in str(error.value)
+        pool.submit(sender.send, 2, _weights(2).items())
+        _assert_equal(take(receiver, 2), _weights(2))
+
+
+def test_two_tensors_that_were_swapped_are_both_named(
+    make_sender: MakeSender, make_receiver: MakeReceiver
+) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    assert isinstance(sender, LinkedSender)
+    receiver = make_receiver(sender.ticket, "a", 20.0)
+    first, second = torch.full((16,), 1.0), torch.full((16,), 2.0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(sender.send, 0, {"first": first, "second": second}.items())
+        list(receiver.receive(0))
+        time.sleep(0.05)
+        outlet = sender._outlet
+        assert isinstance(outlet, RingOutlet)
+
+        class Swapping(FaultyOutlet):
+            def put(self, piece: Tensor, deadline: float) -> None:
+                outlet.put(torch.cat([piece[64:], piece[:64]]), deadline)
+
+        sender._outlet = Swapping(outlet, "swap", b"")
+        pool.submit(sender.send, 1, {"first": first, "second": second}.items())
+        with pytest.raises(EngineError, match=r"2 of 2 tensors in bucket 0 of the weights \(first, second\)"):
+            list(receiver.receive(1))
+
+
+@pytest.mark.parametrize("fault", ["bit", "truncated", "missing", "other sender"])
+def test_damaged_files_are_noticed(
+    fault: str, tmp_path: Path, make_sender: MakeSender, make_receiver: MakeReceiver
+) -> None:
+    sender = make_sender((), _options("files", tmp_path))
+    sender.send(0, _weights(0).items())
+    file = tmp_path / "version_000000" / "bucket_00001.safetensors"
+    ticket, message = sender.ticket, "bucket 1 of the weights|cannot read"
+    if fault == "bit":
+        data = bytearray(file.read_bytes())
+        data[-1000] ^= 1
+        file.write_bytes(data)
+    elif fault == "truncated":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif fault == "missing":
+        file.unlink()
+    else:
+        ticket, message = make_sender((), _options("files", tmp_path)).ticket, "did not write it"
+    with pytest.raises(EngineError, match=message):
+        _take(make_receiver(ticket, "a", 0.3), 0)
+
+
+def test_a_version_that_was_not_waited_for_is_refused(make_sender: MakeSender) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    engine = _start(sender.ticket, "a", range(7, 8))
+    with pytest.raises(
+        EngineError, match="waits for version 7 of the weights and the trainer sends version 6"
+    ):
+        sender.send(6, _weights(6).items())
+    with pytest.raises(EngineError, match="one of them has missed a round"):
+        engine.result(timeout=30)
+
+
+def test_other_models_on_the_two_sides_are_named(
+    make_sender: MakeSender, make_receiver: MakeReceiver
+) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    receiver = make_receiver(sender.ticket, "a", 20.0)
+    sent = {"x": torch.zeros(3), "y": torch.zeros(2)}
+    cases = (
+        ({"x": torch.zeros(3), "y": torch.zeros(4)}, r"sends y of shape \(2,\).*of shape \(4,\)"),
+        ({"x": torch.zeros(3)}, "sends y.*not known"),
+        (
+            {"x": torch.zeros(3), "y": torch.zeros(2), "z": torch.zeros(2)},
+            "without 1 of the engine's tensors.* z",
+        ),
+    )
+    with ThreadPoolExecutor(1) as pool:
+        for version, (targets, message) in enumerate(cases):
+            pool.submit(sender.send, version, sent.items())
+            with pytest.raises(EngineError, match=message):
+                receiver.receive_into(version, targets)
+
+
+def test_waiting_ends_at_the_deadline_and_names_who_did_not_come(
+    make_sender: MakeSender, make_receiver: MakeReceiver
+) -> None:
+    sender = make_sender(("a", "b"), _options("shared_memory", timeout_s=0.3))
+    receiver = make_receiver(sender.ticket, "a", 0.2)
+    with pytest.raises(EngineError, match="did not answer in time while asked for version 0"):
+        list(receiver.receive(0))
+    with pytest.raises(EngineError, match="engine b did not come for version 0"):
+        sender.send(0, _weights(0).items())
+
+
+def test_an_engine_that_stops_reading_is_named_at_the_deadline(make_sender: MakeSender) -> None:
+    sender = make_sender(("a",), _options("shared_memory", timeout_s=1.0))
+    go_on = threading.Event()
+
+    def take(receiver: Receiver, version: int) -> dict[str, Tensor]:
+        for _ in receiver.receive(version):
+            go_on.wait(20.0)
+        return {}
+
+    engine = _start(sender.ticket, "a", range(1), take)
+    try:
+        with pytest.raises(EngineError, match="engine a did not answer in time while taking over"):
+            sender.send(0, {str(i): torch.randn(2**19) for i in range(8)}.items())
+    finally:
+        go_on.set()
+    with pytest.raises(EngineError, match="the trainer"):
+        engine.result(timeout=30)
+
+
+def test_weights_are_read_to_their_end_when_publishing_fails(make_sender: MakeSender) -> None:
+    sender = make_sender(("a",), _options("shared_memory", timeout_s=0.1))
+    for version, with_sender in enumerate((sender, None)):
+        rest = iter(_weights(0).items())
+        if with_sender is None:
+            assert join_send(None, version, rest) is None
+        else:
+            with pytest.raises(EngineError):
+                join_send(with_sender, version, rest)
+        assert next(rest, None) is None
+
+
+@pytest.mark.parametrize("existing", ["replace", "refuse"])
+def test_a_second_engine_of_a_name_takes_its_place_or_is_refused(
+    existing: Literal["replace", "refuse"], make_sender: MakeSender, make_receiver: MakeReceiver
+) -> None:
+    sender = make_sender(("a",), _options("shared_memory", existing=existing))
+    first, second = (make_receiver(sender.ticket, "a", 10.0) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(sender.send, 0, _weights(0).items())
+        refused, served = (second, first) if existing == "refuse" else (first, second)
+        taken = pool.submit(_take, served, 0)
+        with pytest.raises(EngineError, match=r"already connected|has taken its place"):
+            _take(refused, 0)
+        _assert_equal(taken.result(timeout=30), _weights(0))
+        assert isinstance(sent.result(timeout=30), Receipt)
+
+
+def test_strangers_are_not_let_in(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    ticket = sender.ticket
+    stranger = make_receiver(replace(ticket, secret="guess"), "a", 10.0)
+    other = make_receiver(ticket, "z", 10.0)
+    with socket.create_connection((ticket.host, ticket.port)) as noise:
+        noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        engine = _start(ticket, "a", range(1))
+        sender.send(0, _weights(0).items())
+    _assert_equal(engine.result(timeout=30)[0], _weights(0))
+    with pytest.raises(EngineError, match="is gone"):
+        list(stranger.receive(0))
+    with pytest.raises(EngineError, match=r"engine z is none of those that this sender serves \(a\)"):
+        list(other.receive(0))
+
+
+def test_a_trainer_that_has_ended_is_named(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    ticket = sender.ticket
+    sender.close()
+    with pytest.raises(
+        EngineError, match=f"cannot reach the trainer's publications at 127.0.0.1:{ticket.port}"
+    ):
+        make_receiver(ticket, "a", 1.0)
+
+
+def _start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process that kill -9 can end, which runs `code` with what it needs at hand."""
+    head = (
+        "import json, os, signal, sys, torch\n"
+        "from braid.weights.receiver import open_receiver\n"
+        "from braid.weights.sender import SendOptions, open_sender\n"
+        "from braid.weights.wire import Ticket\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", head + textwrap.dedent(code), *arguments], stdout=subprocess.PIPE, text=True
+    )
+
+
+def _large(number: int) -> Iterator[tuple[str, Tensor]]:
+    return ((f"w{i}", torch.zeros(2**19)) for i in range(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", LINKED)
+def test_an_engine_killed_in_the_midst_is_named_and_leaves_no_memory(
+    transport: str, make_sender: MakeSender
+) -> None:
+    before = set(SHM.glob("braid-weights-*"))
+    sender = make_sender(("a",), _options(transport))
+    code = """
+        receiver = open_receiver(Ticket(**json.loads(sys.argv[1])), engine="a", timeout_s=60.0)
+        for version in range(2):
+            for _ in receiver.receive(version):
+                pass
+    """
+    with _start_process(code, json.dumps(sender.ticket.as_dict())) as process:
+        sender.send(0, _large(2))
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for number, pair in enumerate(_large(40)):
+                if number == 5:
+                    os.kill(process.pid, signal.SIGKILL)
+                    process.wait()
+                yield pair
+
+        with pytest.raises(EngineError, match="engine a is gone while taking over"):
+            sender.send(1, weights())
+    assert set(SHM.glob("braid-weights-*")) <= before
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_in_the_midst_is_named_and_leaves_no_memory(make_receiver: MakeReceiver) -> None:
+    before = set(SHM.glob("braid-weights-*"))
+    code = """
+        sender = open_sender(("a",), SendOptions("shared_memory", 2**20, 60.0))
+        print(json.dumps(sender.ticket.as_dict()), flush=True)
+        sender.send(0, [("w", torch.zeros(2**19))])
+
+        def weights():
+            for number in range(40):
+                yield f"w{number}", torch.zeros(2**19)
+                if number == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sender.send(1, weights())
+    """
+    with _start_process(code) as process:
+        assert process.stdout is not None
+        receiver = make_receiver(Ticket(**json.loads(process.stdout.readline())), "a", 60.0)
+        list(receiver.receive(0))
+        assert set(SHM.glob("braid-weights-*")) <= before, "gone while both still use it"
+        with pytest.raises(EngineError, match=r"the trainer at .* is gone while sending weights"):
+            list(receiver.receive(1))
+    assert set(SHM.glob("braid-weights-*")) <= before
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="there is no /dev/shm here")
+def test_memory_of_dead_owners_is_cleared(make_sender: MakeSender) -> None:
+    import fcntl
+
+    dead, live = SHM / "braid-weights-test-dead", SHM / "braid-weights-test-live"
+    long_ago = time.time() - 3600
+    for path in (dead, live):
+        path.write_bytes(b"x")
+        os.utime(path, (long_ago, long_ago))
+    with live.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        sender = make_sender(("a",), _options("shared_memory"))
+        engine = _start(sender.ticket, "a", range(1))
+        sender.send(0, _weights(0).items())
+        engine.result(timeout=30)
+        assert not dead.exists()
+        assert live.exists()
+    live.unlink()

@@ -1,0 +1,50 @@
+"""The way of weights follows from where the trainer and the engine are."""
+
+from __future__ import annotations
+
+import pytest
+
+from braid.config.rollout import PublishConfig
+from braid.errors import ConfigError
+from braid.weights.transports import Meeting, choose_transport, on_existing
+
+CASES = [
+    ("auto", Meeting(shares_tensors=True), None),
+    ("gloo", Meeting(shares_tensors=True), None),
+    ("auto", Meeting(), "shared_memory"),
+    ("auto", Meeting(is_one_machine=False), "gloo"),
+    ("auto", Meeting(is_cuda=True), "nccl"),
+    ("auto", Meeting(is_cuda=True, is_one_device=True), "cuda_ipc"),
+    ("auto", Meeting(is_cuda=True, is_one_machine=False), "nccl"),
+    ("auto", Meeting(reads_folders=True), "files"),
+    ("gloo", Meeting(), "gloo"),
+    ("files", Meeting(), "files"),
+    ("nccl", Meeting(is_cuda=True, is_one_device=True), "cuda_ipc"),
+    ("shared_memory", Meeting(is_cuda=True), "shared_memory"),
+]
+
+
+@pytest.mark.parametrize(("asked", "meeting", "chosen"), CASES)
+def test_the_cheapest_way_that_works_is_chosen(asked: str, meeting: Meeting, chosen: str | None) -> None:
+    config = PublishConfig.model_validate({"transport": asked})
+    assert choose_transport(config, meeting) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "meeting", "message"),
+    [
+        ("nccl", Meeting(), "NCCL carries weights between GPUs"),
+        ("shared_memory", Meeting(is_one_machine=False), "shared_memory ends at the machine"),
+    ],
+)
+def test_a_way_that_cannot_work_is_refused(asked: str, meeting: Meeting, message: str) -> None:
+    config = PublishConfig.model_validate({"transport": asked})
+    with pytest.raises(ConfigError, match=f"rollout.publish.transport: {message}.*set it to auto"):
+        choose_transport(config, meeting)
+
+
+def test_servers_replace_what_a_former_run_left_and_own_engines_refuse() -> None:
+    assert on_existing(PublishConfig(), is_server=True) == "replace"
+    assert on_existing(PublishConfig(), is_server=False) == "refuse"
+    assert on_existing(PublishConfig(existing_group="replace"), is_server=False) == "replace"
+    assert on_existing(PublishConfig(existing_group="refuse"), is_server=True) == "refuse"
