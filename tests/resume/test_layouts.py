@@ -29,7 +29,7 @@ from braid.training.losses import policy_loss
 from braid.training.shards import read_whole
 from braid.types import Row
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, dict[str, Any]] = {
