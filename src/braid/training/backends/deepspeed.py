@@ -11,7 +11,6 @@ have a float32 copy there, and it is this that `state` gives.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -288,12 +287,13 @@ def _package(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try:
-        return importlib.import_module("deepspeed")
+        import deepspeed  # noqa: TID251  # which takes seconds
     except ImportError as error:
         raise TrainingError(
             f"train.backend=deepspeed needs the package deepspeed, and it cannot be imported ({error}); install it with "
             "DS_BUILD_OPS=0 pip install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
         ) from error
+    return deepspeed
 
 
 def _settings(module: nn.Module, config: DeepSpeedConfig, device: torch.device) -> dict[str, Any]:
