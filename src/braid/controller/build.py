@@ -26,6 +26,8 @@ from braid.models.roles import make_critic, make_policy, make_reference
 from braid.plan import Plan
 from braid.report.reporter import Reporter
 from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.published import RemoteEngine
+from braid.rollout.engines.router import Router
 from braid.runtime.memory_record import MemoryRecorder
 from braid.runtime.workers import InProcessGroup
 from braid.training.experience import Experience
@@ -43,6 +45,7 @@ from .collectors import (
 )
 from .costs import held_bytes
 from .data_plane import DataPlane
+from .engines import PublicationHere, as_one, engines_here
 from .inputs import TextInputs, check_sources, read_inputs
 from .parts import Parts
 from .publication import Publication, send_options
@@ -77,8 +80,8 @@ def _build_here(
     """Everything with text, in this process."""
     config, device = loaded.config, device_of(loaded.config)
     lm = make_policy(config, device)
-    engine = native_engine(config, inputs, lm)
-    keeps_weights = engine.shares_weights
+    engine = _engine_here(config, plan, inputs, lm, reporter)
+    keeps_weights = isinstance(engine, NativeEngine) and engine.shares_weights
 
     def new_supervised() -> GroupBackend:
         warm = _warm_up_config(config)
@@ -102,7 +105,11 @@ def _build_here(
         if plan.verb == "sft" and supervised
         else _sampler(config, max(1, len(inputs.train.prompts))),
         eval_prompts=inputs.eval.by_source(),
-        rollouts=Rollouts(InProcessGroup("rollout", lambda _: collector), inputs.prompts),
+        rollouts=Rollouts(
+            InProcessGroup("rollout", lambda _: collector),
+            inputs.prompts,
+            None if isinstance(engine, NativeEngine) else PublicationHere(lm, engine, collector),
+        ),
         data=_data_here(plan),
         policy=roles.policy,
         critic=roles.critic,
@@ -111,8 +118,22 @@ def _build_here(
         follow_policy=roles.follow_policy,
         update_reference=roles.update_reference,
         export=partial(export_model, lm, inputs.tokenizer),
-        check_weights=_weight_check(config, lm, engine, reporter) if config.rollout.check_weights else None,
+        check_weights=_weight_check(config, lm, engine, reporter)
+        if config.rollout.check_weights and isinstance(engine, NativeEngine)
+        else None,
     )
+
+
+def _engine_here(
+    config: RunConfig, plan: Plan, inputs: TextInputs, lm: CausalLM, reporter: Reporter
+) -> NativeEngine | RemoteEngine | Router:
+    """The native engine on the trainer's own model, or the one that the config names, beside this process."""
+    if config.rollout.engine == "native":
+        return native_engine(config, inputs, lm)
+    folder = reporter.run_dir.path
+    is_cuda = device_of(config).type == "cuda"
+    sending = send_options(config, plan.layout, str(folder / "publications"), is_cuda=is_cuda)
+    return as_one(engines_here(config, plan, inputs.tokenizer, sending, folder / "logs"))
 
 
 def _build_on_workers(
@@ -122,7 +143,10 @@ def _build_on_workers(
     from .cluster import ROWS, Cluster  # it takes a second, and few runs have workers
 
     config = loaded.config
-    make = partial(make_collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs)
+    run_dir = reporter.run_dir.path
+    make = partial(
+        make_collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs, run_dir=run_dir
+    )
     factories = {"rollout": make, ROWS: partial(_experience, plan)}
     cluster = Cluster.start(config, plan.layout, factories)
 
@@ -133,7 +157,7 @@ def _build_on_workers(
     supervised = _supervised_of(config, plan, inputs.examples, new_supervised)
     roles = roles_on_workers(config, plan, cluster.backend, supervised)
     ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
-    folder = str(reporter.run_dir.path / "publications")
+    folder = str(run_dir / "publications")
     options = send_options(config, plan.layout, folder, is_cuda=device_of(config).type == "cuda")
     return Parts(
         config=config,

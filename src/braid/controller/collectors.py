@@ -33,7 +33,9 @@ from braid.types import Prompt, ShapedReward, Trajectory
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
 
+from .engines import EngineLink, as_one, engines_here
 from .inputs import TextInputs
+from .publication import send_options
 from .roles import device_of
 from .services import reward_services
 
@@ -42,15 +44,24 @@ NUM_RESET_STATES = 2**12
 
 
 def make_collector(
-    place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs
+    place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs, run_dir: Path
 ) -> Collector:
-    """What a rollout worker runs: an engine on a copy of the policy's weights, which publications renew."""
+    """What a rollout worker runs: the native engine on a copy of the policy's weights, or an engine beside this process; all
+    servers, where there are some. Publications bring new weights."""
     torch.set_num_threads(config.run.num_threads or 1)
-    device = device_of(config)
-    lm = make_policy(config, device)
-    lm.module.requires_grad_(False)
-    link = NativeLink(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
-    return text_collector(config, plan, base_dir, inputs, native_engine(config, inputs, lm), link=link)
+    device, timeout_s = device_of(config), config.cluster.call_timeout_s
+    if config.rollout.engine == "native":
+        lm = make_policy(config, device)
+        lm.module.requires_grad_(False)
+        engine: RolloutEngine = native_engine(config, inputs, lm)
+        link: WeightLink = NativeLink(f"rollout {place.rank}", lm, timeout_s, device)
+    else:
+        sending = send_options(
+            config, plan.layout, str(run_dir / "publications"), is_cuda=device.type == "cuda"
+        )
+        engines = engines_here(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
+        engine, link = as_one(engines), EngineLink(engines)
+    return text_collector(config, plan, base_dir, inputs, engine, link=link)
 
 
 class NativeLink:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from braid.report.metrics import Metrics
 from braid.rollout.collector import GroupFacts, Use
 from braid.runtime.workers import Ref, WorkerGroup
 from braid.types import Group, Prompt
 
-from .publication import Publication
+
+class Publisher(Protocol):
+    """Brings the policy's weights to engines."""
+
+    def send(self, version: int) -> None:
+        """Have every engine sample from the policy's weights as they are now, as `version`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -23,7 +30,7 @@ class Rollouts:
 
     workers: WorkerGroup
     prompts: Mapping[Use, Sequence[Prompt]]
-    publication: Publication | None = None
+    publication: Publisher | None = None
     _homes: dict[int, int] = field(default_factory=dict)
     """The worker that has each group, by the group's number."""
     _prompts: dict[int, Prompt] = field(default_factory=dict)

@@ -1,0 +1,161 @@
+"""Rollout engines outside the process that samples with them, from a config: vLLM, SGLang, or their servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from braid.config.schema import RunConfig
+from braid.models.build import build_model
+from braid.models.causal_lm import CausalLM
+from braid.models.folders import expand
+from braid.models.loading import TORCH_DTYPES
+from braid.plan import Plan
+from braid.rollout.collector import Collector
+from braid.rollout.engines.published import RemoteEngine
+from braid.rollout.engines.router import Router
+from braid.rollout.engines.sglang import SglangServer
+from braid.rollout.engines.vllm.engine import VllmEngine
+from braid.rollout.engines.vllm.options import engine_arguments, environment
+from braid.rollout.engines.vllm.server import VllmServer
+from braid.weights.sender import SendOptions
+
+from .roles import device_of
+
+
+def make_engine(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    sending: SendOptions,
+    *,
+    number: int,
+    logs: Path,
+) -> RemoteEngine:
+    """Engine `number` of the run: a process of its own, which writes to `logs`, or the server of that number. Raises EngineError
+    when there is none."""
+    rollout, timeout_s = config.rollout, config.cluster.call_timeout_s
+    longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
+    of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
+    if of.servers:
+        server = VllmServer if rollout.engine == "vllm" else SglangServer
+        max_tokens = of.max_model_tokens or longest
+        return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
+    assert rollout.engine == "vllm", "the plan wants servers for SGLang"
+    holder = TemporaryDirectory(prefix="braid_engine_")
+    folder = Path(holder.name)
+    arguments = engine_arguments(
+        rollout.vllm,
+        model=_model_folder(config, tokenizer, folder, has_weights=rollout.vllm.load_weights),
+        tokenizer=str(folder),
+        dtype=config.model.dtype,
+        longest=longest,
+        trust_remote_code=config.model.trust_remote_code,
+        on_gpu=device_of(config).type == "cuda",
+        seed=config.run.seed,
+    )
+    return VllmEngine(
+        arguments,
+        name=f"vLLM engine {number}",
+        log=logs / f"engine_{number}.log",
+        environment=environment(rollout.vllm),
+        sending=sending,
+        start_timeout_s=config.cluster.start_timeout_s,
+        timeout_s=timeout_s,
+        detokenizes=rollout.vllm.detokenize,
+        on_close=holder.cleanup,
+    )
+
+
+def engines_here(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    sending: SendOptions,
+    logs: Path,
+    *,
+    first: int = 0,
+) -> list[RemoteEngine]:
+    """What one process samples with: an engine of its own, which is number `first` of the run, or all servers."""
+    of = config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang
+    engines: list[RemoteEngine] = []
+    try:
+        for number in range(first, first + (len(of.servers) or 1)):
+            engine = make_engine(config, plan, tokenizer, sending, number=number, logs=logs)
+            engines.append(engine)
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    return engines
+
+
+def as_one(engines: Sequence[RemoteEngine]) -> RemoteEngine | Router:
+    """The engine, or a router over several."""
+    return engines[0] if len(engines) == 1 else Router(engines)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLink:
+    """See collector.WeightLink. Weights go straight to the processes that have the engines'."""
+
+    engines: Sequence[RemoteEngine]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See WeightLink."""
+        return [name for engine in self.engines for name in engine.receivers]
+
+    def take(self, version: int, ticket: Mapping[str, Any]) -> None:
+        """See WeightLink; all engines at the same time."""
+        receiving = [engine.start_receiving(version, ticket) for engine in self.engines]
+        for engine, under_way in zip(self.engines, receiving, strict=True):
+            engine.finish_receiving(version, under_way)
+
+    def close(self) -> None:
+        """See WeightLink: the collector closes the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationHere:
+    """New weights on their way from a policy in this process to engines in others."""
+
+    lm: CausalLM
+    engine: RemoteEngine | Router
+    collector: Collector
+
+    def send(self, version: int) -> None:
+        """Have the engines sample from the policy's weights as they are now, as `version`."""
+        lm = self.lm
+        weights = lm.merged_weights() if lm.has_adapters else lm.named_weights()
+        self.engine.load_weights(version, weights)
+        self.collector.publish(version)
+
+
+def _model_folder(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, *, has_weights: bool
+) -> str:
+    """A folder for vLLM to read the model from, made in `folder` unless its own is to be read whole. Without weights vLLM goes
+    by the config alone, as the trainer's publications do."""
+    model = config.model
+    tokenizer.save_pretrained(folder)
+    if model.path is not None:
+        path = expand(model.path)
+        if has_weights:
+            return path
+        described = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        described.save_pretrained(folder)
+        return str(folder)
+    assert model.build is not None, "text needs a language model"
+    built = build_model(model.build, tokenizer, dtype=TORCH_DTYPES[model.dtype], seed=config.run.seed)
+    if has_weights:
+        built.save_pretrained(folder)
+    else:
+        built.config.architectures = [type(built).__name__]
+        built.config.save_pretrained(folder)
+    return str(folder)

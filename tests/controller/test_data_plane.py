@@ -1,0 +1,148 @@
+"""What the controller sees of a round, and what it costs it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from braid.algorithms.recipes import RECIPES
+from braid.algorithms.rewards import RunningMoments
+from braid.controller.rollouts import least_load
+from braid.report.metrics import Metrics
+from braid.rollout.collector import Collector, Facts, GroupFacts
+from braid.rollout.rows import group_rows, rows_of
+from braid.training.experience import Experience
+from braid.types import Group, Prompt, Row, ShapedReward, Status, Trajectory, Turn
+
+
+def _prompt(i: int) -> Prompt:
+    return Prompt(uid=f"letters:{i}", source="letters", token_ids=(1, 2, 3), messages=())
+
+
+class _Writer:
+    """A driver whose policy writes its prompt's number, `length` times."""
+
+    cache_bytes = 0
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    async def run(
+        self, prompts: Any, group_size: int, *, key: tuple[int, ...], numbers: Any = None
+    ) -> list[Group]:
+        return [
+            self._group(prompt, group_size, number) for prompt, number in zip(prompts, numbers, strict=True)
+        ]
+
+    def _group(self, prompt: Prompt, group_size: int, number: int) -> Group:
+        trajectories = [Trajectory(prompt, sample) for sample in range(group_size)]
+        for trajectory in trajectories:
+            output = [number] * self._length
+            trajectory.turns = [Turn(list(prompt.token_ids), output, [-1.0] * self._length, "stop", 0)]
+            trajectory.text = "x" * self._length
+        trajectories[-1].invalidate("engine: gone")
+        return Group(prompt, trajectories)
+
+    def publish(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Scorer:
+    """Gives each trajectory its place in the group."""
+
+    async def score(self, trajectories: Any) -> Metrics:
+        for trajectory in trajectories:
+            if trajectory.is_valid:
+                trajectory.reward = float(trajectory.sample)
+        return Metrics()
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def _collected(length: int) -> Iterator[tuple[Collector, list[GroupFacts]]]:
+    prompts = [_prompt(i) for i in range(4)]
+    scorer: Any = _Scorer()
+    collector = Collector(
+        {"train": prompts, "eval": ()},
+        {"train": _Writer(length), "eval": _Writer(length)},
+        None,
+        scorer,
+        shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
+    )
+    collector.collect("train", [2, 0, 3], 3, (0, 1), [7, 8, 9])
+    facts, _ = collector.score("train")
+    yield collector, facts
+    collector.close()
+
+
+def test_what_the_controller_is_told_does_not_grow_with_what_was_written() -> None:
+    with _collected(10) as (_, little), _collected(100) as (_, much):
+        assert len(pickle.dumps(much)) == len(pickle.dumps(little))
+
+
+def test_facts_tell_of_a_group_all_but_what_was_said() -> None:
+    with _collected(5) as (collector, facts):
+        group, (whole,) = facts[1].group(_prompt(0)), collector.whole([8])
+    assert group.number == 8
+    assert [t.status for t in group.trajectories] == [t.status for t in whole.trajectories]
+    assert [t.reward for t in group.valid] == [0.0, 1.0]
+    assert [t.training_reward for t in group.valid] == [0.0, 10.0]
+    assert [t.lengths for t in group.trajectories] == [t.lengths for t in whole.trajectories]
+    assert group.trajectories[2].status is Status.INVALID
+    assert (group.trajectories[0].turns, group.trajectories[0].text) == ([], "")
+    assert Facts.of(group.trajectories[0]) == facts[1].trajectories[0]
+
+
+def test_rows_do_not_depend_on_who_made_them() -> None:
+    with _collected(5) as (collector, _):
+        at_once = rows_of(collector.whole([9, 7, 9]))  # a copy takes the place of a dropped group
+        pieces = [collector.rows([(7, 1, 3)]), collector.rows([(9, 0, 0), (9, 2, 6)])]
+    experience = Experience(RECIPES["grpo"], None)
+    facts = experience.open(pieces)
+    rows = experience.take([of.index for of in facts], False)
+    assert [(r.group, r.trajectory) for r in rows] == [(r.group, r.trajectory) for r in at_once]
+    for one, other in zip(rows, at_once, strict=True):
+        np.testing.assert_array_equal(one.inputs["input_ids"], other.inputs["input_ids"])
+        np.testing.assert_array_equal(one.fields["rewards"], other.fields["rewards"])
+    assert [(len(f), f.num_tokens, f.group) for f in facts] == [(len(r), r.num_tokens, r.group) for r in rows]
+
+
+def test_what_models_infer_reaches_the_rows_that_it_is_of() -> None:
+    rows = [Row({"input_ids": np.zeros(n, np.int64)}, np.ones(n, np.bool_), 0, n) for n in (1, 2, 3)]
+    experience = Experience(RECIPES["grpo"], None)
+    experience.open([rows])
+    shares = [[2, 0], [], [1]]
+    results = [[{"logprobs": np.full(n, n, np.float32)} for n in of] for of in ([3, 1], [], [2])]
+    experience.merge("logprobs", "old_logprobs", shares, results)  # pyright: ignore[reportArgumentType]
+    for row in experience.take([0, 1, 2], False):
+        assert row.fields["old_logprobs"].tolist() == [len(row)] * len(row)
+    assert all(not row.fields for row in experience.take([0, 1, 2], True))
+
+
+def test_credit_where_the_rows_lie_returns_the_moments_that_it_was_given() -> None:
+    group = Group(_prompt(0), [Trajectory(_prompt(0), i, reward=float(i)) for i in range(2)])
+    for trajectory in group.trajectories:
+        trajectory.turns = [Turn([1], [2, 3], [-1.0, -1.0], "stop", 0)]
+    experience = Experience(RECIPES["grpo"], None)
+    experience.open([group_rows(group, 0, 0)])
+    moments = RunningMoments()
+    _, after = experience.assign_credit(0.0, moments)
+    assert after is moments
+    assert [row.fields["advantages"][-1] > 0 for row in experience.take([0, 1], False)] == [False, True]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_prompts_go_to_the_worker_with_least_to_do(num_workers: int) -> None:
+    loads = [5, 1, 1, 1, 9, 2]
+    shares = least_load(loads, num_workers)
+    assert sorted(i for share in shares for i in share) == list(range(6))
+    assert all(share == sorted(share) for share in shares)
+    totals = [sum(loads[i] + 1 for i in share) for share in shares]
+    assert max(totals) - min(totals) <= max(loads) + 1
