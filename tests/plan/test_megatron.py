@@ -30,7 +30,7 @@ OWN = "train.megatron"
         (
             f"{OWN}.overlap_param_gather_with_step=true",
             f"{OWN}.overlap_param_gather_with_step",
-            "interleaved stages",
+            "next forward pass",
         ),
         (f"{OWN}.tp_comm_overlap_file=x.yaml", f"{OWN}.tp_comm_overlap_file", "Transformer Engine"),
         (f"{OWN}.checkpoint.load_path=/x", f"{OWN}.checkpoint.load_path", "Hugging Face folder"),

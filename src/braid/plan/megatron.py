@@ -53,11 +53,11 @@ def _unknown_schedules(config: RunConfig) -> Iterator[tuple[str, str]]:
             "train.megatron.virtual_pipeline",
             "one stage has nothing to interleave with; set train.megatron.pipeline_parallel above 1, or leave it out",
         )
-    if own.overlap_param_gather_with_step and (own.virtual_pipeline is None or not own.overlap_param_gather):
+    if own.overlap_param_gather_with_step:
         yield (
             "train.megatron.overlap_param_gather_with_step",
-            "Megatron gathers parameters during the step for interleaved stages, in addition to overlap_param_gather; set "
-            "that and virtual_pipeline, or this to false",
+            "parameters are not gathered during the step in this version; overlap_param_gather gathers them during the next "
+            "forward pass; set this to false",
         )
     if own.tp_comm_overlap_file is not None:
         yield (

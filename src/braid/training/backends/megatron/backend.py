@@ -44,7 +44,8 @@ from braid.training.offload import HOST, move_states, move_weights
 from braid.training.packing import pack, unpack
 from braid.types import Row
 
-from .model import Decoder, check_model, layer_options, padded_vocab
+from .checks import check_model
+from .model import Decoder, layer_options, padded_vocab
 from .names import Names, Shard, bridge_of
 from .ranks import Ranks, groups, join
 
@@ -64,8 +65,8 @@ class MegatronBackend(SingleBackend):
                 "train.backend=megatron trains whole policies and computes references: no critic, no adapters; "
                 "set critic.train.backend or train.backend to fsdp2, fsdp or single"
             )
+        check_model(model.config, config.megatron)
         self._ranks = join(config.megatron)
-        check_model(model.config, self._ranks)
         dtype = next(model.module.parameters()).dtype
         options = layer_options(model.config, config, dtype)
         bridge = bridge_of(model.config, padded_vocab(model.vocab_size, self._ranks), **options)
@@ -108,7 +109,6 @@ class MegatronBackend(SingleBackend):
                 clip_grad=0.0,  # ours
                 use_distributed_optimizer=self._stages[0].ddp_config.use_distributed_optimizer,
                 overlap_param_gather=own.overlap_param_gather,
-                overlap_param_gather_with_optimizer_step=own.overlap_param_gather_with_step,
             ),
             self._stages,
             use_gloo_process_groups=False,
@@ -486,7 +486,7 @@ def _wrapped(stage: Decoder, index: int, config: TrainConfig, layers: Any) -> An
             bucket_size=own.ddp_bucket_size,
         ),
         stage,
-        disable_bucketing=index > 0 or own.overlap_param_gather_with_step,
+        disable_bucketing=index > 0,
     )
 
 

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from braid.config.train import TrainConfig
-from braid.errors import ModelError
 from braid.models.attention import LayerCall, PackedAttention
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
@@ -36,58 +35,11 @@ from braid.models.causal_lm import CausalLM, spread, written_positions
 from braid.models.kernels import AttentionKind, packed_attention
 from braid.models.logprobs import Head, token_logprobs
 
+from .checks import is_mixture
 from .ranks import Ranks, groups
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""transformers' model types that are built here; each is held to transformers' own numbers by a test."""
-_FIXED_ROTARY = ("default", "linear", "llama3")
-
-
-def check_model(config: PreTrainedConfig, ranks: Ranks) -> None:
-    """Raise ModelError when a model of this config is not built here, or cannot be shared out among these ranks."""
-    kind = config.model_type
-    if kind not in ARCHITECTURES:
-        raise ModelError(
-            f"train.backend=megatron runs models of type {', '.join(ARCHITECTURES)}, and this one is of type {kind}; "
-            "use fsdp2, fsdp or deepspeed"
-        )
-    rotary = config.rope_parameters["rope_type"]
-    if rotary not in _FIXED_ROTARY:
-        raise ModelError(
-            f"train.backend=megatron has rotary positions of type {', '.join(_FIXED_ROTARY)}, not {rotary}; "
-            "use fsdp2, fsdp or deepspeed"
-        )
-    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        raise ModelError(
-            "train.backend=megatron runs mixtures of experts in every layer or in none, and this model mixes the two; "
-            "use fsdp2, fsdp or deepspeed"
-        )
-    if _slides(config):
-        raise ModelError(
-            "train.backend=megatron has no attention with a sliding window, which this model has; use fsdp2, fsdp or deepspeed"
-        )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if kv_heads % ranks.tensor_size:
-        raise ModelError(
-            f"train.megatron.tensor_parallel={ranks.tensor_size} does not divide the model's {kv_heads} key/value heads; "
-            f"set it to a divisor of {kv_heads}"
-        )
-    if (heads // ranks.tensor_size) % ranks.context_size:
-        raise ModelError(
-            f"train.megatron.context_parallel={ranks.context_size} does not divide the {heads // ranks.tensor_size} attention "
-            "heads of each tensor-parallel rank, which attention shares out; set it to a divisor"
-        )
-
-
-if not hasattr(
-    moe_utils, "te_general_gemm"
-):  # Megatron 0.16 asks whether it is None where it could not import it
-    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _slides(config: PreTrainedConfig) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]  # Megatron 0.16 looks for None there
 
 
 def layer_options(config: PreTrainedConfig, train: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -126,11 +78,6 @@ def layer_options(config: PreTrainedConfig, train: TrainConfig, dtype: torch.dty
             "moe_permute_fusion": False,
         }
     return options
-
-
-def is_mixture(config: PreTrainedConfig) -> bool:
-    """Whether its layers are mixtures of experts."""
-    return config.model_type in ("qwen3_moe", "mixtral")
 
 
 def _recompute_options(train: TrainConfig) -> dict[str, Any]:

@@ -96,7 +96,9 @@ def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
         create_gloo_process_groups=False,
     )
     _set_up_with.update(sizes)
-    model_parallel_cuda_manual_seed(0)  # of initial weights, which are overwritten; sequence parallelism forks its state
+    model_parallel_cuda_manual_seed(
+        0
+    )  # of initial weights, which are overwritten; sequence parallelism forks its state
 
 
 def _check_device() -> None:
