@@ -31,6 +31,7 @@ from braid.errors import (
 from braid.models.base import copy_weights
 from braid.models.loading import load_policy, load_tokenizer
 from braid.plan import Verb, resolve
+from braid.plan.available import missing_packages
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Tracker
@@ -151,6 +152,8 @@ def _run_in_folder(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) ->
     inputs = build.read_inputs(loaded, verb)
     num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
     plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
+    if missing := [Problem(key, why, loaded.origin(key)) for key, why in missing_packages(config, plan)]:
+        raise ConfigError(missing)
     run_dir = RunDir.open(
         Path(config.run.output_dir),
         config.run.name,

@@ -56,7 +56,9 @@ def candidate_fixes(
         everything = tuple(range(nodes * per_node))
         for wanted in (asked, {}):
             seats: dict[Role, tuple[int, ...]] = {
-                role: _cut(config, role, wanted.get(role, everything), everything, per_node)
+                role: _cut(
+                    config, role, wanted.get(role, wanted.get("policy", everything)), everything, per_node
+                )
                 for role in seated
             }
             if all(seats.values()):
