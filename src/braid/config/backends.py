@@ -15,15 +15,16 @@ class FsdpConfig(Section):
     """PyTorch FSDP (`train.backend=fsdp`) and FSDP2 (`fsdp2`)."""
 
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"
-    """fsdp: what is sharded: all states; gradients and optimizer; within a node only; nothing."""
+    """What is sharded: all states; gradients and optimizer (weights stay gathered from forward to backward); all states within
+    a machine, replicated over machines; nothing."""
     size: PositiveInt | None = None
     """Devices of one shard group, replicated over the others; all when null."""
     cpu_offload: bool = False
     """Parameters, gradients and optimizer live in host memory."""
     pin_memory: bool = False
-    """In pinned host memory."""
+    """fsdp2: in pinned host memory."""
     reshard_after_forward: bool | PositiveInt = True
-    """fsdp2: free the gathered weights after the forward pass; a number: reshard over so many devices."""
+    """fsdp2: free the gathered weights after the forward pass; a number: reshard over so many devices. grad_op keeps them."""
     sync_last_micro_batch_only: bool = True
     """Reduce gradients after the last micro-batch of a step instead of after each."""
     forward_prefetch: bool = False
@@ -33,7 +34,7 @@ class FsdpConfig(Section):
     limit_all_gathers: bool = False
     """fsdp: hold back gathers that would run ahead of memory."""
     use_orig_params: bool = False
-    """fsdp: keep each parameter apart; LoRA needs it."""
+    """fsdp: keep each parameter apart. Not used: they always are, for the optimizer's groups and adapters."""
     param_dtype: DType | None = None
     """Type of gathered weights and computation; that of the weights when null."""
     reduce_dtype: DType | None = None

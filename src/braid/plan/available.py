@@ -209,6 +209,29 @@ IDLE: tuple[Idle, ...] = (
         )
     ),
     *IDLE_IN_MEGATRON,
+    (
+        "train.backend=fsdp2 has no such option",
+        lambda config, _: config.train.backend == "fsdp2",
+        tuple(
+            f"train.fsdp.{name}"
+            for name in ("forward_prefetch", "backward_prefetch", "limit_all_gathers", "buffer_dtype")
+        ),
+    ),
+    (
+        "train.backend=fsdp has no such option",
+        lambda config, _: config.train.backend == "fsdp",
+        ("train.fsdp.pin_memory", "train.fsdp.reshard_after_forward"),
+    ),
+    (
+        "parameters are always kept apart, for the optimizer's groups and adapters",
+        lambda config, _: config.train.backend in ("fsdp", "fsdp2"),
+        ("train.fsdp.use_orig_params",),
+    ),
+    (
+        "train.fsdp.cpu_offload has everything in host memory",
+        lambda config, _: config.train.backend in ("fsdp", "fsdp2") and config.train.fsdp.cpu_offload,
+        ("train.offload.weights", "train.offload.optimizer"),
+    ),
     *(
         (
             f"rollout.engine is not {name}",

@@ -249,6 +249,8 @@ def _mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
         nodes: list[str] = [""] * world
         dist.all_gather_object(nodes, socket.gethostname())
         size = min(Counter(nodes).values())
+    if config.sharding == "none":
+        size = 1
     shards = min(size or world, world)
     return init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
 
@@ -269,10 +271,11 @@ def _shard(net: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
         if config.cpu_offload
         else OffloadPolicy(),
     }
+    reshards = False if config.sharding == "grad_op" else config.reshard_after_forward
     kinds = _layers(net)
     for module in list(net.modules()):
         if type(module) in kinds:
-            fully_shard(module, reshard_after_forward=config.reshard_after_forward, **options)
+            fully_shard(module, reshard_after_forward=reshards, **options)
     fully_shard(net, reshard_after_forward=False, **options)
 
 

@@ -1,0 +1,93 @@
+"""Every key of train.fsdp is in the settings of the modules that torch has wrapped, on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel, ShardingStrategy
+
+from braid.config.model import BuildSpec
+from braid.config.train import TrainConfig
+from braid.models.build import build_model
+from braid.models.causal_lm import CausalLM
+from braid.models.tokenizer import character_tokenizer
+from braid.training.backends.fsdp import FsdpBackend
+
+CPU = torch.device("cpu")
+SPEC = BuildSpec(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, head_dim=16)
+
+
+def _modules(kind: Any, **keys: Any) -> list[Any]:
+    """The root and the layers, as wrapped under these keys."""
+    model = build_model(SPEC, character_tokenizer(SPEC.characters), dtype=torch.float32, seed=0)
+    config = TrainConfig.model_validate({"backend": kind, "fsdp": keys})
+    backend = FsdpBackend(CausalLM(model), config, total_steps=1, device=CPU, kind=kind)
+    wrapped = FullyShardedDataParallel if kind == "fsdp" else FSDPModule
+    return [module for module in backend._net.modules() if isinstance(module, wrapped)]
+
+
+def _check_fsdp() -> None:
+    strategies = {
+        ("full", None): ShardingStrategy.FULL_SHARD,
+        ("grad_op", None): ShardingStrategy.SHARD_GRAD_OP,
+        ("hybrid", None): ShardingStrategy.FULL_SHARD,  # both ranks are on one machine
+        ("none", None): ShardingStrategy.NO_SHARD,
+        ("full", 1): ShardingStrategy.NO_SHARD,
+    }
+    for (sharding, size), strategy in strategies.items():
+        modules = _modules("fsdp", sharding=sharding, size=size)
+        assert len(modules) == 3
+        assert all(module.sharding_strategy == strategy for module in modules)
+    keys = {"forward_prefetch": True, "backward_prefetch": "pre", "limit_all_gathers": True}
+    types = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    for module in _modules("fsdp", cpu_offload=True, **keys, **types):
+        assert module.cpu_offload.offload_params
+        assert module.forward_prefetch
+        assert module.backward_prefetch == BackwardPrefetch.BACKWARD_PRE
+        assert module.limit_all_gathers
+        assert module.mixed_precision.param_dtype == torch.bfloat16
+        assert module.mixed_precision.reduce_dtype == torch.float32
+        assert module.mixed_precision.buffer_dtype == torch.float32
+
+
+def _check_fsdp2() -> None:
+    def groups(**keys: Any) -> list[Any]:
+        return [module._get_fsdp_state()._fsdp_param_group for module in _modules("fsdp2", **keys)]
+
+    for keys, num_shards, reshards in (
+        ({}, 2, True),
+        ({"reshard_after_forward": False}, 2, False),
+        ({"sharding": "grad_op"}, 2, False),
+        ({"sharding": "hybrid"}, 2, True),
+        ({"size": 1}, 1, True),
+        ({"sharding": "none"}, 1, True),
+    ):
+        root, *layers = groups(**keys)
+        assert root.post_forward_mesh_info is None, (
+            "the backward pass begins with what the forward ended with"
+        )
+        assert [layer.mesh_info.shard_mesh_size for layer in layers] == [num_shards] * 2
+        assert all((layer.post_forward_mesh_info is not None) is reshards for layer in layers)
+    for group in groups(cpu_offload=True, param_dtype="bf16", reduce_dtype="fp32"):
+        assert group.mp_policy.param_dtype == torch.bfloat16
+        assert group.mp_policy.reduce_dtype == torch.float32
+        assert not group.offload_policy.pin_memory
+        assert all(p.offload_to_cpu for p in group.fsdp_params)
+
+
+def _check(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    _check_fsdp()
+    _check_fsdp2()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_key_is_in_what_torch_has_wrapped(tmp_path: Path) -> None:
+    mp.spawn(_check, (tmp_path,), 2)
