@@ -10,7 +10,7 @@ Each rank holds a shard of the model and runs the rows it is given; denominators
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,11 @@ class ShardedBackend(Protocol):
 
     def full_weights(self) -> dict[str, Tensor]:
         """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others."""
+        ...
+
+    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and whole tensors where they are, gathered part by part so that no rank holds them all: for
+        weights.sender.join_send. All ranks read to the end; only what rank 0 is given stays valid, and counts."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

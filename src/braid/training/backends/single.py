@@ -271,6 +271,10 @@ class SingleBackend:
         """See ShardedBackend; the live ones, where they are."""
         return {name: tensor.detach() for name, tensor in self.named_weights()}
 
+    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ShardedBackend."""
+        yield from self.full_weights().items()
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See ShardedBackend."""
         copy_weights(weights, self.named_weights())
