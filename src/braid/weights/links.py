@@ -161,6 +161,8 @@ class RingOutlet:
         slot = self._slots[self._filled % len(self._slots)]
         slot[self._used : self._used + piece.numel()].copy_(piece)
         self._used += aligned(piece.numel())
+        if self._used == slot_bytes:  # at once: the receivers read while this piece is summed
+            self.flush(deadline)
 
     def flush(self, deadline: float) -> None:
         """See Outlet."""
@@ -207,6 +209,8 @@ class RingInlet:
             slot = self._slots[self._read % len(self._slots)]
             piece.copy_(slot[self._used : self._used + piece.numel()])
             self._used += aligned(piece.numel())
+            if self._used == slot_bytes:
+                self.flush(deadline)
             yield piece
 
     def flush(self, deadline: float) -> None:
