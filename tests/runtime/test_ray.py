@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -32,6 +33,8 @@ class Worker:
 
     def die(self) -> None:
         if self._place.rank == 1:
+            sys.stderr.write("the disk is full of cats\n")
+            sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
@@ -40,6 +43,13 @@ class Worker:
 
     def env(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def fail_late(self) -> None:
+        """As a rank does that has lost another one, before that one's end is known."""
+        if self._place.rank == 1:
+            time.sleep(0.3)
+            os._exit(1)
+        raise RuntimeError("connection closed by peer")
 
 
 class Broken:
@@ -75,7 +85,7 @@ def test_the_configs_environment_reaches_workers() -> None:
     ("method", "message"),
     [
         ("fail", r"policy worker \d of 2 failed while in fail\(\): .*no such thing"),
-        ("die", r"policy worker 1 of 2 died while in die\(\)"),
+        ("die", r"policy worker 1 of 2 died while in die\(\): .*\(pid \d+ on .*full of cats"),
     ],
 )
 def test_a_worker_that_fails_ends_its_group_with_its_name(method: str, message: str) -> None:
@@ -84,6 +94,26 @@ def test_a_worker_that_fails_ends_its_group_with_its_name(method: str, message: 
     with pytest.raises(WorkerError, match=message):
         group.call(method)
     _await_end(pids)
+
+
+def test_who_died_is_named_before_who_lost_the_connection() -> None:
+    with pytest.raises(WorkerError, match=r"policy worker 1 of 2 died while in fail_late\(\)"):
+        _group().call("fail_late")
+
+
+def test_a_call_on_one_rank_names_that_rank_and_ends_the_group() -> None:
+    group = _group()
+    assert group.start_on(1, "add", 1, 2).wait() == [4]
+    with pytest.raises(WorkerError, match=r"policy worker 1 of 2 failed while in fail\(\)"):
+        group.start_on(1, "fail").wait()
+
+
+def test_references_bring_values_from_one_group_to_another() -> None:
+    group, other = _group(), _group()
+    sums = group.start("add", 1, 2)
+    assert other.call("add", sums.refs[0], sums.refs[1]) == [7, 8]
+    group.close()
+    other.close()
 
 
 def test_a_worker_that_hangs_ends_its_group_at_the_deadline() -> None:

@@ -6,25 +6,29 @@ A cluster that is not there is started on this machine and ended with the run.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import ray  # noqa: TID251
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError  # noqa: TID251
+from ray.exceptions import GetTimeoutError, RayActorError, RayError  # noqa: TID251
 
 from braid.config.cluster import ClusterConfig
 from braid.errors import WorkerError
 
-from .workers import Factory, Place
+from .workers import Factory, Place, free_address
 
 logger = logging.getLogger(__name__)
 
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_GRACE_S = 1.0
+"""When a rank dies, the others may be first to tell: of a lost connection. So long is waited for who died."""
+_NUM_LAST_LINES = 3
 
 
 def connect(config: ClusterConfig, *, num_processes: int) -> bool:
@@ -54,21 +58,34 @@ def disconnect() -> None:
         ray.shutdown()
 
 
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """Where a worker runs. `stderr` is the file that its standard error goes to, on its own machine; empty where that is none."""
+
+    pid: int
+    node: str
+    stderr: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.node}"
+
+
 class _Host:
     """The process of one worker."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
+        faulthandler.enable()  # a crash in native code leaves its signal and stack among the last words
         self._worker: Any = None
 
     def rendezvous(self) -> str:
-        """An address in this process's machine that is free now."""
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1" if ray.util.get_node_ip_address() == "127.0.0.1" else "", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{sock.getsockname()[1]}"
+        """An address of this machine that is free now."""
+        return free_address(ray.util.get_node_ip_address())
 
-    def pid(self) -> int:
-        return os.getpid()
+    def process(self) -> _Process:
+        stderr = Path("/proc/self/fd/2")
+        file = str(stderr.resolve()) if stderr.exists() else ""
+        return _Process(os.getpid(), ray.util.get_node_ip_address(), file)
 
     def make(self, factory: Factory, place: Place) -> None:
         self._worker = factory(place)
@@ -92,12 +109,13 @@ class _Pending:
 
     group: RayGroup
     refs: list[Any]
+    ranks: Sequence[int]
     doing: str
     deadline: float
 
     def wait(self) -> list[Any]:
         """See Pending."""
-        return self.group._wait(self.refs, self.doing, self.deadline)
+        return self.group._wait(self.refs, self.ranks, self.doing, self.deadline)
 
 
 class RayGroup:
@@ -119,13 +137,25 @@ class RayGroup:
         self._timeout_s = config.call_timeout_s
         self._is_closed = False
         env = {**_THREADS, **config.env}
-        host: Any = ray.remote(num_cpus=0, max_restarts=0)(_Host)
-        self._hosts: list[Any] = [host.options(name=None).remote(env) for _ in range(size)]
-        deadline = time.monotonic() + config.start_timeout_s
-        self._pids = self._wait([h.pid.remote() for h in self._hosts], "starting", deadline)
-        (rendezvous,) = self._wait([self._hosts[0].rendezvous.remote()], "starting", deadline)
-        makes = [h.make.remote(factory, Place(rank, size, rendezvous)) for rank, h in enumerate(self._hosts)]
-        self._wait(makes, "being built", deadline)
+        # Its name is the title of the idle process.
+        host: Any = ray.remote(num_cpus=0, max_restarts=0)(type(role, (_Host,), {}))
+        self._processes: list[_Process] = []
+        self._hosts: list[Any] = []
+        try:
+            self._hosts += [host.remote(env) for _ in range(size)]
+            self._start(factory, time.monotonic() + config.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, factory: Factory, deadline: float) -> None:
+        ranks = range(self.size)
+        processes = [h.process.remote() for h in self._hosts]
+        rendezvous = self._hosts[0].rendezvous.remote()
+        self._processes = self._wait(processes, ranks, "starting", deadline)
+        (url,) = self._wait([rendezvous], [0], "starting", deadline)
+        makes = [h.make.remote(factory, Place(rank, self.size, url)) for rank, h in enumerate(self._hosts)]
+        self._wait(makes, ranks, "being built", deadline)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """See WorkerGroup."""
@@ -137,15 +167,15 @@ class RayGroup:
 
     def start(self, method: str, *args: Any) -> _Pending:
         """See WorkerGroup."""
-        return self._pending(self._hosts, method, [args] * self.size)
+        return self._pending(range(self.size), method, [args] * self.size)
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
         """See WorkerGroup."""
-        return self._pending(self._hosts, method, arguments)
+        return self._pending(range(self.size), method, arguments)
 
     def start_on(self, rank: int, method: str, *args: Any) -> _Pending:
         """See WorkerGroup."""
-        return self._pending(self._hosts[rank : rank + 1], method, [args])
+        return self._pending([rank], method, [args])
 
     def close(self) -> None:
         """See WorkerGroup."""
@@ -156,42 +186,78 @@ class RayGroup:
             if self._ends_cluster:
                 disconnect()
 
-    def _pending(self, hosts: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
-        calls = [host.run.remote(method, *args) for host, args in zip(hosts, arguments, strict=True)]
-        return _Pending(self, calls, f"in {method}()", time.monotonic() + self._timeout_s)
+    def _pending(self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
+        calls = []
+        for rank, args in zip(ranks, arguments, strict=True):
+            title = f"{self.role} {rank}: {method}"  # of the process while it runs
+            calls.append(self._hosts[rank].run.options(name=title).remote(method, *args))
+        return _Pending(self, calls, ranks, f"in {method}()", time.monotonic() + self._timeout_s)
 
-    def _wait(self, calls: Sequence[Any], doing: str, deadline: float) -> list[Any]:
+    def _wait(self, calls: Sequence[Any], ranks: Sequence[int], doing: str, deadline: float) -> list[Any]:
         """Results by rank. The first failure ends the group: its other ranks wait for the one that failed."""
-        pending = list(calls)
+        pending, rank_of = list(calls), dict(zip(calls, ranks, strict=True))
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, min(5.0, deadline - time.monotonic())))
-            for call in done:
-                self._check(call, calls.index(call), doing)
+            errors = {rank_of[call]: error for call in done if (error := _error_of(call)) is not None}
+            if errors:
+                if pending and not any(isinstance(error, RayActorError) for error in errors.values()):
+                    more, _ = ray.wait(pending, num_returns=len(pending), timeout=_GRACE_S)
+                    errors |= {
+                        rank_of[call]: error for call in more if (error := _error_of(call)) is not None
+                    }
+                self._fail(errors, doing)
             if not done and time.monotonic() >= deadline:
-                ranks = ", ".join(str(calls.index(call)) for call in pending)
                 self.close()
+                late = [rank_of[call] for call in pending]
                 raise WorkerError(
-                    f"{self.role} workers {ranks} of {self.size} did not answer in time while {doing}; "
-                    "raise cluster.call_timeout_s if they only need longer"
+                    f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time while {doing} "
+                    f"({'; '.join(self._where(rank) for rank in late)}); raise cluster.call_timeout_s if they only need longer"
                 )
         return ray.get(list(calls))
 
-    def _check(self, call: Any, rank: int, doing: str) -> None:
+    def _fail(self, errors: Mapping[int, RayError], doing: str) -> NoReturn:
+        """End the group with what its ranks came to: a death before what it made others raise."""
+        self.close()
+        rank, error = min(errors.items(), key=lambda item: not isinstance(item[1], RayActorError))
         who = f"{self.role} worker {rank} of {self.size}"
+        if not isinstance(error, RayActorError):
+            raise WorkerError(
+                f"{who} failed while {doing}: {_last_line(error)} ({self._where(rank)})"
+            ) from error
+        words = self._last_words(rank)
+        raise WorkerError(
+            f"{who} died while {doing}: {_last_line(error)} ({self._where(rank)})"
+            + (f"; its last words were: {words}" if words else "")
+        ) from None
+
+    def _where(self, rank: int) -> str:
+        return str(self._processes[rank]) if self._processes else "not up yet"
+
+    def _last_words(self, rank: int) -> str:
+        """The end of a worker's standard error, where this machine has it."""
+        if not self._processes or not self._processes[rank].stderr:
+            return ""
         try:
-            ray.get(call, timeout=0)
-        except GetTimeoutError:
-            return
-        except RayActorError as error:
-            self.close()
-            raise WorkerError(f"{who} died while {doing}: {_last_words(error)}") from None
-        except RayTaskError as error:
-            self.close()
-            raise WorkerError(f"{who} failed while {doing}: {_last_words(error)}") from error
+            text = Path(self._processes[rank].stderr).read_text("utf-8", errors="replace")
+        except OSError:
+            return ""
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(":")]
+        return " | ".join(lines[-_NUM_LAST_LINES:])
 
 
-def _last_words(error: Exception) -> str:
+def _error_of(call: Any) -> RayError | None:
+    """What became of a finished call, when it failed."""
+    try:
+        ray.get(call, timeout=0)
+    except GetTimeoutError:
+        return None
+    except RayError as error:
+        return error
+    return None
+
+
+def _last_line(error: Exception) -> str:
     """What a worker raised, or how its process ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
-    return last.split(" Some common causes include")[0]
+    return last.split(" Some common causes include")[0].split(" There are some potential root causes")[0]
