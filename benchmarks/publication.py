@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Literal
 
@@ -139,7 +139,7 @@ def receive(case: Case, line: Connection) -> None:
 
 def measure(case: Case) -> Iterator[tuple[float, float, float, float]]:
     """Seconds of plain copies in small and in large steps, of `receive_into` and of `receive`; the first round is left out."""
-    line, far = multiprocessing.get_context("spawn").Pipe()
+    line, far = Pipe()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(case, far), daemon=True)
     process.start()
     plain = Plain(case, 0, line)
