@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -142,7 +142,7 @@ def measure(case: Case) -> Iterator[tuple[float, float, float, float]]:
     line, far = Pipe()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(case, far), daemon=True)
     process.start()
-    plain = Plain(case, 0, line)
+    plain = Plain(case, 0, cast("Connection", line))
     tensors = weights(case.num_bytes)
     flat = torch.randint(0, 255, (case.num_bytes,), dtype=torch.uint8)
     sender = open_sender(("engine",), SendOptions(case.transport, case.bucket_bytes, 60.0))
