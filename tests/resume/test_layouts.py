@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"backend": "fsdp2"},
-    "fsdp": {"backend": "fsdp"},
+    "fsdp2": {"backend": "fsdp2", "offload": {"weights": True, "optimizer": True}},
+    "fsdp": {"backend": "fsdp", "offload": {"weights": True, "optimizer": True}},
     "fsdp2, replicas": {"backend": "fsdp2", "fsdp": {"size": 1}},
     "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},
     "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
@@ -129,6 +129,8 @@ def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
         if rank == 0:
             _assert_close(read_whole(folder / name)["weights"], third)
             (folder / f"{name}.pickle").write_bytes(pickle.dumps(counters))
+        backend.to_host()
+        backend.to_device()
         last = _step(backend)
         assert last.loss == pytest.approx(report.loss, abs=1e-6)
         unbroken = backend.full_weights()

@@ -39,6 +39,7 @@ from braid.config.train import TrainConfig
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.value_head import ValueHead
+from braid.training.offload import HOST
 from braid.training.shards import Boxes
 
 from .ranks import Pass, RankBackend, WholeMoments
@@ -134,6 +135,26 @@ class FsdpBackend(RankBackend):
                 yield nullcontext(), of
             else:
                 yield FullyShardedDataParallel.summon_full_params(layer, recurse=False, writeback=False), of
+
+    def to_host(self) -> None:
+        """See TrainingBackend."""
+        if self._leaves_weights:
+            self._move(HOST)
+
+    def to_device(self) -> None:
+        """See TrainingBackend."""
+        if self._leaves_weights:
+            self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        """The shards to `device`, each kind of FSDP in the way that keeps its own views of them."""
+        self._let_go()
+        for module in self._net.modules():
+            if isinstance(module, FullyShardedDataParallel) and (handle := module._handle) is not None:
+                handle.flat_param_to(device)
+                handle.flat_param._local_shard = handle.flat_param.data
+        if not isinstance(self._net, FullyShardedDataParallel):
+            self._net.to(device)
 
     def _sharded_state(self) -> dict[str, Any]:
         """`state` with this rank's parts in place of whole tensors."""
