@@ -84,7 +84,6 @@ def vllm(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
         sending=SENDING,
         start_timeout_s=100.0,
         timeout_s=60.0,
-        source=lm.named_weights,
     )
     with closing(engine):
         yield engine
@@ -117,9 +116,7 @@ def vllm_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(url, server, log)
-        engine = VllmServer(
-            url, max_tokens=MAX_TOKENS, sending=SENDING, timeout_s=60.0, source=lm.named_weights
-        )
+        engine = VllmServer(url, max_tokens=MAX_TOKENS, sending=SENDING, timeout_s=60.0)
         with closing(engine):
             yield engine
     finally:
@@ -131,9 +128,7 @@ def vllm_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
 def sglang_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
     with SglangLike() as server:
         sending = SendOptions(transport="files", bucket_bytes=2**14, timeout_s=60.0, folder=str(folder))
-        engine = SglangServer(
-            server.url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=60.0, source=lm.named_weights
-        )
+        engine = SglangServer(server.url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=60.0)
         with closing(engine):
             yield engine
 

@@ -15,6 +15,7 @@ from braid.models.attention import PackedAttention
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.rollout.engines.native import NativeEngine
 
 from .engines import ENGINES, MAX_TOKENS, MODEL, engine_params
 
@@ -35,8 +36,15 @@ def engine(
     request: pytest.FixtureRequest, lm: CausalLM, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RolloutEngine]:
     with ENGINES[request.param](lm, tmp_path_factory.mktemp("engine")) as engine:
-        engine.publish(1)
+        publish(engine, lm, 1)
         yield engine
+
+
+def publish(engine: RolloutEngine, lm: CausalLM, version: int) -> None:
+    """As a run does it: weights are brought to an engine in another process."""
+    if not isinstance(engine, NativeEngine):
+        engine.load_weights(version, lm.named_weights())  # pyright: ignore[reportAttributeAccessIssue]
+    engine.publish(version)
 
 
 def scale(lm: CausalLM, factor: float) -> None:
@@ -103,7 +111,7 @@ def test_greedy_output_is_the_trainers_own_after_each_publication(
                     weight.mul_(factor).add_(
                         torch.sin(torch.arange(weight.numel()) * factor).view_as(weight) * 0.05
                     )
-        engine.publish(version)
+        publish(engine, lm, version)
         completions = generate(engine, requests)
         outputs.append([c.token_ids for c in completions])
         assert outputs[-1] == [trainer_greedy(lm, ids, 10) for ids in prompts]
@@ -206,12 +214,12 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(engine: RolloutEngine
     assert asyncio.run(scenario()) == expected[1::2]
 
 
-def test_nothing_is_published_while_requests_run(engine: RolloutEngine) -> None:
+def test_nothing_is_published_while_requests_run(engine: RolloutEngine, lm: CausalLM) -> None:
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate(replace(REQUEST, sampling=Sampling(40))))
         await asyncio.sleep(0.02)
         with pytest.raises(EngineError, match="while 1 requests run"):
-            engine.publish(9)
+            publish(engine, lm, 9)
         await task
 
     asyncio.run(scenario())

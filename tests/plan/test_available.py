@@ -35,8 +35,7 @@ def warnings(*overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("override", "key", "part", "here"),
     [
-        ("rollout.engine=vllm", "rollout.engine", "engine vllm is not in this version", "native"),
-        ("rollout.engine=sglang", "rollout.engine", "engine sglang is not in this version", "native"),
+        ("rollout.engine=sglang", "rollout.sglang.servers", "does not start SGLang", "engine=vllm"),
         ("env={kind: libero}", "env.kind", "the simulator libero", "gymnasium"),
         ("env={kind: maniskill, task: PickCube-v1}", "env.kind", "the simulator maniskill", "gymnasium"),
         ("model.vla={}", "model.vla", "vision-language-action", "model.build"),
@@ -54,8 +53,8 @@ def test_a_part_that_is_not_built_is_named_with_what_runs_here(
 
 
 def test_all_missing_parts_are_told_together_and_nothing_else() -> None:
-    found = complaints("env={kind: libero}", "rollout.engine=vllm", "train.steps_per_pass=1000")
-    assert set(found) == {"env.kind", "rollout.engine"}
+    found = complaints("env={kind: libero}", "rollout.engine=sglang", "train.steps_per_pass=1000")
+    assert set(found) == {"env.kind", "rollout.sglang.servers"}
 
 
 def test_fsdp_takes_a_policy_on_several_devices() -> None:

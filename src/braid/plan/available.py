@@ -48,8 +48,12 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if config.train.backend != "single":
         yield from _not_sharded(config, plan)
     yield from missing_in_megatron(config)
-    if config.rollout.engine != "native":
-        yield "rollout.engine", _not_yet(f"the rollout engine {config.rollout.engine}", "native")
+    if config.rollout.engine == "sglang" and not config.rollout.sglang.servers:
+        yield (
+            "rollout.sglang.servers",
+            "braid does not start SGLang itself in this version; start servers (python -m sglang.launch_server --model-path "
+            "...) and give their URLs here, or set rollout.engine=vllm",
+        )
     if config.env.kind in _SIMULATORS:
         yield "env.kind", _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
     if config.model.vla is not None:
@@ -77,6 +81,13 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
                 f"{train.backend} needs the package {package}, which is not installed; run: pip install "
                 f"'braid-rl[{train.backend}]', or set it to fsdp2",
             )
+
+    if config.rollout.engine == "vllm" and not config.rollout.vllm.servers and not _is_installed("vllm"):
+        yield (
+            "rollout.engine",
+            "vllm needs the package vllm, which is not installed; run: pip install 'braid-rl[vllm]' (on a CPU: make vllm), "
+            "give rollout.vllm.servers, or set it to native",
+        )
 
 
 def _is_installed(package: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,10 +59,6 @@ class Completion:
     end_s: float
 
 
-WeightSource = Callable[[], "Iterable[tuple[str, Tensor]]"]
-"""Gives the policy's weights as they are now, under the names that a checkpoint folder has."""
-
-
 class RolloutEngine(Protocol):
     """Samples completions. Cancelling the task that awaits `generate` frees the request's place at once.
 
@@ -77,7 +73,8 @@ class RolloutEngine(Protocol):
     async def generate(self, request: Request) -> Completion: ...
 
     def publish(self, version: int) -> None:
-        """Take the policy's weights as they are now, as `version`. Not while requests run."""
+        """Sample with the policy's weights as they are now, as `version`: an engine that shares them takes them over, another
+        has been brought them before. Not while requests run."""
         ...
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import httpx2
 
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, Request, WeightSource, check_request
+from braid.rollout.engine import Completion, Request, check_request
 from braid.types import StopReason
 from braid.weights.sender import SendOptions
 
@@ -116,11 +116,10 @@ class ServerEngine(RemoteEngine):
         max_tokens: int,
         sending: SendOptions,
         timeout_s: float,
-        source: WeightSource | None = None,
     ) -> None:
-        """`max_tokens` is the longest sequence that is asked for; `timeout_s` bounds one answer. The other arguments are
-        RemoteEngine's. Raises EngineError, naming the URL, when no server answers there or it is not set up as it has to be."""
-        super().__init__(f"the server {url}", sending=sending, source=source)
+        """`max_tokens` is the longest sequence that is asked for; `timeout_s` bounds one answer; `sending` is RemoteEngine's.
+        Raises EngineError, naming the URL, when no server answers there or it is not set up as it has to be."""
+        super().__init__(f"the server {url}", sending)
         self._max_tokens, self._timeout_s = max_tokens, timeout_s
         self._num_pending = 0
         self._is_closed = False

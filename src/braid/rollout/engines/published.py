@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -13,21 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from braid.errors import EngineError
-from braid.rollout.engine import WeightSource
+from braid.rollout.engine import PublishedEngine
 from braid.weights.sender import Sender, SendOptions, open_sender
 
 _WHY_S = 2.0
 """How long an engine may take to say why it stopped receiving."""
 
 
-class RemoteEngine(ABC):
+class RemoteEngine(PublishedEngine):
     """The publishing half of a PublishedEngine; subclasses say how a version is received."""
 
-    def __init__(self, name: str, *, sending: SendOptions, source: WeightSource | None) -> None:
-        """`name` is what messages call it. `sending` is how weights go from this process to it. `source` gives the trainer's, for
-        `publish`; without it they come by `load_weights`, or from a sender elsewhere by `start_receiving`."""
-        self.name = name
-        self._options, self._source = sending, source
+    def __init__(self, name: str, sending: SendOptions) -> None:
+        """`name` is what messages call it; `sending` is how `load_weights` brings weights from this process to it."""
+        self.name, self._options = name, sending
         self._sender: Sender | None = None
         self._version: int | None = None
 
@@ -51,20 +49,15 @@ class RemoteEngine(ABC):
         """Begin to take `version` over from the sender of `ticket`."""
 
     def publish(self, version: int) -> None:
-        """See RolloutEngine."""
-        assert self._source is not None, "an engine without a source is given weights by load_weights"
-        self.load_weights(version, self._source())
+        """See RolloutEngine: `version` has to have been brought here before."""
+        if version != self._version:
+            raise EngineError(f"{self.name} has version {self._version} of the weights, not {version}")
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See PublishedEngine."""
         self._check_idle(version)
         if self._sender is None:
             self._sender = open_sender(self.receivers, self._options)
-        if self._options.transport == "files":  # read when they are there; others arrive as they are sent
-            self._version = None
-            self._sender.send(version, weights)
-            self.finish_receiving(version, self.start_receiving(version, self._sender.ticket.as_dict()))
-            return
         receiving = self.start_receiving(version, self._sender.ticket.as_dict())
         try:
             self._sender.send(version, weights)

@@ -8,19 +8,24 @@ distribution is refused. A request's seed counts when the server runs with --ena
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
 from braid.weights.files import folder_of
+from braid.weights.receiver import open_receiver
+from braid.weights.wire import Ticket
 
 from .http import Answer, ServerEngine
 
 
 class SglangServer(ServerEngine):
     """See PublishedEngine for the contract. `sending.transport` is `files`; its folder is on a disk that the server sees."""
+
+    _reader: ThreadPoolExecutor
 
     @property
     def receivers(self) -> Sequence[str]:
@@ -48,6 +53,7 @@ class SglangServer(ServerEngine):
         return "rollout.sglang.max_model_tokens"
 
     def _greet(self) -> None:
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"weights for {self.name}")
         self._client.call("GET", "/health")
 
     def _question(self, request: Request) -> tuple[str, dict[str, Any]]:
@@ -87,18 +93,25 @@ class SglangServer(ServerEngine):
         return [token for _, token in tokens], [logprob for logprob, _ in tokens], reason
 
     def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
+        return self._reader.submit(self._read_folder, version, ticket)
+
+    def _read_folder(self, version: int, ticket: Mapping[str, Any]) -> None:
+        """Wait for the sender's folder, compare its files with what was sent, and have the server read them."""
+        receiver = open_receiver(Ticket(**ticket), engine=self.name, timeout_s=self._options.timeout_s)
+        with closing(receiver):
+            for _ in receiver.receive(version):
+                pass
         folder = folder_of(Path(ticket["folder"]), version)
-        return self._client.start(
+        answer = self._client.call(
             "POST",
             "/update_weights_from_disk",
             {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
             tries=1,
         )
-
-    def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
-        """See RemoteEngine."""
-        super().finish_receiving(version, receiving)
-        answer = receiving.result()
         if not answer["success"]:
-            self._version = None
             raise EngineError(f"{self.name} did not take version {version} over: {answer['message']}")
+
+    def close(self) -> None:
+        """See RolloutEngine. The server goes on running."""
+        super().close()
+        self._reader.shutdown(wait=False, cancel_futures=True)

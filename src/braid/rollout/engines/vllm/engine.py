@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, Request, WeightSource, check_request, seed_of
+from braid.rollout.engine import Completion, Request, check_request, seed_of
 from braid.rollout.engines.published import RemoteEngine
 from braid.weights.sender import SendOptions
 
@@ -34,7 +34,7 @@ _LAST_LINES = 12
 class VllmEngine(RemoteEngine):
     """See PublishedEngine for the contract. The process starts when this is made; what needs it waits until it is up."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         arguments: Mapping[str, Any],
         *,
@@ -44,15 +44,18 @@ class VllmEngine(RemoteEngine):
         sending: SendOptions,
         start_timeout_s: float,
         timeout_s: float,
-        source: WeightSource | None = None,
+        detokenizes: bool = False,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
         """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). `log` takes what the process writes.
-        The other arguments are RemoteEngine's.
+        `detokenizes` has vLLM make text of all answers; `on_close` is called at the end.
+        `name` and `sending` are RemoteEngine's.
 
         A request or call fails when the process has been silent for `timeout_s`.
         """
-        super().__init__(name, sending=sending, source=source)
+        super().__init__(name, sending)
         self._arguments, self._log, self._timeout_s = dict(arguments), log, timeout_s
+        self._on_close = on_close
         self._failure: str | None = None
         self._numbers = itertools.count()
         self._pending: dict[str, Future[tuple[list[int], list[float], Any]]] = {}
@@ -63,7 +66,7 @@ class VllmEngine(RemoteEngine):
         self._heard_s = time.monotonic()
         self._start_timeout_s = start_timeout_s
         self._process, self._connection = _start(log, environment)
-        self._connection.send(self._arguments)
+        self._connection.send((self._arguments, detokenizes))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
     async def generate(self, request: Request) -> Completion:
@@ -131,6 +134,7 @@ class VllmEngine(RemoteEngine):
         self._fail(f"{self.name} is closed; make a new one")
         super().close()
         self._end_process()
+        self._on_close()
 
     def wait_until_up(self) -> None:
         """Raises EngineError when the process does not come up in time, or has gone."""

@@ -90,8 +90,9 @@ class WeightReceiver:
 class EngineProcess:
     """vLLM's engine, and the loop that feeds it."""
 
-    def __init__(self, connection: Connection, arguments: Mapping[str, Any]) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, arguments: Mapping[str, Any], detokenizes: bool) -> None:
+        """`arguments` are those of EngineArgs; `detokenizes` has text made of all answers."""
+        self._connection, self._detokenizes = connection, detokenizes
         self._arrived: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self._engine = make_engine(arguments)
@@ -127,7 +128,7 @@ class EngineProcess:
         for name, prompt_ids, sampling, seed in requests:
             try:
                 prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
-                self._engine.add_request(name, prompt, sampling_params(sampling, seed))
+                self._engine.add_request(name, prompt, sampling_params(sampling, seed, self._detokenizes))
             except (ValueError, VLLMClientError) as error:
                 self._tell("failed", name, f"vLLM refuses the request: {error}")
 
@@ -200,8 +201,8 @@ def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
     return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
 
 
-def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
-    """vLLM's form of the settings. Text is made where a stop string is looked for."""
+def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> SamplingParams:
+    """vLLM's form of the settings. Text is always made where a stop string is looked for."""
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
@@ -216,7 +217,7 @@ def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         ignore_eos=True,
         seed=seed,
         logprobs=0,
-        detokenize=bool(sampling.stop_strings),
+        detokenize=detokenizes or bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -225,7 +226,7 @@ def main(descriptor: str) -> None:
     """The pipe's number in this process. First comes what vLLM is to be made with."""
     connection = Connection(int(descriptor))
     try:
-        EngineProcess(connection, connection.recv()).run()
+        EngineProcess(connection, *connection.recv()).run()
     except Exception as error:  # the log has the rest
         _log.exception("the engine failed")
         connection.send(("dead", f"{type(error).__name__}: {error}"))
