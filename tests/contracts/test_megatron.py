@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(CPU_FOLDER), prepend=os.pathsep)
-        connect(_config(BUILD).cluster, num_processes=2)
+        connect(_config(BUILD).cluster, num_processes=4)  # a run has a rollout worker too
         yield
         disconnect()
 
