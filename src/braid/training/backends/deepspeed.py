@@ -106,15 +106,18 @@ class DeepSpeedBackend(RankBackend):
 
     def full_weights(self) -> dict[str, Tensor]:
         """See ShardedBackend."""
-        weights: dict[str, Tensor] = {}
         is_first = dist.get_rank() == 0
+        return {name: whole.cpu().clone() for name, whole in self.iter_weights() if is_first}
+
+    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ShardedBackend. Gathered a tensor at a time."""
+        tensor: Any
         with self._awake():
-            tensor: Any
             for name, tensor in self._model.named_weights():
-                whole = self._whole(tensor, tensor.ds_tensor) if _is_shared_out(tensor) else tensor.detach()
-                if is_first:
-                    weights[name] = whole.cpu().clone()
-        return weights
+                yield (
+                    name,
+                    self._whole(tensor, tensor.ds_tensor) if _is_shared_out(tensor) else tensor.detach(),
+                )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See ShardedBackend."""
@@ -253,6 +256,8 @@ class DeepSpeedBackend(RankBackend):
             storage.resize_(size)
             if copy is not None:
                 _bytes_of(storage).copy_(copy)
+            else:  # ZeRO writes no gradients behind the end of a parameter, and they count in the norm
+                _bytes_of(storage).zero_()
         self._parked = []
 
     @contextmanager
