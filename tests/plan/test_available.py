@@ -82,6 +82,29 @@ def test_adapters_train_on_shards_and_not_beside_whole_frozen_weights_of_fsdp() 
     assert "train.backend=fsdp2" in found["train.fsdp.sharding"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["rollout.engine=vllm"], "rollout.engine"),
+        ([*PPO, "sft={data: [{kind: file, path: x.jsonl}], steps: 2}"], "critic.path"),
+        (
+            ["algorithm.kl_coef=0.1", "reference={path: x, update_every_epochs: 1}"],
+            "reference.update_every_epochs",
+        ),
+    ],
+)
+def test_whole_weights_are_not_wanted_of_adapters_on_workers(overrides: list[str], key: str) -> None:
+    placement = "cluster.placement={policy: 0-1, rollout: 2}"
+    assert "adapters" in complaints("model.lora={}", "train.backend=fsdp2", placement, *overrides)[key]
+
+
+def test_options_of_an_engine_that_others_started_are_idle() -> None:
+    given = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]", "rollout.vllm.block_size=8"]
+    assert "options of their own" in warnings(*given)["rollout.vllm.block_size"]
+    assert "rollout.vllm.servers" not in warnings(*given)
+    assert "fingerprints" in warnings(*given, "rollout.check_weights=true")["rollout.check_weights"]
+
+
 def test_a_simulator_runs_in_one_process() -> None:
     simulator = [
         "model.build=null",

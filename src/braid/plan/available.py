@@ -47,6 +47,8 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         )
     if config.train.backend != "single":
         yield from _not_sharded(config, plan)
+    if config.model.lora is not None and plan.layout.mode != "in_process":
+        yield from _not_with_adapters(config, plan)
     yield from missing_in_megatron(config)
     if config.rollout.engine == "sglang" and not config.rollout.sglang.servers:
         yield (
@@ -113,6 +115,28 @@ def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "train.fsdp.sharding",
             "fsdp cannot train adapters beside frozen weights that it does not shard; set train.backend=fsdp2 with "
             "train.fsdp.size=1, or train.fsdp.sharding=full",
+        )
+
+
+def _not_with_adapters(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Weights that workers would have to merge with their adapters before others take them over."""
+    if config.rollout.engine != "native":
+        yield (
+            "rollout.engine",
+            f"adapters on workers are published as they are, and {config.rollout.engine} wants whole weights; set it to native, or "
+            "put all roles on one device with train.backend=single",
+        )
+    if plan.needs_critic and config.critic.path is None and config.sft is not None:
+        yield (
+            "critic.path",
+            "after a warm-up with adapters on workers the critic cannot take over the policy's weights; give it a folder of its "
+            "own, leave sft out, or put all roles on one device with train.backend=single",
+        )
+    if plan.needs_reference and config.reference.path is not None and config.reference.update_every_epochs:
+        yield (
+            "reference.update_every_epochs",
+            "a reference of its own folder cannot take over adapters on workers; leave reference.path out, set this to 0, or put "
+            "all roles on one device with train.backend=single",
         )
 
 
@@ -254,6 +278,35 @@ IDLE: tuple[Idle, ...] = (
             ("vllm", VllmConfig),
             ("sglang", SglangConfig),
         )
+    ),
+    *(
+        (
+            f"servers were started with options of their own (rollout.{name}.servers)",
+            lambda config, _, name=name: (
+                config.rollout.engine == name and bool(getattr(config.rollout, name).servers)
+            ),
+            tuple(
+                key
+                for key in _leaves(f"rollout.{name}", section)
+                if key.rpartition(".")[2] not in ("servers", "max_model_tokens")
+            ),
+        )
+        for name, section in (("vllm", VllmConfig), ("sglang", SglangConfig))
+    ),
+    (
+        "the executor is that of several devices, and each engine has one",
+        lambda config, _: config.rollout.vllm.tensor_parallel * config.rollout.vllm.pipeline_parallel == 1,
+        ("rollout.vllm.executor",),
+    ),
+    (
+        "every publication to another process is compared by fingerprints as it arrives",
+        lambda config, plan: config.rollout.engine != "native" or not _is_in_process(config, plan),
+        ("rollout.check_weights", "rollout.check_weights_dir"),
+    ),
+    (
+        "workers that infer log-probs take over the policy's weights every round",
+        lambda *_: True,
+        ("inference.load_from_policy",),
     ),
     (
         "the native engine reads the trainer's weights where they are",

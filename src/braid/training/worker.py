@@ -59,7 +59,7 @@ class Ranks:
 
     def send_weights(self, name: str, version: int) -> None:
         """Send a model's weights as `version` to the engines of `open_sender`."""
-        join_send(self._sender, version, self._backends[name].full_weights().items())
+        join_send(self._sender, version, self._backends[name].iter_weights())
 
     def close(self) -> None:
         """End the way for weights."""
