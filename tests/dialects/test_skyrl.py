@@ -384,7 +384,12 @@ def test_devices_apart_are_numbered_one_after_the_other(file: Path) -> None:
         "critic": "6-9",
         "rollout": "10-17",
     }
-    assert found.loaded.config.cluster.num_nodes == 5
+    cluster = found.loaded.config.cluster
+    assert (cluster.num_nodes, cluster.devices_per_node) == (1, 18)
+    nodes = [f"trainer.placement.{role}_num_nodes=2" for role in ("policy", "ref")]
+    several = read(file, "trainer.placement.colocate_all=false", *nodes)
+    cluster = several.loaded.config.cluster
+    assert (cluster.num_nodes, cluster.devices_per_node) == (3, 4)
 
 
 @pytest.mark.parametrize(

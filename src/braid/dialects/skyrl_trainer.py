@@ -105,8 +105,11 @@ def _placement(source: Source) -> dict[str, str]:
 
 
 def _cluster(source: Source) -> dict[str, Any]:
-    per_node = source.get("trainer.placement.policy_num_gpus_per_node")
+    """The file does not say how large a machine is: one has all devices where the policy is on one, else as many as the policy
+    takes of each."""
     devices = sum(num for _, num in _blocks(source))
+    is_one = source.get("trainer.placement.policy_num_nodes") == 1
+    per_node = devices if is_one else source.get("trainer.placement.policy_num_gpus_per_node")
     return {
         "cluster.placement": _placement(source),
         "cluster.num_nodes": math.ceil(devices / per_node),
