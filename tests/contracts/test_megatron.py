@@ -228,11 +228,6 @@ def test_without_a_gpu_megatron_says_what_runs_instead() -> None:
     )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
-    assert (
-        ended.stderr.strip()
-        .splitlines()[-1]
-        .startswith(
-            "braid.errors.TrainingError: train.backend=megatron needs CUDA devices, which this process has not ("
-        )
-    )
-    assert ended.stderr.strip().endswith("Use fsdp2, fsdp or deepspeed on CPUs")
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "TrainingError: train.backend=megatron needs CUDA devices, which this process has not (" in last
+    assert "Use fsdp2, fsdp or deepspeed on CPUs" in last
