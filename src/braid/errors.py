@@ -84,7 +84,11 @@ class TrainingError(BraidError, RuntimeError):
 
 
 class WorkerError(BraidError, RuntimeError):
-    """A worker process died, did not answer in time, or raised."""
+    """A worker process died, did not answer in time, or raised. `raised` is what it raised, None for the others."""
+
+    def __init__(self, message: str, raised: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.raised = raised
 
 
 class RolloutError(TrainingError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -52,6 +53,9 @@ from .publication import Publication, send_options
 from .roles import backend_here, device_of, export_policy, roles_here, roles_on_workers
 from .rollouts import Rollouts
 from .supervised import Supervised
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 __all__ = ["build", "read_inputs"]
 
@@ -139,7 +143,8 @@ def _engine_here(
 def _build_on_workers(
     loaded: Loaded, plan: Plan, inputs: TextInputs, reporter: Reporter, store: CheckpointStore
 ) -> Parts:
-    """Training with text on workers: each role's ranks, the rollout workers and the rows in processes of their own."""
+    """Training with text on workers: each role's ranks, the rollout workers and the rows in processes of their own. What has
+    started is ended when the rest cannot be built."""
     from .cluster import ROWS, Cluster  # it takes a second, and few runs have workers
 
     config = loaded.config
@@ -149,6 +154,25 @@ def _build_on_workers(
     )
     factories = {"rollout": make, ROWS: partial(_experience, plan)}
     cluster = Cluster.start(config, plan.layout, factories)
+    try:
+        return _parts_on(cluster, config, plan, inputs, reporter, store)
+    except BaseException:
+        cluster.leave()
+        raise
+
+
+def _parts_on(
+    cluster: Cluster,
+    config: RunConfig,
+    plan: Plan,
+    inputs: TextInputs,
+    reporter: Reporter,
+    store: CheckpointStore,
+) -> Parts:
+    """The parts of a run whose processes are up."""
+    from .cluster import ROWS
+
+    run_dir = reporter.run_dir.path
 
     def new_supervised() -> GroupBackend:
         warm = _warm_up_config(config)

@@ -27,6 +27,7 @@ from braid.errors import (
     RolloutError,
     RunInterrupted,
     TargetMissed,
+    WorkerError,
 )
 from braid.models.base import copy_weights
 from braid.models.loading import load_policy, load_tokenizer
@@ -56,7 +57,8 @@ class Outcome:
 
 
 PASSING = (EngineError, EnvError, RolloutError, OSError)
-"""Failures of what a run works with, not of its config, its numbers or its disk: another try may go well (run.max_restarts)."""
+"""Failures of what a run works with, not of its config, its numbers or its disk: another try may go well (run.max_restarts).
+So may it after a worker that died or hung."""
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -224,8 +226,8 @@ def _keep_trying(
                     _resume(parts, which)
                 loop(parts)
             return
-        except PASSING as error:
-            if restart > config.run.max_restarts:
+        except (*PASSING, WorkerError) as error:
+            if restart > config.run.max_restarts or not _may_pass(error):
                 raise
             which = "latest" if store.steps() else config.run.resume
             pause_s = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
@@ -240,6 +242,13 @@ def _keep_trying(
             )
             reporter.restart()
             time.sleep(pause_s)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may go well. What a worker raises counts as if it were raised here."""
+    if isinstance(error, WorkerError):
+        return error.raised is None or isinstance(error.raised, PASSING)
+    return isinstance(error, PASSING)
 
 
 def _resume(parts: Parts, which: str) -> None:

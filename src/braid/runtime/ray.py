@@ -6,7 +6,9 @@ A cluster that is not there is started on this machine and ended with the run.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
+import inspect
 import logging
 import os
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import ray  # noqa: TID251
-from ray.exceptions import GetTimeoutError, RayActorError, RayError  # noqa: TID251
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError  # noqa: TID251
 
 from braid.config.cluster import ClusterConfig
 from braid.errors import WorkerError
@@ -91,7 +93,8 @@ class _Host:
         self._worker = factory(place)
 
     def run(self, method: str, *args: Any) -> Any:
-        return getattr(self._worker, method)(*[_value(arg) for arg in args])
+        value = getattr(self._worker, method)(*[_value(arg) for arg in args])
+        return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _value(arg: Any) -> Any:
@@ -222,7 +225,7 @@ class RayGroup:
         who = f"{self.role} worker {rank} of {self.size}"
         if not isinstance(error, RayActorError):
             raise WorkerError(
-                f"{who} failed while {doing}: {_last_line(error)} ({self._where(rank)})"
+                f"{who} failed while {doing}: {_last_line(error)} ({self._where(rank)})", _raised(error)
             ) from error
         words = self._last_words(rank)
         raise WorkerError(
@@ -254,6 +257,12 @@ def _error_of(call: Any) -> RayError | None:
     except RayError as error:
         return error
     return None
+
+
+def _raised(error: RayError) -> BaseException | None:
+    """What a worker's own code raised; None where that was told of another one's end."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return None if isinstance(cause, RayError) else cause
 
 
 def _last_line(error: Exception) -> str:
