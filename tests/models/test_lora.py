@@ -142,9 +142,9 @@ def test_merged_weights_are_those_that_peft_merges() -> None:
         for name, tensor in theirs.state_dict().items()
         if ".lora_" not in name
     }
-    assert ours.keys() == merged.keys() == dict(_plain().merged_weights()).keys()
-    for name, tensor in merged.items():
-        torch.testing.assert_close(ours[name], tensor)
+    assert ours.keys() == merged.keys() - {"lm_head.weight"} == dict(_plain().named_weights()).keys(), "tied"
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, merged[name])
 
 
 def test_an_exported_folder_is_the_adapted_model_without_adapters(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def _parts_on(
     ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
     folder = str(run_dir / "publications")
     options = send_options(config, plan.layout, folder, is_cuda=device_of(config).type == "cuda")
+    publication = Publication(ranks, engines, options, merged=config.rollout.engine != "native")
     return Parts(
         config=config,
         plan=plan,
@@ -190,7 +191,7 @@ def _parts_on(
         store=store,
         sampler=_sampler(config, max(1, len(inputs.train.prompts))),
         eval_prompts=inputs.eval.by_source(),
-        rollouts=Rollouts(engines, inputs.prompts, Publication(ranks, engines, options)),
+        rollouts=Rollouts(engines, inputs.prompts, publication),
         data=DataPlane(cluster.groups[ROWS]),
         policy=roles.policy,
         critic=roles.critic,

@@ -15,12 +15,13 @@ from braid.weights.transports import Meeting, choose_transport, on_existing
 
 @dataclass(slots=True)
 class Publication:
-    """`ranks` run training.worker.Ranks with the policy among them, `engines` rollout.collector.Collector. The way is made at the
-    first publication."""
+    """`ranks` run training.worker.Ranks with the policy among them, `engines` rollout.collector.Collector. With `merged`
+    engines get a policy's adapters as part of its weights. The way is made at the first publication."""
 
     ranks: WorkerGroup
     engines: WorkerGroup
     options: SendOptions
+    merged: bool
     _ticket: Mapping[str, Any] | None = None
 
     def send(self, version: int) -> None:
@@ -29,7 +30,7 @@ class Publication:
             names = [name for of in self.engines.call("receivers") for name in of]
             self._ticket = self.ranks.call("open_sender", names, self.options)[0]
         taken = self.engines.start("take_weights", version, self._ticket)
-        self.ranks.call("send_weights", "policy", version)
+        self.ranks.call("send_weights", "policy", version, self.merged)
         taken.wait()
 
 

@@ -146,7 +146,7 @@ class CausalLM:
         return named_adapters(self.model) if self.has_adapters else unique_weights(self.model)
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its name in a model folder, adapters merged in; tied ones under each of their names."""
+        """Every weight under its name in a model folder, adapters merged in; tied ones once."""
         return merged_weights(self.model)
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:

@@ -7,8 +7,9 @@ alone imports peft, when a run has adapters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,19 +69,50 @@ def named_adapters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield f"{_PREFIX}{name}.lora_B.weight", layer.lora_B[_ADAPTER].weight
 
 
-@torch.no_grad()
-def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The state dict that `module` would have without adapters, W + (alpha / rank) B A in the place of W; tied weights as
-    often as they have names. Adapted matrices are new tensors, one at a time; all others are the live ones."""
-    adapted = dict(_adapted(module))
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What one weight of a model without adapters is made of, for those who have its tensors in parts.
+
+    `parts` are names within the module: W alone, or W, A and B of an adapted layer; `scale` is alpha / rank."""
+
+    parts: tuple[str, ...]
+    scale: float = 1.0
+    is_transposed: bool = False
+    """Whether W is kept as [in, out]."""
+
+    @torch.no_grad()
+    def weight(self, tensors: Sequence[Tensor]) -> Tensor:
+        """W + scale B A of the whole tensors of `parts`, added up in float32 and in W's type; W itself without adapters."""
+        base, *low_rank = tensors
+        if not low_rank:
+            return base
+        a, b = (matrix.float() for matrix in low_rank)
+        change = b @ a * self.scale
+        return (base.float() + (change.T if self.is_transposed else change)).to(base.dtype)
+
+
+def recipes(module: nn.Module) -> dict[str, Recipe]:
+    """Of each weight that `module` would have without adapters, tied ones once, by its name in a model folder."""
+    adapted, seen, out = dict(_adapted(module)), set[int](), dict[str, Recipe]()
     for name, tensor in module.state_dict(keep_vars=True).items():
         owner, _, leaf = name.rpartition(".")
-        if ".lora_A." in name or ".lora_B." in name:
+        if id(tensor) in seen or ".lora_A." in name or ".lora_B." in name:
             continue
+        seen.add(id(tensor))
         base = owner.removesuffix(".base_layer")
+        recipe = Recipe((name,))
         if base in adapted and leaf == "weight":
-            tensor = _merged(adapted[base])
-        yield f"{base}.{leaf}".removeprefix("."), tensor
+            recipe = _recipe(base, adapted[base])
+        out[f"{base}.{leaf}".removeprefix(".")] = recipe
+    return out
+
+
+def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights that `module` would have without adapters, W + (alpha / rank) B A in the place of W; tied ones once.
+    Adapted matrices are new tensors, one at a time; all others are the live ones."""
+    tensors = module.state_dict(keep_vars=True)
+    for name, recipe in recipes(module).items():
+        yield name, recipe.weight([tensors[part] for part in recipe.parts])
 
 
 def plain_copy(module: PreTrainedModel) -> PreTrainedModel:
@@ -88,7 +120,8 @@ def plain_copy(module: PreTrainedModel) -> PreTrainedModel:
     copy = deepcopy(module)
     for name, layer in list(_adapted(copy)):
         base: nn.Module = layer.base_layer
-        base.weight.data = _merged(layer)
+        recipe = _recipe(name, layer)
+        base.weight.data = recipe.weight([copy.get_parameter(part) for part in recipe.parts])
         parent, _, leaf = name.rpartition(".")
         setattr(copy.get_submodule(parent), leaf, base)
     return copy.requires_grad_(True)
@@ -99,11 +132,12 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((n, layer) for n, layer in module.named_modules() if hasattr(layer, "lora_A"))
 
 
-@torch.no_grad()
-def _merged(layer: Any) -> Tensor:
-    """W + (alpha / rank) B A of an adapted layer, added up in float32."""
-    weight: Tensor = layer.base_layer.weight
-    return (weight.float() + layer.get_delta_weight(_ADAPTER).float()).to(weight.dtype)
+def _recipe(name: str, layer: Any) -> Recipe:
+    """Of the weight of an adapted layer."""
+    parts = ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}")
+    return Recipe(
+        tuple(f"{name}.{part}.weight" for part in parts), layer.scaling[_ADAPTER], layer.fan_in_fan_out
+    )
 
 
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:

@@ -57,9 +57,10 @@ class ShardedBackend(Protocol):
         """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others."""
         ...
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and whole tensors where they are, gathered part by part so that no rank holds them all: for
-        weights.sender.join_send. All ranks read to the end; only what rank 0 is given stays valid, and counts."""
+        weights.sender.join_send. All ranks read to the end; only what rank 0 is given stays valid, and counts. With `merged`
+        those of the model without adapters, which are added to the weights that they belong to."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

@@ -57,9 +57,9 @@ class Ranks:
         self._sender = open_sender(engines, replace(options, device=self._device))
         return self._sender.ticket.as_dict()
 
-    def send_weights(self, name: str, version: int) -> None:
-        """Send a model's weights as `version` to the engines of `open_sender`."""
-        join_send(self._sender, version, self._backends[name].iter_weights())
+    def send_weights(self, name: str, version: int, merged: bool) -> None:
+        """Send a model's weights as `version` to the engines of `open_sender`; `merged` as in ShardedBackend.iter_weights."""
+        join_send(self._sender, version, self._backends[name].iter_weights(merged=merged))
 
     def close(self) -> None:
         """End the way for weights."""

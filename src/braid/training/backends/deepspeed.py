@@ -27,10 +27,11 @@ from braid.config.train import TrainConfig
 from braid.errors import TrainingError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
+from braid.models.lora import recipes
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
 from braid.training.offload import HOST, num_bytes
-from braid.training.shards import Boxes, Written
+from braid.training.shards import Boxes
 
 from .ranks import Pass, RankBackend, WholeMoments
 
@@ -109,37 +110,19 @@ class DeepSpeedBackend(RankBackend):
         is_first = dist.get_rank() == 0
         return {name: whole.cpu().clone() for name, whole in self.iter_weights() if is_first}
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend. Gathered a tensor at a time."""
-        tensor: Any
         with self._awake():
-            for name, tensor in self._model.named_weights():
-                yield (
-                    name,
-                    self._whole(tensor, tensor.ds_tensor) if _is_shared_out(tensor) else tensor.detach(),
-                )
+            if not merged:
+                yield from ((name, self._gathered(tensor)) for name, tensor in self._model.named_weights())
+                return
+            module = self._model.module
+            own = module.state_dict(keep_vars=True)
+            for name, recipe in recipes(module).items():
+                yield name, recipe.weight([self._gathered(own[part]) for part in recipe.parts])
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ShardedBackend."""
-        with self._awake():
-            super().load_weights(weights)
-            self._spread_masters()
-
-    def state(self) -> dict[str, Any]:
-        """See ShardedBackend."""
-        with self._awake():
-            return super().state()
-
-    def save(self, folder: str) -> Written:
-        """See ShardedBackend."""
-        with self._awake():
-            return super().save(folder)
-
-    def restore(self, saved: dict[str, Any], folder: str) -> None:
-        """See ShardedBackend."""
-        with self._awake():
-            super().restore(saved, folder)
-            self._spread_masters()
+    def _gathered(self, tensor: Any) -> Tensor:
+        return self._whole(tensor, tensor.ds_tensor) if _is_shared_out(tensor) else tensor.detach()
 
     def _sharded_state(self) -> dict[str, Any]:
         optimizer: dict[str, dict[str, Boxes]] | None = None
@@ -208,8 +191,7 @@ class DeepSpeedBackend(RankBackend):
         dist.all_gather_into_tensor(whole, own)
         return whole[: p.ds_numel].view(p.ds_shape)
 
-    def _spread_masters(self) -> None:
-        """Make what passes use of the parts that were written."""
+    def _spread(self) -> None:
         self._let_go()
         if self._optimizer is not None:
             flats = self._zero.fp32_partitioned_groups_flat

@@ -38,6 +38,7 @@ from braid.config.backends import FsdpConfig, OffloadConfig
 from braid.config.train import TrainConfig
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
+from braid.models.lora import Recipe, recipes
 from braid.models.value_head import ValueHead
 from braid.training.offload import HOST
 from braid.training.shards import Boxes
@@ -77,7 +78,7 @@ class FsdpBackend(RankBackend):
         if config.fsdp.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
-        self._weights = _weight_names(model)
+        self._weights, self._recipes = _weight_names(model), recipes(model.module)
         self._shapes = {name: p.shape for name, p in model.module.named_parameters()}
         mesh = _mesh(config.fsdp, device)
         self._pass = Pass(model)
@@ -106,18 +107,25 @@ class FsdpBackend(RankBackend):
         whole = {name: tensor.cpu() for name, tensor in self.iter_weights() if is_first}
         return {name: whole[name] for name in self._weights.values()} if is_first else {}
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend. FSDP2 gathers a tensor at a time, FSDP a layer."""
-        own = {name: tensor for name, tensor in self._own_tensors() if name in self._weights}
-        for gathered, names in self._gathered_together(own):
-            with gathered:
-                for name in names:
-                    value: Any = own[name].detach()
-                    if isinstance(value, DTensor):
-                        value = value.to(self._device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-                    elif dist.get_rank() == 0:  # FSDP takes the gathered memory back
-                        value = value.clone()
-                    yield self._weights[name], value
+        made = {stored: Recipe((name,)) for name, stored in self._weights.items()}
+        if merged:
+            made = self._recipes
+        stored_as = {recipe.parts[0]: stored for stored, recipe in made.items()}
+        own = dict(self._own_tensors())
+        for gathered, names in self._gathered_together(stored_as):
+            with gathered:  # with the adapters of a layer, which are in it
+                for stored in (stored_as[name] for name in names):
+                    tensors = [self._gathered(own[part]) for part in made[stored].parts]
+                    yield stored, made[stored].weight(tensors) if dist.get_rank() == 0 else tensors[0]
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """The whole of a tensor; of FSDP's, whose layer is gathered, a copy for rank 0, since FSDP takes the memory back."""
+        value: Any = tensor.detach()
+        if isinstance(value, DTensor):
+            return value.to(self._device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        return value.clone() if dist.get_rank() == 0 else value
 
     def _gathered_together(
         self, names: Iterable[str]

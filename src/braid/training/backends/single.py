@@ -22,6 +22,7 @@ from braid.errors import CheckpointError, TrainingError
 from braid.models.base import Output, TrainableModel, copy_weights
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
+from braid.models.lora import merged_weights
 from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
 from braid.training.loss_scale import LossScale
@@ -271,9 +272,10 @@ class SingleBackend:
         """See ShardedBackend; the live ones, where they are."""
         return {name: tensor.detach() for name, tensor in self.named_weights()}
 
-    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend."""
-        yield from self.full_weights().items()
+        weights = merged_weights(self._model.module) if merged else self.named_weights()
+        return ((name, tensor.detach()) for name, tensor in weights)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See ShardedBackend."""
