@@ -14,7 +14,6 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +43,16 @@ from torch.futures import Future
 
 from braid.errors import CheckpointError
 
+from .backend import Written
+
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 _FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """Names are flat already."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a rank has written, or why it could not. `state` is what has no tensors, `files` are name -> {bytes, sha256} of
-    this rank's files."""
-
-    state: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    error: OSError | None = None
-
-
 class Boxes:
     """The parts of one tensor that this rank has: boxes (offsets, part), part[i, j] being the whole's [offset + i, offset + j].
+    A box may be there more than once, in tensors that each have it.
 
     torch.distributed.checkpoint asks the methods with underscores for its plans (its `_Checkpointable`).
     """
@@ -106,17 +98,20 @@ class Boxes:
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
+        once = {chunk.offsets: chunk for chunk in self.__create_chunk_list__()}
         return [
             WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
+                MetadataIndex(fqn, offsets),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for offsets, chunk in once.items()
         ]
 
     def part_at(self, index: MetadataIndex) -> Tensor:
-        """The part that begins at the index' offset."""
+        """The part of the index' number, or else one that begins at its offset."""
+        if index.index is not None:
+            return self.parts[index.index][1]
         return next(part for offsets, part in self.parts if offsets == index.offset)
 
 

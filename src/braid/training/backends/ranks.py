@@ -37,7 +37,86 @@ WholeMoments = Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]
 """Parameter -> moment -> its whole shape and type."""
 
 
-class RankBackend(SingleBackend):
+class PartBackend(SingleBackend):
+    """One rank's part of a model and its optimizer: how all ranks together give their state, save it, and take one over.
+
+    A subclass says which boxes of which tensors it has, by the names and shapes that one process has.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """See TrainingBackend: whole tensors, on rank 0; the others return what is small."""
+        with self._awake():
+            mine = self._sharded_state()
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.gather_object(mine, parts if dist.get_rank() == 0 else None)
+            return joined(parts) if dist.get_rank() == 0 else {**mine, "weights": {}, "optimizer": None}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over whole tensors by their checkpoint names: of each its part."""
+        with self._awake():
+            for name, boxes in self._weight_boxes().items():
+                if name in weights:
+                    boxes.take(weights[name])
+            self._spread()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See TrainingBackend. Every rank is given the whole state."""
+        self.load_weights(state["weights"])
+        if self._trains:
+            like = {
+                name: {key: (value.shape, value.dtype) for key, value in moments.items()}
+                for name, moments in (state["optimizer"] or {}).items()
+            }
+            for name, moments in self._moment_boxes(like).items():
+                for key, boxes in moments.items():
+                    boxes.take(state["optimizer"][name][key])
+            self._rest_optimizer()
+        self._load_counters(state)
+
+    def save(self, folder: str) -> Written:
+        """See ShardedBackend: each rank writes its part."""
+        with self._awake():
+            return write_state(Path(folder), self._sharded_state())
+
+    def restore(self, saved: dict[str, Any], folder: str) -> None:
+        """See ShardedBackend: each rank reads its part."""
+        if "weights" in saved:
+            self.load(saved)
+            return
+        with self._awake():
+            optimizer = self._moment_boxes(stored_moments(Path(folder))) if self._trains else None
+            read_into(Path(folder), {"weights": self._weight_boxes(), "optimizer": optimizer})
+            self._spread()
+        self._rest_optimizer()
+        self._load_counters(saved)
+
+    @property
+    def _trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._optimizer is not None
+
+    @abstractmethod
+    def _sharded_state(self) -> dict[str, Any]:
+        """`state` with this rank's parts in place of whole tensors."""
+
+    @abstractmethod
+    def _weight_boxes(self) -> dict[str, Boxes]:
+        """This rank's parts of the weights, by their checkpoint names; of all weights, also those of which it has nothing."""
+
+    @abstractmethod
+    def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
+        """Room in the optimizer for this rank's parts of moments like these, and for no others."""
+
+    def _spread(self) -> None:
+        """Make what passes use of the parts that were written, where that is something else."""
+
+    def _awake(self) -> AbstractContextManager[None]:
+        """With the parts where they can be read and written, whatever `to_host` has moved."""
+        return nullcontext()
+
+
+class RankBackend(PartBackend):
     """One rank's part of a model. See training.group.ShardedBackend; all calls are made on all ranks together."""
 
     def __init__(
@@ -138,61 +217,6 @@ class RankBackend(SingleBackend):
     def _most(self, number: int) -> int:
         """The greatest of the ranks' numbers."""
         return int(_all_max(torch.tensor(number, dtype=torch.int64, device=self._device)))
-
-    def state(self) -> dict[str, Any]:
-        """See TrainingBackend: whole tensors, on rank 0; the others return what is small."""
-        mine = self._sharded_state()
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(mine, parts if dist.get_rank() == 0 else None)
-        return joined(parts) if dist.get_rank() == 0 else {**mine, "weights": {}, "optimizer": None}
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors by their checkpoint names: of each its part."""
-        for name, boxes in self._weight_boxes().items():
-            if name in weights:
-                boxes.take(weights[name])
-
-    def load(self, state: dict[str, Any]) -> None:
-        """See TrainingBackend. Every rank is given the whole state."""
-        self.load_weights(state["weights"])
-        if self._optimizer is not None:
-            like = {
-                name: {key: (value.shape, value.dtype) for key, value in moments.items()}
-                for name, moments in (state["optimizer"] or {}).items()
-            }
-            for name, moments in self._moment_boxes(like).items():
-                for key, boxes in moments.items():
-                    boxes.take(state["optimizer"][name][key])
-            self._rest_optimizer()
-        self._load_counters(state)
-
-    def save(self, folder: str) -> Written:
-        """See ShardedBackend: each rank writes its part."""
-        return write_state(Path(folder), self._sharded_state())
-
-    def restore(self, saved: dict[str, Any], folder: str) -> None:
-        """See ShardedBackend: each rank reads its part."""
-        if "weights" in saved:
-            self.load(saved)
-            return
-        optimizer = None
-        if self._optimizer is not None:
-            optimizer = self._moment_boxes(stored_moments(Path(folder)))
-        read_into(Path(folder), {"weights": self._weight_boxes(), "optimizer": optimizer})
-        self._rest_optimizer()
-        self._load_counters(saved)
-
-    @abstractmethod
-    def _sharded_state(self) -> dict[str, Any]:
-        """`state` with this rank's parts in place of whole tensors."""
-
-    @abstractmethod
-    def _weight_boxes(self) -> dict[str, Boxes]:
-        """This rank's parts of the weights, by their checkpoint names."""
-
-    @abstractmethod
-    def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
-        """Room in the optimizer for this rank's parts of moments like these."""
 
 
 class Pass(nn.Module):

@@ -8,10 +8,10 @@ collectives run over all of them: a rank that has run out of rows passes a spare
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from numpy.typing import NDArray
@@ -38,10 +39,12 @@ from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.models.flops import Flops
 from braid.training.backend import HeldBytes, Loss, StepReport
-from braid.training.backends.single import Running, SingleBackend
+from braid.training.backends.ranks import PartBackend, WholeMoments
+from braid.training.backends.single import Running
 from braid.training.loss_scale import LossScale
 from braid.training.offload import HOST, move_states, move_weights
 from braid.training.packing import pack, unpack
+from braid.training.shards import Boxes
 from braid.types import Row
 
 from .checks import check_model
@@ -49,10 +52,8 @@ from .model import Decoder, layer_options, padded_vocab
 from .names import Names, Shard, bridge_of
 from .ranks import Ranks, groups, join
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
-
-class MegatronBackend(SingleBackend):
+class MegatronBackend(PartBackend):
     """See training.group.ShardedBackend; all calls are made on all ranks together."""
 
     def __init__(
@@ -280,85 +281,83 @@ class MegatronBackend(SingleBackend):
 
     def full_weights(self) -> dict[str, Tensor]:
         """See ShardedBackend."""
-        with self._on_device():
-            for stage in self._stages:
-                if stage.ddp_config.overlap_param_gather:
-                    stage.start_param_sync(force_sync=True)
+        with self._awake():
+            self._gather_parameters()
             return self._names.collect(
                 (shard.parameter.detach() for shard in self._names.shards), self._dtype
             )
 
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ShardedBackend."""
-        with self._on_device():
-            for shard in self._names.shards:
-                shard.parameter.copy_(self._names.scatter(shard, weights))
-            if self._megatron is not None:
-                self._megatron.reload_model_params()
+    def _sharded_state(self) -> dict[str, Any]:
+        moments = self._moments(with_copies=False) if self._trains else None
+        return {"weights": self._weights(with_copies=False), "optimizer": moments, **self._counters()}
 
-    def state(self) -> dict[str, Any]:
-        """See ShardedBackend."""
-        return {
-            "weights": self.full_weights(),
-            "optimizer": None if self._megatron is None else self._moments(),
-            **self._counters(),
-        }
+    def _weight_boxes(self) -> dict[str, Boxes]:
+        return self._weights(with_copies=True)
 
-    def load(self, state: dict[str, Any]) -> None:
-        """See ShardedBackend."""
-        self.load_weights(state["weights"])
-        if self._megatron is not None and state["optimizer"] is not None:
-            self._load_moments(state["optimizer"])
-            self._rest_optimizer()
-        self._load_counters(state)
+    def _weights(self, *, with_copies: bool) -> dict[str, Boxes]:
+        """In the precision that is trained."""
+        parts: dict[str, list[tuple[list[int], Tensor]]] = {name: [] for name in self._names.shapes}
+        for shard, part in self._parts(with_copies=with_copies):
+            for name, offsets, box in self._names.boxes(shard, part.values, part.start):
+                parts[name].append((offsets, box))
+        dtype = torch.float32 if self._trains else self._dtype
+        return {name: Boxes(self._names.shapes[name], dtype, boxes) for name, boxes in parts.items()}
 
-    def _moments(self) -> dict[str, dict[str, Tensor]]:
-        """Of each weight, under its Hugging Face name. All weights are updated together, and their step counts are one."""
-        steps = [
-            state["step"] for inner in self._inner() for state in inner.state.values() if "step" in state
-        ]
-        known: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(known, float(steps[0]) if steps else None)
-        if not (counts := [count for count in known if count is not None]):
-            return {}
-        whole = {
-            name: self._names.collect(
-                (self._whole_moment(shard, name) for shard in self._names.shards), torch.float32
-            )
-            for name in _MOMENTS
-        }
-        return {
-            weight: {"step": torch.tensor(counts[0]), **{name: whole[name][weight] for name in _MOMENTS}}
-            for weight in whole[_MOMENTS[0]]
-        }
-
-    def _whole_moment(self, shard: Shard, name: str) -> Tensor:
-        """Of one parameter of this rank, put together from the data-parallel ranks that share it out."""
-        whole = torch.zeros(shard.parameter.shape, dtype=torch.float32, device=self._device)
-        part = self._optimizer_of(shard)
-        own = _OwnPart.of(part, shard)
-        if own is not None and name in own.state:
-            own.view(whole).copy_(own.state[name].view(-1))
-        if isinstance(part, DistributedOptimizer):
-            dist.all_reduce(whole, group=part.data_parallel_group)
-        return whole
-
-    def _load_moments(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
         for inner in self._inner():
             inner.state.clear()
-        if not states:
-            return
-        step = next(iter(states.values()))["step"]
-        moments = {name: {weight: state[name] for weight, state in states.items()} for name in _MOMENTS}
+        for shard, part in self._parts(with_copies=True):
+            name = shard.pieces[0].name
+            for key, (size, dtype) in like.get(name, {}).items():
+                part.state[key] = (
+                    torch.zeros_like(part.values, dtype=dtype)
+                    if size == self._names.shapes[name]
+                    else torch.zeros(size, dtype=dtype)
+                )
+        return self._moments(with_copies=True)
+
+    def _moments(self, *, with_copies: bool) -> dict[str, dict[str, Boxes]]:
+        """Of each weight. What a parameter has one of, such as its count of steps, each weight that is part of it has."""
+        parts: dict[tuple[str, str], list[tuple[list[int], Tensor]]] = {}
+        for shard, part in self._parts(with_copies=with_copies):
+            for key, value in part.state.items():
+                if value.ndim:
+                    boxes = self._names.boxes(shard, value, part.start)
+                else:
+                    boxes = ((piece.name, [], value) for piece in shard.pieces)
+                for name, offsets, box in boxes:
+                    parts.setdefault((name, key), []).append((offsets, box))
+        moments: dict[str, dict[str, Boxes]] = {}
+        for (name, key), boxes in parts.items():
+            shape = self._names.shapes[name] if boxes[0][0] else ()
+            moments.setdefault(name, {})[key] = Boxes(shape, boxes[0][1].dtype, boxes)
+        return moments
+
+    def _parts(self, *, with_copies: bool) -> Iterator[tuple[Shard, _Part]]:
+        """What this rank trains of its parameters, or all of them where nothing is trained. The copies of tied weights that
+        other stages have are shared out among data-parallel ranks in ways of their own, and written by none."""
         for shard in self._names.shards:
-            own = _OwnPart.of(self._optimizer_of(shard), shard)
-            if own is None:
-                continue
-            own.state["step"] = step.clone()
-            for name in _MOMENTS:
-                whole = self._names.scatter(shard, moments[name]).to(self._device, torch.float32).contiguous()
-                own.state[name] = own.view(whole).clone().view(own.shape)
+            if with_copies or not shard.is_copy:
+                part = _Part.of(self._optimizer_of(shard), shard) if self._trains else _Part.all_of(shard)
+                if part is not None:
+                    yield shard, part
+
+    def _spread(self) -> None:
+        if self._trains:
+            for part in self._megatron.chained_optimizers:
+                if not isinstance(part, FP32Optimizer):  # which trains the parameters themselves
+                    part._copy_main_params_to_model_params()
+            self._gather_parameters()
+
+    def _gather_parameters(self) -> None:
+        """From the data-parallel ranks that train a part of each."""
+        for stage in self._stages:
+            if stage.ddp_config.use_distributed_optimizer:
+                stage.start_param_sync(force_sync=True)
+
+    @property
+    def _trains(self) -> bool:
+        return self._megatron is not None
 
     def _optimizer_of(self, shard: Shard) -> Any:
         """The one of the chained optimizers that has a parameter."""
@@ -398,8 +397,7 @@ class MegatronBackend(SingleBackend):
                 move(move_params=True, move_grads=False)
 
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Weights that wait in host memory are back for a while."""
+    def _awake(self) -> Iterator[None]:
         is_away = self._is_offloaded
         if is_away:
             self._move_weights(to_host=False)
@@ -424,30 +422,34 @@ class MegatronBackend(SingleBackend):
         )
 
 
-class _OwnPart:
-    """The part of a parameter that this rank's optimizer updates: where its state is, and which elements it has."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The part of a parameter that this rank's optimizer updates: its values in the precision that is trained, which of the
+    parameter's elements they begin with, and what the optimizer has for them."""
 
-    def __init__(self, state: dict[str, Any], shape: torch.Size, start: int) -> None:
-        self.state, self.shape, self._start = state, shape, start
+    values: Tensor
+    start: int
+    state: dict[str, Tensor]
 
     @classmethod
-    def of(cls, optimizer: Any, shard: Shard) -> _OwnPart | None:
+    def all_of(cls, shard: Shard) -> _Part:
+        """Without an optimizer."""
+        return cls(shard.parameter.detach(), 0, {})
+
+    @classmethod
+    def of(cls, optimizer: Any, shard: Shard) -> _Part | None:
         """None where other data-parallel ranks have all of it."""
         parameter: Any = shard.parameter
         if not isinstance(optimizer, DistributedOptimizer):
             main = getattr(parameter, "main_param", None)
             main = parameter if main is None else main
-            return cls(optimizer.optimizer.state[main], main.shape, 0)
+            return cls(main.detach(), 0, optimizer.optimizer.state[main])
         if parameter not in optimizer.model_param_group_index_map:
             return None
         group, place = optimizer.model_param_group_index_map[parameter]
         main = optimizer.optimizer.param_groups[group]["params"][place]
         start = optimizer._get_model_param_range_map(parameter)["param"].start
-        return cls(optimizer.optimizer.state[main], main.shape, start)
-
-    def view(self, whole: Tensor) -> Tensor:
-        """These elements of a tensor of the parameter's size, flat."""
-        return whole.view(-1)[self._start : self._start + math.prod(self.shape)]
+        return cls(main.detach(), start, optimizer.optimizer.state[main])
 
 
 def _stages(model: CausalLM, layers: Any, ranks: Ranks) -> list[Any]:

@@ -8,6 +8,9 @@ layer as one tensor.
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from braid.errors import ModelError
+from braid.training.shards import boxes_of_range
 
 from .ranks import groups
 
@@ -38,6 +42,7 @@ def bridge_of(config: PreTrainedConfig, padded_vocab: int, **options: Any) -> An
     bridge.set_extra_args(**options)
     bridge.make_vocab_size_divisible_by = 1  # makes it fill up embeddings to the next number
     bridge.vocab_size, bridge.padded_vocab_size = config.vocab_size, padded_vocab
+    bridge.dtype = None  # or it rounds what it rearranges
     bridge._DIRECT_MAPPING = {
         **bridge._DIRECT_MAPPING,
         "output_layer.weight": "lm_head.weight",
@@ -51,6 +56,17 @@ class Piece:
 
     name: str
     index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of a parameter, from `start` on, that are next to each other in a whole tensor too: there from (`row`, `column`) on."""
+
+    piece: Piece
+    start: int
+    size: int
+    row: int
+    column: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,7 @@ class Names:
                 f"Megatron's layers for this model have other weights than transformers': {(strange or missing)[0]} is in "
                 f"{'the former' if strange else 'the latter'} only; use fsdp2, fsdp or deepspeed"
             )
+        self._runs = {shard.parameter: self._runs_of(shard) for shard in self.shards}
 
     def _shards(self, stage: nn.Module) -> Iterator[Shard]:
         module: Any = stage
@@ -134,14 +151,55 @@ class Names:
         pieces = tuple(Piece(of.replace(".block_sparse_moe.", ".mlp.")) for of in found)
         return Shard(parameter, name, pieces)
 
-    def scatter(self, shard: Shard, whole: Mapping[str, Tensor]) -> Tensor:
-        """This rank's part of what `whole` has for a parameter."""
-        tensors = [whole[p.name] if p.index is None else whole[p.name][p.index] for p in shard.pieces]
-        if not shard.is_expert:
-            tensors = [self._bridge._weight_to_mcore_format(shard.name, tensors)]
+    def boxes(self, shard: Shard, flat: Tensor, start: int) -> Iterator[tuple[str, list[int], Tensor]]:
+        """(name, offsets, part) for the boxes of whole tensors that `flat` has: a parameter's elements from `start` on, in
+        row-major order. The parts are views of it."""
+        done = 0
+        for (first, *columns), sizes in boxes_of_range(shard.parameter.shape, start, start + flat.numel()):
+            size = math.prod(sizes)
+            box = flat.view(-1)[done : done + size].view(sizes)
+            done += size
+            for run in self._runs[shard.parameter]:
+                begin, end = max(first, run.start), min(first + sizes[0], run.start + run.size)
+                if begin >= end:
+                    continue
+                offsets = [run.row + begin - run.start, *(run.column + column for column in columns)]
+                part = box[begin - first : end - first]
+                if run.piece.index is None:
+                    yield run.piece.name, offsets, part
+                else:
+                    yield run.piece.name, [run.piece.index, *offsets], part.unsqueeze(0)
+
+    def _runs_of(self, shard: Shard) -> list[Run]:
+        """Where a parameter's rows are in the whole tensors, which mbridge is asked by giving it row numbers to rearrange."""
+        parameter: Any = shard.parameter
         size, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
-        parts = self._bridge._weight_split_across_tp(shard.name, tensors[0], shard.parameter, size)
-        return parts[rank]
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        if is_cut and parameter.partition_dim == 1:
+            rows, columns = parameter.shape
+            return [Run(shard.pieces[0], 0, rows, 0, rank * columns)]
+        heights = [self.shapes[p.name][0 if p.index is None else 1] for p in shard.pieces]
+        bounds = list(itertools.accumulate(heights, initial=1))  # 0 stands for what only fills a tensor up
+        numbers = [torch.arange(a, b) for a, b in itertools.pairwise(bounds)]
+        if shard.is_expert:
+            whole = numbers[0]
+        elif len(numbers) == 1:
+            whole = self._bridge._weight_to_mcore_format(shard.name, [numbers[0][:, None]])[:, 0]
+        else:  # a weight's rows lie as the entries of its bias
+            whole = self._bridge._weight_to_mcore_format(shard.name.replace(".weight", ".bias"), numbers)
+        if is_cut:
+            column = parameter.view(len(parameter), -1)[:, 0]
+            whole = self._bridge._weight_split_across_tp(shard.name, whole, column, size)[rank]
+        steps = (whole.diff() != 1).nonzero().squeeze(1) + 1
+        runs: list[Run] = []
+        for start, end in itertools.pairwise([0, *steps.tolist(), len(whole)]):
+            number = int(whole[start])
+            while number and start < end:
+                piece = bisect_right(bounds, number) - 1
+                num = min(end - start, bounds[piece + 1] - number)
+                runs.append(Run(shard.pieces[piece], start, num, number - bounds[piece]))
+                start, number = start + num, number + num
+        return runs
 
     def _gather(self, shard: Shard, part: Tensor) -> list[Tensor]:
         """The reverse, on all ranks that share the tensor: what to hand on for each piece."""
