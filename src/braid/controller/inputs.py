@@ -12,7 +12,7 @@ from braid.config.rollout import GymnasiumEnv
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.worked import Example, load_examples
 from braid.errors import ConfigError, Problem
-from braid.models.loading import load_tokenizer
+from braid.models.tokenizer import load_tokenizer
 from braid.plan import Verb
 from braid.plan.rewards import source_problems
 from braid.rollout.collector import Use

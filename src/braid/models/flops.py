@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:  # it takes two seconds, and processes without a model have no need of it
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)

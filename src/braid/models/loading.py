@@ -1,4 +1,4 @@
-"""Models and tokenizers from what the config names: a folder, a hub name, or sizes. And back into a folder.
+"""Models from what the config names: a folder, a hub name, or sizes. And back into a folder.
 
 Everything wrong with a folder is found here and told as a ModelError.
 """
@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from braid.config.model import DType, ModelConfig
 from braid.errors import ModelError
@@ -25,14 +19,14 @@ from braid.errors import ModelError
 from .build import build_model
 from .causal_lm import CausalLM
 from .compiling import check_compiler
-from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
+from .folders import UNREADABLE, check_folder, unusable
 from .fused import fuse
 from .kernels import check_attention
 from .liger import use_liger_kernels
 from .logprobs import DEFAULT_CHUNK_BYTES
 from .lora import add_adapters
 from .selfcheck import check_against_plain
-from .tokenizer import character_tokenizer
+from .tokenizer import load_tokenizer, model_path
 
 _log = logging.getLogger(__name__)
 
@@ -90,42 +84,6 @@ def load_policy(
     return lm
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that goes with the model, or the one of `model.tokenizer`, with the template of `model.chat_template`.
-
-    Raises ModelError when there is none, when it has no end token, or when it has tokens that the model does not know.
-    """
-    if config.tokenizer is not None:
-        tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
-    elif config.build is not None:
-        tokenizer = character_tokenizer(config.build.characters)
-    else:
-        tokenizer = read_tokenizer(_path(config), "model.path", config.trust_remote_code)
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(config.chat_template, "model.chat_template")
-    name = config.tokenizer or config.path or "model.build"
-    _set_tokens(tokenizer, config, name)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer of {name} has no end token, so answers would never end; set eos_token in its "
-            "tokenizer_config.json, model.eos_token_id, or model.tokenizer to another tokenizer"
-        )
-    _check_fits(tokenizer, name, _vocab_size(config))
-    return tokenizer
-
-
-def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: str) -> None:
-    """Give the tokenizer the end and padding tokens of the config."""
-    for key, number in (("eos_token", config.eos_token_id), ("pad_token", config.pad_token_id)):
-        if number is None:
-            continue
-        if number >= len(tokenizer):
-            raise ModelError(
-                f"model.{key}_id={number}, but the tokenizer of {name} has {len(tokenizer)} tokens; give an id below that"
-            )
-        setattr(tokenizer, key, tokenizer.convert_ids_to_tokens(number))
-
-
 def _set_config_tokens(model: PreTrainedModel, config: ModelConfig) -> None:
     """Give what an export of the model says of its tokens the end and padding tokens of the config."""
     for key in ("eos_token_id", "pad_token_id"):
@@ -143,7 +101,7 @@ def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 
 def _pretrained(config: ModelConfig, key: str, device: torch.device) -> PreTrainedModel:
-    path = _path(config)
+    path = model_path(config)
     check_folder(path, key, needs_weights=True)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -177,45 +135,6 @@ def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) 
             f"model.architecture={expected}, but {key} is a model of type {is_of}; correct one of the two, or leave "
             "model.architecture out"
         )
-
-
-def _path(config: ModelConfig) -> str:
-    if config.path is None:
-        raise ModelError(
-            "this run's model is no language model; set model.path or model.build instead of model.mlp"
-        )
-    return expand(config.path)
-
-
-def _vocab_size(config: ModelConfig) -> int | None:
-    """Of the model with which the tokenizer is used; None where the model is made to fit its own tokenizer."""
-    if config.build is not None:
-        return None
-    path = _path(config)
-    check_folder(path, "model.path", needs_weights=True)
-    try:
-        loaded: PreTrainedConfig = AutoConfig.from_pretrained(
-            path, trust_remote_code=config.trust_remote_code
-        )
-    except UNREADABLE as error:
-        raise ModelError(unusable(path, "model.path", "causal language model", error)) from error
-    return loaded.get_text_config(decoder=True).vocab_size
-
-
-def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int | None) -> None:
-    """Every token must have a row in the model's embedding. Special tokens past its end that mean nothing to a language
-    model (Gemma's image token) are let pass."""
-    if vocab_size is None:
-        return
-    added: dict[int, Any] = tokenizer.added_tokens_decoder
-    outside = sorted(i for i in tokenizer.get_vocab().values() if i >= vocab_size)
-    used: tuple[Any, ...] = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-    if all(i in added and added[i].special and i not in used for i in outside):
-        return
-    raise ModelError(
-        f"the tokenizer of {name} has {len(tokenizer)} tokens (ids up to {outside[-1]}), the model knows {vocab_size}; "
-        "use the tokenizer that belongs to the model, or resize the model's embeddings"
-    )
 
 
 def _note_dropout(model: PreTrainedModel) -> None:

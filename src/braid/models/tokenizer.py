@@ -1,9 +1,16 @@
-"""A tokenizer of single characters, for models made from scratch."""
+"""The tokenizer that goes with a model: the one in its folder, or one of single characters for models made from scratch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from braid.config.model import ModelConfig
+from braid.errors import ModelError
+
+from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -23,4 +30,80 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
         eos_token=EOS,
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that goes with the model, or the one of `model.tokenizer`, with the template of `model.chat_template`.
+
+    Raises ModelError when there is none, when it has no end token, or when it has tokens that the model does not know.
+    """
+    if config.tokenizer is not None:
+        tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
+    elif config.build is not None:
+        tokenizer = character_tokenizer(config.build.characters)
+    else:
+        tokenizer = read_tokenizer(model_path(config), "model.path", config.trust_remote_code)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.chat_template, "model.chat_template")
+    name = config.tokenizer or config.path or "model.build"
+    _set_tokens(tokenizer, config, name)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {name} has no end token, so answers would never end; set eos_token in its "
+            "tokenizer_config.json, model.eos_token_id, or model.tokenizer to another tokenizer"
+        )
+    _check_fits(tokenizer, name, _vocab_size(config))
+    return tokenizer
+
+
+def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: str) -> None:
+    """Give the tokenizer the end and padding tokens of the config."""
+    for key, number in (("eos_token", config.eos_token_id), ("pad_token", config.pad_token_id)):
+        if number is None:
+            continue
+        if number >= len(tokenizer):
+            raise ModelError(
+                f"model.{key}_id={number}, but the tokenizer of {name} has {len(tokenizer)} tokens; give an id below that"
+            )
+        setattr(tokenizer, key, tokenizer.convert_ids_to_tokens(number))
+
+
+def model_path(config: ModelConfig) -> str:
+    """Folder or hub name of the language model. Raises ModelError when the run has none."""
+    if config.path is None:
+        raise ModelError(
+            "this run's model is no language model; set model.path or model.build instead of model.mlp"
+        )
+    return expand(config.path)
+
+
+def _vocab_size(config: ModelConfig) -> int | None:
+    """Of the model with which the tokenizer is used; None where the model is made to fit its own tokenizer."""
+    if config.build is not None:
+        return None
+    path = model_path(config)
+    check_folder(path, "model.path", needs_weights=True)
+    try:
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=config.trust_remote_code
+        )
+    except UNREADABLE as error:
+        raise ModelError(unusable(path, "model.path", "causal language model", error)) from error
+    return loaded.get_text_config(decoder=True).vocab_size
+
+
+def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int | None) -> None:
+    """Every token must have a row in the model's embedding. Special tokens past its end that mean nothing to a language
+    model (Gemma's image token) are let pass."""
+    if vocab_size is None:
+        return
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    outside = sorted(i for i in tokenizer.get_vocab().values() if i >= vocab_size)
+    used: tuple[Any, ...] = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    if all(i in added and added[i].special and i not in used for i in outside):
+        return
+    raise ModelError(
+        f"the tokenizer of {name} has {len(tokenizer)} tokens (ids up to {outside[-1]}), the model knows {vocab_size}; "
+        "use the tokenizer that belongs to the model, or resize the model's embeddings"
     )

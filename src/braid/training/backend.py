@@ -84,6 +84,16 @@ class HeldBytes:
     is_on_device: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank has written of its state (training.shards), or why it could not. `state` is what has no tensors, `files` are
+    name -> {bytes, sha256} of this rank's files."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: OSError | None = None
+
+
 @dataclass(slots=True)
 class Work:
     """Operations done by a model (models.flops), and the seconds that they took."""

@@ -24,8 +24,7 @@ from braid.models.flops import Flops
 from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.types import Row
 
-from .backend import HeldBytes, Loss, StepReport, Work
-from .shards import Written
+from .backend import HeldBytes, Loss, StepReport, Work, Written
 
 
 class Sized(Protocol):
