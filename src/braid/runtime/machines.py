@@ -1,0 +1,254 @@
+"""The machines of a run on Ray: the cluster is joined, or started here, and as many of its machines are taken as the run has.
+
+Machine `i` of a run is node `i` of its layout. The one where `braid` was started comes first, when it is part; the others by
+address. On each a process of Ray holds the run's GPUs, so that nobody else is given them, and tells by which names CUDA knows
+them; the workers of the run are started there beside it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray  # noqa: TID251
+from ray._private.services import canonicalize_bootstrap_address  # noqa: TID251
+from ray.exceptions import RayError  # noqa: TID251
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: TID251
+
+import braid
+from braid.config.cluster import ClusterConfig
+from braid.errors import ConfigError, Problem, WorkerError
+
+from .workers import Seat
+
+_ANSWER_S = 5.0
+"""For a cluster to accept a connection. Ray itself tries for a quarter of an hour where nobody answers."""
+_OBJECT_BYTES = 512 * 2**20
+_SIOCGIFADDR = 0x8915
+"""Linux: the address of a network interface (netdevice(7))."""
+
+
+def connect(config: ClusterConfig, *, num_processes: int) -> bool:
+    """Join the cluster of `cluster.address` (else of RAY_ADDRESS), or start one here for so many worker processes. Does nothing
+    when connected. Returns whether this call connected. Raises ConfigError where no cluster answers, or one that cannot be joined."""
+    if ray.is_initialized():
+        return False
+    # Ray would otherwise report usage over the network, and hide all GPUs from workers that hold none.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if is_joined(config):
+        _join(_asked(config))
+        return True
+    if config.num_nodes > 1:
+        raise _problem("cluster.num_nodes", f"{config.num_nodes} machines are wanted, and {_ALONE}")
+    ray.init(
+        address=_HERE,
+        num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=_OBJECT_BYTES,
+    )
+    return True
+
+
+def is_joined(config: ClusterConfig) -> bool:
+    """Whether the cluster is there without this run."""
+    return _asked(config) != _HERE
+
+
+_HERE = "local"
+"""What Ray calls a cluster of its own for this process."""
+_ALONE = (
+    "Ray was started for this run, on this machine alone. Run ray start --head here and ray start --address=HOST:6379 on each "
+    "other machine, then set cluster.address=auto; or set cluster.num_nodes=1"
+)
+
+
+def _asked(config: ClusterConfig) -> str:
+    """The cluster to join."""
+    return config.address or os.environ.get("RAY_ADDRESS") or _HERE
+
+
+def _join(address: str) -> None:
+    if "://" in address:
+        raise _cannot_join(address, "that is an address of Ray Client; give that of the cluster, HOST:6379")
+    try:
+        found = canonicalize_bootstrap_address(address) or ""
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, ValueError) as error:  # none was found, its name or form is wrong, or it does not answer
+        raise _cannot_join(
+            address,
+            f"no cluster answers there ({error}). Run ray start --head on its first machine, give its address as HOST:6379, or "
+            "leave it out for a cluster of this machine alone",
+        ) from None
+    try:
+        ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        ray.shutdown()
+        why = " ".join(str(error.__cause__ or error).split())
+        if "Version mismatch" in why:
+            advice = f"it needs the same Ray and Python as here: Ray {ray.__version__}, Python {sys.version.split()[0]}"
+        else:
+            advice = f"this machine has to be part of it: run ray start --address={found} here"
+        raise _cannot_join(address, f"{why}; {advice}") from error
+
+
+def _cannot_join(address: str, why: str) -> ConfigError:
+    return _problem("cluster.address", f"the Ray cluster {address!r} cannot be joined: {why}")
+
+
+def _problem(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem(key, message)])
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine of the run: Ray's id of it, its address, and the GPUs that the run has there, as CUDA_VISIBLE_DEVICES names
+    them. `interface` is the network interface of its address, empty where that is not known."""
+
+    node_id: str
+    address: str
+    gpus: tuple[str, ...] = ()
+    interface: str = ""
+
+
+class _Holder:
+    """A process that has GPUs of its machine."""
+
+    def tell(self) -> tuple[str, tuple[str, ...], str]:
+        """braid's version, the GPUs, and the network interface that others reach this machine by."""
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        named = os.environ.get("GLOO_SOCKET_IFNAME")
+        return braid.__version__, tuple(gpus), named or _interface_of(ray.util.get_node_ip_address())
+
+
+class Machines:
+    """The machines that a run has taken, by the numbers of their nodes in its layout."""
+
+    def __init__(self, config: ClusterConfig, num_gpus: Sequence[int], devices_per_node: int) -> None:
+        """Takes a machine for each of `num_gpus`, with at least so many GPUs, and holds these; a run on CPUs has none. Raises
+        ConfigError when the cluster has no such machines or they have another braid, WorkerError when they are not free in time."""
+        self._devices_per_node = devices_per_node
+        self._holders: list[Any] = []
+        nodes = _suited(config, len(num_gpus), max(num_gpus))
+        self._machines = [Machine(node["NodeID"], node["NodeManagerAddress"]) for node in nodes]
+        if not is_joined(config) and not any(num_gpus):
+            return  # there is nothing to hold, nor to find out
+        try:
+            self._machines = self._hold(num_gpus, config.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def node_of(self, seat: Seat) -> NodeAffinitySchedulingStrategy:
+        """Where Ray is to start the worker of a seat."""
+        return NodeAffinitySchedulingStrategy(self._machines[seat.node].node_id, soft=False)
+
+    def environment(self, seat: Seat, given: Mapping[str, str]) -> dict[str, str]:
+        """Environment variables of the worker of a seat, with those that its user has `given`."""
+        machine = self._machines[seat.node]
+        out = dict(given)
+        if len(self._machines) > 1 and machine.interface:
+            # gloo would take the address of the machine's name, which is often one of loopback.
+            out.setdefault("GLOO_SOCKET_IFNAME", machine.interface)
+        if machine.gpus and seat.devices:
+            first = seat.node * self._devices_per_node
+            out["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus[device - first] for device in seat.devices)
+        return out
+
+    def close(self) -> None:
+        """Give them back. Can be called twice."""
+        holders, self._holders = self._holders, []
+        for holder in holders:
+            ray.kill(holder, no_restart=True)
+
+    def _hold(self, num_gpus: Sequence[int], timeout_s: float) -> list[Machine]:
+        holder: Any = ray.remote(num_cpus=0, max_restarts=0)(_Holder)
+        for machine, count in zip(self._machines, num_gpus, strict=True):
+            there = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
+            self._holders.append(holder.options(num_gpus=count, scheduling_strategy=there).remote())
+        telling = [holder.tell.remote() for holder in self._holders]
+        _, late = ray.wait(telling, num_returns=len(telling), timeout=timeout_s)
+        if late:
+            names = ", ".join(self._machines[telling.index(call)].address for call in late)
+            raise WorkerError(
+                f"no process came up on {names} within {timeout_s:g} s (cluster.start_timeout_s): their GPUs are taken by others, "
+                "or the machines are in trouble; ray status shows what is taken"
+            )
+        return [_checked(machine, call) for machine, call in zip(self._machines, telling, strict=True)]
+
+
+def _suited(config: ClusterConfig, num_nodes: int, num_gpus: int) -> list[Mapping[str, Any]]:
+    """The first of the cluster's machines with so many GPUs, the driver's own before others."""
+    here = ray.get_runtime_context().get_node_id()
+    there = sorted(
+        (node for node in ray.nodes() if node["Alive"]),
+        key=lambda node: (node["NodeID"] != here, _order(node["NodeManagerAddress"]), node["NodeID"]),
+    )
+    suited = [node for node in there if _gpus(node) >= num_gpus]
+    if len(suited) >= num_nodes:
+        return suited[:num_nodes]
+    of_each = f" with {num_gpus} GPUs each" if num_gpus else ""
+    has = ", ".join(f"{node['NodeManagerAddress']} ({_gpus(node)} GPUs)" for node in there)
+    ways = (
+        f"add machines (ray start --address={ray.get_runtime_context().gcs_address}), or give cluster.num_nodes, "
+        "cluster.devices_per_node and cluster.placement what is there"
+    )
+    raise _problem(
+        "cluster.num_nodes",
+        f"the placement needs {num_nodes} machine{'s' * (num_nodes > 1)}{of_each}, and the Ray cluster has {len(there)}: {has}; "
+        + (ways if is_joined(config) else _ALONE),
+    )
+
+
+def _gpus(node: Mapping[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
+
+
+def _order(address: str) -> tuple[bool, int, str]:
+    """Addresses by their numbers; names after them."""
+    try:
+        return False, int(ipaddress.ip_address(address)), ""
+    except ValueError:
+        return True, 0, address
+
+
+def _checked(machine: Machine, call: Any) -> Machine:
+    """The machine with what its holder tells."""
+    try:
+        version, gpus, interface = ray.get(call)
+    except RayError as error:
+        last = str(error).strip().splitlines()[-1]
+        raise _problem(
+            "cluster.address",
+            f"the machine {machine.address} does not run braid {braid.__version__}: {last}; install the same there as here",
+        ) from error
+    if version != braid.__version__:
+        raise _problem(
+            "cluster.address",
+            f"the machine {machine.address} has braid {version}, and this one {braid.__version__}; install the same on all",
+        )
+    return Machine(machine.node_id, machine.address, gpus, interface)
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address; empty where there is no telling."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an address, or a system without the question
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
