@@ -83,6 +83,19 @@ def test_json_has_a_row_for_every_key(capsys: pytest.CaptureFixture[str], file: 
     assert {row["disposition"] for row in rows} == {"applied"}
 
 
+def test_what_sets_native_keys_that_nothing_reads_is_shown_as_idle(
+    capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    assert main(["explain", str(file), "generator.gpu_memory_utilization=0.5", "--engine", "vllm"]) == 0
+    assert "rollout.vllm.memory_fraction=0.5" in capsys.readouterr().out
+    servers = "braid.rollout.vllm.servers=[http://localhost:1]"
+    given = [str(file), "generator.gpu_memory_utilization=0.5", servers, "--engine", "vllm"]
+    assert main(["explain", *given]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "idle: servers were started with options of their own (rollout.vllm.servers)" in out
+    assert "3 applied, 1 idle" in out
+
+
 def test_explain_shows_what_would_stop_a_run(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert main(["explain", str(file), "trainer.logger=mlflow"]) == 0
     out = capsys.readouterr().out

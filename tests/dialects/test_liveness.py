@@ -26,19 +26,11 @@ from braid.dialects.table import Apply, Dialect, Rule
 from braid.dialects.translate import Translation, translate
 from braid.dialects.values import Takes
 from braid.errors import ConfigError
-from braid.plan import idle_keys, resolve
-from braid.plan.resolve import _derive
+from braid.plan import derive, idle_keys, resolve
 
 from .conftest import ALL_SEEDS, IN_ONE_PROCESS, TEXT_SEEDS, Reader, Seed
 
 SRC = Path(braid.__file__).parent
-
-RESULTS_STAND = frozenset(
-    f"{section}.infer_batch_{unit}"
-    for section in ("train", "critic.train", "reference.train")
-    for unit in ("rows", "tokens")
-)
-"""Sizes of forward passes that a run may or may not make: they never change a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +71,8 @@ class Changes:
         self.dialect: Dialect = DIALECTS[variant.seed.dialect]
         self._foreign = read_foreign(self._path, (), self.dialect)
         self.baseline = self.outcome(self._foreign)
-        self.applied = [
-            (entry.path, entry.value)
-            for entry in self.translated(self._foreign).ledger
-            if entry.disposition == "applied"
-        ]
+        read = reader.read(variant.seed, backend=variant.backend, engine=variant.engine)
+        self.applied = [(row.path, row.value) for row in read.ledger if row.disposition == "applied"]
 
     def translated(self, foreign: Written) -> Translation:
         return translate(foreign, self.dialect, backend=self._variant.backend, engine=self._variant.engine)
@@ -112,14 +101,9 @@ class Changes:
 
 
 def read_part(config: RunConfig) -> dict[str, Any]:
-    """The config without what nothing reads in its run: for one process all of that, else the sections of other backends and
-    engines. An option of the chosen backend that has no effect stays: the plan warns of it by name."""
+    """The config without what nothing reads in its run."""
     data = plain_data(config)
-    idle = idle_keys(config, _derive(config, 1000, "train")) - RESULTS_STAND
-    if (config.train.backend, config.rollout.engine) != ("single", "native"):
-        others = {*_OPTIONS} - {config.train.backend, config.rollout.engine}
-        idle = {key for key in idle if key.split(".")[1] in others}
-    for path in idle:
+    for path in idle_keys(config, derive(config, None, "train")):
         *parents, name = path.split(".")
         section = data
         for parent in parents:
@@ -127,10 +111,6 @@ def read_part(config: RunConfig) -> dict[str, Any]:
         if isinstance(section, dict):
             section.pop(name, None)
     return data
-
-
-_OPTIONS = ("fsdp", "deepspeed", "megatron", "native", "vllm", "sglang")
-"""Sections of backends and engines."""
 
 
 EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {

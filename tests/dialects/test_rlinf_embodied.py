@@ -88,7 +88,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
 
 def test_nothing_of_the_page_is_unsupported_and_text_keys_say_why_they_rest() -> None:
     ledger = read().ledger
-    assert {entry.disposition for entry in ledger} == {"applied", "implied", "no effect"}
+    assert {entry.disposition for entry in ledger} == {"applied", "idle", "implied", "no effect"}
     found = notes()
     assert found["runner.seq_length"] == "runner.task_type is embodied, and this is of language models"
     assert found["rollout.model.model_path"] == "the robot's policy is actor.model.model_path"

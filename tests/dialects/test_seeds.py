@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -16,12 +17,12 @@ import pytest
 from braid.dialects.load import DIALECTS, read_foreign
 from braid.dialects.table import Unsupported
 from braid.dialects.translate import NATIVE
-from braid.plan import resolve
+from braid.plan import derive, idle_keys, resolve
 
 from .conftest import ALL_SEEDS, ENVIRONMENT, IN_ONE_PROCESS, TEXT_SEEDS, Reader, Seed, leaves
 
 DOCS = Path(__file__).parents[2] / "docs" / "dialects.md"
-DISPOSITIONS = ("applied", "implied", "no effect", "unsupported")
+DISPOSITIONS = ("applied", "idle", "implied", "no effect", "unsupported")
 
 PROSE = {
     "rlinf": (
@@ -59,6 +60,20 @@ def test_what_has_no_native_value_says_why(reader: Reader, seed: Seed) -> None:
         assert entry.native or entry.note, entry.path
         assert not (entry.disposition == "applied" and not entry.native), entry.path
         assert entry.origin, entry.path
+
+
+@pytest.mark.parametrize("seed", ALL_SEEDS, ids=lambda seed: seed.name)
+def test_what_nothing_reads_in_the_run_is_idle_in_the_words_of_the_plan(reader: Reader, seed: Seed) -> None:
+    read = reader.read(seed)
+    idle = idle_keys(read.loaded.config, derive(read.loaded.config, None, "train"))
+    kept = {row["path"]: row for row in json.loads(read.loaded.kept["ledger.json"])}
+    for entry in read.ledger:
+        if entry.native:
+            unread = [key for native in entry.native for key in idle if f"{native}.".startswith(f"{key}.")]
+            is_idle = len(unread) >= len(entry.native)
+            assert entry.disposition == ("idle" if is_idle else "applied"), entry.path
+            assert not is_idle or entry.note in {idle[key] for key in unread}
+        assert (kept[entry.path]["disposition"], kept[entry.path]["note"]) == (entry.disposition, entry.note)
 
 
 @pytest.mark.parametrize("seed", TEXT_SEEDS, ids=lambda seed: seed.name)

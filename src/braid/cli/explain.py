@@ -18,7 +18,13 @@ from braid.dialects.load import DIALECTS
 from braid.dialects.table import ABSENT, Apply, Dialect, Entry, Implied, NoEffect, Rule
 from braid.errors import ConfigError, Problem, suggest
 
-_STYLES = {"applied": "green", "implied": "cyan", "no effect": "yellow", "unsupported": "red"}
+_STYLES = {
+    "applied": "green",
+    "idle": "yellow",
+    "implied": "cyan",
+    "no effect": "yellow",
+    "unsupported": "red",
+}
 _MAX_KEY, _MAX_VALUE, _GAP = 36, 24, 2
 
 
@@ -83,25 +89,26 @@ def _lines(entry: Entry, key_width: int, value_width: int, width: int) -> Iterat
     head = Text("  ") + Text(_split(entry.path)[1].ljust(key_width + _GAP))
     head += Text(_cut(shown(entry.value), value_width).ljust(value_width + _GAP), style="bold")
     style, became = _STYLES[entry.disposition], _became(entry)
+    note = entry.note if _is_set(entry) else ""
     room = width - len(head)
-    if len(became) + (len(entry.note) + _GAP if entry.native and entry.note else 0) <= room:
-        note = f"{' ' * _GAP}{entry.note}" if entry.native and entry.note else ""
-        yield head + Text(became, style=style) + Text(note, style="dim")
+    if len(became) + (len(note) + _GAP if note else 0) <= room:
+        gap = " " * _GAP if note else ""
+        yield head + Text(became, style=style) + Text(f"{gap}{note}", style="dim")
         return
-    if entry.native and len(became) <= room:
+    if _is_set(entry) and len(became) <= room:
         yield head + Text(became, style=style)
-        yield from _wrapped(entry.note, "dim", len(head) if room >= 50 else 6, width)
+        yield from _wrapped(note, "dim", len(head) if room >= 50 else 6, width)
     elif room >= 50:
         first, *rest = _wrapped(became, style, 0, room)
         yield head + first
         for line in rest:
             yield Text(" " * len(head)) + line
-        yield from _wrapped(entry.note if entry.native else "", "dim", len(head), width)
+        yield from _wrapped(note, "dim", len(head), width)
     else:
         head.rstrip()
         yield head
         yield from _wrapped(became, style, 6, width)
-        yield from _wrapped(entry.note if entry.native else "", "dim", 6, width)
+        yield from _wrapped(note, "dim", 6, width)
 
 
 def _wrapped(text: str, style: str, indent: int, width: int) -> Iterator[Text]:
@@ -110,9 +117,14 @@ def _wrapped(text: str, style: str, indent: int, width: int) -> Iterator[Text]:
         yield Text(" " * indent) + Text(line, style=style)
 
 
+def _is_set(entry: Entry) -> bool:
+    """Whether it has native values that this run reads."""
+    return bool(entry.native) and entry.disposition != "idle"
+
+
 def _became(entry: Entry) -> str:
     """The native keys and values, or the disposition and its reason."""
-    if entry.native:
+    if _is_set(entry):
         return ", ".join(f"{path}={shown(value)}" for path, value in entry.native.items())
     return f"{entry.disposition}: {entry.note}" if entry.note else entry.disposition
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ from braid.config.load import Loaded, interpolate, load_config, validate
 from braid.config.schema import RunConfig
 from braid.config.source import OVERRIDE, Written, read_file
 from braid.errors import ConfigError, Problem
+from braid.plan import derive, idle_keys
 
 from .compose import compose
 from .rlinf import RLINF
@@ -62,9 +63,25 @@ def read_config(
     )
     if translation.written.problems:
         raise ConfigError(translation.written.problems)
-    kept = {"source.yaml": path.read_text("utf-8"), "ledger.json": ledger_text(translation.ledger)}
-    loaded = replace(validate(translation.written, path), kept=kept)
-    return Read(loaded, language, translation.ledger)
+    loaded = validate(translation.written, path)
+    ledger = tuple(_with_idle(translation.ledger, loaded.config))
+    kept = {"source.yaml": path.read_text("utf-8"), "ledger.json": ledger_text(ledger)}
+    return Read(replace(loaded, kept=kept), language, ledger)
+
+
+def _with_idle(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
+    """The ledger with the rows told apart whose native keys nothing reads in a training run."""
+    idle = idle_keys(config, derive(config, None, "train"))
+
+    def why(native: str) -> str:
+        parts = native.split(".")
+        above = (".".join(parts[: i + 1]) for i in range(len(parts)))
+        return next((idle[key] for key in above if key in idle), "")
+
+    for entry in ledger:
+        reasons = [why(native) for native in entry.native]
+        is_idle = entry.disposition == "applied" and all(reasons)
+        yield replace(entry, disposition="idle", note=reasons[0]) if is_idle else entry
 
 
 def ledger_text(ledger: Sequence[Entry]) -> str:

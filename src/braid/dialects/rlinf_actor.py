@@ -212,7 +212,10 @@ def _is_lora(value: bool, source: Source) -> Became:
     if not value:
         return Became({"model.lora": None})
     return Became(
-        {"model.lora.rank": source.get("actor.model.lora_rank")},
+        {
+            "model.lora.rank": source.get("actor.model.lora_rank"),
+            "model.lora.path": source.get("actor.model.lora_path"),
+        },
         note="alpha = rank, no dropout, all linear layers",
     )
 

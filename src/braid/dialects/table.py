@@ -19,7 +19,7 @@ from braid.errors import Problem
 
 from .values import ANY, Takes
 
-Disposition = Literal["applied", "implied", "no effect", "unsupported"]
+Disposition = Literal["applied", "idle", "implied", "no effect", "unsupported"]
 DialectName = Literal["rlinf", "roll", "skyrl"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
@@ -166,7 +166,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the ledger: what became of one leaf of a foreign file."""
+    """A row of the ledger: what became of one leaf of a foreign file. It is `idle` where it sets native keys that nothing reads in
+    this run, with the plan's reason as the note."""
 
     path: str
     value: Any

@@ -2,6 +2,6 @@
 
 from .checks import idle_keys
 from .plan import Memory, Plan, Verb
-from .resolve import merge_recipe, resolve
+from .resolve import derive, merge_recipe, resolve
 
-__all__ = ["Memory", "Plan", "Verb", "idle_keys", "merge_recipe", "resolve"]
+__all__ = ["Memory", "Plan", "Verb", "derive", "idle_keys", "merge_recipe", "resolve"]

@@ -215,7 +215,9 @@ def _is_on_cpu(config: RunConfig, _: Plan) -> bool:
 
 
 def _weights_stay(config: RunConfig, plan: Plan) -> bool:
-    shares = config.model.mlp is not None or config.rollout.native.dtype in ("auto", config.model.dtype)
+    dtype, is_native = config.rollout.native.dtype, config.rollout.engine == "native"
+    is_one = is_native and _is_in_process(config, plan) and dtype in ("auto", config.model.dtype)
+    shares = config.model.mlp is not None or is_one
     return shares and not plan.needs_critic and not plan.needs_reference
 
 
@@ -233,10 +235,11 @@ Idle = tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]
 IDLE: tuple[Idle, ...] = (
     *(
         (
-            f"train.backend is not {' or '.join(names)}",
-            lambda config, _, names=names: config.train.backend not in names,
-            _leaves(f"train.{key}", section),
+            f"{at}.backend is not {' or '.join(names)}",
+            lambda config, _, path=f"{at}.backend", names=names: _value(config, path) not in names,
+            _leaves(f"{at}.{key}", section),
         )
+        for at in _TRAINS
         for key, section, names in (
             ("fsdp", FsdpConfig, ("fsdp", "fsdp2")),
             ("deepspeed", DeepSpeedConfig, ("deepspeed",)),

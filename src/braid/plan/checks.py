@@ -12,7 +12,7 @@ from typing import Any
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
 from braid.config.roles import train_config
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
+from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
 from braid.config.schema import RunConfig
 
 from . import available, credit
@@ -392,9 +392,9 @@ def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                     yield key, f"has no effect: {because}"
 
 
-def idle_keys(config: RunConfig, plan: Plan) -> frozenset[str]:
-    """Keys that nothing reads in this run, whatever they are set to."""
-    return frozenset(key for _, is_idle, keys in _IDLE if is_idle(config, plan) for key in keys)
+def idle_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
+    """Keys and sections that nothing reads in this run, whatever they are set to, and why."""
+    return {key: why for why, is_idle, keys in reversed(_IDLE) if is_idle(config, plan) for key in keys}
 
 
 def _is_set(section: Any, key: str) -> bool:
@@ -410,6 +410,10 @@ def _is_set(section: Any, key: str) -> bool:
 
 def _has_tokens(config: RunConfig, _: Plan) -> bool:
     return not isinstance(config.env, GymnasiumEnv)
+
+
+def _is_of_text(config: RunConfig) -> bool:
+    return isinstance(config.env, SingleTurnEnv | ToolEnv)
 
 
 def _bound_is_wide(config: RunConfig, _: Plan) -> bool:
@@ -510,7 +514,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
     ),
     (
         "there are no data.eval sources",
-        lambda config, plan: _has_tokens(config, plan) and not config.data.eval,
+        lambda config, _: _is_of_text(config) and not config.data.eval,
         (
             "eval.every_rounds",
             "eval.samples_per_prompt",
@@ -524,7 +528,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
     (
         "nothing is evaluated or imitated by it",
         lambda config, plan: (
-            _has_tokens(config, plan) and not config.data.eval and plan.recipe.supervised_coef == 0
+            _is_of_text(config) and not config.data.eval and plan.recipe.supervised_coef == 0
         ),
         ("eval.success_reward",),
     ),

@@ -46,7 +46,7 @@ def resolve(
     """
     if num_prompts is None:
         num_prompts = _known_prompts(config)
-    plan = _derive(config, num_prompts, verb, count_gpus() if num_gpus is None else num_gpus)
+    plan = derive(config, num_prompts, verb, count_gpus() if num_gpus is None else num_gpus)
     if problems := find_problems(config, plan):
         raise ConfigError([Problem(key, message, origin_of(key)) for key, message in problems])
     warnings = [Problem(key, message, origin_of(key)) for key, message in find_warnings(config, plan)]
@@ -62,7 +62,8 @@ def merge_recipe(config: AlgorithmConfig) -> Recipe:
     return replace(RECIPES[config.recipe], **{k: None if v == "off" else v for k, v in given.items()})
 
 
-def _derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:
+def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:
+    """The plan of a config that need not be able to run: no check is made."""
     rollout, train = config.rollout, config.train
     of_critic = config.critic.train or train
     critic_steps = of_critic.steps_per_pass * of_critic.passes_per_round
