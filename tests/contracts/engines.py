@@ -1,19 +1,15 @@
-"""An engine of each kind over one tiny model, and a server that speaks SGLang's interface."""
+"""An engine of each kind over one tiny model."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,20 +17,20 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from braid.config.model import ModelConfig
 from braid.config.rollout import VllmConfig
-from braid.models.base import copy_weights
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
-from braid.rollout.engine import Request, RolloutEngine, Sampling
+from braid.rollout.engine import RolloutEngine
 from braid.rollout.engines.native import NativeEngine
-from braid.rollout.engines.sglang import SglangServer
+from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.engine import VllmEngine
 from braid.rollout.engines.vllm.options import EXTENSION, engine_arguments, environment
 from braid.rollout.engines.vllm.server import VllmServer
 from braid.weights.sender import SendOptions
+
+from .sglang_like import SglangLike
 
 MODEL = ModelConfig.model_validate(
     {
@@ -126,118 +122,13 @@ def vllm_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
 
 @contextmanager
 def sglang_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
-    with SglangLike() as server:
+    server_lm = load_policy(MODEL, temperature=1.0, seed=7, device=torch.device("cpu"))
+    decode: Any = load_tokenizer(MODEL).decode
+    with SglangLike(server_lm, decode) as server:
         sending = SendOptions(transport="files", bucket_bytes=2**14, timeout_s=60.0, folder=str(folder))
         engine = SglangServer(server.url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=60.0)
         with closing(engine):
             yield engine
-
-
-class SglangLike:
-    """A server with the part of SGLang's interface that the adapter uses, over a native engine of its own.
-
-    `faults` says how the next requests to /generate fail: "500", "cut", "hang"."""
-
-    def __init__(self) -> None:
-        self._lm = load_policy(MODEL, temperature=1.0, seed=7, device=torch.device("cpu"))
-        self._engine = native_engine(self._lm)
-        self._loop = asyncio.new_event_loop()
-        self._version = "default"
-        self.faults: list[str] = []
-        self.num_asked = 0
-        handler = type("Handler", (_Handler,), {"owner": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-
-    def __enter__(self) -> SglangLike:
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        p = body["sampling_params"]
-        sampling = Sampling(
-            max_new_tokens=p["max_new_tokens"],
-            min_new_tokens=p["min_new_tokens"],
-            temperature=p["temperature"] or 1.0,
-            greedy=p["temperature"] == 0.0,
-            repetition_penalty=p["repetition_penalty"],
-            stop_strings=tuple(p["stop"]),
-            stop_token_ids=tuple(p["stop_token_ids"]),
-        )
-        request = Request(tuple(body["input_ids"]), sampling, (p["sampling_seed"],))
-        done = asyncio.run_coroutine_threadsafe(self._engine.generate(request), self._loop).result()
-        pairs = zip(done.logprobs, done.token_ids, strict=True)
-        return {
-            "text": "",
-            "meta_info": {
-                "finish_reason": {"type": done.stop_reason},
-                "weight_version": self._version,
-                "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
-            },
-        }
-
-    def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
-        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
-        if not files:
-            return {"success": False, "message": f"no weights in {body['model_path']}"}
-        for file in files:
-            copy_weights(load_file(file), self._lm.named_weights())
-        self._version = body["weight_version"]
-        return {"success": True, "message": "ok"}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    owner: SglangLike
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._answer({} if self.path == "/health" else None)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        owner = self.owner
-        if self.path == "/update_weights_from_disk":
-            self._answer(owner.update_weights_from_disk(body))
-        elif self.path == "/generate":
-            owner.num_asked += 1
-            fault = owner.faults.pop(0) if owner.faults else None
-            if fault == "hang":
-                time.sleep(3.0)
-            if fault == "500":
-                self.send_error(500, "out of memory")
-            elif fault == "cut":
-                self.send_response(200)
-                self.send_header("Content-Length", "1000")
-                self.end_headers()
-                self.wfile.write(b'{"text": ')
-                self.close_connection = True
-            else:
-                self._answer(owner.generate(body))
-        else:
-            self._answer({"success": True} if "generation" in self.path else None)
-
-    def _answer(self, body: dict[str, Any] | None) -> None:
-        data = json.dumps(body).encode() if body is not None else b""
-        try:
-            self.send_response(200 if body is not None else 404)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-        except OSError:  # the client has gone
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
 
 ENGINES: dict[str, Callable[[CausalLM, Path], AbstractContextManager[RolloutEngine]]] = {

@@ -1,26 +1,41 @@
-"""Servers that fail, and several of them as one engine."""
+"""Servers that fail, several of them as one engine, and those that a run starts itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from braid.config.rollout import SglangConfig
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
-from braid.models.loading import load_policy
-from braid.rollout.engine import Completion, Request, Sampling
+from braid.models.loading import load_policy, load_tokenizer
+from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.rollout.engines import http
+from braid.rollout.engines.http import ServerEngine
 from braid.rollout.engines.router import Router
-from braid.rollout.engines.sglang import SglangServer
+from braid.rollout.engines.sglang.engine import SglangEngine
+from braid.rollout.engines.sglang.options import server_arguments
+from braid.rollout.engines.sglang.server import SglangServer
+from braid.rollout.engines.vllm.server import VllmServer
 from braid.weights.sender import SendOptions
 
-from .engines import MAX_TOKENS, MODEL, SglangLike, free_port
+from .engines import MAX_TOKENS, MODEL, free_port, write_folder
+from .sglang_like import SglangLike
+from .unruly import ANSWERS, TOKENS, Protocol, UnrulyServer
 
 REQUEST = Request((3, 4, 5), Sampling(max_new_tokens=4), (0,))
+ENGINES: dict[Protocol, type[ServerEngine]] = {"vllm": VllmServer, "sglang": SglangServer}
 
 
 @pytest.fixture(scope="module")
@@ -28,79 +43,296 @@ def lm() -> CausalLM:
     return load_policy(MODEL, temperature=1.0, seed=0, device=torch.device("cpu"))
 
 
+@pytest.fixture(params=["vllm", "sglang"])
+def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Protocol:
+    """Of the servers, whose clients wait only shortly between tries."""
+    monkeypatch.setattr(http, "_BACKOFF_S", 0.05)
+    return request.param
+
+
 @contextmanager
-def connected(server: SglangLike, folder: Path, timeout_s: float = 30.0) -> Iterator[SglangServer]:
+def connected(
+    url: str, folder: Path, timeout_s: float = 30.0, protocol: Protocol = "sglang"
+) -> Iterator[ServerEngine]:
     sending = SendOptions(transport="files", bucket_bytes=2**20, timeout_s=30.0, folder=str(folder))
-    engine = SglangServer(server.url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=timeout_s)
+    engine = ENGINES[protocol](url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=timeout_s)
     with closing(engine):
         yield engine
 
 
-def ask(engine: SglangServer | Router, *requests: Request) -> list[Completion | BaseException]:
+@contextmanager
+def unruly(
+    protocol: Protocol, folder: Path, timeout_s: float = 10.0
+) -> Iterator[tuple[UnrulyServer, ServerEngine]]:
+    """A server that answers, and an engine that has given it weights."""
+    with UnrulyServer(protocol) as server, connected(server.url, folder, timeout_s, protocol) as engine:
+        engine.load_weights(1, [("w", torch.ones(2))])
+        yield server, engine
+
+
+def ask(engine: RolloutEngine, *requests: Request) -> list[Completion | BaseException]:
     async def gather() -> list[Completion | BaseException]:
         return await asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
 
     return asyncio.run(gather())
 
 
-def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+def tokens_of(answers: Sequence[Completion | BaseException]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers if isinstance(answer, Completion)]
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path, protocol: Protocol) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    sending = SendOptions(transport="files", bucket_bytes=2**20, timeout_s=5.0, folder=str(tmp_path))
-    with pytest.raises(EngineError, match=f"{url} failed on GET /health"):
-        SglangServer(url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=5.0)
+    with (
+        pytest.raises(EngineError, match=f"{url} failed on GET .* \\(4 tries\\)"),
+        connected(url, tmp_path, 5.0, protocol),
+    ):
+        pass
 
 
-def test_a_request_outlives_an_error_and_a_cut_line(lm: CausalLM, tmp_path: Path) -> None:
-    with SglangLike() as server, connected(server, tmp_path) as engine:
-        engine.load_weights(1, lm.named_weights())
-        (expected,) = ask(engine, REQUEST)
-        server.faults = ["500", "cut"]
-        (completion,) = ask(engine, REQUEST)
-        assert isinstance(expected, Completion)
-        assert isinstance(completion, Completion)
-        assert completion.token_ids == expected.token_ids
-        assert server.num_asked == 4
+def test_a_server_that_never_says_what_it_is_is_named(tmp_path: Path, protocol: Protocol) -> None:
+    with UnrulyServer(protocol) as server:
+        server.greeting = "hang"
+        with pytest.raises(EngineError, match=f"{server.url} failed on GET .* did not answer in time"):  # noqa: SIM117
+            with connected(server.url, tmp_path, 0.3, protocol):
+                pass
 
 
+@pytest.mark.parametrize(
+    "faults", [["500"], ["429", "503", "502"], ["cut"], ["silent"], ["noise"], ["garbage"]]
+)
+def test_a_request_outlives_what_may_pass(tmp_path: Path, protocol: Protocol, faults: list[str]) -> None:
+    with unruly(protocol, tmp_path) as (server, engine):
+        server.faults = list(faults)
+        assert tokens_of(ask(engine, REQUEST)) == [TOKENS]
+        assert server.num_asked == len(faults) + 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        (["500"] * 4, r"failed on POST /\S+ \(4 tries\): answered 500"),
+        (["429"] * 4, r"\(4 tries\): answered 429"),
+        (["garbage"] * 4, r"\(4 tries\): answered what is no JSON"),
+        (["cut"] * 4, r"\(4 tries\): RemoteProtocolError"),
+        (["400"], r"failed on POST /\S+: answered 400"),
+        (["hang"], r"failed on POST /\S+: did not answer in time \(limit 0.6 s\)"),
+        (["drip"], r"failed on POST /\S+: did not answer in time"),
+        (["503", "hang"], r"\(2 tries\): did not answer in time .*; before: answered 503"),
+    ],
+)
 def test_a_server_that_goes_on_failing_is_an_error_that_says_what_it_did(
-    lm: CausalLM, tmp_path: Path
+    tmp_path: Path, protocol: Protocol, faults: list[str], told: str
 ) -> None:
-    with SglangLike() as server, connected(server, tmp_path) as engine:
-        engine.load_weights(1, lm.named_weights())
-        server.faults = ["500"] * 4
+    with unruly(protocol, tmp_path, timeout_s=0.6) as (server, engine):
+        server.faults = list(faults)
         (error,) = ask(engine, REQUEST)
         assert isinstance(error, EngineError)
-        assert f"{server.url} failed on POST /generate (4 tries): answered 500" in str(error)
+        with pytest.raises(EngineError, match=told):
+            raise error
+        assert server.url in str(error)
+        assert server.num_asked == len(faults)
+        assert tokens_of(ask(engine, REQUEST)) == [TOKENS], "the next request is a new one"
+
+
+def _changed(protocol: Protocol, tokens: Any, logprobs: Any) -> Any:
+    if protocol == "vllm":
+        return {
+            "choices": [
+                {"finish_reason": "length", "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+            ]
+        }
+    about = ANSWERS["sglang"]["meta_info"]
+    return {"meta_info": about | {"output_token_logprobs": list(zip(logprobs, tokens, strict=True))}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda _: ["ok"], "in another form than known"),
+        (lambda _: None, "in another form than known"),
+        (lambda p: _changed(p, [], []), "0 tokens"),
+        (lambda p: _changed(p, [1] * 5, [-1.0] * 5), "5 tokens, and 4 were asked for"),
+        (lambda p: _changed(p, [1.5], [-1.0]), "a token id that is none"),
+        (lambda p: _changed(p, [1], [None]), "a log-prob that is no number"),
+        (lambda p: _changed(p, [1], [float("nan")]), "not finite"),
+    ],
+)
+def test_an_answer_that_is_no_completion_is_an_error_that_shows_it(
+    tmp_path: Path, protocol: Protocol, answer: Callable[[Protocol], Any], told: str
+) -> None:
+    with unruly(protocol, tmp_path) as (server, engine):
+        server.answer = answer(protocol)
+        (error,) = ask(engine, REQUEST)
+        assert isinstance(error, EngineError)
+        assert told in str(error)
+        assert server.num_asked == 1
+
+
+def test_a_server_that_comes_back_within_the_tries_answers(tmp_path: Path, protocol: Protocol) -> None:
+    with ExitStack() as stack:
+        with UnrulyServer(protocol) as first:
+            engine = stack.enter_context(connected(first.url, tmp_path, 10.0, protocol))
+            engine.load_weights(1, [("w", torch.ones(2))])
+        again = UnrulyServer(protocol, first.port)
+        threading.Timer(0.1, lambda: stack.enter_context(again)).start()
+        assert tokens_of(ask(engine, REQUEST)) == [TOKENS]
+
+
+def test_a_publication_that_a_server_does_not_answer_ends_in_time_and_leaves_no_version(
+    tmp_path: Path, protocol: Protocol
+) -> None:
+    with unruly(protocol, tmp_path, timeout_s=0.4) as (server, engine):
+        server.greeting = "hang"
+        with pytest.raises(EngineError, match="did not answer in time"):
+            engine.load_weights(2, [("w", torch.ones(2))])
+        (error,) = ask(engine, REQUEST)
+        assert "has no weights" in str(error)
+        server.greeting, server.answer = None, _versioned(protocol, "3")
+        engine.load_weights(3, [("w", torch.ones(2))])
+        assert tokens_of(ask(engine, REQUEST)) == [TOKENS]
+
+
+def _versioned(protocol: Protocol, version: str) -> Any:
+    if protocol == "vllm":
+        return ANSWERS["vllm"]
+    return {"meta_info": ANSWERS["sglang"]["meta_info"] | {"weight_version": version}}
+
+
+def test_requests_of_a_server_that_hangs_go_on_at_the_others(tmp_path: Path, protocol: Protocol) -> None:
+    with ExitStack() as stack:
+        pairs = [stack.enter_context(unruly(protocol, tmp_path / str(i), 0.5)) for i in range(2)]
+        (hung, _), (well, _) = pairs
+        router = Router([engine for _, engine in pairs])
+        hung.faults = ["hang"] * 9
+        requests = [Request((n, 4), Sampling(max_new_tokens=4), (n,)) for n in range(3, 9)]
+        errors = [answer for answer in ask(router, *requests) if not isinstance(answer, Completion)]
+        assert len(errors) == 3
+        assert all(isinstance(error, EngineError) and hung.url in str(error) for error in errors)
+        assert tokens_of(ask(router, *requests)) == [TOKENS] * 6, "who has failed is asked last"
+        assert (hung.num_asked, well.num_asked) == (3, 9)
 
 
 def test_a_server_without_the_right_weights_gives_no_answer(lm: CausalLM, tmp_path: Path) -> None:
-    with SglangLike() as server, connected(server, tmp_path) as engine:
+    with sglang_like() as server, connected(server.url, tmp_path) as engine:
         (error,) = ask(engine, REQUEST)
         assert "has no weights" in str(error)
         engine.load_weights(1, lm.named_weights())
         server.update_weights_from_disk(
-            {"model_path": str(tmp_path / "version_000001"), "weight_version": "7"}
+            {"model_path": str(tmp_path / "version_000001"), "load_format": "auto", "weight_version": "7"}
         )
         (error,) = ask(engine, REQUEST)
         assert "version 7 of the weights in place of 1" in str(error)
 
 
-@pytest.mark.slow
-def test_a_router_shares_prompts_out_and_keeps_those_of_a_group_together(
+def sglang_like() -> SglangLike:
+    decode: Any = load_tokenizer(MODEL).decode
+    return SglangLike(load_policy(MODEL, temperature=1.0, seed=7, device=torch.device("cpu")), decode)
+
+
+def test_files_reach_several_servers_in_one_writing_and_groups_stay_together(
     lm: CausalLM, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(SglangLike()) for _ in range(2)]
-        engines = [stack.enter_context(connected(s, tmp_path / str(i))) for i, s in enumerate(servers)]
+        servers = [stack.enter_context(sglang_like()) for _ in range(2)]
+        engines = [stack.enter_context(connected(server.url, tmp_path)) for server in servers]
         router = Router(engines)
-        router.load_weights(1, lm.named_weights())
+        num_reads = 0
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal num_reads
+            num_reads += 1
+            yield from lm.named_weights()
+
+        for version in (1, 2):
+            router.load_weights(version, weights())
+        router.publish(2)
+        assert num_reads == 2, "once per version, not per server"
         groups = [Request((n, 4), Sampling(max_new_tokens=4), (n, i)) for n in range(3, 7) for i in range(3)]
         answers = ask(router, *groups)
-        assert all(isinstance(answer, Completion) for answer in answers)
-        assert [server.num_asked for server in servers] == [6, 6]
-        servers[0].faults = ["500"] * 4
-        failed = [answer for answer in ask(router, groups[0], groups[3]) if isinstance(answer, EngineError)]
-        assert [servers[0].url in str(error) for error in failed] == [True]
-        (answer,) = ask(router, groups[0])
-        assert isinstance(answer, Completion)
-        assert servers[1].num_asked == 8, "the engine that failed is asked last"
+        assert len(tokens_of(answers)) == len(groups)
+        assert [server.num_answers for server in servers] == [6, 6]
+        alone = [ask(engine, Request((3, 4), Sampling(8, greedy=True), (0,))) for engine in engines]
+        assert tokens_of(alone[0]) == tokens_of(alone[1])
+        router.close()
+
+
+@pytest.fixture
+def sglang_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for SGLang is where Python looks for packages."""
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{here / 'sglang_package'}:{here.parent.parent}")
+
+
+def start_sglang(lm: CausalLM, folder: Path, **options: Any) -> SglangEngine:
+    model = str(write_folder(lm, folder))
+    arguments = server_arguments(
+        SglangConfig.model_validate({"max_running": 8, **options}),
+        model=model,
+        tokenizer=model,
+        dtype="fp32",
+        longest=MAX_TOKENS,
+        trust_remote_code=False,
+        sleeps=True,
+        seed=0,
+    )
+    sending = SendOptions(
+        transport="files", bucket_bytes=2**20, timeout_s=30.0, folder=str(folder / "weights")
+    )
+    return SglangEngine(
+        arguments,
+        name="SGLang engine 0",
+        log=folder / "engine.log",
+        max_tokens=MAX_TOKENS,
+        sending=sending,
+        start_timeout_s=60.0,
+        timeout_s=30.0,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sglang_installed")
+def test_a_server_of_the_run_is_started_told_apart_when_it_dies_and_ended(
+    lm: CausalLM, tmp_path: Path
+) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with closing(start_sglang(lm, tmp_path)) as engine:
+        started = set(psutil.Process().children(recursive=True)) - before
+        assert len(started) == 2, "the server, and what ends it with this process"
+        engine.load_weights(1, lm.named_weights())
+        engine.publish(1)
+        (completion,) = ask(engine, REQUEST)
+        assert isinstance(completion, Completion)
+        assert completion.policy_version == 1
+        (server,) = [process for process in started if not process.children()]
+        server.kill()
+        (error,) = ask(engine, REQUEST)
+        assert "SGLang engine 0 ended (killed by SIGKILL)" in str(error)
+        assert "fired up" in str(error), "its log ends the message"
+    assert not psutil.wait_procs(list(started), timeout=5)[1]
+
+
+def test_a_server_that_does_not_come_up_is_an_error_with_the_end_of_its_log(
+    lm: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "launch_server.py").write_text("raise SystemExit('there is no GPU here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineError, match=r"ended before it was up \(exit status 1\)(?s:.*)no GPU here"):
+        start_sglang(lm, tmp_path)
+
+
+def test_a_process_with_a_guard_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from braid.rollout.engines.child import Child;"
+        "Child([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'], log=Path(sys.argv[1]), environment={});"
+        "time.sleep(99)"
+    )
+    log = tmp_path / "log"
+    with subprocess.Popen([sys.executable, "-c", code, str(log)]) as parent:
+        while not (log.exists() and log.read_text()):
+            time.sleep(0.02)
+        started = psutil.Process(parent.pid).children(recursive=True)
+        assert len(started) == 2
+        parent.kill()
+    assert not psutil.wait_procs(started, timeout=5)[1]

@@ -35,7 +35,6 @@ def warnings(*overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("override", "key", "part", "here"),
     [
-        ("rollout.engine=sglang", "rollout.sglang.servers", "does not start SGLang", "engine=vllm"),
         ("env={kind: libero}", "env.kind", "the simulator libero", "gymnasium"),
         ("env={kind: maniskill, task: PickCube-v1}", "env.kind", "the simulator maniskill", "gymnasium"),
         ("model.vla={}", "model.vla", "vision-language-action", "model.build"),
@@ -53,8 +52,8 @@ def test_a_part_that_is_not_built_is_named_with_what_runs_here(
 
 
 def test_all_missing_parts_are_told_together_and_nothing_else() -> None:
-    found = complaints("env={kind: libero}", "rollout.engine=sglang", "train.steps_per_pass=1000")
-    assert set(found) == {"env.kind", "rollout.sglang.servers"}
+    found = complaints("env={kind: libero}", "model.vla={}", "train.steps_per_pass=1000")
+    assert set(found) == {"env.kind", "model.vla"}
 
 
 def test_fsdp_takes_a_policy_on_several_devices() -> None:
@@ -138,6 +137,29 @@ def test_a_package_that_is_not_installed_is_missed_by_a_run_and_not_by_a_plan(
     assert "pip install 'braid-rl[megatron]'" in message
     single = load_config(None, TEXT).config
     assert list(missing_packages(single, resolve(single))) == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_is_missed_where_no_server_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setitem(sys.modules, engine, None)
+    config = load_config(None, [*TEXT, f"rollout.engine={engine}"]).config
+    ((key, message),) = missing_packages(config, resolve(config))
+    assert key == "rollout.engine"
+    assert f"pip install 'braid-rl[{engine}]'" in message
+    served = load_config(
+        None, [*TEXT, f"rollout={{engine: {engine}, {engine}: {{servers: [http://x]}}}}"]
+    ).config
+    assert list(missing_packages(served, resolve(served))) == []
+
+
+def test_sglang_has_a_way_of_its_own_for_weights_and_text() -> None:
+    found = warnings(
+        "rollout.engine=sglang", "rollout.sglang.detokenize=true", "rollout.publish.transport=gloo"
+    )
+    assert "always makes text" in found["rollout.sglang.detokenize"]
+    assert "from files" in found["rollout.publish.transport"]
 
 
 def test_ranks_without_rows_and_groups_across_machines_are_suspicious() -> None:

@@ -222,6 +222,8 @@ class VllmConfig(_ServedEngine):
 class SglangConfig(_ServedEngine):
     """SGLang (`rollout.engine=sglang`, extra `sglang`)."""
 
+    deterministic: bool = True
+    """Every request is drawn with random numbers of its own, and its numbers hang on no other request; false is faster."""
     decode_log_interval: PositiveInt = 40
     """Decoding steps between two lines of SGLang's log."""
     torch_compile: bool = False

@@ -19,7 +19,9 @@ from braid.plan import Plan
 from braid.rollout.collector import Collector
 from braid.rollout.engines.published import RemoteEngine
 from braid.rollout.engines.router import Router
-from braid.rollout.engines.sglang import SglangServer
+from braid.rollout.engines.sglang.engine import SglangEngine
+from braid.rollout.engines.sglang.options import server_arguments
+from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.engine import VllmEngine
 from braid.rollout.engines.vllm.options import engine_arguments, environment
 from braid.rollout.engines.vllm.server import VllmServer
@@ -46,29 +48,36 @@ def make_engine(
         server = VllmServer if rollout.engine == "vllm" else SglangServer
         max_tokens = of.max_model_tokens or longest
         return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
-    assert rollout.engine == "vllm", "the plan wants servers for SGLang"
     holder = TemporaryDirectory(prefix="braid_engine_")
     folder = Path(holder.name)
-    arguments = engine_arguments(
-        rollout.vllm,
-        model=_model_folder(config, tokenizer, folder, has_weights=rollout.vllm.load_weights),
-        tokenizer=str(folder),
-        dtype=config.model.dtype,
-        longest=longest,
-        trust_remote_code=config.model.trust_remote_code,
-        on_gpu=device_of(config).type == "cuda",
-        seed=config.run.seed,
-    )
+    model: dict[str, Any] = {
+        "model": _model_folder(config, tokenizer, folder, has_weights=of.load_weights),
+        "tokenizer": str(folder),
+        "dtype": config.model.dtype,
+        "longest": longest,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.run.seed,
+    }
+    process: dict[str, Any] = {
+        "log": logs / f"engine_{number}.log",
+        "sending": sending,
+        "start_timeout_s": config.cluster.start_timeout_s,
+        "timeout_s": timeout_s,
+        "on_close": holder.cleanup,
+    }
+    if rollout.engine == "sglang":
+        return SglangEngine(
+            server_arguments(rollout.sglang, sleeps=number in plan.layout.engines_in_turns, **model),
+            name=f"SGLang engine {number}",
+            max_tokens=of.max_model_tokens or longest,
+            **process,
+        )
     return VllmEngine(
-        arguments,
+        engine_arguments(rollout.vllm, on_gpu=device_of(config).type == "cuda", **model),
         name=f"vLLM engine {number}",
-        log=logs / f"engine_{number}.log",
         environment=environment(rollout.vllm),
-        sending=sending,
-        start_timeout_s=config.cluster.start_timeout_s,
-        timeout_s=timeout_s,
         detokenizes=rollout.vllm.detokenize,
-        on_close=holder.cleanup,
+        **process,
     )
 
 
@@ -140,7 +149,7 @@ class PublicationHere:
 def _model_folder(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, *, has_weights: bool
 ) -> str:
-    """A folder for vLLM to read the model from, made in `folder` unless its own is to be read whole. Without weights vLLM goes
+    """A folder for an engine to read the model from, made in `folder` unless its own is to be read whole. Without weights it goes
     by the config alone, as the trainer's publications do."""
     model = config.model
     tokenizer.save_pretrained(folder)

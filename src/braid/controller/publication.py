@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from braid.config.schema import RunConfig
+from braid.models.folders import expand
 from braid.plan.layout import Layout
 from braid.runtime.workers import WorkerGroup
 from braid.weights.sender import SendOptions
@@ -49,6 +51,7 @@ def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: boo
         is_one_device=is_cuda and all(seat == set(first.devices) for seat in seats),
         # NCCL takes one rank on a GPU: with an engine on the sender's, and others elsewhere, weights go by host memory.
         is_cuda=is_cuda and (all(shared) or not any(shared)),
+        reads_folders=config.rollout.engine == "sglang",
     )
     transport = choose_transport(publish, meeting)
     assert transport is not None, "engines have processes of their own"
@@ -58,5 +61,10 @@ def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: boo
         timeout_s=config.cluster.call_timeout_s,
         existing=on_existing(publish, is_server=bool(servers[config.rollout.engine])),
         folder=folder,
-        beside=config.model.path,
+        beside=_folder(config.model.path),
     )
+
+
+def _folder(path: str | None) -> str | None:
+    """The model's folder where it has one; a name on the hub is none."""
+    return None if path is None or not Path(expand(path)).is_dir() else expand(path)

@@ -19,6 +19,7 @@ from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
 from .megatron import IDLE_IN_MEGATRON, missing_in_megatron
+from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 
@@ -50,12 +51,6 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if config.model.lora is not None and plan.layout.mode != "in_process":
         yield from _not_with_adapters(config, plan)
     yield from missing_in_megatron(config)
-    if config.rollout.engine == "sglang" and not config.rollout.sglang.servers:
-        yield (
-            "rollout.sglang.servers",
-            "braid does not start SGLang itself in this version; start servers (python -m sglang.launch_server --model-path "
-            "...) and give their URLs here, or set rollout.engine=vllm",
-        )
     if config.env.kind in _SIMULATORS:
         yield "env.kind", _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
     if config.model.vla is not None:
@@ -84,11 +79,13 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
                 f"'braid-rl[{train.backend}]', or set it to fsdp2",
             )
 
-    if config.rollout.engine == "vllm" and not config.rollout.vllm.servers and not _is_installed("vllm"):
+    engine, served = config.rollout.engine, served_engine(config)
+    if served is not None and not served.servers and not _is_installed(engine):
+        on_cpu = " (on a CPU: make vllm)" if engine == "vllm" else ", which needs a GPU"
         yield (
             "rollout.engine",
-            "vllm needs the package vllm, which is not installed; run: pip install 'braid-rl[vllm]' (on a CPU: make vllm), "
-            "give rollout.vllm.servers, or set it to native",
+            f"{engine} needs the package {engine}, which is not installed; run: pip install 'braid-rl[{engine}]'{on_cpu}, "
+            f"give rollout.{engine}.servers, or set it to native",
         )
 
 
@@ -295,6 +292,16 @@ IDLE: tuple[Idle, ...] = (
             ),
         )
         for name, section in (("vllm", VllmConfig), ("sglang", SglangConfig))
+    ),
+    (
+        "SGLang always makes text, for stop strings",
+        lambda config, _: config.rollout.engine == "sglang",
+        ("rollout.sglang.detokenize",),
+    ),
+    (
+        "SGLang reads weights from files",
+        lambda config, _: config.rollout.engine == "sglang",
+        ("rollout.publish.transport", "rollout.publish.existing_group"),
     ),
     (
         "the executor is that of several devices, and each engine has one",

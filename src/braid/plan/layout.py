@@ -83,6 +83,14 @@ class Layout:
         """A role's workers; None when it has none of its own."""
         return next((of for of in self.roles if of.role == name), None)
 
+    @property
+    def engines_in_turns(self) -> tuple[int, ...]:
+        """Ranks of rollout on devices that a training role has too."""
+        trained = {device for of in self.roles if of.role != "rollout" for device in of.devices}
+        rollout = self.role("rollout")
+        workers = () if rollout is None else rollout.workers
+        return tuple(worker.rank for worker in workers if trained.intersection(worker.devices))
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ _RETRIED = frozenset({408, 425, 429})
 """Statuses of HTTP that may be better later, beside those from 500 on."""
 _TRIES, _BACKOFF_S = 4, 0.5
 _CONNECT_S = 10.0
+_GREET_S = 60.0
+"""The longest that a running server may take to say what it is."""
 _SHOWN_CHARACTERS = 300
 """Of a server's answer, in messages."""
 
@@ -36,10 +38,10 @@ class Client:
     """Requests to one server, on an event loop of its own: connections stay open whichever loop the caller runs."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        """`timeout_s` bounds one answer."""
+        """`timeout_s` bounds one answer, with all tries that it takes, unless a call has a limit of its own."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
-        timeout = httpx2.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s), pool=None)
+        timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         self._http = httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {url}", daemon=True)
@@ -53,10 +55,12 @@ class Client:
         *,
         params: Mapping[str, str] | None = None,
         tries: int = _TRIES,
+        timeout_s: float | None = None,
     ) -> Future[Any]:
         """The server's answer, as JSON (None for an empty one). Cancelling it ends the connection. Its exception is an
-        EngineError: after `tries` tries where another might have helped, at once where the server refuses."""
-        work: Coroutine[Any, Any, Any] = self._ask(method, path, body, params, tries)
+        EngineError: after `tries` tries where another might have helped, at once where the server refuses, and in any case when
+        the time is up. What may not be done twice has one try."""
+        work = self._ask(method, path, body, params, tries, timeout_s or self._timeout_s)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, method: Method, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -73,29 +77,33 @@ class Client:
         self._loop.close()
 
     async def _ask(
-        self, method: Method, path: str, body: Any, params: Mapping[str, str] | None, tries: int
+        self,
+        method: Method,
+        path: str,
+        body: Any,
+        params: Mapping[str, str] | None,
+        tries: int,
+        timeout_s: float,
     ) -> Any:
-        why, attempt = "", 0
-        for attempt in range(tries):
-            if attempt:
-                await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1))
-            try:
-                answer = await self._http.request(method, path, json=body, params=params)
-                if answer.status_code < 400:
-                    return answer.json() if answer.content else None
-            except httpx2.TimeoutException as error:
-                why = f"did not answer in time ({type(error).__name__}, limit {self._timeout_s:g} s)"
-                continue
-            except httpx2.HTTPError as error:
-                why = f"{type(error).__name__}: {error}".rstrip(": ")
-                continue
-            except json.JSONDecodeError as error:
-                why = f"answered what is no JSON ({error})"
-                continue
-            why = f"answered {answer.status_code}: {answer.text[:_SHOWN_CHARACTERS]}"
-            if answer.status_code < 500 and answer.status_code not in _RETRIED:
-                break
-        again = f" ({attempt + 1} tries)" if attempt else ""
+        failures: list[str] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                for attempt in range(tries):
+                    if attempt:
+                        await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1))
+                    try:
+                        return _json(await self._http.request(method, path, json=body, params=params))
+                    except _Failure as failure:
+                        failures.append(str(failure))
+                        if not failure.may_pass:
+                            break
+                    except httpx2.HTTPError as error:
+                        failures.append(f"{type(error).__name__}: {error}".rstrip(": "))
+        except TimeoutError:
+            failures.append(f"did not answer in time (limit {timeout_s:g} s)")
+        # What came before the last failure may say why.
+        why = "; before: ".join(dict.fromkeys(reversed(failures)))
+        again = f" ({len(failures)} tries)" if len(failures) > 1 else ""
         raise EngineError(f"the server {self.url} failed on {method} {path}{again}: {why}")
 
     async def _end(self) -> None:
@@ -104,6 +112,26 @@ class Client:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
+
+
+class _Failure(Exception):
+    """The server answered, and not with what was asked for. `may_pass`: another try may help."""
+
+    def __init__(self, why: str, *, may_pass: bool) -> None:
+        super().__init__(why)
+        self.may_pass = may_pass
+
+
+def _json(answer: httpx2.Response) -> Any:
+    """What an answer says; None for an empty one. Raises _Failure for anything else than an answer."""
+    if answer.status_code >= 300:
+        text = answer.text[:_SHOWN_CHARACTERS]
+        may_pass = answer.status_code >= 500 or answer.status_code in _RETRIED
+        raise _Failure(f"answered {answer.status_code}: {text}", may_pass=may_pass)
+    try:
+        return answer.json() if answer.content else None
+    except ValueError as error:  # no JSON, or no text at all
+        raise _Failure(f"answered what is no JSON ({error})", may_pass=True) from error
 
 
 class ServerEngine(RemoteEngine):
@@ -116,10 +144,12 @@ class ServerEngine(RemoteEngine):
         max_tokens: int,
         sending: SendOptions,
         timeout_s: float,
+        name: str | None = None,
     ) -> None:
         """`max_tokens` is the longest sequence that is asked for; `timeout_s` bounds one answer; `sending` is RemoteEngine's.
-        Raises EngineError, naming the URL, when no server answers there or it is not set up as it has to be."""
-        super().__init__(f"the server {url}", sending)
+        `name` is what messages call it, by its URL unless given. Raises EngineError, naming the URL, when no server answers
+        there or it is not set up as it has to be."""
+        super().__init__(name or f"the server {url}", sending)
         self._max_tokens, self._timeout_s = max_tokens, timeout_s
         self._num_pending = 0
         self._is_closed = False
@@ -153,10 +183,11 @@ class ServerEngine(RemoteEngine):
             self._num_pending -= 1
         try:
             token_ids, logprobs, reason = self._read(answer)
+            _check_form(token_ids, logprobs, request.sampling.max_new_tokens)
         except (KeyError, TypeError, IndexError, ValueError) as error:
             shown = json.dumps(answer)[:_SHOWN_CHARACTERS]
             raise EngineError(
-                f"{self.name} answered POST {path} in another form than known: {shown}"
+                f"{self.name} answered POST {path} in another form than known ({error!r}): {shown}"
             ) from error
         self._check_finite(logprobs, version)
         return Completion(token_ids, logprobs, reason, version, start, time.perf_counter())
@@ -167,6 +198,11 @@ class ServerEngine(RemoteEngine):
             self._is_closed = True
             super().close()
             self._client.close()
+
+    def _about(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        """What the server says of itself; sooner than it has to answer requests."""
+        limit_s = min(_GREET_S, self._timeout_s)
+        return self._client.call("GET", path, params=params, timeout_s=limit_s)
 
     @property
     @abstractmethod
@@ -184,3 +220,15 @@ class ServerEngine(RemoteEngine):
     @abstractmethod
     def _read(self, answer: Any) -> Answer:
         """What the server's answer says. May raise KeyError, TypeError, IndexError and ValueError for one of another form."""
+
+
+def _check_form(token_ids: list[int], logprobs: list[float], most: int) -> None:
+    """Raise ValueError for what is no completion of `most` tokens at most."""
+    if len(token_ids) != len(logprobs):
+        raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs")
+    if not 0 < len(token_ids) <= most:
+        raise ValueError(f"{len(token_ids)} tokens, and {most} were asked for at most")
+    if not all(type(token) is int and token >= 0 for token in token_ids):
+        raise ValueError("a token id that is none")
+    if not all(isinstance(logprob, int | float) for logprob in logprobs):
+        raise ValueError("a log-prob that is no number")

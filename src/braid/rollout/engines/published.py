@@ -25,7 +25,7 @@ class RemoteEngine(PublishedEngine):
 
     def __init__(self, name: str, sending: SendOptions) -> None:
         """`name` is what messages call it; `sending` is how `load_weights` brings weights from this process to it."""
-        self.name, self._options = name, sending
+        self.name, self.sending = name, sending
         self._sender: Sender | None = None
         self._version: int | None = None
 
@@ -55,33 +55,24 @@ class RemoteEngine(PublishedEngine):
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See PublishedEngine."""
-        self._check_idle(version)
         if self._sender is None:
-            self._sender = open_sender(self.receivers, self._options)
-        receiving = self.start_receiving(version, self._sender.ticket.as_dict())
-        try:
-            self._sender.send(version, weights)
-        except EngineError:
-            # Where the engine itself failed, it knows why.
-            with contextlib.suppress(FutureTimeoutError):
-                receiving.result(_WHY_S)
-            raise
-        self.finish_receiving(version, receiving)
+            self._sender = open_sender(self.receivers, self.sending)
+        send_to([self], self._sender, version, weights)
 
     def start_receiving(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
         """Begin to take `version` over from a sender in any process (weights.open_sender with `receivers`). The engine has no
         weights until `finish_receiving`. Raises EngineError while requests run."""
-        self._check_idle(version)
+        self.check_idle(version)
         self._version = None
         return self._receive(version, ticket)
 
     def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
         """Sample with `version` from now on. Raises EngineError when it did not arrive as it was sent."""
         try:
-            receiving.result(self._options.timeout_s)
+            receiving.result(self.sending.timeout_s)
         except FutureTimeoutError:
             raise EngineError(
-                f"{self.name} did not take version {version} over within {self._options.timeout_s:g} s; raise "
+                f"{self.name} did not take version {version} over within {self.sending.timeout_s:g} s; raise "
                 "cluster.call_timeout_s if it only needs longer"
             ) from None
         self._version = version
@@ -92,7 +83,8 @@ class RemoteEngine(PublishedEngine):
             self._sender.close()
             self._sender = None
 
-    def _check_idle(self, version: int) -> None:
+    def check_idle(self, version: int) -> None:
+        """Raise EngineError while requests run."""
         if self.num_pending:
             raise EngineError(
                 f"cannot publish version {version} while {self.num_pending} requests run; await them first"
@@ -110,3 +102,23 @@ class RemoteEngine(PublishedEngine):
                 f"{self.name} gave log-probs that are not finite (policy version {version}); the policy's weights have "
                 "diverged, or overflow in the engine's dtype"
             )
+
+
+def send_to(
+    engines: Sequence[RemoteEngine], sender: Sender, version: int, weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Bring `weights` to all `engines` at once; `sender` is for the receivers of all of them. Raises EngineError when one of them
+    has not taken over what was sent, or while requests run."""
+    for engine in engines:
+        engine.check_idle(version)
+    receiving = [engine.start_receiving(version, sender.ticket.as_dict()) for engine in engines]
+    try:
+        sender.send(version, weights)
+    except EngineError:
+        # Where an engine itself failed, it knows why.
+        for of in receiving:
+            with contextlib.suppress(FutureTimeoutError):
+                of.result(_WHY_S)
+        raise
+    for engine, of in zip(engines, receiving, strict=True):
+        engine.finish_receiving(version, of)

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, PublishedEngine, Request
+from braid.rollout.engine import Completion, Request
+from braid.weights.sender import Sender, open_sender
+
+from .published import RemoteEngine, send_to
 
 
 @dataclass(slots=True)
@@ -27,10 +30,11 @@ class Router:
     request fails with its engine: its error says which; a further try of the caller goes to another one.
     """
 
-    engines: Sequence[PublishedEngine]
+    engines: Sequence[RemoteEngine]
     _loads: list[int] = field(default_factory=list)
     _failures: list[int] = field(default_factory=list)
     _homes: dict[tuple[int, ...], _Home] = field(default_factory=dict)
+    _sender: Sender | None = None
 
     def __post_init__(self) -> None:
         assert self.engines, "a router needs an engine"
@@ -71,10 +75,11 @@ class Router:
             engine.publish(version)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See PublishedEngine."""
-        held = list(weights)
-        for engine in self.engines:
-            engine.load_weights(version, held)
+        """See PublishedEngine; the weights are read once, and go to all engines at the same time."""
+        if self._sender is None:
+            receivers = [name for engine in self.engines for name in engine.receivers]
+            self._sender = open_sender(receivers, self.engines[0].sending)
+        send_to(self.engines, self._sender, version, weights)
 
     def pause(self) -> None:
         """See PublishedEngine."""
@@ -98,6 +103,9 @@ class Router:
 
     def close(self) -> None:
         """See RolloutEngine."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         for engine in self.engines:
             engine.close()
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,14 +18,11 @@ from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request, check_request, seed_of
+from braid.rollout.engines.child import Child
 from braid.rollout.engines.published import RemoteEngine
 from braid.weights.sender import SendOptions
 
 from .options import receiver_name
-
-_END_S = 10.0
-"""How long an ended process may take to be gone."""
-_LAST_LINES = 12
 
 
 class VllmEngine(RemoteEngine):
@@ -54,7 +48,7 @@ class VllmEngine(RemoteEngine):
         A request or call fails when the process has been silent for `timeout_s`.
         """
         super().__init__(name, sending)
-        self._arguments, self._log, self._timeout_s = dict(arguments), log, timeout_s
+        self._arguments, self._timeout_s = dict(arguments), timeout_s
         self._on_close = on_close
         self._failure: str | None = None
         self._numbers = itertools.count()
@@ -65,7 +59,7 @@ class VllmEngine(RemoteEngine):
         self._is_up: Future[None] = Future()
         self._heard_s = time.monotonic()
         self._start_timeout_s = start_timeout_s
-        self._process, self._connection = _start(log, environment)
+        self._child, self._connection = _start(log, environment)
         self._connection.send((self._arguments, detokenizes))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
@@ -133,7 +127,7 @@ class VllmEngine(RemoteEngine):
         self._failure = None
         self._fail(f"{self.name} is closed; make a new one")
         super().close()
-        self._end_process()
+        self._child.end()
         self._on_close()
 
     def wait_until_up(self) -> None:
@@ -145,9 +139,9 @@ class VllmEngine(RemoteEngine):
         except FutureTimeoutError:
             self._fail(
                 f"{self.name} was not up within {self._start_timeout_s:g} s; raise cluster.start_timeout_s if it only "
-                f"needs longer. {self._last_words()}"
+                f"needs longer. {self._child.last_words()}"
             )
-            self._end_process()
+            self._child.end()
             raise EngineError(self._failure) from None
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -189,7 +183,7 @@ class VllmEngine(RemoteEngine):
             with self._sending:
                 self._connection.send(message)
         except OSError:
-            self._fail(f"{self.name} is gone. {self._last_words()}")
+            self._fail(f"{self.name} is gone. {self._child.last_words()}")
             raise EngineError(self._failure) from None
 
     def _read(self) -> None:
@@ -203,14 +197,12 @@ class VllmEngine(RemoteEngine):
                 elif self._pending and time.monotonic() - self._heard_s > self._timeout_s:
                     self._fail(
                         f"{self.name} has been silent for {self._timeout_s:g} s with {len(self._pending)} requests; raise "
-                        f"cluster.call_timeout_s if it only needs longer. {self._last_words()}"
+                        f"cluster.call_timeout_s if it only needs longer. {self._child.last_words()}"
                     )
-                    self._end_process()
+                    self._child.end()
         except (EOFError, OSError):
             if self._failure is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_END_S)
-                self._fail(f"{self.name} ended ({_ended(self._process.returncode)}). {self._last_words()}")
+                self._fail(f"{self.name} ended {self._child.how_it_ended()}")
 
     def _on_ready(self) -> None:
         self._is_up.set_result(None)
@@ -231,7 +223,7 @@ class VllmEngine(RemoteEngine):
         _settle(self._calls.pop(number, None), EngineError(f"{self.name}: {why}"))
 
     def _on_dead(self, why: str) -> None:
-        self._fail(f"{self.name} failed: {why}. {self._last_words()}")
+        self._fail(f"{self.name} failed: {why}. {self._child.last_words()}")
 
     def _fail(self, why: str) -> None:
         """Nothing works from here on; all that wait learn why."""
@@ -240,36 +232,15 @@ class VllmEngine(RemoteEngine):
         for future in (self._is_up, *list(self._pending.values()), *list(self._calls.values())):
             _settle(future, EngineError(self._failure))
 
-    def _end_process(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
 
-    def _last_words(self) -> str:
-        try:
-            lines = self._log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
-        except OSError:
-            lines = []
-        return f"The end of its log {self._log}:\n" + "\n".join(lines) if lines else f"Its log is {self._log}"
-
-
-def _start(log: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    """The process and this end of the pipe to it. It leads a process group of its own, so that Ctrl-C reaches only the
-    controller, and so that all of it can be ended together."""
+def _start(log: Path, environment: Mapping[str, str]) -> tuple[Child, Connection]:
+    """The process and this end of the pipe to it."""
     ours, theirs = socket.socketpair()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with theirs, log.open("ab") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-    return process, Connection(ours.detach())
+    with theirs:
+        number = theirs.fileno()
+        command = [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(number)]
+        child = Child(command, log=log, environment=environment, pass_fds=[number])
+    return child, Connection(ours.detach())
 
 
 def _settle(future: Future[Any] | None, result: Any) -> None:
@@ -281,9 +252,3 @@ def _settle(future: Future[Any] | None, result: Any) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def _ended(code: int | None) -> str:
-    if code is None:
-        return "its pipe was closed"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -45,18 +45,18 @@ class VllmServer(ServerEngine):
 
     def sleep(self) -> None:
         """See PublishedEngine. The server needs --enable-sleep-mode."""
-        self._client.call("POST", "/sleep", params={"level": "1"})
+        self._client.call("POST", "/sleep", params={"level": "1"}, tries=1)
 
     def wake(self) -> None:
         """See PublishedEngine."""
-        self._client.call("POST", "/wake_up")
+        self._client.call("POST", "/wake_up", tries=1)
 
     @property
     def _limit_key(self) -> str:
         return "rollout.vllm.max_model_tokens"
 
     def _greet(self) -> None:
-        (model, *_) = self._client.call("GET", "/v1/models")["data"]
+        (model, *_) = self._about("/v1/models")["data"]
         self._model = model["id"]
         if (longest := model.get("max_model_len")) is not None and longest < self._max_tokens:
             raise EngineError(
@@ -64,8 +64,8 @@ class VllmServer(ServerEngine):
                 f"--max-model-len {self._max_tokens}, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens"
             )
         try:
-            self._num_workers = int(self._client.call("GET", "/get_world_size")["world_size"])
-            config = self._client.call("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+            self._num_workers = int(self._about("/get_world_size")["world_size"])
+            config = self._about("/server_info", {"config_format": "json"})["vllm_config"]
         except EngineError as error:
             raise EngineError(f"{self.name} cannot be commanded ({error}); {_START}") from error
         if config["model_config"]["logprobs_mode"] != "processed_logprobs":
@@ -102,18 +102,14 @@ class VllmServer(ServerEngine):
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
             raise EngineError(f"{self.name} ended a request with finish_reason={reason}")
-        token_ids = [int(token) for token in choice["token_ids"]]
-        logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
-        if len(token_ids) != len(logprobs):
-            raise ValueError("tokens without log-probs")
-        return token_ids, logprobs, reason
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"], reason
 
     def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
-        args = [version, dict(ticket), self.name, self._options.timeout_s]
+        args = [version, dict(ticket), self.name, self.sending.timeout_s]
         return self._client.start(
             "POST",
             "/collective_rpc",
-            {"method": "receive_weights", "args": args, "timeout": self._options.timeout_s},
+            {"method": "receive_weights", "args": args, "timeout": self.sending.timeout_s},
             tries=1,
         )
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
+from braid.rollout.engines.http import Answer, ServerEngine
 from braid.weights.files import folder_of
 from braid.weights.receiver import open_receiver
 from braid.weights.wire import Ticket
-
-from .http import Answer, ServerEngine
 
 
 class SglangServer(ServerEngine):
@@ -41,12 +40,13 @@ class SglangServer(ServerEngine):
         self._client.call("POST", "/continue_generation", {})
 
     def sleep(self) -> None:
-        """See PublishedEngine. The server needs --enable-memory-saver."""
-        self._client.call("POST", "/release_memory_occupation", {})
+        """See PublishedEngine. The server needs --enable-memory-saver. Its weights are lost: a publication has to follow."""
+        self._version = None
+        self._client.call("POST", "/release_memory_occupation", {}, tries=1)
 
     def wake(self) -> None:
         """See PublishedEngine."""
-        self._client.call("POST", "/resume_memory_occupation", {})
+        self._client.call("POST", "/resume_memory_occupation", {}, tries=1)
 
     @property
     def _limit_key(self) -> str:
@@ -54,7 +54,7 @@ class SglangServer(ServerEngine):
 
     def _greet(self) -> None:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"weights for {self.name}")
-        self._client.call("GET", "/health")
+        self._about("/health")
 
     def _question(self, request: Request) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
@@ -89,15 +89,15 @@ class SglangServer(ServerEngine):
                 f"{self.name} answered with version {about['weight_version']} of the weights in place of {self._version}: someone "
                 "else has given it weights"
             )
-        tokens = [(float(logprob), int(token)) for logprob, token, *_ in about["output_token_logprobs"]]
-        return [token for _, token in tokens], [logprob for logprob, _ in tokens], reason
+        pairs = [(token, logprob) for logprob, token, *_ in about["output_token_logprobs"]]
+        return [token for token, _ in pairs], [logprob for _, logprob in pairs], reason
 
     def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
         return self._reader.submit(self._read_folder, version, ticket)
 
     def _read_folder(self, version: int, ticket: Mapping[str, Any]) -> None:
         """Wait for the sender's folder, compare its files with what was sent, and have the server read them."""
-        receiver = open_receiver(Ticket(**ticket), engine=self.name, timeout_s=self._options.timeout_s)
+        receiver = open_receiver(Ticket(**ticket), engine=self.name, timeout_s=self.sending.timeout_s)
         with closing(receiver):
             for _ in receiver.receive(version):
                 pass
@@ -105,7 +105,13 @@ class SglangServer(ServerEngine):
         answer = self._client.call(
             "POST",
             "/update_weights_from_disk",
-            {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
+            # Without a format it takes that of its start, which reads nothing when it is `dummy`.
+            {
+                "model_path": str(folder),
+                "load_format": "auto",
+                "weight_version": str(version),
+                "flush_cache": True,
+            },
             tries=1,
         )
         if not answer["success"]:

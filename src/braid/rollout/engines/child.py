@@ -1,0 +1,82 @@
+"""A process that an engine runs in: started with a log, ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_END_S = 10.0
+"""How long an ended process may take to be gone."""
+_LAST_LINES = 12
+
+
+class Child:
+    """It leads a process group of its own, so that Ctrl-C reaches only the controller, and so that all of it can be ended
+    together."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """`environment` is laid over this process's own. What the process writes is added to `log`. It has to end by itself when
+        this one dies; one that was made with `pass_fds` sees that by what it was given, others get a guard that does."""
+        self.log = log
+        guard = [] if pass_fds else [sys.executable, "-m", "braid.rollout.engines.guard"]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [*guard, *command],
+                pass_fds=pass_fds,
+                stdin=subprocess.PIPE if guard else subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+        self._is_ended = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def how_it_ended(self) -> str:
+        """After a while for it to end: "killed by SIGKILL" or "exit status 1", with the end of its log."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        code = self._process.returncode
+        if code is None:
+            how = "its pipe was closed"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return f"({how}). {self.last_words()}"
+
+    def last_words(self) -> str:
+        """The end of its log, as a sentence of an error."""
+        try:
+            lines = self.log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        except OSError:
+            lines = []
+        return f"The end of its log {self.log}:\n" + "\n".join(lines) if lines else f"Its log is {self.log}"
+
+    def end(self) -> None:
+        """Kill it and all that it started. Can be called twice."""
+        if self._is_ended:  # its number may be another's by now
+            return
+        self._is_ended = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        if self._process.stdin is not None:
+            self._process.stdin.close()

@@ -1,0 +1,95 @@
+"""A SGLang server of this run's own: started on this machine, reached over loopback, ended with the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx2
+
+from braid.errors import EngineError
+from braid.rollout.engine import Completion, Request
+from braid.rollout.engines.child import Child
+from braid.runtime.workers import free_address
+from braid.weights.sender import SendOptions
+
+from .server import SglangServer
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.25
+_ASK_S = 5.0
+"""How long one question whether it is up may take."""
+
+
+class SglangEngine(SglangServer):
+    """See PublishedEngine for the contract. The server is up when this is made."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        name: str,
+        log: Path,
+        max_tokens: int,
+        sending: SendOptions,
+        start_timeout_s: float,
+        timeout_s: float,
+        on_close: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`arguments` are those of sglang.launch_server (options.server_arguments). `log` takes what the server writes; `on_close`
+        is called at the end. The others are ServerEngine's. Raises EngineError with the end of the log when the server
+        ends, or is not up in time."""
+        self._on_close = on_close
+        port = free_address(_HOST).rpartition(":")[2]
+        address = ["--host", _HOST, "--port", port]
+        command = [sys.executable, "-m", "sglang.launch_server", *arguments, *address]
+        self._child = Child(command, log=log, environment={})
+        url = f"http://{_HOST}:{port}"
+        try:
+            self._wait_until_up(name, url, start_timeout_s)
+        except BaseException:
+            self._end()
+            raise
+        super().__init__(url, name=name, max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
+
+    async def generate(self, request: Request) -> Completion:
+        """See RolloutEngine. An error of a server that has ended says how."""
+        try:
+            return await super().generate(request)
+        except EngineError as error:
+            if self._is_closed or self._child.is_running:
+                raise
+            raise EngineError(f"{self.name} ended {self._child.how_it_ended()}") from error
+
+    def close(self) -> None:
+        """See RolloutEngine. Ends the server and all that it started."""
+        super().close()
+        self._end()
+
+    def _end(self) -> None:
+        self._child.end()
+        self._on_close()
+
+    def _wait_until_up(self, name: str, url: str, start_timeout_s: float) -> None:
+        deadline = time.monotonic() + start_timeout_s
+        with httpx2.Client(base_url=url, timeout=min(_ASK_S, start_timeout_s), trust_env=False) as client:
+            while not _is_healthy(client):
+                if not self._child.is_running:
+                    raise EngineError(f"{name} ended before it was up {self._child.how_it_ended()}")
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"{name} was not up within {start_timeout_s:g} s; raise cluster.start_timeout_s if it only needs "
+                        f"longer. {self._child.last_words()}"
+                    )
+                time.sleep(_POLL_S)
+        if not self._child.is_running:  # somebody else answers on its port
+            raise EngineError(f"{name} ended before it was up {self._child.how_it_ended()}")
+
+
+def _is_healthy(client: httpx2.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx2.HTTPError:
+        return False

@@ -1,0 +1,51 @@
+"""rollout.sglang in SGLang's own words: the arguments of its launch_server."""
+
+from __future__ import annotations
+
+from braid.config.rollout import SglangConfig
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def server_arguments(
+    config: SglangConfig,
+    *,
+    model: str,
+    tokenizer: str,
+    dtype: str,
+    longest: int,
+    trust_remote_code: bool,
+    sleeps: bool,
+    seed: int,
+) -> list[str]:
+    """What `python -m sglang.launch_server` is called with, but for its address. `model` and `tokenizer` are folders or hub
+    names, `dtype` the trainer's, `longest` the tokens of the longest trajectory; `sleeps` is for a server that gives its
+    device's memory to others at times."""
+    values = {
+        "--model-path": model,
+        "--tokenizer-path": tokenizer,
+        "--dtype": _DTYPES[dtype if config.dtype == "auto" else config.dtype],
+        "--load-format": "auto" if config.load_weights else "dummy",
+        "--context-length": config.max_model_tokens or longest,
+        "--max-running-requests": config.max_running,
+        "--mem-fraction-static": config.memory_fraction,
+        "--max-prefill-tokens": config.prefill_tokens,
+        "--chunked-prefill-size": config.prefill_tokens if config.chunked_prefill else -1,
+        "--tp-size": config.tensor_parallel,
+        "--pp-size": config.pipeline_parallel,
+        "--decode-log-interval": config.decode_log_interval,
+        "--random-seed": seed,
+        "--cuda-graph-max-bs": config.cuda_graph_max_batch,
+        "--attention-backend": config.attention,
+        "--torch-compile-max-bs": config.torch_compile_max_batch if config.torch_compile else None,
+    }
+    flags = {
+        "--enable-deterministic-inference": config.deterministic,
+        "--trust-remote-code": trust_remote_code,
+        "--disable-cuda-graph": not config.cuda_graphs,
+        "--disable-radix-cache": not config.prefix_caching,
+        "--enable-torch-compile": config.torch_compile,
+        "--enable-memory-saver": sleeps,
+    }
+    given = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    return given + [name for name, is_on in flags.items() if is_on]

@@ -1,0 +1,126 @@
+"""A server with the part of SGLang's documented interface that braid uses, over a native engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from braid.models.base import copy_weights
+from braid.models.causal_lm import CausalLM
+from braid.rollout.engine import Request, Sampling
+from braid.rollout.engines.native import NativeEngine
+
+
+class SglangLike:
+    """`asked` are the paths of all requests, in order."""
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        decode: Callable[..., str],
+        *,
+        port: int = 0,
+        max_tokens: int = 128,
+        max_running: int = 8,
+    ) -> None:
+        self._lm = lm
+        self._engine = NativeEngine(lm, decode=decode, max_running=max_running, max_length=max_tokens)
+        self._loop = asyncio.new_event_loop()
+        self._version = "default"
+        self.asked: list[str] = []
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def __enter__(self) -> SglangLike:
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def num_answers(self) -> int:
+        return self.asked.count("/generate")
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        p = body["sampling_params"]
+        sampling = Sampling(
+            max_new_tokens=p["max_new_tokens"],
+            min_new_tokens=p["min_new_tokens"],
+            temperature=p["temperature"] or 1.0,
+            greedy=p["temperature"] == 0.0,
+            repetition_penalty=p["repetition_penalty"],
+            stop_strings=tuple(p["stop"]),
+            stop_token_ids=tuple(p["stop_token_ids"]),
+        )
+        request = Request(tuple(body["input_ids"]), sampling, (p["sampling_seed"],))
+        done = asyncio.run_coroutine_threadsafe(self._engine.generate(request), self._loop).result()
+        pairs = zip(done.logprobs, done.token_ids, strict=True)
+        return {
+            "text": "",
+            "meta_info": {
+                "finish_reason": {"type": done.stop_reason},
+                "weight_version": self._version,
+                "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+            },
+        }
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        if not files or body["load_format"] != "auto":
+            return {"success": False, "message": f"no weights in {body['model_path']}"}
+        for file in files:
+            copy_weights(load_file(file), self._lm.named_weights())
+        self._version = body["weight_version"]
+        return {"success": True, "message": "ok"}
+
+
+_EMPTY = frozenset({"/release_memory_occupation", "/resume_memory_occupation"})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: SglangLike
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(200 if self.path == "/health" else 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.owner.asked.append(self.path)
+        if self.path == "/update_weights_from_disk":
+            self._answer(200, self.owner.update_weights_from_disk(body))
+        elif self.path == "/generate":
+            self._answer(200, self.owner.generate(body))
+        elif self.path in ("/pause_generation", "/continue_generation"):
+            self._answer(200, {"status": "ok"})
+        else:
+            self._answer(200 if self.path in _EMPTY else 404)
+
+    def _answer(self, status: int, body: dict[str, Any] | None = None) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:  # the client has gone
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
