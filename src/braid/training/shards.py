@@ -91,7 +91,12 @@ class Boxes:
     def take(self, whole: Tensor) -> None:
         """Copy the parts' values out of the whole tensor."""
         for offsets, part in self.parts:
-            part.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))])
+            part.copy_(whole[_slices(offsets, part.shape)])
+
+    def put(self, whole: Tensor) -> None:
+        """Copy the parts' values into the whole tensor."""
+        for offsets, part in self.parts:
+            whole[_slices(offsets, part.shape)] = part
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.parts]
@@ -108,18 +113,20 @@ class Boxes:
             for offsets, chunk in once.items()
         ]
 
-    def part_at(self, index: MetadataIndex) -> Tensor:
-        """The part of the index' number, or else one that begins at its offset."""
-        if index.index is not None:
-            return self.parts[index.index][1]
-        return next(part for offsets, part in self.parts if offsets == index.offset)
+    def part_at(self, offset: Sequence[int] | None) -> Tensor:
+        """One that begins there."""
+        return next(part for offsets, part in self.parts if offsets == offset)
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 class _SavePlanner(DefaultSavePlanner):
     """torch's own, which looks for parts in tensors only."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].part_at(index)
+        return self.state_dict[index.fqn].part_at(index.offset)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -143,7 +150,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].part_at(index)
+        assert index.index is not None, "its place in the list of chunks"
+        return self.state_dict[index.fqn].parts[index.index][1]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -246,8 +254,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, of_ranks in pieces.items():
         whole[name] = torch.empty(of_ranks[0].shape, dtype=of_ranks[0].dtype)
         for boxes in of_ranks:
-            for offsets, part in boxes.parts:
-                whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+            boxes.put(whole[name])
     return {**parts[0], **_unflattened(whole)}
 
 
