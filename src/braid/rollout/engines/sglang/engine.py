@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,6 @@ import httpx2
 from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request
 from braid.rollout.engines.child import Child
-from braid.runtime.workers import free_address
 from braid.weights.sender import SendOptions
 
 from .server import SglangServer
@@ -42,8 +42,9 @@ class SglangEngine(SglangServer):
         is called at the end. The others are ServerEngine's. Raises EngineError with the end of the log when the server
         ends, or is not up in time."""
         self._on_close = on_close
-        port = free_address(_HOST).rpartition(":")[2]
-        address = ["--host", _HOST, "--port", port]
+        with socket.create_server((_HOST, 0)) as free:
+            port = free.getsockname()[1]
+        address = ["--host", _HOST, "--port", str(port)]
         command = [sys.executable, "-m", "sglang.launch_server", *arguments, *address]
         self._child = Child(command, log=log, environment={})
         url = f"http://{_HOST}:{port}"
