@@ -84,11 +84,18 @@ class TrainingError(BraidError, RuntimeError):
 
 
 class WorkerError(BraidError, RuntimeError):
-    """A worker process died, did not answer in time, or raised. `raised` is what it raised, None for the others."""
+    """A worker process died, did not answer in time, or raised. `raised` is what it raised, None for the others; `phase` the phase of
+    the run, once that is known."""
 
-    def __init__(self, message: str, raised: BaseException | None = None) -> None:
-        super().__init__(message)
-        self.raised = raised
+    def __init__(self, what: str, why: str = "", raised: BaseException | None = None) -> None:
+        """`what` ends with what the worker was doing; `why` is the rest of the message."""
+        super().__init__(what, why)
+        self.what, self.why, self.raised = what, why, raised
+        self.phase: str | None = None
+
+    def __str__(self) -> str:
+        phase = f" of the {self.phase} phase" if self.phase else ""
+        return f"{self.what}{phase}: {self.why}" if self.why else self.what
 
 
 class RolloutError(TrainingError):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from braid.errors import ReportError
+from braid.errors import ReportError, WorkerError
 from braid.types import Group, Row
 
 from .batches import write_batch
@@ -78,9 +78,15 @@ class Reporter:
         self._is_begun = False
         self._num_restarts = 0
 
-    def phase(self, verb: str) -> AbstractContextManager[None]:
-        """Show that the run is busy with `verb`, for as long as the context lasts."""
-        return self.console.phase(verb)
+    @contextmanager
+    def phase(self, verb: str) -> Iterator[None]:
+        """Show that the run is busy with `verb`, for as long as the context lasts. A worker's failure is told with it."""
+        with self.console.phase(verb):
+            try:
+                yield
+            except WorkerError as error:
+                error.phase = error.phase or verb
+                raise
 
     def progress(self, verb: str, done: int, total: int) -> None:
         """Show how far a long phase has come."""

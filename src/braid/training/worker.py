@@ -42,9 +42,12 @@ class Ranks:
         """Make this rank's part of a role's model, to be called by `name`."""
         self._backends[name] = _backend_of(role, config, total_steps, self._device)
 
-    def on(self, name: str, method: str, *args: Any) -> Any:
-        """`method(*args)` of that backend."""
-        return getattr(self._backends[name], method)(*args)
+    def __getattr__(self, name: str) -> Any:
+        """`NAME.METHOD` is a method of the backend of that name, to be called as one of this."""
+        backend, _, method = name.partition(".")
+        if not method or backend not in self._backends:
+            raise AttributeError(f"ranks have no {name}")
+        return getattr(self._backends[backend], method)
 
     def drop(self, name: str) -> None:
         """Let go of a model."""
@@ -80,23 +83,23 @@ class RoleGroup:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """See WorkerGroup."""
-        return self.group.call("on", self.name, method, *args)
+        return self.group.call(f"{self.name}.{method}", *args)
 
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """See WorkerGroup."""
-        return self.group.scatter("on", [(self.name, method, *args) for args in arguments])
+        return self.group.scatter(f"{self.name}.{method}", arguments)
 
     def start(self, method: str, *args: Any) -> Pending:
         """See WorkerGroup."""
-        return self.group.start("on", self.name, method, *args)
+        return self.group.start(f"{self.name}.{method}", *args)
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         """See WorkerGroup."""
-        return self.group.start_each("on", [(self.name, method, *args) for args in arguments])
+        return self.group.start_each(f"{self.name}.{method}", arguments)
 
     def start_on(self, rank: int, method: str, *args: Any) -> Pending:
         """See WorkerGroup."""
-        return self.group.start_on(rank, "on", self.name, method, *args)
+        return self.group.start_on(rank, f"{self.name}.{method}", *args)
 
     def close(self) -> None:
         """Let go of the role's model. The processes go on."""

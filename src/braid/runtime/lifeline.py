@@ -1,0 +1,398 @@
+"""A line between the driver and each worker process, beside whatever starts them.
+
+    worker                                    driver
+    Lifeline ───── log records ─────────────> Lifelines, which logs them
+       │                                         │
+       └ line cut: the process ends itself       └ line cut: the worker is lost
+
+Each end sees at once when the other is gone, also one that had no time to say so: the kernel closes the line of a process that
+was killed. Lines are JSON over TCP; the driver takes none that does not begin with its secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from .oom import KillCount
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+"""How long a record waits for the same one from other ranks; and how near in time a kill for lack of memory must be to the end
+of a worker to be its cause."""
+_MAX_TEXT = 2000
+"""Characters of a record that travel; the worker's own log has all of them."""
+_CONNECT_TIMEOUT_S = 30.0
+_BYE = b"."
+
+
+class Team(Protocol):
+    """The group that a worker belongs to."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+
+class Member(NamedTuple):
+    """A worker: `rank` of its team."""
+
+    team: Team
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.team.role} worker {self.rank} of {self.team.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a worker needs for its line. `log` is the file that it writes to when it is on `machine`, None for the one that it
+    has."""
+
+    host: str
+    port: int
+    word: str
+    machine: str
+    log: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A worker that cannot go on. `said` is the reason that it gave, None when its process is gone; `is_oom` when that was for
+    lack of memory (False: not known)."""
+
+    member: Member
+    said: str | None = None
+    is_oom: bool = False
+
+
+class Lifelines:
+    """The driver's end of all lines."""
+
+    def __init__(self, host: str, kills: KillCount | None = None) -> None:
+        """Listens at an address of this machine that workers reach. `kills` are those for lack of memory here."""
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
+        self._members: dict[str, Member] = {}
+        self._lines: dict[str, _Line] = {}
+        self._losses: list[Loss] = []
+        self._changed = threading.Condition()
+        self._records = _Records()
+        self._kills = kills or KillCount()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
+        self._thread.start()
+
+    def ticket(self, member: Member, log: Path | None) -> Ticket:
+        """What `member` is to connect with."""
+        word = secrets.token_hex(16)
+        self._members[word] = member
+        host, port = self._listener.getsockname()[:2]
+        return Ticket(host, port, word, _machine(), log)
+
+    def first_loss(self, timeout_s: float = 0.0) -> Loss | None:
+        """The worker that was lost first, of those whose team is not forgotten; waits for one when there is none yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._losses, timeout_s)
+            return self._losses[0] if self._losses else None
+
+    def forget(self, team: Team) -> None:
+        """Cut the lines of a team that is to end: its workers end, and are no losses."""
+        with self._changed:
+            self._losses = [loss for loss in self._losses if loss.member.team is not team]
+            for word in [word for word, member in self._members.items() if member.team is team]:
+                del self._members[word]
+                if (line := self._lines.pop(word, None)) is not None:
+                    line.cut()
+
+    def close(self) -> None:
+        """Cut all lines."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):  # wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                for key, _ in self._selector.select(_TICK_S):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                self._kills.update()
+                self._records.tell(until=time.monotonic() - _TICK_S)
+        finally:
+            self._records.tell()
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]  # they are sockets
+            self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # closing, or the other end has gone
+            return
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._selector.register(connection, selectors.EVENT_READ, _Line(connection))
+
+    def _read(self, line: _Line) -> None:
+        for message in line.read():
+            if line.word is None:
+                with self._changed:
+                    if message.get("word") not in self._members:
+                        line.cut()
+                        break
+                    line.word = str(message["word"])
+                    self._lines[line.word] = line
+            else:
+                self._on(line.word, message)
+        if line.is_cut:
+            self._selector.unregister(line.socket)
+            line.socket.close()
+            self._lose(line.word)
+
+    def _on(self, word: str, message: dict[str, Any]) -> None:
+        with self._changed:
+            member = self._members.get(word)
+            if member is None:
+                return
+            if "failed" in message:
+                self._losses.append(Loss(member, said=message["failed"]))
+                self._changed.notify_all()
+                return
+        self._records.add(member, int(message["level"]), str(message["text"]))
+
+    def _lose(self, word: str | None) -> None:
+        with self._changed:
+            member = self._members.get(word or "")
+            if member is not None:
+                self._losses.append(Loss(member, is_oom=self._kills.has_risen()))
+                self._changed.notify_all()
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """One worker's line. `word` is None until it has said it."""
+
+    socket: socket.socket
+    word: str | None = None
+    is_cut: bool = False
+    _rest: bytes = b""
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The messages that have arrived."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.is_cut = self.is_cut or not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if not isinstance(message, dict):
+                self.cut()
+                return
+            yield message
+
+    def cut(self) -> None:
+        """Have the other end see that this is over, and meant; the reader sees it, too."""
+        self.is_cut = True
+        with contextlib.suppress(OSError):
+            self.socket.send(_BYE)
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(slots=True)
+class _Said:
+    """A record that waits for the same one from other ranks."""
+
+    member: Member
+    level: int
+    text: str
+    since_s: float
+    ranks: list[int]
+
+
+@dataclass(slots=True)
+class _Records:
+    """Log records of workers. What several ranks of a team say is logged once, with who said it: a rank's nth record of one text
+    belongs to the nth that is told."""
+
+    _waiting: dict[tuple[int, int, str], _Said] = field(default_factory=dict)
+    _told: Counter[tuple[int, int, str]] = field(default_factory=Counter)
+    _heard: Counter[tuple[int, int, str, int]] = field(default_factory=Counter)
+
+    def add(self, member: Member, level: int, text: str) -> None:
+        key = (id(member.team), level, text)
+        self._heard[*key, member.rank] += 1
+        number = self._heard[*key, member.rank]
+        if number <= self._told[key]:
+            return
+        said = self._waiting.get(key)
+        if said is None:
+            self._waiting[key] = _Said(member, level, text, time.monotonic(), [member.rank])
+        elif member.rank in said.ranks:
+            self._tell(key)
+            self._waiting[key] = _Said(member, level, text, time.monotonic(), [member.rank])
+        else:
+            said.ranks.append(member.rank)
+
+    def tell(self, until: float = float("inf")) -> None:
+        """Log what has waited since `until`."""
+        for key in [key for key, said in self._waiting.items() if said.since_s <= until]:
+            self._tell(key)
+
+    def _tell(self, key: tuple[int, int, str]) -> None:
+        said = self._waiting.pop(key)
+        self._told[key] += 1
+        team, ranks = said.member.team, sorted(said.ranks)
+        if len(ranks) == 1:
+            who = str(Member(team, ranks[0]))
+        elif len(ranks) == team.size:
+            who = f"all {team.size} {team.role} workers"
+        else:
+            who = f"{len(ranks)} of {team.size} {team.role} workers"
+        logger.log(said.level, "%s: %s", who, said.text)
+
+
+class Lifeline:
+    """A worker's end. The process ends, with all that it has started, when the driver's end is gone; what it writes goes to the
+    ticket's log, and what it warns of to the driver, too."""
+
+    def __init__(self, ticket: Ticket, beside: Iterable[int] = ()) -> None:
+        """`beside` are processes that are to end with the driver, too, when it has been killed."""
+        if ticket.log is not None and ticket.machine == _machine():
+            _write_to(ticket.log)
+        self._beside = [handle for pid in beside if (handle := _handle(pid)) is not None]
+        self._socket = socket.create_connection((ticket.host, ticket.port), _CONNECT_TIMEOUT_S)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sending, self._is_full = threading.Lock(), False
+        self._say({"word": ticket.word})
+        threading.Thread(target=self._hold, name="lifeline", daemon=True).start()
+        logging.captureWarnings(capture=True)
+        logging.getLogger().addHandler(_written())
+        logging.getLogger().addHandler(_Told(self))
+        logging.getLogger("braid").setLevel(logging.INFO)
+
+    def tell(self, level: int, text: str) -> None:
+        """Have the driver log this."""
+        self._say({"level": level, "text": text[:_MAX_TEXT]})
+
+    def fail(self, why: str) -> None:
+        """Have the driver end the run: this worker cannot go on, though its process lives."""
+        self._say({"failed": why[:_MAX_TEXT]})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        """Never waits for the driver: when that does not read, nothing more is sent."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._sending, contextlib.suppress(OSError):
+            if not self._is_full:
+                self._is_full = True
+                self._is_full = self._socket.send(data, socket.MSG_DONTWAIT) < len(data)
+
+    def _hold(self) -> None:
+        said = b""
+        with contextlib.suppress(OSError):
+            said = self._socket.recv(len(_BYE))
+        for handle in () if said == _BYE else self._beside:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for pid in (*_descendants(os.getpid()), os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class _Told(logging.Handler):
+    """Tells the driver of warnings and worse."""
+
+    def __init__(self, lifeline: Lifeline) -> None:
+        super().__init__(logging.WARNING)
+        self._lifeline = lifeline
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            if record.name == "py.warnings":  # after the first line comes the source text
+                text = text.splitlines()[0]
+            self._lifeline.tell(record.levelno, text)
+        except Exception:  # as logging asks of handlers: a broken message is no reason to end the run
+            self.handleError(record)
+
+
+def _written() -> logging.Handler:
+    """What the worker's log has of log records."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handler
+
+
+def _write_to(log: Path) -> None:
+    """Have standard output and error of this process, and of those that it starts, go to the file."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _machine() -> str:
+    """The same for all processes of a machine, another after each start of it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _handle(pid: int) -> int | None:
+    """A descriptor of the process, which no later one of the same number can be taken for; None when it has gone."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def children_of() -> dict[int, list[int]]:
+    """The processes of this machine by the one that has started them; empty where that cannot be known."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    return children
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that `pid` has started, and those that they have, as long as their parents live."""
+    children, found = children_of(), [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The kind of address that `host` is."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
