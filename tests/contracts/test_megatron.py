@@ -106,7 +106,7 @@ def _single(config: RunConfig) -> SingleBackend:
 def _group(model: dict[str, Any] | Path, megatron: dict[str, Any], **train: Any) -> GroupBackend:
     config = _config(model, backend="megatron", megatron=megatron, **train)
     make = partial(make_backend, role="policy", config=config, total_steps=9)
-    return GroupBackend(RayGroup("policy", make, 2, config.cluster))
+    return GroupBackend(RayGroup("policy", 2, config.cluster).make(make))
 
 
 def _rows() -> list[Row]:

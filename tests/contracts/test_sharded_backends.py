@@ -82,7 +82,7 @@ def four(cluster: None) -> Iterator[RayGroup]:
 
 def _ranks(size: int) -> Iterator[RayGroup]:
     config = _config({})
-    group = RayGroup("policy", partial(Ranks, config=config), size, config.cluster)
+    group = RayGroup("policy", size, config.cluster).make(partial(Ranks, config=config))
     yield group
     group.close()
 

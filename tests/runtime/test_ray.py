@@ -65,7 +65,7 @@ def cluster() -> Iterator[None]:
 
 
 def _group(config: ClusterConfig | None = None) -> RayGroup:
-    return RayGroup("policy", Worker, 2, config or ClusterConfig())
+    return RayGroup("policy", 2, config or ClusterConfig()).make(Worker)
 
 
 def test_calls_reach_every_rank_and_results_come_by_rank() -> None:
@@ -126,7 +126,7 @@ def test_a_worker_that_hangs_ends_its_group_at_the_deadline() -> None:
 
 def test_a_worker_that_cannot_be_built_says_why() -> None:
     with pytest.raises(WorkerError, match=r"policy worker \d of 2 failed while being built: .*no model here"):
-        RayGroup("policy", Broken, 2, ClusterConfig())
+        RayGroup("policy", 2, ClusterConfig()).make(Broken)
 
 
 def _await_end(pids: list[int]) -> None:

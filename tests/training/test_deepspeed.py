@@ -31,7 +31,7 @@ LOSS = policy_loss(RECIPES["grpo"])
 def ranks() -> Iterator[RayGroup]:
     config = _config()
     connect(config.cluster, num_processes=2)
-    group = RayGroup("policy", partial(Ranks, config=config), 2, config.cluster)
+    group = RayGroup("policy", 2, config.cluster).make(partial(Ranks, config=config))
     yield group
     group.close()
     disconnect()

@@ -31,7 +31,7 @@ BACKENDS = ("fsdp2", "fsdp", "deepspeed")
 def ranks() -> Iterator[RayGroup]:
     config = _config("fsdp2")
     connect(config.cluster, num_processes=2)
-    group = RayGroup("policy", partial(Ranks, config=config), 2, config.cluster)
+    group = RayGroup("policy", 2, config.cluster).make(partial(Ranks, config=config))
     yield group
     group.close()
     disconnect()

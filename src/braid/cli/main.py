@@ -91,9 +91,12 @@ def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     loaded = _load(args, "train")
-    from braid.controller import commands
+    from braid.controller.cluster import launched
 
-    return _verdict(commands.train(loaded))
+    with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
+        from braid.controller import commands  # with all its libraries, which workers read at the same time
+
+        return _verdict(commands.train(loaded, cluster))
 
 
 def _sft(args: argparse.Namespace) -> int:
@@ -105,10 +108,13 @@ def _sft(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     loaded = _load(args, "eval")
-    from braid.controller import commands
+    from braid.controller.cluster import launched
 
-    run_dir = Path(args.config) if Path(args.config).is_dir() else None
-    return _verdict(commands.evaluate(loaded, run_dir=run_dir))
+    with launched(loaded, "eval") as cluster:
+        from braid.controller import commands
+
+        run_dir = Path(args.config) if Path(args.config).is_dir() else None
+        return _verdict(commands.evaluate(loaded, cluster, run_dir=run_dir))
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -61,16 +61,23 @@ __all__ = ["build", "read_inputs"]
 
 
 def build(
-    loaded: Loaded, plan: Plan, inputs: TextInputs | None, reporter: Reporter, store: CheckpointStore
+    loaded: Loaded,
+    plan: Plan,
+    inputs: TextInputs | None,
+    reporter: Reporter,
+    store: CheckpointStore,
+    cluster: Cluster | None = None,
 ) -> Parts:
-    """All parts of a run, in the state that a fresh start has."""
+    """All parts of a run, in the state that a fresh start has. A `cluster` that is open, and has no workers yet, is used."""
     if inputs is None:
         parts = _build_simulator(loaded, plan, reporter, store)
     else:
         if plan.verb == "train":
             check_sources(loaded, inputs)
-        build_parts = _build_here if plan.layout.mode == "in_process" else _build_on_workers
-        parts = build_parts(loaded, plan, inputs, reporter, store)
+        if plan.layout.mode == "in_process":
+            parts = _build_here(loaded, plan, inputs, reporter, store)
+        else:
+            parts = _build_on_workers(loaded, plan, inputs, reporter, store, cluster)
     if loaded.config.train.record_memory:
         parts.memory = MemoryRecorder(
             reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)
@@ -141,11 +148,16 @@ def _engine_here(
 
 
 def _build_on_workers(
-    loaded: Loaded, plan: Plan, inputs: TextInputs, reporter: Reporter, store: CheckpointStore
+    loaded: Loaded,
+    plan: Plan,
+    inputs: TextInputs,
+    reporter: Reporter,
+    store: CheckpointStore,
+    cluster: Cluster | None,
 ) -> Parts:
     """Training with text on workers: each role's ranks, the rollout workers and the rows in processes of their own. What has
     started is ended when the rest cannot be built."""
-    from .cluster import ROWS, Cluster  # it takes a second, and few runs have workers
+    from .cluster import ROWS, Cluster
 
     config = loaded.config
     run_dir = reporter.run_dir.path
@@ -153,8 +165,10 @@ def _build_on_workers(
         make_collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs, run_dir=run_dir
     )
     factories = {"rollout": make, ROWS: partial(_experience, plan)}
-    cluster = Cluster.start(config, plan.layout, factories)
+    if cluster is None or not cluster.is_open:
+        cluster = Cluster.open(config, plan.layout)
     try:
+        cluster.make(factories)
         return _parts_on(cluster, config, plan, inputs, reporter, store)
     except BaseException:
         cluster.leave()

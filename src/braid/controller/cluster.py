@@ -5,26 +5,58 @@
     rollout          engines with drivers and scorer
     rows             the rows of a round
 
-Where each sits is the plan's layout. Processes start side by side, since most of their start is reading libraries.
+Where each sits is the plan's layout. Most of a start is reading libraries: `launched` has the processes do it side by side, and
+while this one reads its own, for which this file imports none that are large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
+from braid.config.load import Loaded
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
+from braid.errors import ConfigError, Problem
+from braid.plan import Verb, resolve
+from braid.plan.available import missing_packages
 from braid.plan.layout import Layout, RoleLayout, Worker
-from braid.runtime.ray import RayGroup, connect, disconnect
-from braid.runtime.workers import Factory, WorkerGroup
-from braid.training.group import GroupBackend
-from braid.training.worker import Ranks, RoleGroup
+from braid.runtime.environment import environment
+from braid.runtime.workers import Factory
+
+if TYPE_CHECKING:
+    from braid.runtime.ray import RayGroup
+    from braid.training.group import GroupBackend
 
 ROWS = "rows"
 """The group of one that has the rows of a round. It is on the first machine, and on no device."""
+
+
+_READS = {"rollout": "braid.controller.collectors", ROWS: "braid.training.experience"}
+"""What workers are made of, by group; Ranks in the others."""
+
+
+@contextmanager
+def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
+    """The processes of a run on workers, started, and ended at the latest with the block; None for a run in one process. Raises
+    ConfigError when a package is missing that they need."""
+    config = loaded.config
+    plan = resolve(config, verb=verb, origin_of=loaded.origin)
+    if plan.layout.mode == "in_process":
+        yield None
+        return
+    if missing := [Problem(key, why, loaded.origin(key)) for key, why in missing_packages(config, plan)]:
+        raise ConfigError(missing)
+    with environment(config.cluster.env):
+        cluster = Cluster.open(config, plan.layout)
+        try:
+            yield cluster
+        finally:
+            cluster.leave()
 
 
 @dataclass(slots=True)
@@ -34,30 +66,44 @@ class Cluster:
     config: RunConfig
     layout: Layout
     is_own: bool
-    groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    groups: dict[str, RayGroup] = field(default_factory=dict)
+    is_open: bool = True
 
     @classmethod
-    def start(cls, config: RunConfig, layout: Layout, factories: Mapping[str, Factory]) -> Cluster:
-        """Connect, or start a cluster on this machine that is large enough; then start the processes of the training roles,
-        and those that the `factories` make by name."""
-        homes = {_home(layout, of): of for of in layout.roles if of.role != "rollout"}
-        makes: dict[str, Factory] = {home: partial(Ranks, config=config) for home in homes}
-        makes |= factories
-        seats = {name: _seats(layout, name) for name in makes}
-        cluster = cls(config, layout, connect(config.cluster, num_processes=sum(map(len, seats.values()))))
+    def open(cls, config: RunConfig, layout: Layout) -> Cluster:
+        """Connect, or start a cluster on this machine that is large enough; then have the processes started that the layout
+        names. `make` waits for them."""
+        from braid.runtime.ray import RayGroup, connect
+
+        homes = [_home(layout, of) for of in layout.roles if of.role != "rollout"]
+        names = list(dict.fromkeys([*homes, "rollout", ROWS]))
+        sizes = {name: len(_seats(layout, name)) for name in names}
+        cluster = cls(config, layout, connect(config.cluster, num_processes=sum(sizes.values())))
         shown = {str(role): text for role, text in config.cluster.group_names.items()}
-
-        def start(name: str) -> WorkerGroup:
-            return RayGroup(shown.get(name, name), makes[name], len(seats[name]), config.cluster)
-
         try:
-            with ThreadPoolExecutor(len(makes)) as pool:
-                for name, group in zip(makes, pool.map(start, makes), strict=True):
-                    cluster.groups[name] = group
+            for name, size in sizes.items():
+                reads = [_READS.get(name, "braid.training.worker")]
+                cluster.groups[name] = RayGroup(shown.get(name, name), size, config.cluster, reads=reads)
         except BaseException:
             cluster.leave()
             raise
         return cluster
+
+    def make(self, factories: Mapping[str, Factory]) -> None:
+        """Make the workers: those of `factories` by the name of their group, Ranks in the others."""
+        from braid.training.worker import Ranks
+
+        ranks = partial(Ranks, config=self.config)
+        with ThreadPoolExecutor(len(self.groups)) as pool:
+            making = [
+                pool.submit(group.make, factories.get(name, ranks)) for name, group in self.groups.items()
+            ]
+            try:
+                for group in making:
+                    group.result()
+            except BaseException:
+                self._close_groups()  # which ends the waiting for the others
+                raise
 
     def backend(
         self,
@@ -68,6 +114,9 @@ class Cluster:
         name: str | None = None,
     ) -> GroupBackend:
         """A role's model on the ranks where it sits. `config` is the run's, and `name` the role's, unless given."""
+        from braid.training.group import GroupBackend
+        from braid.training.worker import RoleGroup
+
         config = config or self.config
         seated = self.layout.role(role)
         assert seated is not None, f"{role} has no workers in this run"
@@ -76,11 +125,17 @@ class Cluster:
         return GroupBackend(group, balances=train_config(config, role).balance_ranks)
 
     def leave(self) -> None:
-        """End all processes, the connection, and a cluster that was started for it."""
+        """End all processes, the connection, and a cluster that was started for it. Can be called twice."""
+        from braid.runtime.ray import disconnect
+
+        self._close_groups()
+        if self.is_own and self.is_open:
+            disconnect()
+        self.is_open = False
+
+    def _close_groups(self) -> None:
         for group in self.groups.values():
             group.close()
-        if self.is_own:
-            disconnect()
 
 
 def _home(layout: Layout, seated: RoleLayout) -> str:

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -30,7 +31,8 @@ from braid.errors import (
     WorkerError,
 )
 from braid.models.base import copy_weights
-from braid.models.loading import load_policy, load_tokenizer
+from braid.models.loading import load_policy
+from braid.models.tokenizer import load_tokenizer
 from braid.plan import Verb, resolve
 from braid.plan.available import missing_packages
 from braid.report.reporter import Reporter
@@ -44,6 +46,9 @@ from braid.training.shards import read_weights
 
 from . import build, on_policy, steps, supervised
 from .parts import Parts
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +67,17 @@ So may it after a worker that died or hung."""
 _LONGEST_PAUSE_S = 60.0
 
 
-def train(loaded: Loaded) -> Outcome:
+def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
     """`braid train`: reinforcement learning, after supervised learning where the config has it. With run.eval_only, the
-    evaluation of the config's model, or of the checkpoint that run.resume names."""
+    evaluation of the config's model, or of the checkpoint that run.resume names. On the processes of `cluster`, where they
+    have been launched already."""
     run = loaded.config.run
     if not run.eval_only:
-        return _run(loaded, "train", on_policy.run)
+        return _run(loaded, "train", on_policy.run, cluster)
     if run.resume == "none":
-        return _evaluate(loaded, {})
+        return _evaluate(loaded, {}, cluster)
     own = _store_of(loaded.config, Path(run.output_dir) / run.name)
-    return _evaluate(loaded, _weights_in(own, run.resume))
+    return _evaluate(loaded, _weights_in(own, run.resume), cluster)
 
 
 def sft(loaded: Loaded) -> Outcome:
@@ -79,12 +85,12 @@ def sft(loaded: Loaded) -> Outcome:
     return _run(loaded, "sft", supervised.run)
 
 
-def evaluate(loaded: Loaded, *, run_dir: Path | None = None) -> Outcome:
-    """`braid eval`: score the config's model, or the newest checkpoint of the run in `run_dir`.
+def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | None = None) -> Outcome:
+    """`braid eval`: score the config's model, or the newest checkpoint of the run in `run_dir`; `cluster` as for `train`.
 
     Writes a run folder of its own, named after the run with `-eval`.
     """
-    return _evaluate(loaded, {} if run_dir is None else _weights_of(run_dir))
+    return _evaluate(loaded, {} if run_dir is None else _weights_of(run_dir), cluster)
 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
@@ -105,7 +111,7 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     return folder
 
 
-def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor]) -> Outcome:
+def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor], cluster: Cluster | None) -> Outcome:
     """Score the config's model with `weights` in place of its own, where given."""
     run = loaded.config.run
     update = {"name": f"{run.name}-eval", "if_exists": "new", "resume": "none"}
@@ -119,7 +125,7 @@ def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor]) -> Outcome:
         steps.evaluate(parts, is_due=True)
         steps.report(parts)
 
-    return _run(replace(loaded, config=config), "eval", loop)
+    return _run(replace(loaded, config=config), "eval", loop, cluster)
 
 
 def _weights_of(run_dir: Path, step: int | None = None) -> dict[str, torch.Tensor]:
@@ -139,17 +145,21 @@ def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
     return CheckpointStore(run_dir / "checkpoints" if given is None else Path(given), config.checkpoint.keep)
 
 
-def _run(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
+def _run(
+    loaded: Loaded, verb: Verb, loop: Callable[[Parts], None], cluster: Cluster | None = None
+) -> Outcome:
     config = loaded.config
     keep_freed_memory()
     disable_progress_bar()
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     with environment(config.cluster.env):
-        return _run_in_folder(loaded, verb, loop)
+        return _run_in_folder(loaded, verb, loop, cluster)
 
 
-def _run_in_folder(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) -> Outcome:
+def _run_in_folder(
+    loaded: Loaded, verb: Verb, loop: Callable[[Parts], None], cluster: Cluster | None
+) -> Outcome:
     config = loaded.config
     inputs = build.read_inputs(loaded, verb)
     num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
@@ -175,9 +185,8 @@ def _run_in_folder(loaded: Loaded, verb: Verb, loop: Callable[[Parts], None]) ->
         else:
             console.counted = "env steps"
         with _told(reporter, store):
-            _keep_trying(
-                config, reporter, store, lambda: build.build(loaded, plan, inputs, reporter, store), loop
-            )
+            new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
+            _keep_trying(config, reporter, store, new_parts, loop)
             missed = _missed(config, reporter, verb)
             reporter.finish("not_learned" if missed else "finished", missed)
     return Outcome(run_dir.path, missed is None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import importlib
 import inspect
 import logging
 import os
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import ray  # noqa: TID251
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError  # noqa: TID251
@@ -89,6 +90,10 @@ class _Host:
         file = str(stderr.resolve()) if stderr.exists() else ""
         return _Process(os.getpid(), ray.util.get_node_ip_address(), file)
 
+    def read(self, modules: Sequence[str]) -> None:
+        for module in modules:
+            importlib.import_module(module)
+
     def make(self, factory: Factory, place: Place) -> None:
         self._worker = factory(place)
 
@@ -124,20 +129,10 @@ class _Pending:
 class RayGroup:
     """See runtime.workers.WorkerGroup."""
 
-    def __init__(
-        self,
-        role: str,
-        factory: Factory,
-        size: int,
-        config: ClusterConfig,
-        *,
-        ends_cluster: bool = False,
-    ) -> None:
-        """Starts `size` processes and makes a worker in each. Raises WorkerError when they are not up in time. With
-        `ends_cluster`, closing the group disconnects too."""
+    def __init__(self, role: str, size: int, config: ClusterConfig, *, reads: Sequence[str] = ()) -> None:
+        """Has `size` processes started, and `reads` imported in each, without waiting for any of it. `make` follows."""
         self.role, self.size = role, size
-        self._ends_cluster = ends_cluster
-        self._timeout_s = config.call_timeout_s
+        self._config, self._timeout_s = config, config.call_timeout_s
         self._is_closed = False
         env = {**_THREADS, **config.env}
         # Its name is the title of the idle process.
@@ -146,12 +141,23 @@ class RayGroup:
         self._hosts: list[Any] = []
         try:
             self._hosts += [host.remote(env) for _ in range(size)]
-            self._start(factory, time.monotonic() + config.start_timeout_s)
+            for h in self._hosts:
+                h.read.remote(reads)  # a module that cannot be read is told when it is missed
         except BaseException:
             self.close()
             raise
 
-    def _start(self, factory: Factory, deadline: float) -> None:
+    def make(self, factory: Factory) -> Self:
+        """Make a worker in each process. Raises WorkerError when they are not up in time, or one of them fails."""
+        deadline = time.monotonic() + self._config.start_timeout_s
+        try:
+            self._make(factory, deadline)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _make(self, factory: Factory, deadline: float) -> None:
         ranks = range(self.size)
         processes = [h.process.remote() for h in self._hosts]
         rendezvous = self._hosts[0].rendezvous.remote()
@@ -186,8 +192,6 @@ class RayGroup:
             self._is_closed = True
             for host in self._hosts:
                 ray.kill(host, no_restart=True)
-            if self._ends_cluster:
-                disconnect()
 
     def _pending(self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
         calls = []
