@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,10 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.published import RemoteEngine
+from braid.weights.files import FileSender
+from braid.weights.sender import LinkedSender, Sender
+from braid.weights.wire import Receipt
 
 from .engines import ENGINES, MAX_TOKENS, MODEL, engine_params
 
@@ -228,6 +234,62 @@ def test_nothing_is_published_while_requests_run(engine: RolloutEngine, lm: Caus
         await task
 
     asyncio.run(scenario())
+
+
+def test_a_transfer_that_was_damaged_is_named_and_nothing_is_sampled_until_one_ends_well(
+    engine: RolloutEngine, lm: CausalLM
+) -> None:
+    if isinstance(engine, NativeEngine):
+        pytest.skip("it reads the trainer's own tensors: nothing is transferred")
+    assert isinstance(engine, RemoteEngine)
+    publish(engine, lm, 11)
+    with (
+        damaged(engine._sender),
+        pytest.raises(EngineError, match=r"are not what the trainer"),
+    ):
+        engine.load_weights(12, lm.named_weights())
+    with pytest.raises(EngineError, match="has no weights"):
+        generate(engine, [REQUEST])
+    with pytest.raises(EngineError, match="has version None of the weights, not 12"):
+        engine.publish(12)
+    publish(engine, lm, 13)
+    (completion,) = generate(engine, [replace(REQUEST, sampling=Sampling(10, greedy=True))])
+    assert completion.token_ids == trainer_greedy(lm, REQUEST.prompt_ids, 10)
+    assert completion.policy_version == 13
+
+
+@contextmanager
+def damaged(sender: Sender | None) -> Iterator[None]:
+    """One bit of what `sender` sends is flipped on the way: in the memory that is shared, or in a file."""
+    if isinstance(sender, FileSender):
+        write = sender._write
+
+        def write_and_damage(folder: Path, version: int, weights: Iterator[tuple[str, Tensor]]) -> Receipt:
+            receipt = write(folder, version, weights)
+            file = folder / "bucket_00001.safetensors"
+            data = bytearray(file.read_bytes())
+            data[-5] ^= 4
+            file.write_bytes(data)
+            return receipt
+
+        sender._write = write_and_damage
+        yield
+        sender._write = write
+        return
+    assert isinstance(sender, LinkedSender)
+    assert sender._outlet is not None
+    put, num_pieces = sender._outlet.put, 0
+
+    def put_damaged(piece: Tensor, deadline: float) -> None:
+        nonlocal num_pieces
+        num_pieces += 1
+        if num_pieces == 3:
+            piece = piece.clone()
+            piece[len(piece) // 2] ^= 4
+        put(piece, deadline)
+
+    sender._outlet.put = put_damaged
+    yield
 
 
 def test_a_request_that_can_never_fit_is_an_error(engine: RolloutEngine) -> None:

@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from braid.runtime.lifeline import give_up
 
 _END_S = 10.0
 """How long an ended process may take to be gone."""
@@ -42,8 +45,17 @@ class Child:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
-
         self._is_ended = False
+
+    def watch(self, name: str) -> None:
+        """From here on, have the run end when this does unasked, also while nothing is asked of it. `name` is the engine's."""
+
+        def wait() -> None:
+            self._process.wait()
+            if not self._is_ended:
+                give_up(f"{name} ended {self.how_it_ended()}")
+
+        threading.Thread(target=wait, name=f"{name} watch", daemon=True).start()
 
     @property
     def is_running(self) -> bool:

@@ -40,7 +40,8 @@ class Client:
     def __init__(self, url: str, *, timeout_s: float) -> None:
         """`timeout_s` bounds one answer, with all tries that it takes, unless a call has a limit of its own."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
+        # Servers end idle connections after five seconds or more; one that ends as it is used again would be an error.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         self._http = httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
         self._loop = asyncio.new_event_loop()

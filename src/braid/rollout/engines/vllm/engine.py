@@ -205,6 +205,7 @@ class VllmEngine(RemoteEngine):
                 self._fail(f"{self.name} ended {self._child.how_it_ended()}")
 
     def _on_ready(self) -> None:
+        self._child.watch(self.name)
         self._is_up.set_result(None)
 
     def _on_alive(self) -> None:

@@ -74,8 +74,11 @@ class WeightReceiver:
             model = self.model_runner.get_model()
             expected = {name for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
-            loaded = model.load_weights(weights)
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            try:
+                loaded = model.load_weights(weights)
+            finally:
+                # Also of half a version: else no further one could be loaded.
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
             for head in model.modules():
                 if isinstance(head, ParallelLMHead):
                     # One tied to the embedding is not loaded itself, and on CPU samples with a packed copy.
