@@ -38,7 +38,6 @@ def warnings(*overrides: str) -> dict[str, str]:
         ("env={kind: libero}", "env.kind", "the simulator libero", "gymnasium"),
         ("env={kind: maniskill, task: PickCube-v1}", "env.kind", "the simulator maniskill", "gymnasium"),
         ("model.vla={}", "model.vla", "vision-language-action", "model.build"),
-        ("cluster.num_nodes=2", "cluster.num_nodes", "2 machines", "what runs here is 1"),
         ("train.sequence_parallel=2", "train.sequence_parallel", "2 devices", "backend=fsdp2"),
     ],
 )
@@ -79,22 +78,6 @@ def test_adapters_train_on_shards_and_not_beside_whole_frozen_weights_of_fsdp() 
         assert "train.backend" not in warnings("model.lora={}", f"train.backend={backend}")
     found = complaints("model.lora={}", "train.backend=fsdp", "train.fsdp.sharding=none")
     assert "train.backend=fsdp2" in found["train.fsdp.sharding"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["rollout.engine=vllm"], "rollout.engine"),
-        ([*PPO, "sft={data: [{kind: file, path: x.jsonl}], steps: 2}"], "critic.path"),
-        (
-            ["algorithm.kl_coef=0.1", "reference={path: x, update_every_epochs: 1}"],
-            "reference.update_every_epochs",
-        ),
-    ],
-)
-def test_whole_weights_are_not_wanted_of_adapters_on_workers(overrides: list[str], key: str) -> None:
-    placement = "cluster.placement={policy: 0-1, rollout: 2}"
-    assert "adapters" in complaints("model.lora={}", "train.backend=fsdp2", placement, *overrides)[key]
 
 
 def test_options_of_an_engine_that_others_started_are_idle() -> None:

@@ -112,9 +112,7 @@ def _build_here(
         plan=plan,
         reporter=reporter,
         store=store,
-        sampler=supervised.sampler
-        if plan.verb == "sft" and supervised
-        else _sampler(config, max(1, len(inputs.train.prompts))),
+        sampler=_sampler_of(plan, supervised, config, inputs),
         eval_prompts=inputs.eval.by_source(),
         rollouts=Rollouts(
             InProcessGroup("rollout", lambda _: collector),
@@ -159,16 +157,15 @@ def _build_on_workers(
     started is ended when the rest cannot be built."""
     from .cluster import ROWS, Cluster
 
-    config = loaded.config
-    run_dir = reporter.run_dir.path
+    if cluster is None or not cluster.is_open:
+        cluster = Cluster.open(loaded.config, plan.layout)
+    config, run_dir = cluster.config, reporter.run_dir.path
     make = partial(
         make_collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs, run_dir=run_dir
     )
     factories = {"rollout": make, ROWS: partial(_experience, plan)}
-    if cluster is None or not cluster.is_open:
-        cluster = Cluster.open(config, plan.layout)
     try:
-        cluster.make(factories)
+        cluster.make(factories, run_dir / "logs")
         return _parts_on(cluster, config, plan, inputs, reporter, store)
     except BaseException:
         cluster.leave()
@@ -189,21 +186,21 @@ def _parts_on(
     run_dir = reporter.run_dir.path
 
     def new_supervised() -> GroupBackend:
-        warm = _warm_up_config(config)
-        return cluster.backend("policy", total_steps=plan.sft_steps, config=warm, name="warm_up")
+        warm, name = _warm_up_config(config), "policy" if plan.verb == "sft" else "warm_up"
+        return cluster.backend("policy", total_steps=plan.sft_steps, config=warm, name=name)
 
     supervised = _supervised_of(config, plan, inputs.examples, new_supervised)
     roles = roles_on_workers(config, plan, cluster.backend, supervised)
     ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
     folder = str(run_dir / "publications")
-    options = send_options(config, plan.layout, folder, is_cuda=device_of(config).type == "cuda")
+    options = send_options(config, plan.layout, folder, is_cuda=config.run.device == "cuda")
     publication = Publication(ranks, engines, options, merged=config.rollout.engine != "native")
     return Parts(
         config=config,
         plan=plan,
         reporter=reporter,
         store=store,
-        sampler=_sampler(config, max(1, len(inputs.train.prompts))),
+        sampler=_sampler_of(plan, supervised, config, inputs),
         eval_prompts=inputs.eval.by_source(),
         rollouts=Rollouts(engines, inputs.prompts, publication),
         data=DataPlane(cluster.groups[ROWS]),
@@ -269,6 +266,15 @@ def _data_here(plan: Plan) -> DataPlane:
 def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
     seed = config.run.seed if config.data.seed is None else config.data.seed
     return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
+
+
+def _sampler_of(
+    plan: Plan, supervised: Supervised | None, config: RunConfig, inputs: TextInputs
+) -> PromptSampler:
+    """What the verb takes its rows from: examples, or prompts."""
+    if plan.verb == "sft" and supervised:
+        return supervised.sampler
+    return _sampler(config, max(1, len(inputs.train.prompts)))
 
 
 def _weight_check(

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from braid.config.load import Loaded
@@ -29,7 +30,7 @@ from braid.runtime.environment import environment
 from braid.runtime.workers import Factory
 
 if TYPE_CHECKING:
-    from braid.runtime.ray import RayGroup
+    from braid.runtime.ray import Machines, RayGroup
     from braid.training.group import GroupBackend
 
 ROWS = "rows"
@@ -67,36 +68,43 @@ class Cluster:
     layout: Layout
     is_own: bool
     groups: dict[str, RayGroup] = field(default_factory=dict)
+    machines: Machines | None = None
     is_open: bool = True
 
     @classmethod
     def open(cls, config: RunConfig, layout: Layout) -> Cluster:
         """Connect, or start a cluster on this machine that is large enough; then have the processes started that the layout
-        names. `make` waits for them."""
-        from braid.runtime.ray import RayGroup, connect
+        names, where it says. `make` waits for them. Raises ConfigError when the cluster has not what the layout needs."""
+        from braid.runtime.ray import Machines, RayGroup, connect
 
+        config = _on_one_device(config, layout)
         homes = [_home(layout, of) for of in layout.roles if of.role != "rollout"]
         names = list(dict.fromkeys([*homes, "rollout", ROWS]))
-        sizes = {name: len(_seats(layout, name)) for name in names}
-        cluster = cls(config, layout, connect(config.cluster, num_processes=sum(sizes.values())))
+        seats = {name: _seats(layout, name) for name in names}
+        cluster = cls(config, layout, connect(config.cluster, num_processes=sum(map(len, seats.values()))))
         shown = {str(role): text for role, text in config.cluster.group_names.items()}
         try:
-            for name, size in sizes.items():
+            machines = Machines(config.cluster, _num_gpus(config, layout), layout.devices_per_node)
+            cluster.machines = machines
+            for name, of in seats.items():
                 reads = [_READS.get(name, "braid.training.worker")]
-                cluster.groups[name] = RayGroup(shown.get(name, name), size, config.cluster, reads=reads)
+                cluster.groups[name] = RayGroup(
+                    shown.get(name, name), of, config.cluster, machines=machines, reads=reads
+                )
         except BaseException:
             cluster.leave()
             raise
         return cluster
 
-    def make(self, factories: Mapping[str, Factory]) -> None:
-        """Make the workers: those of `factories` by the name of their group, Ranks in the others."""
+    def make(self, factories: Mapping[str, Factory], logs: Path) -> None:
+        """Make the workers: those of `factories` by the name of their group, Ranks in the others. They write to files in `logs`."""
         from braid.training.worker import Ranks
 
         ranks = partial(Ranks, config=self.config)
         with ThreadPoolExecutor(len(self.groups)) as pool:
             making = [
-                pool.submit(group.make, factories.get(name, ranks)) for name, group in self.groups.items()
+                pool.submit(group.make, factories.get(name, ranks), logs)
+                for name, group in self.groups.items()
             ]
             try:
                 for group in making:
@@ -136,6 +144,24 @@ class Cluster:
     def _close_groups(self) -> None:
         for group in self.groups.values():
             group.close()
+        if self.machines is not None:
+            self.machines.close()
+
+
+def _on_one_device(config: RunConfig, layout: Layout) -> RunConfig:
+    """The config with the kind of device that all workers have: it goes by what the layout was made for, and by no machine's own."""
+    is_cuda = config.run.device == "cuda" or (config.run.device == "auto" and layout.has_gpus)
+    run = config.run.model_copy(update={"device": "cuda" if is_cuda else "cpu"})
+    return config.model_copy(update={"run": run})
+
+
+def _num_gpus(config: RunConfig, layout: Layout) -> list[int]:
+    """What the run takes on each machine: its GPUs up to the last that a worker has."""
+    used = (
+        {device for role in layout.roles for device in role.devices} if config.run.device == "cuda" else set()
+    )
+    counts = {d // layout.devices_per_node: d % layout.devices_per_node + 1 for d in sorted(used)}
+    return [counts.get(node, 0) for node in range(layout.num_nodes)]
 
 
 def _home(layout: Layout, seated: RoleLayout) -> str:

@@ -47,9 +47,7 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "another backend, such as critic.train={backend: fsdp2}",
         )
     if config.train.backend != "single":
-        yield from _not_sharded(config, plan)
-    if config.model.lora is not None and plan.layout.mode != "in_process":
-        yield from _not_with_adapters(config, plan)
+        yield from _not_sharded(config)
     yield from missing_in_megatron(config)
     if config.env.kind in _SIMULATORS:
         yield "env.kind", _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
@@ -96,14 +94,9 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+def _not_sharded(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What the training backends with several processes do not do."""
     backend, key = config.train.backend, "train.backend"
-    if plan.verb == "sft":
-        yield (
-            key,
-            f"braid sft runs in one process in this version, not on {backend}; set train.backend=single",
-        )
     if config.model.mlp is not None:
         yield key, f"a perceptron trains in one process, not on {backend}; set train.backend=single"
     fsdp = config.train.fsdp
@@ -112,28 +105,6 @@ def _not_sharded(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "train.fsdp.sharding",
             "fsdp cannot train adapters beside frozen weights that it does not shard; set train.backend=fsdp2 with "
             "train.fsdp.size=1, or train.fsdp.sharding=full",
-        )
-
-
-def _not_with_adapters(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Weights that workers would have to merge with their adapters before others take them over."""
-    if config.rollout.engine != "native":
-        yield (
-            "rollout.engine",
-            f"adapters on workers are published as they are, and {config.rollout.engine} wants whole weights; set it to native, or "
-            "put all roles on one device with train.backend=single",
-        )
-    if plan.needs_critic and config.critic.path is None and config.sft is not None:
-        yield (
-            "critic.path",
-            "after a warm-up with adapters on workers the critic cannot take over the policy's weights; give it a folder of its "
-            "own, leave sft out, or put all roles on one device with train.backend=single",
-        )
-    if plan.needs_reference and config.reference.path is not None and config.reference.update_every_epochs:
-        yield (
-            "reference.update_every_epochs",
-            "a reference of its own folder cannot take over adapters on workers; leave reference.path out, set this to 0, or put "
-            "all roles on one device with train.backend=single",
         )
 
 
@@ -149,8 +120,6 @@ def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainC
 def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """Workers that this version does not have."""
     cluster = config.cluster
-    if cluster.num_nodes > 1:
-        yield "cluster.num_nodes", _not_yet(f"a run on {cluster.num_nodes} machines", "1")
     if isinstance(config.env, GymnasiumEnv) and cluster.runtime == "ray":
         yield (
             "cluster.runtime",

@@ -10,64 +10,74 @@ import asyncio
 import faulthandler
 import importlib
 import inspect
-import logging
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+# Ray prints its own words on the end of a worker; WorkerError says more. It reads this when it is imported.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "died or was killed")
+
 import ray  # noqa: TID251
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError  # noqa: TID251
+from ray.exceptions import (  # noqa: TID251
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from braid.config.cluster import ClusterConfig
-from braid.errors import WorkerError
+from braid.errors import EngineError, WorkerError
 
-from .workers import Factory, Place, free_address
+from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, children_of
+from .machines import Machines, connect, is_joined
+from .workers import Factory, Place, Seat
 
-logger = logging.getLogger(__name__)
+__all__ = ["Machines", "RayGroup", "connect", "disconnect"]
 
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_TICK_S = 0.2
+"""A worker that is lost, of any group, ends the waiting for others after so long."""
 _GRACE_S = 1.0
 """When a rank dies, the others may be first to tell: of a lost connection. So long is waited for who died."""
 _NUM_LAST_LINES = 3
-
-
-def connect(config: ClusterConfig, *, num_processes: int) -> bool:
-    """Join the cluster of `cluster.address`, or start one here for so many worker processes. Does nothing when connected.
-    Returns whether this call connected."""
-    if ray.is_initialized():
-        return False
-    # Ray would otherwise copy the working directory to workers, and report usage over the network.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if config.address is not None:
-        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
-        return True
-    ray.init(
-        num_cpus=max(num_processes, os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=512 * 2**20,
-    )
-    return True
+_LESS_MEMORY = (
+    "to need less memory: lower train.micro_batch_tokens (critic.train's for the critic), set train.offload keys, lower the "
+    "engine's memory fraction or rollout.max_concurrency, or give the machine more"
+)
 
 
 def disconnect() -> None:
     """Leave the cluster; one that `connect` started ends, with all its processes."""
+    if _lifelines:
+        _lifelines.pop().close()
     if ray.is_initialized():
         ray.shutdown()
 
 
+_lifelines: list[Lifelines] = []
+"""Those of this process's workers, when there are some: what happens to one worker concerns all groups."""
+
+
+def _lines() -> Lifelines:
+    if not _lifelines:
+        _lifelines.append(Lifelines(ray.util.get_node_ip_address()))
+    return _lifelines[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """Where a worker runs. `stderr` is the file that its standard error goes to, on its own machine; empty where that is none."""
+    """Where a worker runs. `log` is the file on its machine that its standard error goes to, from byte `start`; empty where that is
+    none."""
 
     pid: int
     node: str
-    stderr: str
+    log: str
+    start: int
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.node}"
@@ -78,24 +88,34 @@ class _Host:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
-        faulthandler.enable()  # a crash in native code leaves its signal and stack among the last words
         self._worker: Any = None
+        self._lifeline: Lifeline | None = None
+        self._listener: socket.socket | None = None
 
-    def rendezvous(self) -> str:
-        """An address of this machine that is free now."""
-        return free_address(ray.util.get_node_ip_address())
+    def rendezvous(self) -> tuple[str, int]:
+        """Where the ranks find each other: at an address of this process, for as long as it lives."""
+        host = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        return host, self._listener.getsockname()[1]
 
-    def process(self) -> _Process:
+    def process(self, ticket: Ticket, is_own: bool) -> _Process:
+        """Take up the line to the driver. With `is_own` the cluster is that of the driver, and ends with it; Ray's agents would
+        stay for a minute."""
+        agents = children_of().get(os.getppid(), []) if is_own else []
+        self._lifeline = Lifeline(ticket, beside=[pid for pid in agents if pid != os.getpid()])
+        faulthandler.enable()  # a crash in native code leaves its signal and stack among the last words
         stderr = Path("/proc/self/fd/2")
-        file = str(stderr.resolve()) if stderr.exists() else ""
-        return _Process(os.getpid(), ray.util.get_node_ip_address(), file)
+        log = stderr.resolve() if stderr.exists() else None
+        start = log.stat().st_size if log is not None and log.is_file() else 0
+        return _Process(os.getpid(), ray.util.get_node_ip_address(), str(log or ""), start)
 
     def read(self, modules: Sequence[str]) -> None:
         for module in modules:
             importlib.import_module(module)
 
     def make(self, factory: Factory, place: Place) -> None:
-        self._worker = factory(place)
+        self._worker = factory(replace(place, listener=self._listener))
 
     def run(self, method: str, *args: Any) -> Any:
         value = getattr(self._worker, method)(*[_value(arg) for arg in args])
@@ -129,41 +149,71 @@ class _Pending:
 class RayGroup:
     """See runtime.workers.WorkerGroup."""
 
-    def __init__(self, role: str, size: int, config: ClusterConfig, *, reads: Sequence[str] = ()) -> None:
-        """Has `size` processes started, and `reads` imported in each, without waiting for any of it. `make` follows."""
-        self.role, self.size = role, size
+    def __init__(
+        self,
+        role: str,
+        seats: int | Sequence[Seat],
+        config: ClusterConfig,
+        *,
+        machines: Machines | None = None,
+        reads: Sequence[str] = (),
+    ) -> None:
+        """Has a process started for each of the `seats` on `machines`, or so many anywhere, and `reads` imported in each, without
+        waiting for any of it. `make` follows."""
+        assert isinstance(seats, int) == (machines is None), "seats are on machines"
+        self.role, self.size = role, seats if isinstance(seats, int) else len(seats)
+        self._seats = None if isinstance(seats, int) else seats
         self._config, self._timeout_s = config, config.call_timeout_s
         self._is_closed = False
-        env = {**_THREADS, **config.env}
         # Its name is the title of the idle process.
         host: Any = ray.remote(num_cpus=0, max_restarts=0)(type(role, (_Host,), {}))
         self._processes: list[_Process] = []
+        self._asked = ["nothing"] * self.size
+        self._lines = _lines()
         self._hosts: list[Any] = []
         try:
-            self._hosts += [host.remote(env) for _ in range(size)]
+            for seat in self._seats or [None] * self.size:
+                env, options = config.env, {}
+                if seat is not None and machines is not None:
+                    env, options = (
+                        machines.environment(seat, env),
+                        {"scheduling_strategy": machines.node_of(seat)},
+                    )
+                self._hosts.append(host.options(**options).remote({**_THREADS, **env}))
             for h in self._hosts:
                 h.read.remote(reads)  # a module that cannot be read is told when it is missed
         except BaseException:
             self.close()
             raise
 
-    def make(self, factory: Factory) -> Self:
-        """Make a worker in each process. Raises WorkerError when they are not up in time, or one of them fails."""
+    def make(self, factory: Factory, logs: Path | None = None) -> Self:
+        """Make a worker in each process. What it writes from there on goes to `ROLE-RANK.log` in `logs`; on another machine, and
+        without `logs`, to Ray's file. Raises WorkerError when they are not up in time, or one of them fails."""
         deadline = time.monotonic() + self._config.start_timeout_s
         try:
-            self._make(factory, deadline)
+            self._make(factory, logs, deadline)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _make(self, factory: Factory, deadline: float) -> None:
+    def _make(self, factory: Factory, logs: Path | None, deadline: float) -> None:
         ranks = range(self.size)
-        processes = [h.process.remote() for h in self._hosts]
-        rendezvous = self._hosts[0].rendezvous.remote()
+        if logs is not None:
+            logs.mkdir(exist_ok=True)
+        files = [None if logs is None else logs.absolute() / f"{self.role}-{rank}.log" for rank in ranks]
+        tickets = [self._lines.ticket(Member(self, rank), file) for rank, file in enumerate(files)]
+        is_own = not is_joined(self._config)
+        processes = [h.process.remote(of, is_own) for h, of in zip(self._hosts, tickets, strict=True)]
+        rendezvous = [self._hosts[0].rendezvous.remote()] if self.size > 1 else []
         self._processes = self._wait(processes, ranks, "starting", deadline)
-        (url,) = self._wait([rendezvous], [0], "starting", deadline)
-        makes = [h.make.remote(factory, Place(rank, self.size, url)) for rank, h in enumerate(self._hosts)]
+        (address,) = self._wait(rendezvous, [0], "starting", deadline) if rendezvous else [None]
+        places = [Place(rank, self.size, address) for rank in ranks]
+        if self._seats is not None:
+            places = [
+                replace(p, node=s.node, devices=s.devices) for p, s in zip(places, self._seats, strict=True)
+            ]
+        makes = [h.make.remote(factory, place) for h, place in zip(self._hosts, places, strict=True)]
         self._wait(makes, ranks, "being built", deadline)
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -192,64 +242,93 @@ class RayGroup:
             self._is_closed = True
             for host in self._hosts:
                 ray.kill(host, no_restart=True)
+            self._lines.forget(self)
 
     def _pending(self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
         calls = []
         for rank, args in zip(ranks, arguments, strict=True):
             title = f"{self.role} {rank}: {method}"  # of the process while it runs
+            self._asked[rank] = f"{method}()"
             calls.append(self._hosts[rank].run.options(name=title).remote(method, *args))
         return _Pending(self, calls, ranks, f"in {method}()", time.monotonic() + self._timeout_s)
 
     def _wait(self, calls: Sequence[Any], ranks: Sequence[int], doing: str, deadline: float) -> list[Any]:
-        """Results by rank. The first failure ends the group: its other ranks wait for the one that failed."""
+        """Results by rank. The first failure ends the group: its other ranks wait for the one that failed. So does the loss of a
+        worker of any group, since none of a run can go on without the others."""
         pending, rank_of = list(calls), dict(zip(calls, ranks, strict=True))
         while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, min(5.0, deadline - time.monotonic())))
+            done, pending = ray.wait(pending, timeout=max(0.0, min(_TICK_S, deadline - time.monotonic())))
             errors = {rank_of[call]: error for call in done if (error := _error_of(call)) is not None}
-            if errors:
-                if pending and not any(isinstance(error, RayActorError) for error in errors.values()):
-                    more, _ = ray.wait(pending, num_returns=len(pending), timeout=_GRACE_S)
-                    errors |= {
-                        rank_of[call]: error for call in more if (error := _error_of(call)) is not None
-                    }
+            if errors or self._lines.first_loss() is not None:
                 self._fail(errors, doing)
             if not done and time.monotonic() >= deadline:
-                self.close()
                 late = [rank_of[call] for call in pending]
+                where = "; ".join(self._where(rank) for rank in late)
+                self.close()
                 raise WorkerError(
-                    f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time while {doing} "
-                    f"({'; '.join(self._where(rank) for rank in late)}); raise cluster.call_timeout_s if they only need longer"
+                    f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time while {doing}",
+                    f"{where}; raise cluster.call_timeout_s if they only need longer",
                 )
         return ray.get(list(calls))
 
     def _fail(self, errors: Mapping[int, RayError], doing: str) -> NoReturn:
-        """End the group with what its ranks came to: a death before what it made others raise."""
+        """End the group with what became of a worker: one that is lost before what that made others raise."""
+        loss = self._lines.first_loss(_GRACE_S if errors else 0.0)
+        if loss is None:
+            rank, error = min(errors.items(), key=lambda item: not _is_death(item[1]))
+            if not _is_death(error):
+                self.close()
+                raise WorkerError(
+                    f"{Member(self, rank)} failed while {doing}",
+                    f"{_last_line(error)} ({self._where(rank)})",
+                    _raised(error),
+                ) from error
+            loss = Loss(Member(self, rank))
+        group, rank = loss.member
+        assert isinstance(group, RayGroup), "lines are those of groups"
+        if group is not self:
+            doing = f"{self.role} was {doing} (it was asked last for {group._asked[rank]})"
+        if loss.said is not None:
+            what, why = "cannot go on", f"{loss.said} ({group._where(rank)})"
+        else:
+            what, why = "died", group._end_of(rank, is_oom=loss.is_oom)
         self.close()
-        rank, error = min(errors.items(), key=lambda item: not isinstance(item[1], RayActorError))
-        who = f"{self.role} worker {rank} of {self.size}"
-        if not isinstance(error, RayActorError):
-            raise WorkerError(
-                f"{who} failed while {doing}: {_last_line(error)} ({self._where(rank)})", _raised(error)
-            ) from error
-        words = self._last_words(rank)
         raise WorkerError(
-            f"{who} died while {doing}: {_last_line(error)} ({self._where(rank)})"
-            + (f"; its last words were: {words}" if words else "")
-        ) from None
+            f"{loss.member} {what} while {doing}", why, None if loss.said is None else EngineError(loss.said)
+        )
+
+    def _end_of(self, rank: int, *, is_oom: bool) -> str:
+        """How a process that is gone has ended: what Ray knows, and its last words."""
+        probe = self._hosts[rank].read.remote(())
+        ray.wait([probe], timeout=_GRACE_S)
+        error = _error_of(probe)
+        how = "its process is gone" if error is None else _last_line(error)
+        if is_oom or isinstance(error, OutOfMemoryError):
+            how = f"killed for lack of memory; {_LESS_MEMORY}"
+        words = self._last_words(rank)
+        return f"{how} ({self._where(rank)})" + (f"; its last words were: {words}" if words else "")
 
     def _where(self, rank: int) -> str:
-        return str(self._processes[rank]) if self._processes else "not up yet"
+        if not self._processes:
+            return "not up yet"
+        process = self._processes[rank]
+        return f"{process}, log {process.log}" if process.log else str(process)
 
     def _last_words(self, rank: int) -> str:
-        """The end of a worker's standard error, where this machine has it."""
-        if not self._processes or not self._processes[rank].stderr:
+        """The end of a worker's log, where this machine has it."""
+        if not self._processes or not self._processes[rank].log:
             return ""
         try:
-            text = Path(self._processes[rank].stderr).read_text("utf-8", errors="replace")
+            data = Path(self._processes[rank].log).read_bytes()[self._processes[rank].start :]
         except OSError:
             return ""
+        text = data.decode("utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(":")]
         return " | ".join(lines[-_NUM_LAST_LINES:])
+
+
+def _is_death(error: RayError) -> bool:
+    return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def _error_of(call: Any) -> RayError | None:

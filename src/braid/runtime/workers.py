@@ -23,13 +23,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker stands in its group: `rank` of `size`, and how the ranks of the group find each other (a URL for
-    torch.distributed's init_method). `devices` are the accelerators that it was given, by their numbers through the nodes; it
-    sees them, and no others, as 0, 1, ..."""
+    """Where a worker stands in its group: `rank` of `size`, on which machine of the run, and with which accelerators, by their
+    numbers through the machines; it sees these, and no others, as 0, 1, ...
+
+    `rendezvous` is where the ranks find each other: the address (host, port) of a socket that rank 0 has, its `listener`,
+    from before any of them is told until the end of its process. There is none for one worker alone."""
 
     rank: int
     size: int
-    rendezvous: str
+    rendezvous: tuple[str, int] | None = None
+    listener: socket.socket | None = None
     node: int = 0
     devices: tuple[int, ...] = ()
 
@@ -115,7 +118,7 @@ class InProcessGroup:
 
     def __init__(self, role: str, factory: Factory) -> None:
         self.role = role
-        self._worker = factory(Place(0, 1, free_address("127.0.0.1")))
+        self._worker = factory(Place(0, 1))
         self._loop: asyncio.Runner | None = None
         self._is_closed = False
 
@@ -154,11 +157,3 @@ class InProcessGroup:
             self.call("close")
         if self._loop is not None:
             self._loop.close()
-
-
-def free_address(host: str) -> str:
-    """A URL of this machine's address `host` with a port that was free a moment ago. Who binds it may find it taken by then."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        sock.bind((host, 0))
-        shown = f"[{host}]" if ":" in host else host
-        return f"tcp://{shown}:{sock.getsockname()[1]}"
