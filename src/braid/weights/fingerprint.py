@@ -36,52 +36,56 @@ SMALL_BYTES = 2**15
 
 
 class Fingerprint:
-    """Of one tensor, whose bytes come piece by piece."""
+    """Of one tensor, whose bytes are summed piece by piece, each while it is in a core's cache."""
 
-    def __init__(self, tensor_type: torch.dtype, shape: Iterable[int]) -> None:
+    def __init__(
+        self, tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor, piece_bytes: int | None = None
+    ) -> None:
+        """`memory` is uint8 [n], the tensor's bytes, whose pieces are of `piece_bytes`, a multiple of BLOCK_BYTES, but for the
+        last; without it there is one piece."""
         self._about = f"{tensor_type} {tuple(shape)}".encode()
-        self._parts: list[Tensor] = []
-        """Sums of columns [blocks, columns] of each piece."""
-        self._rest: Tensor | None = None
-
-    def add(self, piece: Tensor) -> None:
-        """The next bytes, uint8 [n]. All pieces but the last are a multiple of BLOCK_BYTES."""
-        assert self._rest is None, "only the last piece may be of any length"
-        num_bytes = piece.numel()
-        if num_bytes <= SMALL_BYTES and not self._parts:
-            self._rest = piece
-            return
-        whole = num_bytes // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            self._parts.append(piece[:whole].view(torch.int64).view(-1, _ROWS, _COLUMNS).sum(1))
-        if whole == num_bytes:
-            return
-        rows = (num_bytes - whole) // _ROW_BYTES
-        start = whole + rows * _ROW_BYTES
+        num_bytes = memory.numel()
+        whole = num_bytes // BLOCK_BYTES if num_bytes > SMALL_BYTES else 0
+        rows = (num_bytes - whole * BLOCK_BYTES) // _ROW_BYTES if num_bytes > SMALL_BYTES else 0
+        middle, end = whole * BLOCK_BYTES, whole * BLOCK_BYTES + rows * _ROW_BYTES
+        step = -(-(piece_bytes or max(num_bytes, 1)) // BLOCK_BYTES)
+        self._sums = torch.empty(whole + bool(rows), _COLUMNS, dtype=torch.int64, device=memory.device)
+        """Of the columns of each block."""
+        blocks = memory[:middle].view(torch.int64).view(whole, _ROWS, _COLUMNS).split(step) if whole else ()
+        self._parts = list(zip(blocks, self._sums[:whole].split(step), strict=False))
+        """What to sum in each piece, and where to: views, made here at once since there may be many."""
         if rows:
-            self._parts.append(piece[whole:start].view(torch.int64).view(1, rows, _COLUMNS).sum(1))
-        self._rest = piece[start:]
+            last = memory[middle:end].view(torch.int64).view(1, rows, _COLUMNS)
+            self._parts.append((last, self._sums[whole:]))
+        self._rest, self._step, self._next = memory[end:], step, 0
+        self._num_pieces = -(-num_bytes // (step * BLOCK_BYTES))
+
+    def add(self) -> None:
+        """The next piece of the memory is there."""
+        self._next += 1
+        is_last = self._next == self._num_pieces
+        for block, sums in self._parts[self._next - 1 : None if is_last else self._next]:
+            torch.sum(block, 1, out=sums)
 
     def value(self) -> str:
         """128 bits in hexadecimal."""
+        assert self._next == self._num_pieces, "of all pieces"
         digest = hashlib.blake2b(self._about, digest_size=16)
-        if self._parts:
-            sums = torch.cat(self._parts)
-            weighted = sums * _block_weights(len(sums)).to(sums.device)
-            digest.update(weighted.sum(0).cpu().numpy().data)
-        if self._rest is not None:
-            digest.update(self._rest.cpu().numpy().data)
+        if len(self._sums):
+            weights = _block_weights(len(self._sums), self._sums.device)
+            digest.update((self._sums * weights).sum(0).cpu().numpy().data)
+        digest.update(self._rest.cpu().numpy().data)
         return digest.hexdigest()
 
 
 @cache
-def _block_weights(number: int) -> Tensor:
+def _block_weights(number: int, device: torch.device) -> Tensor:
     """int64 [number, 1]: odd numbers, so that a change in one block changes the sum; powers of one that generates many."""
     values, value = [], 1
     for _ in range(number):
         values.append(value - 2**64 if value >= 2**63 else value)
         value = value * 0x9E3779B97F4A7C15 % 2**64
-    return torch.tensor(values, dtype=torch.int64).view(-1, 1)
+    return torch.tensor(values, dtype=torch.int64, device=device).view(-1, 1)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -94,8 +98,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def fingerprint(tensor: Tensor) -> str:
     """Of type, shape and every bit; the same on every device and for every layout in memory."""
-    of = Fingerprint(tensor.dtype, tensor.shape)
-    of.add(bytes_of(tensor))
+    return of_bytes(tensor.dtype, tensor.shape, bytes_of(tensor))
+
+
+def of_bytes(tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor) -> str:
+    """The fingerprint of a tensor whose bytes are `memory` [n]."""
+    of = Fingerprint(tensor_type, shape, memory)
+    if memory.numel():
+        of.add()
     return of.value()
 
 

@@ -1,8 +1,8 @@
 """Ways for the bytes of weights: from one sender to all its receivers, piece by piece, in order.
 
-A ring is a small memory that both sides see: the sender fills slots, and fills one again when every receiver has read it. It
-stays in the processor's caches whatever the model's size, which is what makes it fast, and fits the small /dev/shm that containers
-have. A group is one of torch.distributed, apart from any that the processes have.
+A ring is a small memory that both sides see: the sender fills slots, and fills one again when every receiver has read it.
+How far each has come is written in the same memory, which is seen sooner than a message. It stays in the processor's caches
+whatever the model's size, which is what makes it fast, and fits the small /dev/shm that containers have. A group is one of torch.distributed, apart from any that the processes have.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,11 +31,17 @@ from torch import Tensor
 from braid.errors import EngineError
 
 from .fingerprint import BLOCK_BYTES, SMALL_BYTES
-from .wire import Message, TensorSpec, Transport, Wire, tell
+from .wire import Message, TensorSpec, Transport, Wire
 
-_SLOT_BYTES = 8 * BLOCK_BYTES
-_NUM_SLOTS = 2
-_GROUP_PIECE_BYTES = 32 * BLOCK_BYTES
+_LARGE_PIECE_BYTES = 32 * BLOCK_BYTES
+"""For groups and GPUs, where each piece is some work to send."""
+_RINGS = {"shared_memory": (16, BLOCK_BYTES), "cuda_ipc": (2, _LARGE_PIECE_BYTES)}
+"""Slots, and bytes of each."""
+_STRIDE = 8
+"""Counters of 8 bytes are a cache line apart."""
+_SPIN_S = 2e-4
+"""A process that waits for the other for longer sleeps in between."""
+_NAP_S = 1e-4
 _AHEAD = 2
 """Pieces under way in a group at once."""
 _ALIGNMENT = 64
@@ -101,11 +108,6 @@ class Run:
         """Whether it is of small tensors."""
         return self.specs[0].num_bytes <= SMALL_BYTES
 
-    def pieces(self, memory: Tensor, piece_bytes: int) -> Iterator[Tensor]:
-        """`memory` [num_bytes] cut as it travels."""
-        for start in range(0, self.num_bytes, piece_bytes):
-            yield memory[start : min(start + piece_bytes, self.num_bytes)]
-
 
 def runs_of(specs: Sequence[TensorSpec], piece_bytes: int) -> list[Run]:
     """The runs of a bucket; the same on both sides."""
@@ -142,100 +144,105 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class RingOutlet:
-    """See Outlet. `slots` are uint8 [slots, slot_bytes] of memory that all receivers have."""
+class _Counters:
+    """Numbers in memory that processes share, one cache line each: how many pieces the sender has put into a ring, and how
+    many each receiver has taken."""
 
-    def __init__(self, slots: Tensor, wires: Mapping[str, Wire]) -> None:
-        self.piece_bytes, self.device = BLOCK_BYTES, None
-        self._slots, self._wires = slots, wires
-        self._filled = self._used = 0
-        self._freed = dict.fromkeys(wires, 0)
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._cells = memoryview(memory).cast("q")
+        self._fence = threading.Lock()
+
+    def post(self, place: int, value: int) -> None:
+        """After all that was written to the ring before."""
+        self._order()
+        self._cells[place * _STRIDE] = value
+
+    def wait(self, place: int, least: int, wire: Wire, deadline: float, doing: str) -> None:
+        """Until a number has come to `least`; `wire` leads to the one who writes it. Raises EngineError when that one fails, is
+        gone or is late."""
+        cells, place = self._cells, place * _STRIDE
+        patience = time.monotonic() + _SPIN_S
+        while cells[place] < least:
+            time.sleep(0)  # lets other threads run, such as the one that gathers
+            if (now := time.monotonic()) < patience:
+                continue
+            if wire.is_readable() and cells[place] < least:
+                wire.receive("failed", deadline, doing)
+            if now > deadline:
+                raise wire.late(doing)
+            time.sleep(_NAP_S)
+        self._order()
+
+    def _order(self) -> None:
+        """What a lock's functions do beside (POSIX, 4.12): not all processors keep the order of a program's reads and writes."""
+        with self._fence:
+            pass
+
+
+class RingOutlet:
+    """See Outlet. `slots` are uint8 [slots, piece_bytes] of memory that all receivers have."""
+
+    def __init__(self, slots: Tensor, counters: _Counters, wires: Sequence[Wire]) -> None:
+        self.piece_bytes, self.device = slots.shape[1], None
+        self._slots, self._counters, self._wires = slots.unbind(0), counters, wires
+        self._num_put = 0
 
     def put(self, piece: Tensor, deadline: float) -> None:
         """See Outlet."""
-        slot_bytes = self._slots.shape[1]
-        if self._used + piece.numel() > slot_bytes:
-            self.flush(deadline)
-        if not self._used:
-            self._await_slot(deadline)
-        slot = self._slots[self._filled % len(self._slots)]
-        slot[self._used : self._used + piece.numel()].copy_(piece)
-        self._used += aligned(piece.numel())
-        if self._used == slot_bytes:  # at once: the receivers read while this piece is summed
-            self.flush(deadline)
+        free = self._num_put + 1 - len(self._slots)
+        for place, wire in enumerate(self._wires, start=1):
+            self._counters.wait(place, free, wire, deadline, "taking over weights")
+        slot = self._slots[self._num_put % len(self._slots)]
+        _copy(piece, slot[: piece.numel()], slot)
+        self._num_put += 1
+        self._counters.post(0, self._num_put)
 
     def flush(self, deadline: float) -> None:
-        """See Outlet."""
-        if self._used:
-            _finish(self._slots)
-            tell(self._wires, {"kind": "filled"}, deadline, "taking over weights")
-            self._filled, self._used = self._filled + 1, 0
+        """See Outlet. Every piece is in a slot when it was put."""
 
     def close(self) -> None:
         """See Outlet."""
-        self._slots = self._slots.new_empty(0, 0)
-
-    def _await_slot(self, deadline: float) -> None:
-        """Until every receiver has read what the next slot holds."""
-        for name, wire in self._wires.items():
-            while self._freed[name] <= self._filled - len(self._slots):
-                wire.receive("freed", deadline, "taking over weights")
-                self._freed[name] += 1
-
-    def settle(self, deadline: float) -> None:
-        """Hear of every slot that it was read, so that what the receivers say next is about the version."""
-        for name, wire in self._wires.items():
-            while self._freed[name] < self._filled:
-                wire.receive("freed", deadline, "taking over weights")
-                self._freed[name] += 1
+        self._slots = ()
 
 
 class RingInlet:
-    """See Inlet."""
+    """See Inlet. `place` is that of its counter."""
 
-    def __init__(self, slots: Tensor, wire: Wire) -> None:
-        self.piece_bytes, self.device = BLOCK_BYTES, None
-        self._slots, self._wire = slots, wire
-        self._read = self._used = 0
+    def __init__(self, slots: Tensor, counters: _Counters, place: int, wire: Wire) -> None:
+        self.piece_bytes, self.device = slots.shape[1], None
+        self._slots, self._counters, self._place, self._wire = slots.unbind(0), counters, place, wire
+        self._num_taken = 0
 
     def take(self, pieces: Iterable[Tensor], deadline: float) -> Iterator[Tensor]:
         """See Inlet."""
-        slot_bytes = self._slots.shape[1]
         for piece in pieces:
-            if self._used + piece.numel() > slot_bytes:
-                self.flush(deadline)
-            if not self._used:
-                self._wire.receive("filled", deadline, "sending weights")
-            slot = self._slots[self._read % len(self._slots)]
-            piece.copy_(slot[self._used : self._used + piece.numel()])
-            self._used += aligned(piece.numel())
-            if self._used == slot_bytes:
-                self.flush(deadline)
+            self._counters.wait(0, self._num_taken + 1, self._wire, deadline, "sending weights")
+            slot = self._slots[self._num_taken % len(self._slots)]
+            _copy(slot[: piece.numel()], piece, slot)
+            self._num_taken += 1
+            self._counters.post(self._place, self._num_taken)
             yield piece
 
     def flush(self, deadline: float) -> None:
-        """See Inlet."""
-        if self._used:
-            _finish(self._slots)
-            self._wire.send({"kind": "freed"}, deadline, "sending weights")
-            self._read, self._used = self._read + 1, 0
+        """See Inlet. Every piece was waited for."""
 
     def close(self) -> None:
         """See Inlet."""
-        self._slots = self._slots.new_empty(0, 0)
+        self._slots = ()
 
 
-def _finish(memory: Tensor) -> None:
-    """Wait for copies that a GPU still makes."""
-    if memory.is_cuda:
-        torch.cuda.current_stream(memory.device).synchronize()
+def _copy(source: Tensor, target: Tensor, slot: Tensor) -> None:
+    """Into or out of a slot, to the end, which copies of a GPU reach later."""
+    target.copy_(source)
+    if slot.is_cuda:
+        torch.cuda.current_stream(slot.device).synchronize()
 
 
 class GroupOutlet:
     """See Outlet."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.piece_bytes, self.device = _GROUP_PIECE_BYTES, device
+        self.piece_bytes, self.device = _LARGE_PIECE_BYTES, device
         self._group: Group | None = group
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -260,7 +267,7 @@ class GroupInlet:
     """See Inlet."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.piece_bytes, self.device = _GROUP_PIECE_BYTES, device
+        self.piece_bytes, self.device = _LARGE_PIECE_BYTES, device
         self._group: Group | None = group
 
     def take(self, pieces: Iterable[Tensor], deadline: float) -> Iterator[Tensor]:
@@ -320,14 +327,21 @@ def make_outlet(
     """The sender's end, when all receivers have theirs. `device` is that of the trainer."""
     if way in ("gloo", "nccl"):
         return _open_group(way, wires, host=host, device=device, deadline=deadline, timeout_s=timeout_s)
-    num_bytes = _NUM_SLOTS * _SLOT_BYTES
+    num_slots, piece_bytes = _RINGS[way]
+    header = -(-8 * _STRIDE * (len(wires) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    how: Message = {"kind": "link", "way": way, "header": header, "piece_bytes": piece_bytes}
+    slots = None
     if way == "cuda_ipc":
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        _tell_and_await(wires, {"way": way, "memory": _cuda_handle(memory)}, deadline)
-        return RingOutlet(memory.view(_NUM_SLOTS, _SLOT_BYTES), wires)
-    with _SharedFile(num_bytes) as file:
-        _tell_and_await(wires, {"way": way, "path": str(file.path)}, deadline)
-        return RingOutlet(file.map().view(_NUM_SLOTS, _SLOT_BYTES), wires)
+        slots = torch.empty(num_slots * piece_bytes, dtype=torch.uint8, device=device)
+        how["memory"] = _cuda_handle(slots)
+    with _SharedFile(header + (0 if slots is not None else num_slots * piece_bytes)) as file:
+        for place, wire in enumerate(wires.values(), start=1):
+            wire.send({**how, "path": str(file.path), "place": place}, deadline, "linking")
+        for wire in wires.values():
+            wire.receive("ready", deadline, "linking")
+        memory = file.map()
+    slots = torch.frombuffer(memory, dtype=torch.uint8, offset=header) if slots is None else slots
+    return RingOutlet(slots.view(num_slots, piece_bytes), _Counters(memory), list(wires.values()))
 
 
 def make_inlet(message: Message, wire: Wire, *, device: torch.device, deadline: float) -> Inlet:
@@ -345,15 +359,13 @@ def make_inlet(message: Message, wire: Wire, *, device: torch.device, deadline: 
         group, device = _join(way, store, message["rank"], message["size"], message["timeout_s"], device)
         wire.send({"kind": "ready"}, deadline, "linking")
         return GroupInlet(group, device)
-    memory = _from_cuda_handle(message["memory"]) if way == "cuda_ipc" else _map(message["path"])
+    memory = _map(message["path"])
+    if way == "cuda_ipc":
+        slots = _from_cuda_handle(message["memory"])
+    else:
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=message["header"])
     wire.send({"kind": "ready"}, deadline, "linking")
-    return RingInlet(memory.view(-1, _SLOT_BYTES), wire)
-
-
-def _tell_and_await(wires: Mapping[str, Wire], how: Message, deadline: float) -> None:
-    tell(wires, {"kind": "link", **how}, deadline, "linking")
-    for wire in wires.values():
-        wire.receive("ready", deadline, "linking")
+    return RingInlet(slots.view(-1, message["piece_bytes"]), _Counters(memory), message["place"], wire)
 
 
 def _open_group(
@@ -417,9 +429,9 @@ class _SharedFile:
                 "container more (docker run --shm-size) or set rollout.publish.transport=gloo"
             ) from None
 
-    def map(self) -> Tensor:
-        """uint8 [num_bytes]; lives on without the file."""
-        return torch.frombuffer(mmap.mmap(self._file, self._num_bytes), dtype=torch.uint8)
+    def map(self) -> mmap.mmap:
+        """Its memory, zeros at first, which lives on without the file."""
+        return mmap.mmap(self._file, self._num_bytes)
 
     def __enter__(self) -> _SharedFile:
         return self
@@ -451,7 +463,7 @@ def _remove_unowned(folder: Path) -> None:
             os.close(file)
 
 
-def _map(path: str) -> Tensor:
+def _map(path: str) -> mmap.mmap:
     try:
         file = os.open(path, os.O_RDWR)
     except OSError as error:
@@ -460,7 +472,7 @@ def _map(path: str) -> Tensor:
             "container); set rollout.publish.transport=gloo, or nccl on GPUs"
         ) from None
     try:
-        return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+        return mmap.mmap(file, os.fstat(file).st_size)
     finally:
         os.close(file)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from braid.errors import EngineError
 
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, of_bytes
 from .links import Inlet, Run, aligned, make_inlet, runs_of
 from .wire import Message, Receipt, Tally, TensorSpec, Ticket, Wire, call, specs_from
 
@@ -174,25 +176,27 @@ class LinkedReceiver:
             for run in runs:
                 memory = _packed(run, link.device) if run.is_packed else place(run.specs[0], link.device)
                 held.append((run, memory))
-                yield from run.pieces(memory, link.piece_bytes)
+                yield from memory.split(link.piece_bytes)
 
         found: list[str] = []
         arriving = link.take(pieces(), deadline)
         for number in range(len(runs)):
-            first = next(arriving)
+            next(arriving)
             run, memory = held[number]
             if run.is_packed:
                 for spec, offset in zip(run.specs, run.offsets, strict=True):
                     part = memory[offset : offset + spec.num_bytes]
-                    found.append(_fingerprint(spec, part))
+                    found.append(of_bytes(spec.torch_dtype, spec.shape, part))
                     yield spec.name, part, spec
                 continue
-            of = Fingerprint(run.specs[0].torch_dtype, run.specs[0].shape)
-            of.add(first)
+            (spec,) = run.specs
+            of = Fingerprint(spec.torch_dtype, spec.shape, memory, link.piece_bytes)
+            of.add()
             for _ in range(-(-run.num_bytes // link.piece_bytes) - 1):
-                of.add(next(arriving))
+                next(arriving)
+                of.add()
             found.append(of.value())
-            yield run.specs[0].name, memory, run.specs[0]
+            yield spec.name, memory, spec
         link.flush(deadline)
         self._compare(index, specs, found, tally, deadline)
 
@@ -244,27 +248,30 @@ class _Memory:
     _MOST = 3
 
     def __init__(self) -> None:
-        self._buffers: list[bytearray] = []
+        self._buffers: list[mmap.mmap] = []
 
     def take(self, num_bytes: int, device: torch.device | None) -> Tensor:
         """uint8 [num_bytes], of any content."""
         if device is not None and device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        size = num_bytes + _CACHE_LINE
-        self._buffers = [b for b in self._buffers if len(b) >= size][-self._MOST :]
+        self._buffers = [b for b in self._buffers if len(b) >= num_bytes][-self._MOST :]
         free = [i for i in range(len(self._buffers)) if self._is_free(i)]
         if not free:
-            self._buffers.append(bytearray(size))
-        memory = torch.frombuffer(self._buffers[free[0] if free else -1], dtype=torch.uint8)
-        start = -memory.data_ptr() % _CACHE_LINE
-        return memory[start : start + num_bytes]
+            self._buffers.append(_pages(num_bytes))
+        return torch.frombuffer(self._buffers[free[0] if free else -1], dtype=torch.uint8)[:num_bytes]
 
     def _is_free(self, index: int) -> bool:
         """A tensor's memory has a reference to its buffer; the list has one, and so has getrefcount."""
         return sys.getrefcount(self._buffers[index]) <= 2
 
 
-_CACHE_LINE = 64
+def _pages(num_bytes: int) -> mmap.mmap:
+    """Fresh memory, in large pages where the system has them: a copy spends much of its time on finding small ones."""
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _places(bucket: Tensor) -> Place:
@@ -310,9 +317,3 @@ def _shaped(memory: Tensor, spec: TensorSpec) -> Tensor:
 def _write(memory: Tensor, spec: TensorSpec, target: Tensor) -> None:
     if memory.data_ptr() != target.data_ptr():
         target.copy_(_shaped(memory, spec))
-
-
-def _fingerprint(spec: TensorSpec, memory: Tensor) -> str:
-    of = Fingerprint(spec.torch_dtype, spec.shape)
-    of.add(memory)
-    return of.value()

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from braid.errors import EngineError
 
-from .fingerprint import Fingerprint, Weights, bytes_of
-from .links import Outlet, RingOutlet, Run, make_outlet, own_address, runs_of
+from .fingerprint import Fingerprint, Weights, bytes_of, of_bytes
+from .links import Outlet, Run, make_outlet, own_address, runs_of
 from .wire import Receipt, Tally, TensorSpec, Ticket, Transport, Wire, greet, specs_message, tell, wait_any
 
 _LAST_WORDS_S = 0.5
@@ -142,7 +142,7 @@ class LinkedSender:
             self._stream(
                 buckets_of(rest, self._options.bucket_bytes, self._options.dtype), outlet, tally, deadline
             )
-            return self._finish(tally.receipt(), outlet, deadline)
+            return self._finish(tally.receipt(), deadline)
         except BaseException as error:
             named = self._named(error, version)
             self._drop(str(named))
@@ -252,11 +252,9 @@ class LinkedSender:
         for spec, value in zip(specs, found, strict=True):
             tally.add(spec, value)
 
-    def _finish(self, receipt: Receipt, outlet: Outlet, deadline: float) -> Receipt:
+    def _finish(self, receipt: Receipt, deadline: float) -> Receipt:
         end = {"kind": "end", "num_tensors": receipt.num_tensors, "fingerprint": receipt.fingerprint}
         tell(self._wires, end, deadline, "taking over weights")
-        if isinstance(outlet, RingOutlet):
-            outlet.settle(deadline)
         for wire in self._wires.values():
             answer = wire.receive("done", deadline, f"taking over version {receipt.version}")
             if answer["fingerprint"] != receipt.fingerprint:
@@ -301,18 +299,11 @@ def _send_run(run: Run, tensors: Sequence[Tensor], outlet: Outlet, deadline: flo
         for tensor, offset in zip(tensors, run.offsets, strict=True):
             packed[offset : offset + tensor.numel()] = tensor
         outlet.put(packed, deadline)
-        return [_fingerprint(spec, [tensor]) for spec, tensor in zip(run.specs, tensors, strict=True)]
-    return [_fingerprint(run.specs[0], _put(run, tensors[0], outlet, deadline))]
-
-
-def _put(run: Run, memory: Tensor, outlet: Outlet, deadline: float) -> Iterator[Tensor]:
-    for piece in run.pieces(memory, outlet.piece_bytes):
+        pairs = zip(run.specs, tensors, strict=True)
+        return [of_bytes(spec.torch_dtype, spec.shape, tensor) for spec, tensor in pairs]
+    (spec,), (memory,) = run.specs, tensors
+    of = Fingerprint(spec.torch_dtype, spec.shape, memory, outlet.piece_bytes)
+    for piece in memory.split(outlet.piece_bytes):
         outlet.put(piece, deadline)
-        yield piece
-
-
-def _fingerprint(spec: TensorSpec, pieces: Iterable[Tensor]) -> str:
-    of = Fingerprint(spec.torch_dtype, spec.shape)
-    for piece in pieces:
-        of.add(piece)
-    return of.value()
+        of.add()
+    return [of.value()]

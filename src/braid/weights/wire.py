@@ -5,7 +5,6 @@ A receiver connects to the sender by its ticket and says who it is. Then each ve
     link           how bytes will come, once per set of engines; the receiver answers `ready`
     begin          the version
     bucket         names, types and shapes of the tensors that follow; their bytes go over the link
-    filled         a part of a shared ring may be read; the receiver answers `freed`
     fingerprints   of the bucket's tensors
     end            how many tensors there were, and the fingerprint of them all; the receiver answers `done`
 
@@ -118,7 +117,7 @@ class Wire:
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except TimeoutError:
-            raise self._late(doing) from None
+            raise self.late(doing) from None
         except OSError as error:
             # Its last words may say why it went.
             self._raise_failure()
@@ -162,7 +161,7 @@ class Wire:
             try:
                 data = self._socket.recv(num_bytes - len(parts))
             except TimeoutError:
-                raise self._late(doing) from None
+                raise self.late(doing) from None
             except OSError as error:
                 raise self._gone(doing, str(error.strerror or error)) from None
             if not data:
@@ -185,7 +184,8 @@ class Wire:
             f"{self.peer} is gone while {doing} ({how}): its process ended or was killed; its own log says why"
         )
 
-    def _late(self, doing: str) -> EngineError:
+    def late(self, doing: str) -> EngineError:
+        """For who waits for the peer, and has waited long enough."""
         return EngineError(
             f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it only needs longer"
         )
