@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from braid.config.load import load_config
+from braid.config.load import Loaded, load_config
+from braid.config.model import BuildSpec, ModelConfig
 from braid.controller import commands
+from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -58,14 +61,24 @@ MODES: dict[str, tuple[Settings, Settings]] = {
 """Mode -> what the run is, and where it is."""
 
 
-def _run(folder: Path, name: str, settings: Settings, *, rounds: int, resume: str = "none") -> Path:
-    build = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "head_dim": 16}
+BUILD = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "head_dim": 16}
+
+
+def _run(
+    folder: Path,
+    name: str,
+    settings: Settings,
+    *,
+    rounds: int,
+    resume: str = "none",
+    verb: Callable[[Loaded], object] = commands.train,
+) -> Path:
     config: dict[str, Any] = {
         "run": {
             "name": name, "output_dir": str(folder), "max_rounds": rounds, "device": "cpu", "num_threads": 1,
             "resume": resume,
         },
-        "model": {"build": build},
+        "model": {"build": BUILD},
         "data": {"train": [_TASK], "eval": [{**_TASK, "name": "held_out", "size": 6}], "max_prompt_tokens": 128},
         "sft": {"data": [{**_TASK, "response_key": "answer"}], "steps": 2},
         "reward": {"parts": [{"kind": "function", "path": f"{folder}/even.py:even"}]},
@@ -82,7 +95,7 @@ def _run(folder: Path, name: str, settings: Settings, *, rounds: int, resume: st
     (folder / "even.py").write_text(_REWARD)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    commands.train(load_config(path))
+    verb(load_config(path))
     return folder / name
 
 
@@ -121,3 +134,43 @@ def test_a_run_on_workers_is_the_run_of_one_process_which_goes_on_from_it(tmp_pa
     for name, tensor in other.items():
         # AdamW divides small gradients, and their roundings, by their own size: a tenth of one step of 1e-3.
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_supervised_learning_on_ranks_is_that_of_one_process_which_goes_on_from_it(tmp_path: Path) -> None:
+    both = {"checkpoint.every_rounds": 2, "eval.every_rounds": 2}
+    layout = {"train.backend": "fsdp2", "cluster.placement": {"policy": "0-1", "rollout": "1"}}
+
+    def run(name: str, settings: Settings, num_steps: int, resume: str = "none") -> Path:
+        given = {**both, **settings, "sft.steps": num_steps}
+        return _run(tmp_path, name, given, rounds=1, resume=resume, verb=commands.sft)
+
+    alone = run("alone", {}, 4)
+    run("group", layout, 2)
+    group = run("group", {}, 4, resume="latest")
+    _assert_alike(_lines(group), _lines(alone))
+    mine, other = _weights(group, tmp_path), _weights(alone, tmp_path)
+    for name, tensor in other.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_policy_on_ranks(
+    tmp_path: Path,
+) -> None:
+    model = ModelConfig(build=BuildSpec.model_validate(BUILD))
+    lm = load_policy(model, temperature=1.0, seed=7, device=torch.device("cpu"))
+    save_pretrained(lm, load_tokenizer(model), tmp_path / "reference")
+    settings = {
+        "model.lora": {"rank": 4},
+        "algorithm.advantage": "gae",
+        "reference.path": str(tmp_path / "reference"),
+        "reference.update_every_epochs": 1,
+        "data.train": [{**_TASK, "size": 4}],
+        "eval.every_rounds": 0,
+    }
+    alone = _run(tmp_path, "alone", settings, rounds=3)
+    layout = {"train.backend": "fsdp2", "cluster.placement": {"policy,critic,reference,rollout": "0-1"}}
+    group = _run(tmp_path, "group", {**settings, **layout}, rounds=3)
+    _assert_alike(_lines(group), _lines(alone))
+    kl = [line["policy/kl"] for line in _lines(alone) if "policy/kl" in line]
+    # The folder's weights are far away at first; those of a round ago are near.
+    assert min(kl[1:]) < 1e-2 * kl[0]

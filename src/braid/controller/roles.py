@@ -116,11 +116,17 @@ def roles_on_workers(
     config: RunConfig, plan: Plan, new_backend: NewBackend, supervised: Supervised | None
 ) -> Roles:
     """Each role on ranks that `new_backend` knows. Weights go from one to another by reference."""
-    policy = new_backend("policy", total_steps=plan.num_steps)
-    critic = new_backend("critic", total_steps=plan.num_critic_steps) if plan.needs_critic else None
-    reference = new_backend("reference", total_steps=0) if plan.needs_reference else None
-    infers_apart = plan.layout.role("inference") is not None
-    inference = new_backend("inference", total_steps=0) if infers_apart else None
+
+    def made(role: TrainingRole, total_steps: int) -> GroupBackend | None:
+        return new_backend(role, total_steps=total_steps) if plan.layout.role(role) else None
+
+    policy = (
+        supervised.backend
+        if plan.verb == "sft" and supervised
+        else new_backend("policy", total_steps=plan.num_steps)
+    )
+    critic, reference = made("critic", plan.num_critic_steps), made("reference", 0)
+    has_adapters = config.model.lora is not None
 
     def follow_policy() -> None:
         """Without a warm-up all have begun with the same weights."""
@@ -131,14 +137,17 @@ def roles_on_workers(
         if reference is not None and config.reference.path is None:
             reference.load_weights(weights)
         if critic is not None and config.critic.path is None:
-            critic.load_weights(weights)
+            merged = supervised.backend.start_full_weights(merged=True) if has_adapters else weights
+            critic.load_weights(merged)
         supervised.backend.close()
 
     def update_reference() -> None:
+        """One of its own folder has no adapters, others have the policy's."""
         if reference is not None:
-            reference.load_weights(policy.start_full_weights())
+            is_merged = has_adapters and config.reference.path is not None
+            reference.load_weights(policy.start_full_weights(merged=is_merged))
 
-    return Roles(policy, critic, reference, follow_policy, update_reference, inference)
+    return Roles(policy, critic, reference, follow_policy, update_reference, made("inference", 0))
 
 
 def export_policy(

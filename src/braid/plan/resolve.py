@@ -123,9 +123,9 @@ def _needs(
     """What has to be seated."""
     is_used: dict[Role, bool] = {
         "policy": True,
-        "critic": recipe.advantage == "gae",
-        "reference": recipe.kl_coef > 0,
-        "inference": old_logprobs == "recompute",
+        "critic": verb == "train" and recipe.advantage == "gae",
+        "reference": verb == "train" and recipe.kl_coef > 0,
+        "inference": verb == "train" and old_logprobs == "recompute",
         "rollout": True,
     }
     folders = {"critic": config.critic.path, "reference": config.reference.path}
@@ -138,7 +138,7 @@ def _needs(
     return Needs(
         tuple(role for role, is_one in is_used.items() if is_one),
         models,
-        has_workers=verb == "train" and not isinstance(config.env, GymnasiumEnv),
+        has_workers=verb != "eval" and not isinstance(config.env, GymnasiumEnv),
         num_gpus=0 if config.run.device == "cpu" else num_gpus,
     )
 

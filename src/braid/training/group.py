@@ -52,8 +52,8 @@ class ShardedBackend(Protocol):
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport: ...
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others."""
+    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
+        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others. `merged` as in iter_weights."""
         ...
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -153,9 +153,9 @@ class GroupBackend:
         """Checkpoint name -> whole tensor. In one process they are the trained ones themselves."""
         return self.group.call("full_weights")[0]
 
-    def start_full_weights(self) -> Ref:
-        """A reference to `full_weights`, for who needs them in another process."""
-        return self.group.start("full_weights").refs[0]
+    def start_full_weights(self, *, merged: bool = False) -> Ref:
+        """A reference to `full_weights`, for who needs them in another process; `merged` as in ShardedBackend.iter_weights."""
+        return self.group.start("full_weights", merged).refs[0]
 
     def load_weights(self, weights: Mapping[str, Tensor] | Ref) -> None:
         """Take over whole tensors by their checkpoint names, or those that a reference stands for."""

@@ -105,10 +105,10 @@ class DeepSpeedBackend(RankBackend):
             p.data = data
         self.load_weights(changed)
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
         """See ShardedBackend."""
         is_first = dist.get_rank() == 0
-        return {name: whole.cpu().clone() for name, whole in self.iter_weights() if is_first}
+        return {name: whole.cpu().clone() for name, whole in self.iter_weights(merged=merged) if is_first}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend. Gathered a tensor at a time."""

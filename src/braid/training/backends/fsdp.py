@@ -101,11 +101,12 @@ class FsdpBackend(RankBackend):
         before = sizes[: dist.get_rank(self._shard_group)]
         return {name: sum(size[name] for size in before) for name in mine}
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
         """See ShardedBackend."""
         is_first = dist.get_rank() == 0
-        whole = {name: tensor.cpu() for name, tensor in self.iter_weights() if is_first}
-        return {name: whole[name] for name in self._weights.values()} if is_first else {}
+        whole = {name: tensor.cpu() for name, tensor in self.iter_weights(merged=merged) if is_first}
+        names = self._recipes if merged else self._weights.values()
+        return {name: whole[name] for name in names} if is_first else {}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend. FSDP2 gathers a tensor at a time, FSDP a layer."""

@@ -268,9 +268,9 @@ class SingleBackend:
         """See TrainingBackend."""
         return self._model.named_weights()
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
         """See ShardedBackend; the live ones, where they are."""
-        return {name: tensor.detach() for name, tensor in self.named_weights()}
+        return dict(self.iter_weights(merged=merged))
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend."""

@@ -279,7 +279,7 @@ class MegatronBackend(PartBackend):
         whole, sharers = super()._flops_of(rows), dist.get_world_size() // self._ranks.data_size
         return Flops(whole.forward // sharers, whole.training // sharers)
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:  # noqa: ARG002  # no adapters here
         """See ShardedBackend."""
         with self._awake():
             self._gather_parameters()
