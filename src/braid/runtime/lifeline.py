@@ -293,6 +293,7 @@ class Lifeline:
         self._sending, self._is_full = threading.Lock(), False
         self._say({"word": ticket.word})
         threading.Thread(target=self._hold, name="lifeline", daemon=True).start()
+        _own.append(self)
         logging.captureWarnings(capture=True)
         logging.getLogger().addHandler(_written())
         logging.getLogger().addHandler(_Told(self))
@@ -324,6 +325,17 @@ class Lifeline:
         for pid in (*_descendants(os.getpid()), os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+
+
+_own: list[Lifeline] = []
+"""Of this process, where it is a worker."""
+
+
+def give_up(why: str) -> None:
+    """Tell the driver that this process cannot go on, so that the run ends at once and not when it is next asked for something;
+    nothing where the driver is this process."""
+    for lifeline in _own:
+        lifeline.fail(why)
 
 
 class _Told(logging.Handler):

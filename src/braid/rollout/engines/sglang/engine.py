@@ -54,6 +54,7 @@ class SglangEngine(SglangServer):
             self._end()
             raise
         super().__init__(url, name=name, max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
+        self._child.watch(name)
 
     async def generate(self, request: Request) -> Completion:
         """See RolloutEngine. An error of a server that has ended says how."""

@@ -1,0 +1,172 @@
+"""The line between a driver and its workers, with plain processes at its ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from braid.runtime.lifeline import Lifelines, Member, Ticket
+from braid.runtime.oom import KillCount
+
+_LIMIT_S = 30.0
+"""For processes to start or end; far above what they need, since other tests run beside."""
+
+WORKER = """
+import logging, os, pickle, signal, subprocess, sys, time
+from braid.runtime.lifeline import Lifeline, give_up
+
+lifeline = Lifeline(pickle.loads(bytes.fromhex(sys.argv[1])))
+exec(sys.argv[2])
+time.sleep(100)
+"""
+
+
+@dataclass(eq=False)
+class Team:
+    role: str = "policy"
+    size: int = 2
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Iterator[Lifelines]:
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom 0\noom_kill 3\n")
+    lines = Lifelines("127.0.0.1", KillCount(counter))
+    yield lines
+    lines.close()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def _start(workers: list[subprocess.Popen[bytes]], ticket: Ticket, code: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", WORKER, pickle.dumps(ticket).hex(), code]
+    workers.append(subprocess.Popen(command))
+    return workers[-1]
+
+
+def _await(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_a_worker_that_is_killed_is_lost_and_memory_is_blamed_only_where_the_kernel_counted(
+    lines: Lifelines, workers: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    team = Team()
+    _start(workers, lines.ticket(Member(team, 1), None), "os.kill(os.getpid(), signal.SIGKILL)")
+    loss = lines.first_loss(_LIMIT_S)
+    assert loss is not None
+    assert (str(loss.member), loss.said, loss.is_oom) == ("policy worker 1 of 2", None, False)
+    lines.forget(team)
+    assert lines.first_loss() is None
+
+    counter = tmp_path / "memory.events"
+    code = f"open({str(counter)!r}, 'w').write('oom_kill 4'); os.kill(os.getpid(), signal.SIGKILL)"
+    _start(workers, lines.ticket(Member(team, 0), None), code)
+    loss = lines.first_loss(_LIMIT_S)
+    assert loss is not None
+    assert loss.is_oom
+
+
+def test_a_worker_that_gives_up_is_lost_with_its_reason_while_its_process_lives(
+    lines: Lifelines, workers: list[subprocess.Popen[bytes]]
+) -> None:
+    process = _start(workers, lines.ticket(Member(Team(), 0), None), "give_up('no engine')")
+    loss = lines.first_loss(_LIMIT_S)
+    assert loss is not None
+    assert (loss.said, process.poll()) == ("no engine", None)
+
+
+def test_warnings_of_ranks_are_told_once_and_everything_is_in_their_logs(
+    lines: Lifelines,
+    workers: list[subprocess.Popen[bytes]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A rank that says the same twice is told twice, whenever the other says it."""
+    team = Team()
+    code = """
+print("to the terminal", flush=True)
+subprocess.run(["echo", "from a child"])
+for _ in range(2):
+    logging.getLogger("x").warning("little disk left")
+logging.getLogger("braid").info("all well")
+import warnings
+warnings.warn("old way")
+logging.getLogger("x").error("rank %d", {rank})
+"""
+    with caplog.at_level(logging.WARNING):
+        for rank in range(2):
+            ticket = lines.ticket(Member(team, rank), tmp_path / f"policy-{rank}.log")
+            _start(workers, ticket, code.format(rank=rank))
+        _await(lambda: "policy worker 1 of 2: rank 1" in caplog.text, "rank 1 was never heard")
+        _await(lambda: "policy worker 0 of 2: rank 0" in caplog.text, "rank 0 was never heard")
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("little disk left" in text for text in said) == 2
+    assert sum("old way" in text for text in said) == 1
+    assert not any("all well" in text for text in said)
+    log = (tmp_path / "policy-1.log").read_text()
+    for text in (
+        "to the terminal",
+        "from a child",
+        "WARNING x: little disk left",
+        "INFO braid: all well",
+        "ERROR x: rank 1",
+    ):
+        assert text in log
+
+
+def test_workers_and_what_they_have_started_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    """Also a child that reads nothing and stands in a session of its own."""
+    code = f"""
+import pickle, subprocess, sys, time
+from braid.runtime.lifeline import Lifelines, Member
+from tests.faults.test_lifeline import Team, WORKER
+ticket = Lifelines("127.0.0.1").ticket(Member(Team(), 0), None)
+start = "child = subprocess.Popen(['sleep', '100'], start_new_session=True); open({str(tmp_path / "up")!r}, 'w').write(str(child.pid))"
+subprocess.run([sys.executable, "-c", WORKER, pickle.dumps(ticket).hex(), start])
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        up = tmp_path / "up"
+        _await(lambda: up.exists() and up.read_text() != "", "the worker never came up")
+        started = psutil.Process(driver.pid).children(recursive=True)
+        assert {process.pid for process in started} >= {int(up.read_text())}
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+        _, left = psutil.wait_procs(started, _LIMIT_S)
+        assert not left
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_who_does_not_know_the_word_is_not_heard(lines: Lifelines) -> None:
+    ticket = lines.ticket(Member(Team(), 0), None)
+    for said in (b'{"word": "guess"}\n{"failed": "ha"}\n', b"no json\n", b'{"failed": "ha"}\n'):
+        with socket.create_connection((ticket.host, ticket.port), _LIMIT_S) as connection:
+            connection.sendall(said)
+            while connection.recv(16):
+                pass
+    assert lines.first_loss() is None
