@@ -26,17 +26,20 @@ from braid.algorithms.recipes import RECIPES
 from braid.config.load import load_config
 from braid.config.schema import RunConfig
 from braid.controller import commands
+from braid.models.base import Output
 from braid.models.loading import load_policy
+from braid.models.roles import make_critic
 from braid.runtime.ray import RayGroup, connect, disconnect
-from braid.training.backend import StepReport
+from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
-from braid.training.losses import policy_loss
+from braid.training.losses import policy_loss, value_loss_of
 from braid.training.worker import make_backend
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
+CPU = torch.device("cpu")
 CPU_FOLDER = Path(__file__).parents[1] / "megatron_cpu"
 BUILD = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 4, "num_heads": 4, "head_dim": 16}
 LLAMA = {**BUILD, "architecture": "llama", "tie_embeddings": False}
@@ -91,16 +94,17 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _config(model: dict[str, Any] | Path, **train: Any) -> RunConfig:
+def _config(model: dict[str, Any] | Path, critic: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     train = {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 64, **train}
     source = {"path": str(model)} if isinstance(model, Path) else {"build": model}
-    return RunConfig.model_validate({"model": source, "train": train, "run": {"device": "cpu"}})
+    return RunConfig.model_validate(
+        {"model": source, "train": train, "critic": critic or {}, "run": {"device": "cpu"}}
+    )
 
 
 def _single(config: RunConfig) -> SingleBackend:
-    cpu = torch.device("cpu")
-    model = load_policy(config.model, temperature=1.0, seed=0, device=cpu)
-    return SingleBackend(model, config.train, total_steps=9, device=cpu)
+    model = load_policy(config.model, temperature=1.0, seed=0, device=CPU)
+    return SingleBackend(model, config.train, total_steps=9, device=CPU)
 
 
 def _group(model: dict[str, Any] | Path, megatron: dict[str, Any], **train: Any) -> GroupBackend:
@@ -118,7 +122,10 @@ def _rows() -> list[Row]:
         for _ in range(3):
             ids = np.concatenate([prompt, rng.integers(0, 90, rng.integers(3, 40))])
             mask = np.arange(len(ids)) >= len(prompt)
-            fields = {"advantages": rng.normal(size=len(ids)).astype(np.float32) * mask}
+            fields = {
+                name: rng.normal(size=len(ids)).astype(np.float32) * mask
+                for name in ("advantages", "values", "returns")
+            }
             rows.append(Row({"input_ids": ids}, mask, group, len(rows), fields=fields))
     return rows
 
@@ -129,14 +136,20 @@ def _poisoned() -> list[Row]:
     return rows
 
 
+GRPO = policy_loss(RECIPES["grpo"])
+VALUES: frozenset[Output] = frozenset({"values"})
+
+
 def _train(
-    backend: GroupBackend | SingleBackend, num_steps: int, rows: list[Row] | None = None
+    backend: GroupBackend | SingleBackend,
+    num_steps: int,
+    rows: list[Row] | None = None,
+    loss: Loss = GRPO,
 ) -> list[StepReport]:
     rows = rows or _rows()
     weights = row_weights(
         [row.num_tokens for row in rows], [row.group for row in rows], mode="token_mean", constant=None
     )
-    loss = policy_loss(RECIPES["grpo"])
     return [backend.train(rows, weights, loss) for _ in range(num_steps)]
 
 
@@ -158,7 +171,8 @@ def test_a_layout_takes_the_steps_of_one_process_and_either_goes_on_from_the_oth
     model = build or mixture
     single, group = _single(_config(model)), _group(model, megatron)
     try:
-        rows, outputs = _rows(), frozenset({"logprobs", "entropy"})
+        rows = _rows()
+        outputs: frozenset[Output] = frozenset({"logprobs", "entropy"})
         for mine, other in zip(group.infer(rows, outputs), single.infer(rows, outputs), strict=True):
             for name in outputs:
                 np.testing.assert_allclose(mine[name], other[name], atol=4e-6)
@@ -183,6 +197,43 @@ def test_a_layout_takes_the_steps_of_one_process_and_either_goes_on_from_the_oth
         group.load(copy.deepcopy(alone.state()))
         _train(group, 1)
         _train(single, 2)
+        _assert_close(group.full_weights(), dict(single.named_weights()))
+    finally:
+        group.group.close()
+
+
+CRITICS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    "tensor": (LLAMA, True, {"tensor_parallel": 2}),
+    "tensor and sequence": (BUILD, False, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pipeline": (BUILD, True, {"pipeline_parallel": 2}),
+    "context": (BUILD, True, {"context_parallel": 2}),
+}
+"""The model's sizes, whether values are normalized, and train.megatron."""
+
+
+@pytest.mark.parametrize("layout", CRITICS)
+def test_a_critic_learns_the_values_of_one_process(layout: str) -> None:
+    # as of policies: float32 rounding of the same sums
+    build, normalizes, megatron = CRITICS[layout]
+    critic = {"normalize_values": normalizes, "head_name": "score"}
+    optimizer = {"lr": 1e-3, "value_lr": 1e-2, "eps": 1e-5}
+    config = _config(build, critic, backend="megatron", megatron=megatron, optimizer=optimizer)
+    single = SingleBackend(make_critic(config, CPU), config.train, total_steps=9, device=CPU)
+    make = partial(make_backend, role="critic", config=config, total_steps=9)
+    group = GroupBackend(RayGroup("critic", 2, config.cluster).make(make))
+    loss = value_loss_of(RECIPES["ppo"])
+    try:
+        for mine, other in zip(_train(group, 3, loss=loss), _train(single, 3, loss=loss), strict=True):
+            assert mine.loss == pytest.approx(other.loss, rel=1e-5)
+            assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        for mine, other in zip(group.infer(_rows(), VALUES), single.infer(_rows(), VALUES), strict=True):
+            np.testing.assert_allclose(mine["values"], other["values"], atol=1e-5)
+        _assert_close(group.full_weights(), dict(single.named_weights()))
+        state = copy.deepcopy(single.state())
+        assert state["weights"].keys() == group.state()["weights"].keys()
+        _train(single, 1, loss=loss)
+        group.load(state)
+        _train(group, 1, loss=loss)
         _assert_close(group.full_weights(), dict(single.named_weights()))
     finally:
         group.group.close()

@@ -223,7 +223,6 @@ def test_every_native_key_that_a_rule_sets_is_read_or_belongs_to_a_part_that_is_
 @pytest.mark.parametrize(
     ("key", "seed", "chosen"),
     [
-        ("critic.train.backend", "roll-rlvr-002", {"engine": "native"}),
         ("env.kind", "rlinf-embodied-003", {}),
         ("model.vla", "rlinf-embodied-003", {}),
     ],

@@ -155,8 +155,10 @@ def test_ranks_without_rows_and_groups_across_machines_are_suspicious() -> None:
 
 
 def test_a_critics_backend_counts_where_there_is_a_critic() -> None:
-    assert set(complaints(*PPO, "critic.train={backend: megatron}")) == {"critic.train.backend"}
-    assert "critic.train.backend" not in warnings("critic.train={backend: megatron}")
+    uneven = "critic.train={backend: megatron, sequence_parallel: 2}"
+    assert set(complaints(*PPO, uneven)) == {"critic.train.sequence_parallel"}
+    assert "critic.train.sequence_parallel" not in warnings(uneven)
+    assert "critic.train.backend" not in warnings(*PPO, "critic.train={backend: megatron}")
 
 
 def test_one_device_for_every_role_is_what_runs_here() -> None:

@@ -1,13 +1,17 @@
-"""What one layout of ranks has saved, every other goes on from: FSDP, FSDP2, replicas of shards, host memory, one process.
+"""What one layout of ranks has saved, every other goes on from: FSDP, FSDP2, replicas of shards, host memory, DeepSpeed,
+Megatron's tensor and pipeline parallelism, one process.
 
-Two processes run all layouts in turn, by the classes that a training group's workers have.
+Two processes run all layouts in turn, by what a training group's workers call. Megatron's have two of their own for each
+layout, with tests/megatron_cpu on their path: the CPU in place of its GPU.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,10 @@ from braid.config.schema import RunConfig
 from braid.errors import CheckpointError
 from braid.models.loading import load_policy
 from braid.training.backend import StepReport
-from braid.training.backends.fsdp import FsdpBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss
 from braid.training.shards import read_whole
+from braid.training.worker import _WRAPS
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,6 +43,38 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},
     "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
     "fsdp, gradients and optimizer": {"backend": "fsdp", "fsdp": {"sharding": "grad_op"}},
+    "deepspeed": {"backend": "deepspeed"},
+}
+MEGATRON: dict[str, dict[str, Any]] = {
+    "megatron, tensors": {
+        "backend": "megatron",
+        "megatron": {"tensor_parallel": 2, "sequence_parallel": True},
+    },
+    "megatron, pipeline": {"backend": "megatron", "megatron": {"pipeline_parallel": 2}},
+    "megatron, copies": {"backend": "megatron"},
+}
+MEGATRON_CPU = Path(__file__).parents[1] / "megatron_cpu"
+_ODD = {
+    # three heads of 24: rows that two ranks cannot halve evenly
+    "hidden_size": 64,
+    "intermediate_size": 93,
+    "num_layers": 2,
+    "num_heads": 3,
+    "num_kv_heads": 1,
+    "head_dim": 24,
+}
+BUILDS: dict[str, dict[str, Any]] = {
+    "odd": _ODD,
+    "narrow": {**_ODD, "hidden_size": 32},
+    # heads that tensor parallelism can share out: two queries for each key
+    "even": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+    },
 }
 LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
 
@@ -48,28 +84,18 @@ def _layouts(lora: dict[str, Any] | None) -> list[str]:
     return [name for name in LAYOUTS if lora is None or name != "fsdp, nothing sharded"]
 
 
-def _config(train: dict[str, Any], lora: dict[str, Any] | None, width: int = 64) -> RunConfig:
-    # three heads of 24: rows that two ranks cannot halve evenly
-    build = {
-        "hidden_size": width,
-        "intermediate_size": 93,
-        "num_layers": 2,
-        "num_heads": 3,
-        "num_kv_heads": 1,
-        "head_dim": 24,
-    }
+def _config(train: dict[str, Any], lora: dict[str, Any] | None, build: str = "odd") -> RunConfig:
     train = {"optimizer": {"lr": 1e-3, "eps": 1e-5}, "micro_batch_tokens": 64, **train}
-    return RunConfig.model_validate({"model": {"build": build, "lora": lora}, "train": train})
+    return RunConfig.model_validate({"model": {"build": BUILDS[build], "lora": lora}, "train": train})
 
 
-def _backend(name: str, lora: dict[str, Any] | None, width: int = 64) -> SingleBackend:
-    config = _config(LAYOUTS.get(name, {}), lora, width)
+def _backend(name: str, lora: dict[str, Any] | None, build: str = "odd") -> SingleBackend:
+    config = _config((LAYOUTS | MEGATRON).get(name, {}), lora, build)
     model = load_policy(config.model, temperature=1.0, seed=0, device=CPU)
-    kind = config.train.backend
-    if kind == "single":
+    if config.train.backend == "single":
         return SingleBackend(model, config.train, total_steps=9, device=CPU)
-    assert kind in ("fsdp", "fsdp2")
-    return FsdpBackend(model, config.train, total_steps=9, device=CPU, kind=kind)
+    made: Any = _WRAPS[config.train.backend](model, config.train, 9, CPU)
+    return made
 
 
 def _rows() -> list[Row]:
@@ -92,7 +118,7 @@ def _step(backend: SingleBackend) -> StepReport:
         [row.num_tokens for row in rows], [row.group for row in rows], mode="token_mean", constant=None
     )
     loss = policy_loss(RECIPES["grpo"])
-    if not isinstance(backend, FsdpBackend):
+    if not dist.is_initialized():
         return backend.train(rows, weights, loss)
     rank, size = backend.data_place()
     return backend.train(rows[rank::size], weights[rank::size], loss, rows[0])
@@ -107,28 +133,33 @@ def _assert_close(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
 
 def _save(backend: SingleBackend, folder: Path) -> dict[str, Any]:
     written = backend.save(str(folder))
-    assert written.error is None
+    assert written.error is None, written.error
     assert all((folder / name).stat().st_size == line["bytes"] for name, line in written.files.items())
     dist.barrier()  # as the controller waits for all
     return written.state
 
 
-def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
-    """Go on from one process' second step in each layout, save the third, and go on from that in the same and the next."""
+def _join(rank: int, folder: Path) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    saved, third, fourth, report = pickle.loads((folder / "one_process").read_bytes())
+
+
+def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
+    """Go on from one process' second step in each layout, save the third, and go on from that in the same and the next."""
+    _join(rank, folder)
+    course: Course = pickle.loads((folder / "course").read_bytes())
+    report = course.report
     layouts = _layouts(lora)
     counters: dict[str, Any] = {}
     for name, following in itertools.pairwise([*layouts, layouts[0]]):
         backend = _backend(name, lora)
-        backend.restore(saved, "")
+        backend.restore(course.saved, "")
         assert _step(backend).num_tokens == report.num_tokens
         counters = _save(backend, folder / name)
         assert counters == {"num_steps": 3, "skipped_in_row": 0, "loss_scale": None}
         if rank == 0:
-            _assert_close(read_whole(folder / name)["weights"], third)
-            (folder / f"{name}.pickle").write_bytes(pickle.dumps(counters))
+            _assert_close(read_whole(folder / name)["weights"], course.third)
         backend.to_host()
         backend.to_device()
         last = _step(backend)
@@ -145,36 +176,134 @@ def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
                 assert (again.loss, again.grad_norm) == (last.loss, last.grad_norm)
                 assert all(torch.equal(weights[n], tensor) for n, tensor in unbroken.items())
             elif rank == 0:
-                _assert_close(weights, fourth)
+                _assert_close(weights, course.fourth)
         if rank == 0:
-            _assert_close(unbroken, fourth)
+            _assert_close(unbroken, course.fourth)
         whole = backend.state()  # the form of one process
         if rank == 0:
             assert all(torch.equal(whole["weights"][n], tensor) for n, tensor in unbroken.items())
-            assert whole["optimizer"].keys() == saved["optimizer"].keys()
-    other = _backend("fsdp2", None, width=32)
+            assert whole["optimizer"].keys() == course.saved["optimizer"].keys()
+    other = _backend("fsdp2", None, "narrow")
     with pytest.raises(CheckpointError, match="of another model"):
         other.restore(counters, str(folder / "fsdp2"))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
-def test_each_layout_goes_on_from_what_another_has_saved(tmp_path: Path, lora: dict[str, Any] | None) -> None:
-    alone = _backend("one process", lora)
+@dataclass(frozen=True)
+class Course:
+    """What one process has after each of its steps."""
+
+    saved: dict[str, Any]
+    """All of its state after the second."""
+    third: dict[str, torch.Tensor]
+    fourth: dict[str, torch.Tensor]
+    report: StepReport
+    """Of the fourth."""
+
+
+def _course(lora: dict[str, Any] | None, build: str = "odd") -> Course:
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in alone.named_weights()}
+
+    alone = _backend("one process", lora, build)
     for _ in range(2):
         _step(alone)
-    saved = pickle.dumps(alone.save("").state)
+    saved = copy.deepcopy(alone.save("").state)
     _step(alone)
-    third = {name: tensor.detach().clone() for name, tensor in alone.named_weights()}
+    third = weights()
     report = _step(alone)
-    fourth = {name: tensor.detach().clone() for name, tensor in alone.named_weights()}
-    (tmp_path / "one_process").write_bytes(pickle.dumps((pickle.loads(saved), third, fourth, report)))
+    return Course(saved, third, weights(), report)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+def test_each_layout_goes_on_from_what_another_has_saved(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    course = _course(lora)
+    (tmp_path / "course").write_bytes(pickle.dumps(course))
     mp.spawn(_go_round, (tmp_path, lora), 2)
     for name in _layouts(lora):
-        resumed = _backend("one process", lora)
-        resumed.restore(pickle.loads((tmp_path / f"{name}.pickle").read_bytes()), str(tmp_path / name))
-        _step(resumed)
-        _assert_close(dict(resumed.named_weights()), fourth)
+        _assert_one_process_goes_on(tmp_path / name, lora, course)
+
+
+def _assert_one_process_goes_on(
+    folder: Path, lora: dict[str, Any] | None, course: Course, build: str = "odd"
+) -> None:
+    resumed = _backend("one process", lora, build)
+    resumed.restore(THIRD, str(folder))
+    _step(resumed)
+    _assert_close(dict(resumed.named_weights()), course.fourth)
+
+
+def test_megatron_goes_on_from_others_and_they_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process -> FSDP2 -> Megatron -> FSDP2 and one process, each with a step of its own."""
+    course = _course(None, "even")
+    (tmp_path / "course").write_bytes(pickle.dumps(course))
+    mp.spawn(_save_third, (tmp_path,), 2)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(MEGATRON_CPU), prepend=os.pathsep)
+        for name in MEGATRON:
+            mp.spawn(_go_on_in_megatron, (tmp_path, name), 2)
+    mp.spawn(_go_on_from_megatron, (tmp_path,), 2)
+    for name in MEGATRON:
+        _assert_one_process_goes_on(tmp_path / name, None, course, "even")
+
+
+THIRD = {"num_steps": 3, "skipped_in_row": 0, "loss_scale": None}
+"""What a checkpoint of the third step has beside tensors."""
+
+
+def _save_third(rank: int, folder: Path) -> None:
+    _join(rank, folder)
+    course: Course = pickle.loads((folder / "course").read_bytes())
+    backend = _backend("fsdp2", None, "even")
+    backend.restore(course.saved, "")
+    _step(backend)
+    _save(backend, folder / "fsdp2")
+    dist.destroy_process_group()
+
+
+def _go_on_in_megatron(rank: int, folder: Path, name: str) -> None:
+    (folder / f"rendezvous of {name}").mkdir(exist_ok=True)
+    _join(rank, folder / f"rendezvous of {name}")
+    course: Course = pickle.loads((folder / "course").read_bytes())
+    backend = _backend(name, None, "even")
+    backend.restore(course.saved, "")
+    _step(backend)
+    assert _save(backend, folder / name) == THIRD
+    if rank == 0:
+        written = [path.stat().st_size for path in (folder / name).glob("__*")]
+        assert len(written) == 2
+        assert max(written) < 0.75 * sum(written)  # each its part
+        _assert_close(read_whole(folder / name)["weights"], course.third)
+    last = _step(backend)
+    unbroken = {n: tensor.clone() for n, tensor in backend.full_weights().items()}
+    backend.restore(THIRD, str(folder / name))
+    again = _step(backend)
+    assert (again.loss, again.grad_norm) == (last.loss, last.grad_norm)  # to the bit
+    for n, tensor in backend.full_weights().items():
+        assert torch.equal(unbroken[n], tensor)
+    backend.restore(THIRD, str(folder / "fsdp2"))
+    _step(backend)
+    weights = backend.full_weights()
+    if rank == 0:
+        _assert_close(unbroken, course.fourth)
+        _assert_close(weights, course.fourth)
+    dist.destroy_process_group()
+
+
+def _go_on_from_megatron(rank: int, folder: Path) -> None:
+    (folder / "last rendezvous").mkdir(exist_ok=True)
+    _join(rank, folder / "last rendezvous")
+    course: Course = pickle.loads((folder / "course").read_bytes())
+    for name in MEGATRON:
+        backend = _backend("fsdp2", None, "even")
+        backend.restore(THIRD, str(folder / name))
+        _step(backend)
+        weights = backend.full_weights()
+        if rank == 0:
+            _assert_close(weights, course.fourth)
+    dist.destroy_process_group()
 
 
 def test_both_ranks_say_when_one_of_them_has_no_room(tmp_path: Path) -> None:

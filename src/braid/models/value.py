@@ -38,7 +38,7 @@ class ValueModel:
         attention: AttentionKind = "auto",
     ) -> None:
         """Takes over the `backbone` of a CausalLM; see `copy_of` for one that is used elsewhere. `normalizes` as in ValueHead."""
-        self._attention: AttentionKind = attention
+        self.attention: AttentionKind = attention
         self._backbone = backbone.eval()
         embedding = backbone.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
@@ -66,6 +66,11 @@ class ValueModel:
     def value_head(self) -> ValueHead:
         return self._head
 
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The model below the head: token ids to hidden states."""
+        return self._backbone
+
     def leave_gradients_to_autograd(self) -> None:
         """See TrainableModel; it has them all."""
 
@@ -73,7 +78,7 @@ class ValueModel:
         """`values` [T] in float32 (see TrainableModel)."""
         if unknown := outputs - {"values"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
-        states, written = states_before(self._backbone, batch, self._attention)
+        states, written = states_before(self._backbone, batch, self.attention)
         return {"values": spread(self._head(states), written, batch)}
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -65,8 +66,9 @@ class ValueHead(nn.Linear):
         return _Denormalized.apply(values, mean, deviation)
 
     @torch.no_grad()
-    def observe(self, returns: NDArray[np.floating]) -> None:
+    def observe(self, returns: NDArray[np.floating], copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """For a head that normalizes. Take the returns of the optimizer step to come into the moments, keeping every value what it is.
+        `copies` of weight and bias, or of any elements of them, are changed alike.
 
         Returns that are not finite are left to the step, which will be skipped for them.
         """
@@ -77,8 +79,9 @@ class ValueHead(nn.Linear):
         newest = self.moments.new_tensor([exact.mean(), np.square(exact).mean(), 1.0])
         self.moments.lerp_(newest, RATE)
         mean, deviation = self.moments_of_returns
-        self.weight.copy_(self.weight.double() * (old_deviation / deviation))
-        self.bias.copy_((self.bias.double() * old_deviation + old_mean - mean) / deviation)
+        for weight, bias in ((self.weight, self.bias), *copies):
+            weight.copy_(weight.double() * (old_deviation / deviation))
+            bias.copy_((bias.double() * old_deviation + old_mean - mean) / deviation)
 
 
 def with_head(body: nn.Module, body_name: str, head: ValueHead, head_name: str) -> nn.Sequential:

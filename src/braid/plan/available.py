@@ -40,15 +40,10 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
                 f"sharing each sequence among {train.sequence_parallel} devices needs one of the backends fsdp, fsdp2 and "
                 f"deepspeed, and this is {train.backend}; set it to 1 with {instead}",
             )
-    if plan.needs_critic and (config.critic.train or config.train).backend == "megatron":
-        yield (
-            "critic.train.backend",
-            "megatron trains policies and computes references, and no critics; give the critic settings of its own with "
-            "another backend, such as critic.train={backend: fsdp2}",
-        )
     if config.train.backend != "single":
         yield from _not_sharded(config)
-    yield from missing_in_megatron(config)
+    for key, train in _train_sections(config, plan):
+        yield from missing_in_megatron(config, key, train)
     if config.env.kind in _SIMULATORS:
         yield "env.kind", _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
     if config.model.vla is not None:

@@ -5,68 +5,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from braid.config.backends import MegatronConfig
 from braid.config.schema import RunConfig
+from braid.config.train import TrainConfig
 
 from .plan import Plan
 
 _OTHERS = "fsdp2, fsdp or deepspeed"
 
 
-def missing_in_megatron(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, message) of what cannot run."""
-    if config.train.backend != "megatron":
+def missing_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of what cannot run of the training settings `train`, which are in the section `key`."""
+    if train.backend != "megatron":
         return
-    if config.model.lora is not None:
+    if config.model.lora is not None and key != "critic.train":
         yield (
             "model.lora",
-            f"megatron trains whole weights, no adapters; set train.backend={_OTHERS}, or leave it out",
+            f"megatron trains whole weights, no adapters; set {key}.backend={_OTHERS}, or leave it out",
         )
-    if config.train.liger_kernels:
-        yield "train.liger_kernels", "megatron builds layers of its own; set it to false"
-    yield from _unknown_layers(config)
-    yield from _unknown_schedules(config)
+    if train.liger_kernels:
+        yield f"{key}.liger_kernels", "megatron builds layers of its own; set it to false"
+    for name, message in (*_unknown_layers(train.megatron), *_unknown_schedules(train.megatron)):
+        yield f"{key}.megatron.{name}", message
 
 
-def _unknown_layers(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unknown_layers(own: MegatronConfig) -> Iterator[tuple[str, str]]:
     """Keys that must be the model's own, which for all models that run here are the same."""
-    layers = config.train.megatron.transformer
-    own = {
+    known = {
         "layer_spec": "decoder_gpt",
         "activation": "swiglu",
         "normalization": "rmsnorm",
         "position_embedding": "rope",
         "add_bias_linear": False,
     }
-    for name, value in own.items():
-        if (given := getattr(layers, name)) != value:
+    for name, value in known.items():
+        if (given := getattr(own.transformer, name)) != value:
             yield (
-                f"train.megatron.transformer.{name}",
+                f"transformer.{name}",
                 f"{given} is of no model that megatron runs here (llama, qwen2, qwen3, qwen3_moe, mixtral), which all have "
-                f"{value}; leave it out, or set train.backend={_OTHERS}",
+                f"{value}; leave it out, or train with {_OTHERS}",
             )
 
 
-def _unknown_schedules(config: RunConfig) -> Iterator[tuple[str, str]]:
-    own = config.train.megatron
+def _unknown_schedules(own: MegatronConfig) -> Iterator[tuple[str, str]]:
     if own.virtual_pipeline is not None and own.pipeline_parallel == 1:
         yield (
-            "train.megatron.virtual_pipeline",
-            "one stage has nothing to interleave with; set train.megatron.pipeline_parallel above 1, or leave it out",
+            "virtual_pipeline",
+            "one stage has nothing to interleave with; set pipeline_parallel above 1, or leave it out",
         )
     if own.overlap_param_gather_with_step:
         yield (
-            "train.megatron.overlap_param_gather_with_step",
+            "overlap_param_gather_with_step",
             "parameters are not gathered during the step in this version; overlap_param_gather gathers them during the next "
             "forward pass; set this to false",
         )
     if own.tp_comm_overlap_file is not None:
         yield (
-            "train.megatron.tp_comm_overlap_file",
+            "tp_comm_overlap_file",
             "overlapped tensor-parallel communication is Transformer Engine's, whose layers are not used here; leave it out",
         )
     if own.checkpoint.load_path is not None or not own.checkpoint.from_hf:
         yield (
-            "train.megatron.checkpoint." + ("from_hf" if own.checkpoint.load_path is None else "load_path"),
+            "checkpoint." + ("from_hf" if own.checkpoint.load_path is None else "load_path"),
             "weights come from a Hugging Face folder; convert a Megatron checkpoint into one, set model.path to it, and leave "
             "this out",
         )

@@ -23,7 +23,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -38,6 +43,8 @@ from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.models.flops import Flops
+from braid.models.value import ValueModel
+from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes, Loss, StepReport
 from braid.training.backends.ranks import PartBackend, WholeMoments
 from braid.training.backends.single import Running
@@ -48,7 +55,7 @@ from braid.training.shards import Boxes
 from braid.types import Row
 
 from .checks import check_model
-from .model import Decoder, layer_options, padded_vocab
+from .model import Decoder, layer_options, padded_vocab, text_config
 from .names import Names, Shard, bridge_of
 from .ranks import Ranks, groups, join
 
@@ -61,23 +68,25 @@ class MegatronBackend(PartBackend):
     ) -> None:
         """The process group must be up. `model` holds the same weights on every rank, in host memory, and is left without
         them. Raises TrainingError or ModelError when it cannot be shared out as `config.megatron` says."""
-        if not isinstance(model, CausalLM) or model.has_adapters:
+        if not isinstance(model, CausalLM | ValueModel) or (
+            isinstance(model, CausalLM) and model.has_adapters
+        ):
             raise ModelError(
-                "train.backend=megatron trains whole policies and computes references: no critic, no adapters; "
-                "set critic.train.backend or train.backend to fsdp2, fsdp or single"
+                "train.backend=megatron trains all weights of language models and of critics on them, and no adapters; "
+                "set train.backend to fsdp2, fsdp or single"
             )
-        check_model(model.config, config.megatron)
+        sizes = text_config(model)
+        check_model(sizes, config.megatron)
         self._ranks = join(config.megatron)
         dtype = next(model.module.parameters()).dtype
-        options = layer_options(model.config, config, dtype)
-        bridge = bridge_of(model.config, padded_vocab(model.vocab_size, self._ranks), **options)
+        options = layer_options(sizes, config, dtype)
+        bridge = bridge_of(sizes, padded_vocab(sizes.vocab_size, self._ranks), **options)
         self._layers = bridge.config
         stages = [stage.to(device) for stage in _stages(model, self._layers, self._ranks)]
         for stage in stages:
             stage.requires_grad_(total_steps > 0)
         weights = {name: tensor.detach() for name, tensor in model.named_weights()}
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
-        self._names = Names(bridge, stages, shapes)
+        self._names = Names(bridge, stages, weights, _head_names(model))
         self._stages = [_wrapped(stage, index, config, self._layers) for index, stage in enumerate(stages)]
         self._dtype, self._is_offloaded = dtype, False
         self._megatron: Any = None
@@ -96,22 +105,27 @@ class MegatronBackend(PartBackend):
     def _build_optimizer(self) -> None:
         """Megatron's own, in place of torch's."""
         config, own = self._config.optimizer, self._config.megatron
+        settings = OptimizerConfig(
+            optimizer="adam" if config.kind == "adamw" else "sgd",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            sgd_momentum=0.0,
+            bf16=self._dtype != torch.float32,  # its optimizer with fp32 copies of half-precision weights
+            params_dtype=self._dtype,
+            clip_grad=0.0,  # ours
+            use_distributed_optimizer=self._stages[0].ddp_config.use_distributed_optimizer,
+            overlap_param_gather=own.overlap_param_gather,
+        )
+        overrides: dict[Any, Any] = dict(get_standard_config_overrides(settings))
+        if config.value_lr is not None:
+            overrides[ParamKey(name="*value_head.*")] = {"max_lr": config.value_lr}
         self._megatron = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam" if config.kind == "adamw" else "sgd",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                sgd_momentum=0.0,
-                bf16=self._dtype != torch.float32,  # its optimizer with fp32 copies of half-precision weights
-                params_dtype=self._dtype,
-                clip_grad=0.0,  # ours
-                use_distributed_optimizer=self._stages[0].ddp_config.use_distributed_optimizer,
-                overlap_param_gather=own.overlap_param_gather,
-            ),
+            settings,
             self._stages,
+            overrides,
             use_gloo_process_groups=False,
         )
         for group in self._megatron.param_groups:
@@ -252,7 +266,7 @@ class MegatronBackend(PartBackend):
             self._multiply_gradients(limit / report.grad_norm)
             self._megatron.prepare_grads()
         for group in self._megatron.param_groups:
-            group["lr"] = report.lr
+            group["lr"] = report.lr * (group["max_lr"] / self._config.optimizer.lr)
         for optimizer in self._inner():
             move_states(optimizer, self._device)
         self._megatron.step_with_ready_grads()
@@ -279,13 +293,32 @@ class MegatronBackend(PartBackend):
         whole, sharers = super()._flops_of(rows), dist.get_world_size() // self._ranks.data_size
         return Flops(whole.forward // sharers, whole.training // sharers)
 
-    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:  # noqa: ARG002  # no adapters here
+    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
         """See ShardedBackend."""
+        is_first = dist.get_rank() == 0
+        return {name: whole.cpu() for name, whole in self.iter_weights(merged=merged) if is_first}
+
+    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # no adapters here
+        """See ShardedBackend. Gathered a tensor at a time, on rank 0 alone."""
         with self._awake():
             self._gather_parameters()
-            return self._names.collect(
-                (shard.parameter.detach() for shard in self._names.shards), self._dtype
-            )
+            yield from self._names.gathered()
+
+    def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
+        """Of the rows of all ranks, each once."""
+        mine = super()._returns(rows) if rows else np.zeros(0, np.float32)
+        parts: list[NDArray[np.floating]] = [mine] * self._ranks.data_size
+        dist.all_gather_object(parts, mine, groups.get_data_parallel_group())
+        return np.concatenate(parts)
+
+    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:  # noqa: ARG002  # the last stage's own
+        """In what passes use, of which float32 that is trained is a part, and in the float32 copies of anything else."""
+        trained = {shard.parameter: part.values for shard, part in self._parts(with_copies=False)}
+        for stage in self._stages:
+            if (own := stage.module.value_head) is None:
+                continue
+            weight, bias = (trained.get(p, p.detach()[:0]) for p in (own.weight, own.bias))
+            own.observe(returns, [] if self._dtype == torch.float32 else [(weight, bias)])
 
     def _sharded_state(self) -> dict[str, Any]:
         moments = self._moments(with_copies=False) if self._trains else None
@@ -300,8 +333,11 @@ class MegatronBackend(PartBackend):
         for shard, part in self._parts(with_copies=with_copies):
             for name, offsets, box in self._names.boxes(shard, part.values, part.start):
                 parts[name].append((offsets, box))
-        dtype = torch.float32 if self._trains else self._dtype
-        return {name: Boxes(self._names.shapes[name], dtype, boxes) for name, boxes in parts.items()}
+        for name, buffer in self._names.buffers.items():
+            parts[name].append(([0] * buffer.ndim, buffer))
+        stored = self._names.dtypes
+        dtypes = {n: torch.float32 if self._trains and stored[n] == self._dtype else stored[n] for n in parts}
+        return {name: Boxes(self._names.shapes[name], dtypes[name], boxes) for name, boxes in parts.items()}
 
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
         for inner in self._inner():
@@ -452,7 +488,16 @@ class _Part:
         return cls(main.detach(), start, optimizer.optimizer.state[main])
 
 
-def _stages(model: CausalLM, layers: Any, ranks: Ranks) -> list[Any]:
+def _head_names(model: CausalLM | ValueModel) -> dict[str, str]:
+    """Of a critic's head: the names of its weights in a checkpoint, by those that they have in the last stage."""
+    if isinstance(model, CausalLM):
+        return {}
+    stored = {id(tensor): name for name, tensor in model.named_weights()}
+    own = model.value_head.state_dict(keep_vars=True)
+    return {f"value_head.{name}": stored[id(tensor)] for name, tensor in own.items()}
+
+
+def _stages(model: CausalLM | ValueModel, layers: Any, ranks: Ranks) -> list[Any]:
     """The stages of this rank: one, or with the interleaved schedule several, whose layers lie apart."""
     number = layers.virtual_pipeline_model_parallel_size
     stages: list[Any] = []

@@ -11,6 +11,7 @@ transformers computes, so that every scaling of them that is fixed beforehand is
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -33,7 +34,9 @@ from braid.models.base import Output
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM, spread, written_positions
 from braid.models.kernels import AttentionKind, packed_attention
-from braid.models.logprobs import Head, token_logprobs
+from braid.models.logprobs import DEFAULT_CHUNK_BYTES, Head, token_logprobs
+from braid.models.value import ValueModel
+from braid.models.value_head import ValueHead
 
 from .checks import is_mixture
 from .ranks import Ranks, groups
@@ -214,16 +217,20 @@ class Rule:
     attention: AttentionKind
 
     @classmethod
-    def of(cls, lm: CausalLM) -> Rule:
-        return cls(lm.temperature, lm.chunk_bytes, lm.compiles, lm.vocab_size, lm.attention)
+    def of(cls, model: CausalLM | ValueModel) -> Rule:
+        """Of a critic only attention counts."""
+        if isinstance(model, ValueModel):
+            return cls(1.0, DEFAULT_CHUNK_BYTES, compiles=False, vocab_size=0, attention=model.attention)
+        return cls(model.temperature, model.chunk_bytes, model.compiles, model.vocab_size, model.attention)
 
 
 class Decoder(GPTModel):
-    """A stage of the model. The first one takes token ids, the last one gives log-probs, all others hidden states."""
+    """A stage of the model. The first one takes token ids, the last one gives log-probs, or of a critic values, all others hidden
+    states."""
 
     def __init__(
         self,
-        lm: CausalLM,
+        model: CausalLM | ValueModel,
         config: TransformerConfig,
         ranks: Ranks,
         *,
@@ -232,23 +239,26 @@ class Decoder(GPTModel):
         vp_stage: int | None,
     ) -> None:
         """`vp_stage` is the number of the stage among those of this rank in the interleaved schedule."""
-        hf = lm.config
+        hf, is_critic = text_config(model), isinstance(model, ValueModel)
         super().__init__(
             config=config,
             transformer_layer_spec=stage_spec(hf, config, vp_stage),  # pyright: ignore[reportArgumentType]
-            vocab_size=padded_vocab(lm.vocab_size, ranks),
+            vocab_size=padded_vocab(hf.vocab_size, ranks),
             max_sequence_length=hf.max_position_embeddings,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and not is_critic,
             position_embedding_type="none",  # those of the rows are given with each pass
             pre_process=is_first,
             post_process=is_last,
             vp_stage=vp_stage,
         )
-        rotary: Any = lm.backbone.rotary_emb
+        self.value_head: ValueHead | None = None
+        if is_critic and is_last:
+            self.output_layer, self.value_head = None, deepcopy(model.value_head)
+        rotary: Any = model.backbone.rotary_emb
         assert rotary.attention_scaling == 1.0, "true of the rotary positions that check_model lets pass"
         self._frequencies: Tensor = rotary.inv_freq.float().clone()
-        self._rule, self._ranks = Rule.of(lm), ranks
-        self._padding: int | None = getattr(lm.model.get_input_embeddings(), "padding_idx", None)
+        self._rule, self._ranks = Rule.of(model), ranks
+        self._padding: int | None = getattr(model.backbone.get_input_embeddings(), "padding_idx", None)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # rows in place of rectangles
         self, batch: PackedBatch, outputs: frozenset[Output]
@@ -289,27 +299,20 @@ class Decoder(GPTModel):
     def _outputs(
         self, hidden: Tensor, batch: PackedBatch, outputs: frozenset[Output], start: int, size: int
     ) -> dict[str, Tensor]:
-        for (
-            hook
-        ) in self.output_layer._forward_pre_hooks.values():  # its weight is about to be used, without a call
-            hook(self.output_layer, ())
-        if self.config.sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        else:
-            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         written, before = written_positions(batch)
         is_here = (before >= start) & (before < start + size)
-        own = written[is_here]
-        logprobs, entropy = token_logprobs(
-            hidden.squeeze(1).index_select(0, before[is_here] - start),
-            self._head(),
-            batch.inputs["input_ids"].index_select(0, own),
-            temperature=self._rule.temperature,
-            with_entropy="entropy" in outputs,
-            chunk_bytes=self._rule.chunk_bytes,
-            compiles=self._rule.compiles,
-        )
-        computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
+        own, here = written[is_here], before[is_here] - start
+        if self.value_head is not None:
+            if (
+                self.config.sequence_parallel
+            ):  # each rank computes all values, and keeps the gradient of its own positions
+                hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                    hidden, tensor_parallel_output_grad=False
+                )
+            values = self.value_head(hidden.squeeze(1).index_select(0, here))
+            computed: dict[Output, Tensor | None] = {"values": values}
+        else:
+            computed = self._logprobs(hidden, here, batch.inputs["input_ids"].index_select(0, own), outputs)
         flat = {name: spread(computed[name], own, batch) for name in outputs}
         if self._ranks.context_size == 1:
             return flat
@@ -320,18 +323,46 @@ class Decoder(GPTModel):
             for name in sorted(outputs)  # in the same order on every rank
         }
 
+    def _logprobs(
+        self, hidden: Tensor, here: Tensor, ids: Tensor, outputs: frozenset[Output]
+    ) -> dict[Output, Tensor | None]:
+        """Of `ids` [N], each after the hidden state at its place in `here` [N]."""
+        output_layer: Any = self.output_layer
+        for hook in output_layer._forward_pre_hooks.values():  # its weight is used, without a call
+            hook(output_layer, ())
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        logprobs, entropy = token_logprobs(
+            hidden.squeeze(1).index_select(0, here),
+            self._head(),
+            ids,
+            temperature=self._rule.temperature,
+            with_entropy="entropy" in outputs,
+            chunk_bytes=self._rule.chunk_bytes,
+            compiles=self._rule.compiles,
+        )
+        return {"logprobs": logprobs, "entropy": entropy}
+
     def _head(self) -> Head:
         """This rank's tokens of the vocabulary, without those that only fill it up."""
+        output_layer: Any = self.output_layer
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
+            else output_layer.weight
         )
         assert weight is not None, "the last stage has one"
         first = self._ranks.tensor * len(weight)
         own = weight[: max(0, min(len(weight), self._rule.vocab_size - first))]
         group = groups.get_tensor_model_parallel_group() if self._ranks.tensor_size > 1 else None
         return Head(own, first=first, group=group)
+
+
+def text_config(model: CausalLM | ValueModel) -> PreTrainedConfig:
+    """Of the decoder's sizes."""
+    return model.backbone.config.get_text_config(decoder=True)
 
 
 def padded_vocab(vocab_size: int, ranks: Ranks) -> int:

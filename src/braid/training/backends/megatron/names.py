@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from braid.errors import ModelError
-from braid.training.shards import boxes_of_range
+from braid.training.shards import Boxes, boxes_of_range
 
 from .ranks import groups
 
@@ -32,6 +32,7 @@ _LOCAL = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Norms that Megatron's Transformer Engine layers, whose names mbridge knows, hold inside the next linear layer."""
+_TIED = "model.embed_tokens.weight"
 _EXPERT_PIECES = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 
 
@@ -87,29 +88,43 @@ class Shard:
             return groups.get_expert_tensor_parallel_group()
         return groups.get_tensor_model_parallel_group()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank of the group has a part of its own; else all have all."""
+        return getattr(self.parameter, "tensor_model_parallel", False)
+
     @cached_property
     def is_spoken_for(self) -> bool:
-        """Whether this rank hands the whole tensor on, and not another one that has the same."""
-        replicas = (
-            groups.get_expert_data_parallel_group()
-            if self.is_expert
-            else groups.get_data_parallel_group(with_context_parallel=True)
-        )
-        return not self.is_copy and dist.get_rank(self.group) == 0 and dist.get_rank(replicas) == 0
+        """Whether this rank hands its part on, and not another one that has the same."""
+        replicas = groups.get_expert_data_parallel_group() if self.is_expert else _replicas()
+        is_first = self.is_cut or dist.get_rank(self.group) == 0
+        return not self.is_copy and is_first and dist.get_rank(replicas) == 0
 
 
 class Names:
     """The parameters of this rank's stages, by their Hugging Face names."""
 
-    def __init__(self, bridge: Any, stages: Sequence[nn.Module], shapes: Mapping[str, torch.Size]) -> None:
-        """`shapes` are those of the whole model. Raises ModelError when the stages have other weights than it."""
-        self._bridge = bridge
-        self.shapes = dict(shapes)
+    def __init__(
+        self,
+        bridge: Any,
+        stages: Sequence[nn.Module],
+        weights: Mapping[str, Tensor],
+        head: Mapping[str, str],
+    ) -> None:
+        """`weights` are the whole model's, or like them; `head` are the names among them of those of a value head, by those that
+        they have in the last stage. Raises ModelError when the stages have other weights."""
+        self._bridge, self._head = bridge, head
+        self.shapes = {name: tensor.shape for name, tensor in weights.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in weights.items()}
+        self.buffers = {
+            head[name]: buffer for stage in stages for name, buffer in stage.named_buffers() if name in head
+        }
         self.shards = [shard for stage in stages for shard in self._shards(stage)]
-        strange = sorted({p.name for shard in self.shards for p in shard.pieces} - shapes.keys())
+        own = {p.name for shard in self.shards for p in shard.pieces} | self.buffers.keys()
+        strange = sorted(own - weights.keys())
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, [p.name for shard in self.shards for p in shard.pieces])
-        missing = sorted(shapes.keys() - {name for names in found for name in names})
+        dist.all_gather_object(found, own)
+        missing = sorted(weights.keys() - {name for names in found for name in names})
         if strange or missing:
             raise ModelError(
                 f"Megatron's layers for this model have other weights than transformers': {(strange or missing)[0]} is in "
@@ -132,6 +147,8 @@ class Names:
             yield self._shard(parameter, name)
 
     def _shard(self, parameter: nn.Parameter, name: str) -> Shard:
+        if name in self._head:
+            return Shard(parameter, name, (Piece(self._head[name]),))
         if ".local_experts." in name:
             before, _, after = name.partition(".experts.local_experts.")
             local, fused, _ = after.split(".")
@@ -174,8 +191,7 @@ class Names:
         """Where a parameter's rows are in the whole tensors, which mbridge is asked by giving it row numbers to rearrange."""
         parameter: Any = shard.parameter
         size, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
-        is_cut = getattr(parameter, "tensor_model_parallel", False)
-        if is_cut and parameter.partition_dim == 1:
+        if shard.is_cut and parameter.partition_dim == 1:
             rows, columns = parameter.shape
             return [Run(shard.pieces[0], 0, rows, 0, rank * columns)]
         heights = [self.shapes[p.name][0 if p.index is None else 1] for p in shard.pieces]
@@ -187,7 +203,7 @@ class Names:
             whole = self._bridge._weight_to_mcore_format(shard.name, [numbers[0][:, None]])[:, 0]
         else:  # a weight's rows lie as the entries of its bias
             whole = self._bridge._weight_to_mcore_format(shard.name.replace(".weight", ".bias"), numbers)
-        if is_cut:
+        if shard.is_cut:
             column = parameter.view(len(parameter), -1)[:, 0]
             whole = self._bridge._weight_split_across_tp(shard.name, whole, column, size)[rank]
         steps = (whole.diff() != 1).nonzero().squeeze(1) + 1
@@ -201,60 +217,49 @@ class Names:
                 start, number = start + num, number + num
         return runs
 
-    def _gather(self, shard: Shard, part: Tensor) -> list[Tensor]:
-        """The reverse, on all ranks that share the tensor: what to hand on for each piece."""
-        whole = part
-        if getattr(shard.parameter, "tensor_model_parallel", False) and dist.get_world_size(shard.group) > 1:
-            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(shard.group))]
-            dist.all_gather(parts, part.contiguous(), group=shard.group)
-            whole = self._bridge._weight_merge_across_tp(shard.name, parts, shard.parameter)
-        if shard.is_expert:
-            return [whole]
-        return self._bridge._weight_to_hf_format(shard.name, whole)[1]
-
-    def collect(self, parts: Iterable[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Whole tensors in host memory on rank 0, in the model's order; empty on the others. `parts` has a tensor of the
-        parameter's size for each shard, in order; on a device one whole tensor exists at a time."""
-        own: list[tuple[Piece, Tensor]] = []
-        for shard, part in zip(self.shards, parts, strict=True):
-            tensors = self._gather(shard, part.to(dtype))
-            if shard.is_spoken_for:  # sent when all is gathered, since ranks gather in groups of their own
-                own += zip(shard.pieces, (tensor.to("cpu") for tensor in tensors), strict=True)
-        plan: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(plan, [piece for piece, _ in own])
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole tensors that passes use, in the model's order: on rank 0 one at a time, on the others nothing. A call of all
+        ranks, which read to the end."""
+        own = self._handed_on()
+        places: list[Any] = [None] * dist.get_world_size()
+        mine = {name: [(offsets, part.shape) for offsets, part in boxes] for name, boxes in own.items()}
+        dist.all_gather_object(places, mine)
         device = self.shards[0].parameter.device
-        if dist.get_rank() != 0:
-            for _, tensor in own:
-                dist.send(tensor.to(device).contiguous(), dst=0)
-            return {}
-        whole = _Whole(self.shapes, dtype)
-        for piece, tensor in own:
-            whole.put(piece, tensor)
-        for source, pieces in enumerate(plan[1:], start=1):
-            for piece in pieces:
-                buffer = torch.empty(
-                    self.shapes[piece.name][piece.index is not None :], dtype=dtype, device=device
-                )
-                dist.recv(buffer, src=source)
-                whole.put(piece, buffer)
-        return whole.in_order()
+        for name, shape in self.shapes.items():
+            boxes = own.get(name, [])
+            whole = torch.empty(shape if dist.get_rank() == 0 else 0, dtype=self.dtypes[name], device=device)
+            if dist.get_rank() == 0:
+                Boxes(shape, whole.dtype, boxes).put(whole)
+                for source, theirs in enumerate(places[1:], start=1):
+                    if name in theirs:
+                        Boxes(shape, whole.dtype, _received(source, theirs[name], whole)).put(whole)
+            elif boxes:
+                dist.send(torch.cat([part.reshape(-1) for _, part in boxes]), dst=0)
+            yield name, whole
+
+    def _handed_on(self) -> dict[str, list[tuple[list[int], Tensor]]]:
+        """The boxes of whole tensors that this rank tells of, and none of those with the same does."""
+        out: dict[str, list[tuple[list[int], Tensor]]] = {}
+        for shard in self.shards:
+            if shard.is_spoken_for:
+                flat = shard.parameter.detach().view(-1)
+                for name, offsets, box in self.boxes(shard, flat, 0):
+                    out.setdefault(name, []).append((offsets, box))
+        if groups.get_tensor_model_parallel_rank() == 0 and dist.get_rank(_replicas()) == 0:
+            out.update({name: [([0] * buffer.ndim, buffer)] for name, buffer in self.buffers.items()})
+        return out
 
 
-_TIED = "model.embed_tokens.weight"
+def _received(
+    source: int, places: Sequence[tuple[list[int], torch.Size]], like: Tensor
+) -> list[tuple[list[int], Tensor]]:
+    """Boxes that lie at `places`, from another rank."""
+    sizes = [shape.numel() for _, shape in places]
+    flat = like.new_empty(sum(sizes))
+    dist.recv(flat, src=source)
+    parts = zip(places, flat.split(sizes), strict=True)
+    return [(offsets, part.view(shape)) for (offsets, shape), part in parts]
 
 
-class _Whole:
-    """Tensors in host memory, filled piece by piece."""
-
-    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
-        self._shapes, self._dtype = shapes, dtype
-        self._tensors: dict[str, Tensor] = {}
-
-    def put(self, piece: Piece, tensor: Tensor) -> None:
-        if piece.name not in self._tensors:
-            self._tensors[piece.name] = torch.empty(self._shapes[piece.name], dtype=self._dtype)
-        target = self._tensors[piece.name]
-        (target if piece.index is None else target[piece.index]).copy_(tensor)
-
-    def in_order(self) -> dict[str, Tensor]:
-        return {name: self._tensors[name] for name in self._shapes}
+def _replicas() -> dist.ProcessGroup:
+    return groups.get_data_parallel_group(with_context_parallel=True)
