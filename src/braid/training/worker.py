@@ -173,11 +173,28 @@ def _join(place: Place, config: RunConfig) -> torch.device:
     is_cuda = config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     torch.set_num_threads(config.run.num_threads or 1)
+    timeout = datetime.timedelta(seconds=config.cluster.call_timeout_s)
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
-        init_method=place.rendezvous,
+        store=_store(place, timeout),
         rank=place.rank,
         world_size=place.size,
-        timeout=datetime.timedelta(seconds=config.cluster.call_timeout_s),
+        timeout=timeout,
     )
     return device
+
+
+def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
+    """Where the ranks leave each other word."""
+    if place.rendezvous is None:
+        return dist.HashStore()
+    host, port = place.rendezvous
+    listener = None if place.listener is None else place.listener.detach()  # the store closes it
+    return dist.TCPStore(
+        host,
+        port,
+        place.size,
+        is_master=place.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listener,
+    )
