@@ -122,7 +122,7 @@ class Machine:
     interface: str = ""
 
 
-class _Holder:
+class Holder:
     """A process that has GPUs of its machine."""
 
     def tell(self) -> tuple[str, tuple[str, ...], str]:
@@ -149,6 +149,8 @@ class Machines:
         except BaseException:
             self.close()
             raise
+        if not any(num_gpus):
+            self.close()
 
     def node_of(self, seat: Seat) -> NodeAffinitySchedulingStrategy:
         """Where Ray is to start the worker of a seat."""
@@ -173,7 +175,7 @@ class Machines:
             ray.kill(holder, no_restart=True)
 
     def _hold(self, num_gpus: Sequence[int], timeout_s: float) -> list[Machine]:
-        holder: Any = ray.remote(num_cpus=0, max_restarts=0)(_Holder)
+        holder: Any = ray.remote(num_cpus=0, max_restarts=0)(Holder)
         for machine, count in zip(self._machines, num_gpus, strict=True):
             there = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
             self._holders.append(holder.options(num_gpus=count, scheduling_strategy=there).remote())
