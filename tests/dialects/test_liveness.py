@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import braid
-from braid.config.load import plain_data, validate
+from braid.config.load import load_config, plain_data, validate
 from braid.config.schema import RunConfig
+from braid.config.shape import fields_of
 from braid.config.source import Written, parse_path, place
 from braid.dialects.load import DIALECTS, read_foreign
 from braid.dialects.table import Apply, Dialect, Rule
@@ -171,22 +172,33 @@ def test_a_change_of_an_applied_key_changes_what_the_run_reads(reader: Reader, v
     assert dead == []
 
 
-GATED: dict[str, tuple[str, ...]] = {
-    "train.backend": (
-        "train.fsdp", "train.deepspeed", "train.megatron", "train.sequence_parallel", "train.balance_ranks",
-        "critic.train.fsdp", "critic.train.deepspeed", "critic.train.megatron", "critic.train.sequence_parallel",
-        "reference.train.fsdp", "reference.train.deepspeed", "reference.train.megatron",
-        "reference.train.sequence_parallel", "train.offload.gradients", "inference",
-    ),
-    "rollout.engine": ("rollout.vllm", "rollout.sglang", "rollout.publish"),
-    "cluster.placement": (
-        "cluster.placement", "cluster.num_nodes", "cluster.devices_per_node", "cluster.call_timeout_s",
-        "cluster.start_timeout_s", "cluster.address", "cluster.group_names",
-    ),
+MISSING: dict[str, tuple[str, ...]] = {
     "env.kind": ("env",),
-    "model.vla": ("model.vla", "algorithm.reward_level", "algorithm.logprob_level", "algorithm.entropy_level"),
-}  # fmt: skip
+    "model.vla": (
+        "model.vla",
+        "algorithm.reward_level",
+        "algorithm.logprob_level",
+        "algorithm.entropy_level",
+    ),
+}
 """The key whose choice is refused, by the name of the part that is missing -> sections and keys that only that part reads."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "train.backend=fsdp": ("train.fsdp",),
+    "train.backend=deepspeed": ("train.deepspeed",),
+    "train.backend=megatron": ("train.megatron", "inference"),
+    "rollout.engine=vllm": ("rollout.vllm", "rollout.publish", "cluster"),
+    "rollout.engine=sglang": ("rollout.sglang",),
+}
+"""What chooses a part of runs on workers -> the sections of its options."""
+
+OF_THE_MODEL = {
+    "train.megatron.transformer.layer_spec": "mine",
+    "train.megatron.transformer.normalization": "layernorm",
+    "train.megatron.transformer.position_embedding": "none",
+    "train.megatron.transformer.add_bias_linear": "true",
+}
+"""Keys that have to say what the model is -> a value that is refused."""
 
 
 def native_paths() -> set[str]:
@@ -209,15 +221,50 @@ def names_read() -> frozenset[str]:
     return frozenset(found)
 
 
-def test_every_native_key_that_a_rule_sets_is_read_or_belongs_to_a_part_that_is_refused() -> None:
-    gated = tuple(prefix for prefixes in GATED.values() for prefix in prefixes)
+def is_read(path: str) -> bool:
+    return path.rpartition(".")[2].split("[")[0] in names_read()
+
+
+def idle_with(choice: str) -> dict[str, str]:
+    """What nothing reads in a run on several workers that has chosen so."""
+    placement = "cluster.placement={policy: 0-1, inference: 2-3, rollout: 4-5}"
+    config = load_config(
+        None, ["model.build={}", "algorithm.old_logprobs=recompute", placement, choice]
+    ).config
+    return idle_keys(config, derive(config, None, "train"))
+
+
+def test_every_native_key_that_a_rule_sets_is_read_or_idle_or_belongs_to_a_part_that_is_refused() -> None:
+    missing = tuple(prefix for prefixes in MISSING.values() for prefix in prefixes)
+    options = tuple(prefix for prefixes in CHOICES.values() for prefix in prefixes)
     unread = [
         path
         for path in sorted(native_paths())
-        if path.rpartition(".")[2].split("[")[0] not in names_read()
-        and not any(path == prefix or path.startswith(f"{prefix}.") for prefix in gated)
+        if not is_read(path)
+        and not any(f"{path}.".startswith(f"{prefix}.") for prefix in missing)
+        and not any(f"{prefix}." in f"{path}." for prefix in options)  # the next test's, a critic's too
     ]
     assert unread == []
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_option_of_a_part_that_is_chosen_is_read_or_idle_with_a_reason_or_refused(choice: str) -> None:
+    known = [path for path, _ in fields_of(RunConfig)]
+    idle = idle_with(choice)
+    for section in CHOICES[choice]:
+        options = [path for path in known if path.startswith(f"{section}.")]
+        leaves = [path for path in options if not any(of.startswith(f"{path}.") for of in options)]
+        assert leaves
+        unread = {path for path in leaves if not is_read(path) and path not in idle}
+        assert unread <= OF_THE_MODEL.keys()
+
+
+@pytest.mark.parametrize("key", OF_THE_MODEL)
+def test_a_layer_that_is_not_the_model_s_is_refused_by_its_key(key: str) -> None:
+    overrides = ["model.build={}", "train.backend=megatron", f"{key}={OF_THE_MODEL[key]}"]
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(None, [*overrides, "run.max_rounds=1"]).config)
+    assert key in [problem.key for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize(

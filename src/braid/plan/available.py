@@ -288,9 +288,14 @@ IDLE: tuple[Idle, ...] = (
         _leaves("rollout.publish", PublishConfig),
     ),
     (
-        "the policy itself computes log-probs where everything runs in one process",
-        _is_in_process,
+        "the policy itself computes log-probs: inference has no devices that the policy has not",
+        lambda _, plan: plan.layout.role("inference") is None,
         _leaves("inference", InferenceConfig),
+    ),
+    (
+        "train.backend is not megatron",
+        lambda config, _: config.train.backend != "megatron",
+        _each(("inference",), "tensor_parallel", "pipeline_parallel", "sequence_parallel"),
     ),
     (
         "everything runs in one process",
