@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,8 +140,7 @@ class ShapedReward:
     factor: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Sizes of an episode: `outputs` positions that the policy wrote (tokens, or env steps), `total` with what it read, in
     `turns` turns (0 for simulators)."""
 

@@ -41,7 +41,7 @@ from braid.report.sinks.base import Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.runtime.environment import environment
-from braid.runtime.memory import keep_freed_memory
+from braid.runtime.memory import keep_freed_memory, settled
 from braid.training.shards import read_weights
 
 from . import build, on_policy, steps, supervised
@@ -230,7 +230,7 @@ def _keep_trying(
         try:
             with reporter.phase("build"):
                 parts = new_parts()
-            with closing(parts):
+            with closing(parts), settled():
                 if which != "none":
                     _resume(parts, which)
                 loop(parts)

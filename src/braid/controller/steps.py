@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -103,8 +103,9 @@ def _score(parts: Parts, numbers: Sequence[int]) -> list[Group]:
     if config.rollout.print_outputs:
         log_outputs(parts.progress.round, parts.rollouts.whole(groups))
     metrics = parts.metrics
+    statuses = Counter(t.status for t in trajectories)
     for status in Status:
-        metrics.add(f"status/{status}", sum(t.status is status for t in trajectories))
+        metrics.add(f"status/{status}", statuses[status])
     reasons = Counter(t.reason for t in trajectories if not t.is_valid)
     invalid = sum(reasons.values())
     for boundary, count in Counter(reason.split(":")[0] for reason in reasons.elements()).items():
@@ -130,21 +131,23 @@ def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
     metrics.mean("rollout/output_length_mean", sum(lengths), len(lengths))
     metrics.max("rollout/output_length_max", max(lengths))
     metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/collect_s"))
-    for trajectory in trajectories:
-        if trajectory.lengths.turns:
-            metrics.mean("rollout/turns_mean", trajectory.lengths.turns)
     costs.count_sampling(parts, groups)
+    told: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
-        if trajectory.reward is not None:
-            metrics.mean("reward/mean", trajectory.reward)
+        if turns := trajectory.lengths.turns:
+            told["rollout/turns_mean"].append(turns)
+        if (reward := trajectory.reward) is not None:
+            told["reward/mean"].append(reward)
+            told[f"reward/source/{trajectory.prompt.source}"].append(reward)
             if trajectory.shaped is not None:
-                metrics.mean("reward/shaped_mean", trajectory.shaped.total)
-            metrics.mean(f"reward/source/{trajectory.prompt.source}", trajectory.reward)
+                told["reward/shaped_mean"].append(trajectory.shaped.total)
             for part, value in trajectory.reward_parts.items():
-                metrics.mean(f"reward/part/{part}", value)
+                told[f"reward/part/{part}"].append(value)
     for group in groups:
         if group.greedy is not None and group.greedy.reward is not None:
-            metrics.mean("reward/greedy_mean", group.greedy.reward)
+            told["reward/greedy_mean"].append(group.greedy.reward)
+    for name, values in told.items():
+        metrics.mean(name, sum(values), len(values))
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics.mean("reward/std", float(np.std(rewards)) if rewards else 0.0)
     seen = [[t.training_reward for t in group.valid] for group in groups if group.valid]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
@@ -23,9 +22,9 @@ Use = Literal["train", "eval"]
 """What trajectories are for: each use has its prompts and its way to sample them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """A Trajectory without what was said in it and without its prompt; members as there."""
+class Facts(NamedTuple):
+    """A Trajectory without what was said in it and without its prompt; members as there. There is one for each, every round, for
+    the controller to take in: tuples are quick to send."""
 
     sample: int
     status: Status
@@ -44,11 +43,10 @@ class Facts:
 
     def trajectory(self, prompt: Prompt) -> Trajectory:
         """The trajectory that these are of, as far as is known."""
-        return Trajectory(prompt, **{name: getattr(self, name) for name in self.__slots__})
+        return Trajectory(prompt, **self._asdict())
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
+class GroupFacts(NamedTuple):
     """Those of a group, told apart by its `number`."""
 
     number: int

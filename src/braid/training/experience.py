@@ -25,7 +25,7 @@ from .group import bare
 from .step_fields import write_step_fields
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones are slow to send, and there is one for each row
 class RowFacts:
     """What is known of a row without its arrays: `index` is its place in the Experience; the others as in Row."""
 
