@@ -23,7 +23,7 @@ import braid
 from braid.config.cluster import ClusterConfig
 from braid.config.load import load_config
 from braid.controller import commands
-from braid.errors import ConfigError
+from braid.errors import ConfigError, WorkerError
 from braid.plan.layout import Worker
 from braid.runtime.ray import Machines, RayGroup, connect, disconnect
 from braid.runtime.workers import Place
@@ -100,6 +100,14 @@ def test_a_cluster_that_is_too_small_is_told_with_what_it_has(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Machines(joined, num_gpus, devices_per_node=4)
+
+
+def test_a_folder_of_the_run_that_another_machine_has_not_is_told(joined: ClusterConfig) -> None:
+    mine = Path(f"/proc/self/task/{os.getpid()}")  # which no other process finds
+    with pytest.raises(
+        WorkerError, match=r"run.output_dir: the machine .* has no .*; give a folder on a file system"
+    ):
+        RayGroup("policy", 1, joined).make(lambda place: place, mine)
 
 
 def test_a_machine_with_another_braid_is_named(

@@ -152,21 +152,19 @@ class Machines:
         if not any(num_gpus):
             self.close()
 
-    def node_of(self, seat: Seat) -> NodeAffinitySchedulingStrategy:
-        """Where Ray is to start the worker of a seat."""
-        return NodeAffinitySchedulingStrategy(self._machines[seat.node].node_id, soft=False)
-
-    def environment(self, seat: Seat, given: Mapping[str, str]) -> dict[str, str]:
-        """Environment variables of the worker of a seat, with those that its user has `given`."""
+    def spot(
+        self, seat: Seat, given: Mapping[str, str]
+    ) -> tuple[NodeAffinitySchedulingStrategy, dict[str, str]]:
+        """Where Ray is to start the worker of a seat, and its environment variables, with those that its user has `given`."""
         machine = self._machines[seat.node]
-        out = dict(given)
+        env = dict(given)
         if len(self._machines) > 1 and machine.interface:
             # gloo would take the address of the machine's name, which is often one of loopback.
-            out.setdefault("GLOO_SOCKET_IFNAME", machine.interface)
+            env.setdefault("GLOO_SOCKET_IFNAME", machine.interface)
         if machine.gpus and seat.devices:
             first = seat.node * self._devices_per_node
-            out["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus[device - first] for device in seat.devices)
-        return out
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus[device - first] for device in seat.devices)
+        return NodeAffinitySchedulingStrategy(machine.node_id, soft=False), env
 
     def close(self) -> None:
         """Give them back. Can be called twice."""

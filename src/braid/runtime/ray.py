@@ -31,9 +31,9 @@ from ray.exceptions import (  # noqa: TID251
 )
 
 from braid.config.cluster import ClusterConfig
-from braid.errors import EngineError, WorkerError
+from braid.errors import ConfigError, EngineError, Problem, WorkerError
 
-from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, children_of
+from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, children_of, family_of
 from .machines import Machines, connect, is_joined
 from .workers import Factory, Place, Seat
 
@@ -95,20 +95,23 @@ class _Host:
     def rendezvous(self) -> tuple[str, int]:
         """Where the ranks find each other: at an address of this process, for as long as it lives."""
         host = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = socket.create_server((host, 0), family=family_of(host))
         return host, self._listener.getsockname()[1]
 
     def process(self, ticket: Ticket, is_own: bool) -> _Process:
         """Take up the line to the driver. With `is_own` the cluster is that of the driver, and ends with it; Ray's agents would
-        stay for a minute."""
+        stay for a minute. Raises ConfigError when the folder of its log is not on this machine."""
+        node = ray.util.get_node_ip_address()
+        if ticket.log is not None and not ticket.log.parent.is_dir():
+            message = f"the machine {node} has no {ticket.log.parent}; give a folder on a file system that all machines of the run share"
+            raise ConfigError([Problem("run.output_dir", message)])
         agents = children_of().get(os.getppid(), []) if is_own else []
         self._lifeline = Lifeline(ticket, beside=[pid for pid in agents if pid != os.getpid()])
         faulthandler.enable()  # a crash in native code leaves its signal and stack among the last words
         stderr = Path("/proc/self/fd/2")
         log = stderr.resolve() if stderr.exists() else None
         start = log.stat().st_size if log is not None and log.is_file() else 0
-        return _Process(os.getpid(), ray.util.get_node_ip_address(), str(log or ""), start)
+        return _Process(os.getpid(), node, str(log or ""), start)
 
     def read(self, modules: Sequence[str]) -> None:
         for module in modules:
@@ -173,13 +176,8 @@ class RayGroup:
         self._hosts: list[Any] = []
         try:
             for seat in self._seats or [None] * self.size:
-                env, options = config.env, {}
-                if seat is not None and machines is not None:
-                    env, options = (
-                        machines.environment(seat, env),
-                        {"scheduling_strategy": machines.node_of(seat)},
-                    )
-                self._hosts.append(host.options(**options).remote({**_THREADS, **env}))
+                where, env = machines.spot(seat, config.env) if machines and seat else ("DEFAULT", config.env)
+                self._hosts.append(host.options(scheduling_strategy=where).remote({**_THREADS, **env}))
             for h in self._hosts:
                 h.read.remote(reads)  # a module that cannot be read is told when it is missed
         except BaseException:
