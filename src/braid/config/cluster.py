@@ -22,9 +22,10 @@ class ClusterConfig(Section):
     runtime: Literal["auto", "in_process", "ray"] = "auto"
     """auto: in this process when the placement has one device and nothing needs more, else Ray."""
     address: str | None = None
-    """Ray cluster to join; one is started on this machine when null."""
+    """Ray cluster to join: HOST:PORT, or `auto` for the one that this machine is part of. null: that of RAY_ADDRESS, else one is
+    started on this machine. `local` always starts one."""
     num_nodes: PositiveInt = 1
-    """Machines."""
+    """Machines. More than one needs a cluster to join."""
     devices_per_node: PositiveInt | None = None
     """Accelerators (or CPU processes) of each. null: the GPUs of this machine; on CPU as many as the placement names."""
     placement: dict[str, Annotated[str, BeforeValidator(_as_text)]] = Field(default_factory=dict)
