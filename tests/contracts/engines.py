@@ -60,8 +60,8 @@ def native_engine(lm: CausalLM) -> NativeEngine:
 
 
 @contextmanager
-def vllm(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
-    config = VllmConfig(max_running=8, log_stats=False)
+def vllm(lm: CausalLM, folder: Path, **options: Any) -> Iterator[VllmEngine]:
+    config = VllmConfig.model_validate({"max_running": 8, "log_stats": False, **options})
     model = write_folder(lm, folder)
     engine = VllmEngine(
         engine_arguments(
@@ -72,9 +72,10 @@ def vllm(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
             longest=MAX_TOKENS,
             trust_remote_code=False,
             on_gpu=False,
+            sleeps=False,
             seed=0,
         ),
-        name="vLLM engine 0",
+        name=f"vLLM engine in {folder.name}",
         log=folder / "engine.log",
         environment=environment(config),
         sending=SENDING,

@@ -34,6 +34,7 @@ class SglangLike:
         self._engine = NativeEngine(lm, decode=decode, max_running=max_running, max_length=max_tokens)
         self._loop = asyncio.new_event_loop()
         self._version = "default"
+        self._here, self._gone = {"weights", "kv_cache"}, set[str]()
         self.asked: list[str] = []
         handler = type("Handler", (_Handler,), {"owner": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -58,6 +59,7 @@ class SglangLike:
         return self.asked.count("/generate")
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert not self._gone, "asleep"
         p = body["sampling_params"]
         sampling = Sampling(
             max_new_tokens=p["max_new_tokens"],
@@ -80,7 +82,18 @@ class SglangLike:
             },
         }
 
+    def move(self, path: str, parts: list[str]) -> bool:
+        """Whether these parts were where they are to leave: SGLang fails where they were not."""
+        is_release = path == "/release_memory_occupation"
+        source, target = (self._here, self._gone) if is_release else (self._gone, self._here)
+        is_right = source.issuperset(parts)
+        source.difference_update(parts)
+        target.update(parts)
+        return is_right
+
     def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "weights" in self._gone:
+            return {"success": False, "message": "the weights have no memory"}
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))
         if not files or body["load_format"] != "auto":
             return {"success": False, "message": f"no weights in {body['model_path']}"}
@@ -88,9 +101,6 @@ class SglangLike:
             copy_weights(load_file(file), self._lm.named_weights())
         self._version = body["weight_version"]
         return {"success": True, "message": "ok"}
-
-
-_EMPTY = frozenset({"/release_memory_occupation", "/resume_memory_occupation"})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -109,8 +119,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.owner.generate(body))
         elif self.path in ("/pause_generation", "/continue_generation"):
             self._answer(200, {"status": "ok"})
+        elif self.path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            self._answer(200 if self.owner.move(self.path, body["tags"]) else 500)
         else:
-            self._answer(200 if self.path in _EMPTY else 404)
+            self._answer(404)
 
     def _answer(self, status: int, body: dict[str, Any] | None = None) -> None:
         data = b"" if body is None else json.dumps(body).encode()

@@ -178,7 +178,7 @@ def test_the_stop_string_is_kept(engine: RolloutEngine) -> None:
     tokenizer = load_tokenizer(MODEL)
 
     def visible(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
     (free,) = generate(engine, [REQUEST])
     stop = visible(free.token_ids)[3:5]
@@ -234,6 +234,29 @@ def test_nothing_is_published_while_requests_run(engine: RolloutEngine, lm: Caus
         await task
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_sleeps_refuses_takes_weights_and_wakes_with_them(
+    engine: RolloutEngine, lm: CausalLM
+) -> None:
+    request = replace(REQUEST, sampling=Sampling(10, greedy=True))
+    expected = trainer_greedy(lm, REQUEST.prompt_ids, 10)
+    publish(engine, lm, 7)
+    (before,) = generate(engine, [request])
+    for _ in range(2):
+        engine.sleep()
+    assert engine.cache_bytes == 0
+    with pytest.raises(EngineError, match="asleep"):
+        generate(engine, [request])
+    engine.wake()
+    (after,) = generate(engine, [request])
+    assert before.token_ids == after.token_ids == expected
+    engine.sleep()
+    publish(engine, lm, 8)
+    for _ in range(2):
+        engine.wake()
+    (last,) = generate(engine, [request])
+    assert (last.token_ids, last.policy_version) == (expected, 8)
 
 
 def test_a_transfer_that_was_damaged_is_named_and_nothing_is_sampled_until_one_ends_well(

@@ -96,7 +96,7 @@ def test_memory_is_recorded_after_each_round(load_tiny: LoadTiny) -> None:
     # AdamW holds two numbers for each weight, and a count for each tensor
     assert held["policy"]["optimizer"] >= 2 * held["policy"]["weights"] > 0
     assert held["reference"]["optimizer"] == held["reference"]["gradients"] == 0
-    assert held["engine"]["kv_cache"] > 0
+    assert held["engine"]["kv_cache"] == 0, "it sleeps between rounds"
     assert {"collect", "improve"} <= set(record["peak_bytes"])
 
 

@@ -13,15 +13,16 @@ from .parts import Parts
 
 @contextmanager
 def device_freed(parts: Parts) -> Iterator[None]:
-    """While the policy samples, what train.offload names waits in host memory."""
+    """While the policy samples and answers are scored, what train.offload names waits in host memory; at all other times
+    engines on the devices of models sleep."""
     backends = parts.backends.values()
     for backend in backends:
         backend.to_host()
-    try:
-        yield
-    finally:
-        for backend in backends:
-            backend.to_device()
+    parts.rollouts.wake()
+    yield  # after an error nobody has a turn any more
+    parts.rollouts.sleep()
+    for backend in backends:
+        backend.to_device()
 
 
 def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:

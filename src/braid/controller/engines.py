@@ -56,6 +56,7 @@ def make_engine(
         "dtype": config.model.dtype,
         "longest": longest,
         "trust_remote_code": config.model.trust_remote_code,
+        "sleeps": number in plan.layout.engines_in_turns,
         "seed": config.run.seed,
     }
     process: dict[str, Any] = {
@@ -67,7 +68,7 @@ def make_engine(
     }
     if rollout.engine == "sglang":
         return SglangEngine(
-            server_arguments(rollout.sglang, sleeps=number in plan.layout.engines_in_turns, **model),
+            server_arguments(rollout.sglang, **model),
             name=f"SGLang engine {number}",
             max_tokens=of.max_model_tokens or longest,
             **process,

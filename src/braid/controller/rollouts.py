@@ -31,6 +31,8 @@ class Rollouts:
     workers: WorkerGroup
     prompts: Mapping[Use, Sequence[Prompt]]
     publication: Publisher | None = None
+    in_turns: Sequence[int] = ()
+    """Ranks of workers whose devices models are trained on too."""
     _homes: dict[int, int] = field(default_factory=dict)
     """The worker that has each group, by the group's number."""
     _prompts: dict[int, Prompt] = field(default_factory=dict)
@@ -94,6 +96,19 @@ class Rollouts:
             self.workers.call("publish", version)
         else:
             self.publication.send(version)
+
+    def sleep(self) -> None:
+        """Have the engines that share their devices give back what they can of them until `wake`."""
+        self._call_in_turns("sleep")
+
+    def wake(self) -> None:
+        """Have all engines ready to sample, and to score."""
+        self._call_in_turns("wake")
+
+    def _call_in_turns(self, method: str) -> None:
+        pending = [self.workers.start_on(rank, method) for rank in self.in_turns]
+        for call in pending:
+            call.wait()
 
     @property
     def cache_bytes(self) -> int:

@@ -50,6 +50,7 @@ def _timed(parts: Parts, verb: str) -> Iterator[None]:
 def warm_up(parts: Parts) -> None:
     """Supervised learning before the first round, where the config has it; then the reference is taken."""
     if parts.supervised is not None:
+        parts.rollouts.sleep()
         with _timed(parts, "warm_up"):
             for step in range(parts.supervised.num_steps):
                 parts.reporter.progress("warm_up", step, parts.supervised.num_steps)
@@ -67,10 +68,11 @@ def gather(parts: Parts) -> Selection:
     selection = Selection(rollout.filter, rollout.prompts_per_round)
     sampled: list[Group] = []
     parts.rollouts.forget()
-    while not selection.is_done:
-        groups = _score(parts, _collect(parts, selection.num_batches))
-        selection.add(groups)
-        sampled += groups
+    with costs.device_freed(parts):
+        while not selection.is_done:
+            groups = _score(parts, _collect(parts, selection.num_batches))
+            selection.add(groups)
+            sampled += groups
     selection.fill((parts.config.run.seed, COPY_KEY, progress.round))
     _report_sampling(parts, sampled)
     _report_selection(parts, selection)
@@ -87,7 +89,7 @@ def _collect(parts: Parts, batch: int) -> list[int]:
     prompts = parts.sampler.take(rollout.prompts_per_round)
     numbers = list(range(batch * len(prompts), (batch + 1) * len(prompts)))
     key = (TRAIN_KEY, parts.progress.round)
-    with costs.device_freed(parts), _timed(parts, "collect"):
+    with _timed(parts, "collect"):
         parts.rollouts.collect("train", prompts, rollout.group_size, key=key, numbers=numbers)
     return numbers
 
@@ -378,7 +380,7 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
     parts.rollouts.forget()
     with costs.device_freed(parts):
         parts.rollouts.collect("eval", numbers, config.samples_per_prompt, key=(EVAL_KEY, 0), numbers=numbers)
-    groups, _ = parts.rollouts.score("eval", numbers)
+        groups, _ = parts.rollouts.score("eval", numbers)
     in_order = [groups[place] for place in np.argsort(order)]
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
     for group in in_order:

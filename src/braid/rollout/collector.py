@@ -159,6 +159,14 @@ class Collector:
         """Memory of the engine's key/value cache in this process."""
         return self._drivers["train"].cache_bytes
 
+    def sleep(self) -> None:
+        """Give back what the engine can spare of its device until `wake`."""
+        self._drivers["train"].sleep()
+
+    def wake(self) -> None:
+        """Be ready to sample, and to score what was sampled."""
+        self._drivers["train"].wake()
+
     def close(self) -> None:
         """End the engine, the environments, and the scorer's processes."""
         for driver in self._all_drivers():

@@ -77,17 +77,26 @@ class RolloutEngine(Protocol):
         has been brought them before. Not while requests run."""
         ...
 
+    def sleep(self) -> None:
+        """Give back what the device can have until `wake`: the cache, and weights of the engine's own where they can be kept in
+        host memory meanwhile. Requests are refused. Not while requests run. Can be called twice, as can `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready for requests again. An engine that has never slept is."""
+        ...
+
     def close(self) -> None:
         """Fail what is pending, and end what was started. Can be called twice."""
         ...
 
 
 class PublishedEngine(RolloutEngine, Protocol):
-    """An engine in another process: weights have to be brought to it, and it can make room for others on its device."""
+    """An engine in another process: weights have to be brought to it."""
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over these weights as `version`. Not while requests run. Raises EngineError when something else arrived than
-        was sent; from then on it refuses requests until a publication ends well."""
+        """Take over these weights as `version`, asleep too. Not while requests run. Raises EngineError when something else arrived
+        than was sent; from then on it refuses requests until a publication ends well."""
         ...
 
     def pause(self) -> None:
@@ -95,12 +104,6 @@ class PublishedEngine(RolloutEngine, Protocol):
         ...
 
     def resume(self) -> None: ...
-
-    def sleep(self) -> None:
-        """Give the device's memory back until `wake`. Not while requests run."""
-        ...
-
-    def wake(self) -> None: ...
 
 
 def check_request(request: Request, *, longest: int, key: str) -> None:

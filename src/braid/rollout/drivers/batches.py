@@ -41,5 +41,13 @@ class Batches:
     def publish(self, version: int) -> None:
         self._driver.publish(version)
 
+    def sleep(self) -> None:
+        """See Driver."""
+        self._driver.sleep()
+
+    def wake(self) -> None:
+        """See Driver."""
+        self._driver.wake()
+
     def close(self) -> None:
         self._driver.close()

@@ -80,6 +80,12 @@ class SimulatorDriver:
         """A simulator's policy keeps nothing."""
         return 0
 
+    def sleep(self) -> None:
+        """A simulator's policy has nothing to give back."""
+
+    def wake(self) -> None:
+        """See `sleep`."""
+
     def publish(self, version: int) -> None:
         """The policy's weights are the trainer's own: only their number changes."""
         self._version = version

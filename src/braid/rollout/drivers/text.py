@@ -87,6 +87,14 @@ class TextDriver:
         """Sample from the policy's weights as they are now, as `version`."""
         self._engine.publish(version)
 
+    def sleep(self) -> None:
+        """See Driver."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """See Driver."""
+        self._engine.wake()
+
     def close(self) -> None:
         self._engine.close()
 

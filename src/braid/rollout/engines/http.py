@@ -30,6 +30,7 @@ _SHOWN_CHARACTERS = 300
 """Of a server's answer, in messages."""
 
 Method = Literal["GET", "POST"]
+Params = Mapping[str, str | tuple[str, ...]]
 Answer = tuple[list[int], list[float], StopReason]
 """Tokens, their log-probs, and why there are no more."""
 
@@ -40,10 +41,14 @@ class Client:
     def __init__(self, url: str, *, timeout_s: float) -> None:
         """`timeout_s` bounds one answer, with all tries that it takes, unless a call has a limit of its own."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
-        # Servers end idle connections after five seconds or more; one that ends as it is used again would be an error.
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
-        self._http = httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+
+        def connections(keepalive: int) -> httpx2.AsyncClient:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=keepalive)
+            return httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+
+        # What has one try gets a new connection: an old one may end as it is used, when it was idle or after an error.
+        self._kept, self._new = connections(256), connections(0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {url}", daemon=True)
         self._thread.start()
@@ -54,7 +59,7 @@ class Client:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        params: Mapping[str, str] | None = None,
+        params: Params | None = None,
         tries: int = _TRIES,
         timeout_s: float | None = None,
     ) -> Future[Any]:
@@ -82,7 +87,7 @@ class Client:
         method: Method,
         path: str,
         body: Any,
-        params: Mapping[str, str] | None,
+        params: Params | None,
         tries: int,
         timeout_s: float,
     ) -> Any:
@@ -93,7 +98,8 @@ class Client:
                     if attempt:
                         await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1))
                     try:
-                        return _json(await self._http.request(method, path, json=body, params=params))
+                        http = self._kept if tries > 1 else self._new
+                        return _json(await http.request(method, path, json=body, params=params))
                     except _Failure as failure:
                         failures.append(str(failure))
                         if not failure.may_pass:
@@ -112,7 +118,8 @@ class Client:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._http.aclose()
+        await self._kept.aclose()
+        await self._new.aclose()
 
 
 class _Failure(Exception):
@@ -200,7 +207,7 @@ class ServerEngine(RemoteEngine):
             super().close()
             self._client.close()
 
-    def _about(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+    def _about(self, path: str, params: Params | None = None) -> Any:
         """What the server says of itself; sooner than it has to answer requests."""
         limit_s = min(_GREET_S, self._timeout_s)
         return self._client.call("GET", path, params=params, timeout_s=limit_s)

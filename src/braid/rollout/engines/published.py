@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from braid.errors import EngineError
 from braid.rollout.engine import PublishedEngine
 from braid.weights.sender import Sender, SendOptions, open_sender
 
+Part = Literal["weights", "kv_cache"]
+"""What an engine has on its device, as vLLM and SGLang call it."""
+PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 _WHY_S = 2.0
 """How long an engine may take to say why it stopped receiving."""
 
@@ -28,6 +31,7 @@ class RemoteEngine(PublishedEngine):
         self.name, self.sending = name, sending
         self._sender: Sender | None = None
         self._version: int | None = None
+        self._gone: tuple[Part, ...] = ()
 
     @property
     def cache_bytes(self) -> int:
@@ -48,6 +52,29 @@ class RemoteEngine(PublishedEngine):
     def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
         """Begin to take `version` over from the sender of `ticket`."""
 
+    @abstractmethod
+    def _release(self) -> None:
+        """Give the memory of all PARTS of an idle engine back; weights go to host memory."""
+
+    @abstractmethod
+    def _regain(self, parts: tuple[Part, ...]) -> None:
+        """Take the memory of these parts again."""
+
+    def sleep(self) -> None:
+        """See RolloutEngine."""
+        if self._gone == PARTS:
+            return
+        self.check_idle("sleep")
+        self.wake()
+        self._gone = PARTS
+        self._release()
+
+    def wake(self) -> None:
+        """See RolloutEngine."""
+        if self._gone:
+            self._regain(self._gone)
+            self._gone = ()
+
     def publish(self, version: int) -> None:
         """See RolloutEngine: `version` has to have been brought here before."""
         if version != self._version:
@@ -62,8 +89,11 @@ class RemoteEngine(PublishedEngine):
     def start_receiving(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
         """Begin to take `version` over from a sender in any process (weights.open_sender with `receivers`). The engine has no
         weights until `finish_receiving`. Raises EngineError while requests run."""
-        self.check_idle(version)
+        self.check_idle(f"publish version {version}")
         self._version = None
+        if "weights" in self._gone:  # the cache is for others still
+            self._regain(("weights",))
+            self._gone = ("kv_cache",)
         return self._receive(version, ticket)
 
     def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
@@ -83,15 +113,15 @@ class RemoteEngine(PublishedEngine):
             self._sender.close()
             self._sender = None
 
-    def check_idle(self, version: int) -> None:
-        """Raise EngineError while requests run."""
+    def check_idle(self, what: str) -> None:
+        """Raise EngineError while requests run; `what` is what cannot be done then."""
         if self.num_pending:
-            raise EngineError(
-                f"cannot publish version {version} while {self.num_pending} requests run; await them first"
-            )
+            raise EngineError(f"cannot {what} while {self.num_pending} requests run; await them first")
 
     def _published(self) -> int:
         """The version that requests are answered with."""
+        if self._gone:
+            raise EngineError(f"{self.name} is asleep; wake it before it is asked")
         if self._version is None:
             raise EngineError(f"{self.name} has no weights: a publication has to come first, and to end well")
         return self._version
@@ -110,7 +140,7 @@ def send_to(
     """Bring `weights` to all `engines` at once; `sender` is for the receivers of all of them. Raises EngineError when one of them
     has not taken over what was sent, or while requests run."""
     for engine in engines:
-        engine.check_idle(version)
+        engine.check_idle(f"publish version {version}")
     receiving = [engine.start_receiving(version, sender.ticket.as_dict()) for engine in engines]
     try:
         sender.send(version, weights)

@@ -24,6 +24,7 @@ FLAGS = (
     "disable-radix-cache",
     "enable-torch-compile",
     "enable-memory-saver",
+    "enable-weights-cpu-backup",
 )
 
 

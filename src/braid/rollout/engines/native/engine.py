@@ -111,7 +111,7 @@ class NativeEngine:
         self._held_steps = 0
         self._stepper: asyncio.Task[None] | None = None
         self._version = 0
-        self._is_closed = False
+        self._is_closed = self._is_asleep = False
         self.counters = Counters()
 
     @property
@@ -158,6 +158,20 @@ class NativeEngine:
         if self._lm is not self._source:
             _copy_weights(self._source, self._lm)
 
+    def sleep(self) -> None:
+        """See RolloutEngine: the cache goes, and comes back with the next request."""
+        if self._waiting or self._running:
+            pending = len(self._waiting) + len(self._running)
+            raise EngineError(f"cannot sleep while {pending} requests run; await them first")
+        self._is_asleep = True
+        self._cache.free()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """See RolloutEngine."""
+        self._is_asleep = False
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See RolloutEngine."""
         return self._lm.model.named_parameters()
@@ -175,6 +189,8 @@ class NativeEngine:
         sampling, prompt = request.sampling, request.prompt_ids
         if self._is_closed:
             raise EngineError("the engine is closed; make a new one")
+        if self._is_asleep:
+            raise EngineError("the engine is asleep; wake it before it is asked")
         if not prompt or min(prompt) < 0 or max(prompt) >= self._lm.vocab_size:
             what = f"a token id outside 0..{self._lm.vocab_size - 1}" if prompt else "no token"
             raise EngineError(f"the prompt has {what}; use the tokenizer that belongs to the model")

@@ -46,6 +46,7 @@ def server_arguments(
         "--disable-radix-cache": not config.prefix_caching,
         "--enable-torch-compile": config.torch_compile,
         "--enable-memory-saver": sleeps,
+        "--enable-weights-cpu-backup": sleeps,
     }
     given = [word for name, value in values.items() if value is not None for word in (name, str(value))]
     return given + [name for name, is_on in flags.items() if is_on]

@@ -16,6 +16,7 @@ from typing import Any
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
 from braid.rollout.engines.http import Answer, ServerEngine
+from braid.rollout.engines.published import PARTS, Part
 from braid.weights.files import folder_of
 from braid.weights.receiver import open_receiver
 from braid.weights.wire import Ticket
@@ -39,14 +40,13 @@ class SglangServer(ServerEngine):
         """See PublishedEngine."""
         self._client.call("POST", "/continue_generation", {})
 
-    def sleep(self) -> None:
-        """See PublishedEngine. The server needs --enable-memory-saver. Its weights are lost: a publication has to follow."""
-        self._version = None
-        self._client.call("POST", "/release_memory_occupation", {}, tries=1)
+    def _release(self) -> None:
+        """See RemoteEngine. The server needs --enable-memory-saver and --enable-weights-cpu-backup."""
+        self._client.call("POST", "/release_memory_occupation", {"tags": PARTS}, tries=1)
 
-    def wake(self) -> None:
-        """See PublishedEngine."""
-        self._client.call("POST", "/resume_memory_occupation", {}, tries=1)
+    def _regain(self, parts: tuple[Part, ...]) -> None:
+        """See RemoteEngine."""
+        self._client.call("POST", "/resume_memory_occupation", {"tags": parts}, tries=1)
 
     @property
     def _limit_key(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request, check_request, seed_of
 from braid.rollout.engines.child import Child
-from braid.rollout.engines.published import RemoteEngine
+from braid.rollout.engines.published import Part, RemoteEngine
 from braid.weights.sender import SendOptions
 
 from .options import receiver_name
@@ -112,15 +112,15 @@ class VllmEngine(RemoteEngine):
         """See PublishedEngine."""
         self._call("resume")
 
-    def sleep(self) -> None:
-        """See PublishedEngine. Only a device's memory is given back."""
+    def _release(self) -> None:
+        """See RemoteEngine. vLLM gives no memory back but a GPU's."""
         if self._arguments["enable_sleep_mode"]:
             self._call("sleep")
 
-    def wake(self) -> None:
-        """See PublishedEngine."""
+    def _regain(self, parts: tuple[Part, ...]) -> None:
+        """See RemoteEngine."""
         if self._arguments["enable_sleep_mode"]:
-            self._call("wake")
+            self._call("wake", parts)
 
     def close(self) -> None:
         """See RolloutEngine. Ends the process and those that vLLM started."""

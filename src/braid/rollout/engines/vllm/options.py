@@ -11,7 +11,7 @@ EXTENSION = "braid.rollout.engines.vllm.process.WeightReceiver"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def engine_arguments(
+def engine_arguments(  # noqa: PLR0913
     config: VllmConfig,
     *,
     model: str,
@@ -20,10 +20,11 @@ def engine_arguments(
     longest: int,
     trust_remote_code: bool,
     on_gpu: bool,
+    sleeps: bool,
     seed: int,
 ) -> dict[str, Any]:
     """What vLLM's EngineArgs is made with. `model` and `tokenizer` are folders or hub names, `dtype` the trainer's, `longest` the
-    tokens of the longest trajectory.
+    tokens of the longest trajectory; `sleeps` is for an engine that gives its device's memory to others at times.
 
     Log-probs are those of the distribution that tokens are drawn from; nothing of the folder's generation_config.json applies.
     """
@@ -51,7 +52,7 @@ def engine_arguments(
         if config.tensor_parallel * config.pipeline_parallel > 1
         else "uni",
         "disable_log_stats": not config.log_stats,
-        "enable_sleep_mode": on_gpu,
+        "enable_sleep_mode": sleeps and on_gpu,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "seed": seed,

@@ -162,8 +162,8 @@ class EngineProcess:
     def _sleep(self) -> None:
         self._engine.sleep(1)
 
-    def _wake(self) -> None:
-        self._engine.wake_up()
+    def _wake(self, parts: tuple[str, ...]) -> None:
+        self._engine.wake_up(list(parts))
 
     def _messages(self, *, waits: bool) -> Iterator[tuple[Any, ...]]:
         """What has arrived; with `waits`, a while is waited for something."""

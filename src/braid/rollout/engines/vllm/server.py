@@ -15,6 +15,7 @@ from typing import Any
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
 from braid.rollout.engines.http import Answer, ServerEngine
+from braid.rollout.engines.published import Part
 
 from .options import EXTENSION, receiver_name
 
@@ -43,13 +44,13 @@ class VllmServer(ServerEngine):
         """See PublishedEngine."""
         self._client.call("POST", "/resume")
 
-    def sleep(self) -> None:
-        """See PublishedEngine. The server needs --enable-sleep-mode."""
+    def _release(self) -> None:
+        """See RemoteEngine. The server needs --enable-sleep-mode."""
         self._client.call("POST", "/sleep", params={"level": "1"}, tries=1)
 
-    def wake(self) -> None:
-        """See PublishedEngine."""
-        self._client.call("POST", "/wake_up", tries=1)
+    def _regain(self, parts: tuple[Part, ...]) -> None:
+        """See RemoteEngine."""
+        self._client.call("POST", "/wake_up", params={"tags": parts}, tries=1)
 
     @property
     def _limit_key(self) -> str:
