@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from braid.config.rollout import SglangConfig
+from braid.controller.engines import EngineLink
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
@@ -28,7 +30,7 @@ from braid.rollout.engines.sglang.engine import SglangEngine
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.server import VllmServer
-from braid.weights.sender import SendOptions
+from braid.weights.sender import SendOptions, open_sender
 
 from .engines import MAX_TOKENS, MODEL, free_port, write_folder
 from .sglang_like import SglangLike
@@ -248,6 +250,12 @@ def test_files_reach_several_servers_in_one_writing_and_groups_stay_together(
             router.load_weights(version, weights())
         router.publish(2)
         assert num_reads == 2, "once per version, not per server"
+        link = EngineLink(engines)  # from ranks in other processes
+        with ThreadPoolExecutor(1) as pool, closing(open_sender(link.names, engines[0].sending)) as sender:
+            taken = pool.submit(link.take, 3, sender.ticket.as_dict())
+            sender.send(3, lm.named_weights())
+            taken.result(30)
+        router.publish(3)
         groups = [Request((n, 4), Sampling(max_new_tokens=4), (n, i)) for n in range(3, 7) for i in range(3)]
         answers = ask(router, *groups)
         assert len(tokens_of(answers)) == len(groups)
