@@ -45,47 +45,51 @@ class Fingerprint:
         last; without it there is one piece."""
         self._about = f"{tensor_type} {tuple(shape)}".encode()
         num_bytes = memory.numel()
-        whole = num_bytes // BLOCK_BYTES if num_bytes > SMALL_BYTES else 0
-        rows = (num_bytes - whole * BLOCK_BYTES) // _ROW_BYTES if num_bytes > SMALL_BYTES else 0
-        middle, end = whole * BLOCK_BYTES, whole * BLOCK_BYTES + rows * _ROW_BYTES
+        is_small = num_bytes <= SMALL_BYTES
+        middle = 0 if is_small else num_bytes - num_bytes % BLOCK_BYTES
+        end = 0 if is_small else num_bytes - num_bytes % _ROW_BYTES
         step = -(-(piece_bytes or max(num_bytes, 1)) // BLOCK_BYTES)
-        self._sums = torch.empty(whole + bool(rows), _COLUMNS, dtype=torch.int64, device=memory.device)
-        """Of the columns of each block."""
-        blocks = memory[:middle].view(torch.int64).view(whole, _ROWS, _COLUMNS).split(step) if whole else ()
-        self._parts = list(zip(blocks, self._sums[:whole].split(step), strict=False))
-        """What to sum in each piece, and where to: views, made here at once since there may be many."""
-        if rows:
-            last = memory[middle:end].view(torch.int64).view(1, rows, _COLUMNS)
-            self._parts.append((last, self._sums[whole:]))
-        self._rest, self._step, self._next = memory[end:], step, 0
-        self._num_pieces = -(-num_bytes // (step * BLOCK_BYTES))
+        self._num_pieces, self._next = -(-num_bytes // (step * BLOCK_BYTES)), 0
+        self._blocks: list[Tensor] = []
+        """[blocks, rows, columns] of each piece, and what is left after the last whole block."""
+        if middle:
+            self._blocks += memory[:middle].view(torch.int64).view(-1, _ROWS, _COLUMNS).split(step)
+        if middle < end:
+            self._blocks.append(memory[middle:end].view(torch.int64).view(1, -1, _COLUMNS))
+        self._sums: Tensor | None = None
+        self._rest = memory[end:]
 
     def add(self) -> None:
         """The next piece of the memory is there."""
         self._next += 1
         is_last = self._next == self._num_pieces
-        for block, sums in self._parts[self._next - 1 : None if is_last else self._next]:
-            torch.sum(block, 1, out=sums)
+        for blocks in self._blocks[self._next - 1 : None if is_last else self._next]:
+            sums = blocks.sum(1)
+            part = (sums * _weights(len(sums), sums.device)).sum(0) if len(sums) > 1 else sums[0]
+            self._sums = part if self._sums is None else part.add_(self._sums, alpha=_power(len(sums)))
 
     def value(self) -> str:
         """128 bits in hexadecimal."""
         assert self._next == self._num_pieces, "of all pieces"
         digest = hashlib.blake2b(self._about, digest_size=16)
-        if len(self._sums):
-            weights = _block_weights(len(self._sums), self._sums.device)
-            digest.update((self._sums * weights).sum(0).cpu().numpy().data)
+        if self._sums is not None:
+            digest.update(self._sums.cpu().numpy().data)
         digest.update(self._rest.cpu().numpy().data)
         return digest.hexdigest()
 
 
 @cache
-def _block_weights(number: int, device: torch.device) -> Tensor:
-    """int64 [number, 1]: odd numbers, so that a change in one block changes the sum; powers of one that generates many."""
-    values, value = [], 1
-    for _ in range(number):
-        values.append(value - 2**64 if value >= 2**63 else value)
-        value = value * 0x9E3779B97F4A7C15 % 2**64
-    return torch.tensor(values, dtype=torch.int64, device=device).view(-1, 1)
+def _power(exponent: int) -> int:
+    """Of an odd number that generates many, so that a change in one block changes the sum; as int64 has it."""
+    value = pow(0x9E3779B97F4A7C15, exponent, 2**64)
+    return value - 2**64 if value >= 2**63 else value
+
+
+@cache
+def _weights(number: int, device: torch.device) -> Tensor:
+    """int64 [number, 1]: of blocks one after the other, the last one's 1."""
+    powers = [_power(exponent) for exponent in reversed(range(number))]
+    return torch.tensor(powers, dtype=torch.int64, device=device).view(-1, 1)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -98,15 +102,15 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def fingerprint(tensor: Tensor) -> str:
     """Of type, shape and every bit; the same on every device and for every layout in memory."""
-    return of_bytes(tensor.dtype, tensor.shape, bytes_of(tensor))
+    return of_bytes(tensor.dtype, tensor.shape, bytes_of(tensor)).value()
 
 
-def of_bytes(tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor) -> str:
-    """The fingerprint of a tensor whose bytes are `memory` [n]."""
+def of_bytes(tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor) -> Fingerprint:
+    """Of a tensor whose bytes, `memory` [n], are all there."""
     of = Fingerprint(tensor_type, shape, memory)
     if memory.numel():
         of.add()
-    return of.value()
+    return of
 
 
 def fingerprints(weights: Weights, like: Mapping[str, torch.dtype] | None = None) -> dict[str, str]:

@@ -243,11 +243,12 @@ class LinkedSender:
         specs = [spec for spec, _ in bucket.tensors]
         tell(self._wires, specs_message(bucket.index, specs), deadline, "taking over weights")
         values = iter(tensor for _, tensor in bucket.tensors)
-        found: list[str] = []
+        sums: list[Fingerprint] = []
         for run in runs_of(specs, outlet.piece_bytes):
             tensors = [bytes_of(next(values)) for _ in run.specs]
-            found += _send_run(run, tensors, outlet, deadline)
+            sums += _send_run(run, tensors, outlet, deadline)
         outlet.flush(deadline)
+        found = [of.value() for of in sums]
         tell(self._wires, {"kind": "fingerprints", "values": found}, deadline, "taking over weights")
         for spec, value in zip(specs, found, strict=True):
             tally.add(spec, value)
@@ -290,7 +291,7 @@ class LinkedSender:
         self._wires = {}
 
 
-def _send_run(run: Run, tensors: Sequence[Tensor], outlet: Outlet, deadline: float) -> list[str]:
+def _send_run(run: Run, tensors: Sequence[Tensor], outlet: Outlet, deadline: float) -> list[Fingerprint]:
     """Send the bytes of a run's tensors; their fingerprints. A piece is summed while it is in the cache, or under way."""
     if outlet.device is not None:
         tensors = [tensor.to(outlet.device) for tensor in tensors]
@@ -306,4 +307,4 @@ def _send_run(run: Run, tensors: Sequence[Tensor], outlet: Outlet, deadline: flo
     for piece in memory.split(outlet.piece_bytes):
         outlet.put(piece, deadline)
         of.add()
-    return [of.value()]
+    return [of]
