@@ -44,7 +44,7 @@ from braid.runtime.environment import environment
 from braid.runtime.memory import keep_freed_memory, settled
 from braid.training.shards import read_weights
 
-from . import build, on_policy, steps, supervised
+from . import build, imitation, on_policy, steps
 from .parts import Parts
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
 
 def sft(loaded: Loaded) -> Outcome:
     """`braid sft`: supervised learning alone."""
-    return _run(loaded, "sft", supervised.run)
+    return _run(loaded, "sft", imitation.run)
 
 
 def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | None = None) -> Outcome:

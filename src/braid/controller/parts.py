@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from braid.algorithms.rewards import RunningMoments
 from braid.checkpoint.store import CheckpointStore
@@ -20,9 +20,7 @@ from braid.types import Prompt
 
 from .data_plane import DataPlane
 from .rollouts import Rollouts
-
-if TYPE_CHECKING:
-    from .supervised import Supervised
+from .supervised import Supervised
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ def warm_up(parts: Parts) -> None:
             for step in range(parts.supervised.num_steps):
                 parts.reporter.progress("warm_up", step, parts.supervised.num_steps)
                 parts.metrics = Metrics()
-                parts.supervised.learn(parts.metrics)
+                record(parts.metrics, "sft", parts.supervised.learn())
         parts.supervised = None
     parts.follow_policy()
     parts.progress.is_warm = True
