@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import ssl
 import threading
 import time
 from abc import abstractmethod
@@ -45,7 +47,9 @@ class Client:
 
         def connections(keepalive: int) -> httpx2.AsyncClient:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=keepalive)
-            return httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+            return httpx2.AsyncClient(
+                base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=_trusted()
+            )
 
         # What has one try gets a new connection: an old one may end as it is used, when it was idle or after an error.
         self._kept, self._new = connections(256), connections(0)
@@ -120,6 +124,12 @@ class Client:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._kept.aclose()
         await self._new.aclose()
+
+
+@functools.cache
+def _trusted() -> ssl.SSLContext:
+    """Whose certificates count; it takes a while to read them."""
+    return httpx2.create_ssl_context()
 
 
 class _Failure(Exception):
