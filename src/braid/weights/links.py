@@ -34,16 +34,16 @@ from braid.errors import EngineError
 from .fingerprint import BLOCK_BYTES, SMALL_BYTES
 from .wire import Message, TensorSpec, Transport, Wire
 
-_LARGE_PIECE_BYTES = 32 * BLOCK_BYTES
-"""For groups and GPUs, where each piece is some work to send."""
-_RINGS = {"shared_memory": (16, BLOCK_BYTES), "cuda_ipc": (2, _LARGE_PIECE_BYTES)}
+_GLOO_PIECE_BYTES, _GPU_PIECE_BYTES = 8 * BLOCK_BYTES, 32 * BLOCK_BYTES
+"""Each piece is some work to send, and what has arrived is summed while the next pieces are under way."""
+_RINGS = {"shared_memory": (16, BLOCK_BYTES), "cuda_ipc": (2, _GPU_PIECE_BYTES)}
 """Slots, and bytes of each."""
 _STRIDE = 8
 """Counters of 8 bytes are a cache line apart."""
 _SPIN_S = 2e-4
 """A process that waits for the other for longer sleeps in between."""
 _NAP_S = 1e-4
-_AHEAD = 2
+_AHEAD = 4
 """Pieces under way in a group at once."""
 _ALIGNMENT = 64
 
@@ -247,7 +247,7 @@ class GroupOutlet:
     """See Outlet."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.piece_bytes, self.device = _LARGE_PIECE_BYTES, device
+        self.piece_bytes, self.device = _piece_bytes(device), device
         self._group: Group | None = group
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -272,7 +272,7 @@ class GroupInlet:
     """See Inlet."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.piece_bytes, self.device = _LARGE_PIECE_BYTES, device
+        self.piece_bytes, self.device = _piece_bytes(device), device
         self._group: Group | None = group
 
     def take(self, pieces: Iterable[Tensor], deadline: float) -> Iterator[Tensor]:
@@ -291,6 +291,10 @@ class GroupInlet:
     def close(self) -> None:
         """See Inlet."""
         self._group = None
+
+
+def _piece_bytes(device: torch.device) -> int:
+    return _GLOO_PIECE_BYTES if device.type == "cpu" else _GPU_PIECE_BYTES
 
 
 def _broadcast(group: Group | None, piece: Tensor) -> dist.Work:

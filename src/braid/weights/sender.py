@@ -218,8 +218,7 @@ class LinkedSender:
         def run() -> None:
             try:
                 while (bucket := gathered.get()) is not None:
-                    if not failures:
-                        self._send_bucket(bucket, outlet, tally, deadline)
+                    self._send_bucket(bucket, outlet, tally, deadline)
                     del bucket
             except BaseException as error:  # raised in the first thread
                 failures.append(error)
@@ -238,6 +237,7 @@ class LinkedSender:
             thread.join()
         if failures:
             raise failures[0]
+        outlet.flush(deadline)
 
     def _send_bucket(self, bucket: Bucket, outlet: Outlet, tally: Tally, deadline: float) -> None:
         specs = [spec for spec, _ in bucket.tensors]
@@ -247,7 +247,6 @@ class LinkedSender:
         for run in runs_of(specs, outlet.piece_bytes):
             tensors = [bytes_of(next(values)) for _ in run.specs]
             sums += _send_run(run, tensors, outlet, deadline)
-        outlet.flush(deadline)
         found = [of.value() for of in sums]
         tell(self._wires, {"kind": "fingerprints", "values": found}, deadline, "taking over weights")
         for spec, value in zip(specs, found, strict=True):
