@@ -43,6 +43,10 @@ class _Stream:
         return 0
 
 
+def _for_cpu(make: Any, *args: Any, device_type: str) -> Any:  # it is CUDA's
+    return make(*args, device_type="cpu")
+
+
 def _use_cpu() -> None:
     import torch
 
@@ -93,6 +97,9 @@ def _use_cpu() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    for name in ("custom_fwd", "custom_bwd"):  # backward passes take the precision that autocast has for CUDA
+        make = getattr(torch.amp, name)
+        setattr(torch.amp, name, functools.partial(_for_cpu, make))
     exchange = torch.distributed.all_to_all_single
 
     def all_to_all_single(output: Any, input: Any, *splits: Any, **kwargs: Any) -> Any:

@@ -89,8 +89,8 @@ def _config(train: dict[str, Any], lora: dict[str, Any] | None, build: str = "od
     return RunConfig.model_validate({"model": {"build": BUILDS[build], "lora": lora}, "train": train})
 
 
-def _backend(name: str, lora: dict[str, Any] | None, build: str = "odd") -> SingleBackend:
-    config = _config((LAYOUTS | MEGATRON).get(name, {}), lora, build)
+def _backend(name: str, lora: dict[str, Any] | None, build: str = "odd", **train: Any) -> SingleBackend:
+    config = _config((LAYOUTS | MEGATRON).get(name, {}) | train, lora, build)
     model = load_policy(config.model, temperature=1.0, seed=0, device=CPU)
     if config.train.backend == "single":
         return SingleBackend(model, config.train, total_steps=9, device=CPU)
@@ -129,6 +129,35 @@ def _assert_close(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     assert mine.keys() == other.keys()
     for name, tensor in other.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _assert_loss_scale_goes_on(name: str, build: str, folder: Path) -> None:
+    """Steps that overflow are left out, on all ranks alike, until the scale is low enough; a checkpoint goes on with it, and
+    with what is left until it rises."""
+    layout = (LAYOUTS | MEGATRON)[name]
+    megatron = {**layout.get("megatron", {}), "dynamic_loss_scale_window": 2}
+    scaler = {"init_scale": 2.0**24, "growth_interval": 2}
+    backend = _backend(name, None, build, autocast="fp16", grad_scaler=scaler, megatron=megatron)
+    before = {n: tensor.clone() for n, tensor in backend.full_weights().items()}
+    first = _step(backend)
+    assert (first.is_overflow, first.is_skipped, first.loss_scale) == (True, True, 2.0**24), first
+    assert all(torch.equal(before[n], tensor) for n, tensor in backend.full_weights().items())
+    while (report := _step(backend)).is_overflow:
+        assert report.loss_scale is not None
+        assert report.loss_scale > 1.0
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, (report.loss, report.grad_norm, report.loss_scale))
+    assert told[0] == told[1]
+    counters = _save(backend, folder)
+    assert counters["loss_scale"] == {"value": report.loss_scale, "num_finite": 1}
+    last = [_step(backend), _step(backend)]
+    assert report.loss_scale is not None
+    assert [step.loss_scale for step in last] == [report.loss_scale, 2 * report.loss_scale]
+    backend.restore(counters, str(folder))
+    again = [_step(backend), _step(backend)]
+    assert [(step.loss_scale, repr(step.grad_norm)) for step in again] == [
+        (step.loss_scale, repr(step.grad_norm)) for step in last
+    ]
 
 
 def _save(backend: SingleBackend, folder: Path) -> dict[str, Any]:
@@ -183,6 +212,8 @@ def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
         if rank == 0:
             assert all(torch.equal(whole["weights"][n], tensor) for n, tensor in unbroken.items())
             assert whole["optimizer"].keys() == course.saved["optimizer"].keys()
+    if lora is None:
+        _assert_loss_scale_goes_on("deepspeed", "odd", folder / "scaled")
     other = _backend("fsdp2", None, "narrow")
     with pytest.raises(CheckpointError, match="of another model"):
         other.restore(counters, str(folder / "fsdp2"))
@@ -289,6 +320,7 @@ def _go_on_in_megatron(rank: int, folder: Path, name: str) -> None:
     if rank == 0:
         _assert_close(unbroken, course.fourth)
         _assert_close(weights, course.fourth)
+    _assert_loss_scale_goes_on(name, "even", folder / f"{name}, scaled")
     dist.destroy_process_group()
 
 

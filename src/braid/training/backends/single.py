@@ -183,10 +183,9 @@ class SingleBackend:
         return grouped_micro_batches(rows, max_tokens, config.infer_batch_rows)
 
     def _autocast(self) -> AbstractContextManager[None]:
-        kind = self._config.autocast
-        if kind == "none" or (kind == "auto" and self._device.type != "cuda"):
+        dtype = autocast_dtype(self._config, self._device)
+        if dtype is None:
             return nullcontext()
-        dtype = torch.float16 if kind == "fp16" else torch.bfloat16
         return torch.autocast(self._device.type, dtype)  # pyright: ignore[reportReturnType]
 
     def _lr(self) -> float:
@@ -399,6 +398,14 @@ class Running:
             metrics=metrics,
             maxima=dict(zip(self._maxima, greatest, strict=True)),
         )
+
+
+def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    """What passes compute in where that is not the weights' own type."""
+    kind = config.autocast
+    if kind == "none" or (kind == "auto" and device.type != "cuda"):
+        return None
+    return torch.float16 if kind == "fp16" else torch.bfloat16
 
 
 def _check_same_model(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:

@@ -47,7 +47,7 @@ from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes, Loss, StepReport
 from braid.training.backends.ranks import PartBackend, WholeMoments
-from braid.training.backends.single import Running
+from braid.training.backends.single import Running, autocast_dtype
 from braid.training.loss_scale import LossScale
 from braid.training.offload import HOST, move_states, move_weights
 from braid.training.packing import pack, unpack
@@ -79,7 +79,7 @@ class MegatronBackend(PartBackend):
         check_model(sizes, config.megatron)
         self._ranks = join(config.megatron)
         dtype = next(model.module.parameters()).dtype
-        options = layer_options(sizes, config, dtype)
+        options = layer_options(sizes, config, dtype, autocast_dtype(config, device))
         bridge = bridge_of(sizes, padded_vocab(sizes.vocab_size, self._ranks), **options)
         self._layers = bridge.config
         stages = [stage.to(device) for stage in _stages(model, self._layers, self._ranks)]

@@ -45,13 +45,15 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]  # Megatron 0.16 looks for None there
 
 
-def layer_options(config: PreTrainedConfig, train: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What Megatron's TransformerConfig is given beside the sizes of the model. No dropout, no loss of its own for experts: the
-    loss is ours."""
+def layer_options(
+    config: PreTrainedConfig, train: TrainConfig, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> dict[str, Any]:
+    """What Megatron's TransformerConfig is given beside the sizes of the model: weights are of `dtype`, and passes compute in
+    `autocast` where it is given. No dropout, no loss of its own for experts: the loss is ours."""
     own, layers = train.megatron, train.megatron.transformer
     options: dict[str, Any] = {
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        "pipeline_dtype": autocast or dtype,  # Megatron's layers add up in what they compute in
         "bf16": False,  # types are the parameters' own, and autocast's
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -167,17 +169,22 @@ def _all_heads(x: Tensor, size: int) -> Tensor:
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, in float32. Megatron's local norm refuses sequence parallelism, where each rank sees some of the
-    positions and the gradients of `weight` have to be added up: what the mark on it says."""
+    positions and the gradients of `weight` have to be added up: what the mark on it says. There a linear layer comes next, whose
+    backward pass has room for gradients in the type of its input, which with autocast has to be the type it computes in."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         self.eps = eps
+        self._is_before_linear = config.sequence_parallel and hidden_size == config.hidden_size
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        dtype, device = x.dtype, x.device.type
+        if self._is_before_linear and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
 
 
 def stage_spec(
