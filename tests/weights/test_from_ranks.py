@@ -16,7 +16,7 @@ from braid.models.lora import named_adapters
 from braid.models.roles import make_policy
 from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backends.single import SingleBackend
-from braid.training.worker import Ranks
+from braid.training.worker import Ranks, RoleGroup
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.sender import SendOptions
 from braid.weights.wire import Ticket
@@ -60,7 +60,7 @@ def _published(ranks: RayGroup, receiver: Receiver, config: RunConfig, *, merged
     """What an engine gets of a fresh policy whose adapters, if it has any, were given values that count."""
     ranks.call("add", "policy", "policy", config, 9)
     if config.model.lora is not None:
-        ranks.call("on", "policy", "load_weights", _adapters(config))
+        RoleGroup(ranks, "policy").call("load_weights", _adapters(config))
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(ranks.call, "send_weights", "policy", 0, merged)
         taken = {name: tensor.clone() for name, tensor in receiver.receive(0)}
