@@ -168,6 +168,15 @@ def test_ctrl_c_before_a_run_ends_with_130(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "braid: interrupted before the run began; nothing was written\n"
 
 
+def test_ctrl_c_while_a_class_is_being_made_is_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = RuntimeError("Error calling __set_name__")  # as Python 3.11 has it
+    wrapped.__cause__ = KeyboardInterrupt()
+    assert guarded(raising(wrapped), args()) == 130
+    assert "interrupted before the run began" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="a bug"):
+        guarded(raising(RuntimeError("a bug")), args())
+
+
 def test_an_interrupted_run_says_where_it_stands_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     stop = RunInterrupted(Path("runs/a-2"), Path("runs/a-2/checkpoints/step_40"))
     assert guarded(raising(stop), args(overrides=["run.seed=1", "run.name=a", "data.train=[ ]"])) == 130

@@ -57,6 +57,9 @@ exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, 3 ev
 """
 
 
+_BEFORE = "interrupted before the run began; nothing was written"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     try:
@@ -73,7 +76,7 @@ def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
         with _sigterm_as_interrupt():
             return action()
     except KeyboardInterrupt:
-        return _say(INTERRUPTED, "interrupted before the run began; nothing was written", args)
+        return _say(INTERRUPTED, _BEFORE, args)
     except RunInterrupted as stop:
         return _say(INTERRUPTED, f"{stop}\nto go on: {_resume_command(args, stop)}", args)
     except ConfigError as error:
@@ -87,6 +90,10 @@ def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except RuntimeError as error:  # Python 3.11 makes one of what comes while a class is being made
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return _say(INTERRUPTED, _BEFORE, args)
+        raise
 
 
 def _train(args: argparse.Namespace) -> int:

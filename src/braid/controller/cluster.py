@@ -27,6 +27,7 @@ from braid.plan import Verb, resolve
 from braid.plan.available import missing_packages
 from braid.plan.layout import Layout, RoleLayout, Worker
 from braid.runtime.environment import environment
+from braid.runtime.interrupts import interrupts_held
 from braid.runtime.workers import Factory
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
 
 @dataclass(slots=True)
 class Cluster:
-    """A connection to a Ray cluster, and the groups that were started on it. With `is_own` the cluster is this run's."""
+    """A connection to a Ray cluster, with the machines and the groups that the run has there. `is_own` when the run connected, and
+    is to disconnect."""
 
     config: RunConfig
     layout: Layout
@@ -136,10 +138,11 @@ class Cluster:
         """End all processes, the connection, and a cluster that was started for it. Can be called twice."""
         from braid.runtime.ray import disconnect
 
-        self._close_groups()
-        if self.is_own and self.is_open:
-            disconnect()
-        self.is_open = False
+        with interrupts_held():  # it takes a second or two, and ends what a second Ctrl-C would
+            self._close_groups()
+            if self.is_own and self.is_open:
+                disconnect()
+            self.is_open = False
 
     def _close_groups(self) -> None:
         for group in self.groups.values():

@@ -27,6 +27,7 @@ import braid
 from braid.config.cluster import ClusterConfig
 from braid.errors import ConfigError, Problem, WorkerError
 
+from .interrupts import interrupts_held
 from .workers import Seat
 
 _ANSWER_S = 5.0
@@ -44,11 +45,20 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
     # Ray would otherwise report usage over the network, and hide all GPUs from workers that hold none.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if is_joined(config):
-        _join(_asked(config))
-        return True
-    if config.num_nodes > 1:
+    if config.num_nodes > 1 and not is_joined(config):
         raise _problem("cluster.num_nodes", f"{config.num_nodes} machines are wanted, and {_ALONE}")
+    with interrupts_held() as caught:  # half of Ray's start leaves processes behind, or crashes
+        if is_joined(config):
+            _join(_asked(config))
+        else:
+            _start(num_processes)
+    if caught:
+        ray.shutdown()
+        raise KeyboardInterrupt
+    return True
+
+
+def _start(num_processes: int) -> None:
     ray.init(
         address=_HERE,
         num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them
@@ -57,7 +67,6 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
         logging_level=logging.ERROR,
         object_store_memory=_OBJECT_BYTES,
     )
-    return True
 
 
 def is_joined(config: ClusterConfig) -> bool:
@@ -68,8 +77,8 @@ def is_joined(config: ClusterConfig) -> bool:
 _HERE = "local"
 """What Ray calls a cluster of its own for this process."""
 _ALONE = (
-    "Ray was started for this run, on this machine alone. Run ray start --head here and ray start --address=HOST:6379 on each "
-    "other machine, then set cluster.address=auto; or set cluster.num_nodes=1"
+    "a cluster that a run starts for itself has this machine alone. Run ray start --head here and ray start --address=HOST:6379 "
+    "on each other machine, then set cluster.address=auto; or set cluster.num_nodes=1"
 )
 
 
@@ -200,14 +209,16 @@ def _suited(config: ClusterConfig, num_nodes: int, num_gpus: int) -> list[Mappin
         return suited[:num_nodes]
     of_each = f" with {num_gpus} GPUs each" if num_gpus else ""
     has = ", ".join(f"{node['NodeManagerAddress']} ({_gpus(node)} GPUs)" for node in there)
-    ways = (
-        f"add machines (ray start --address={ray.get_runtime_context().gcs_address}), or give cluster.num_nodes, "
-        "cluster.devices_per_node and cluster.placement what is there"
-    )
+    fewer = "give cluster.num_nodes, cluster.devices_per_node and cluster.placement what is there"
+    if is_joined(config):
+        address = ray.get_runtime_context().gcs_address
+        advice = f"add machines (ray start --address={address}), or {fewer}"
+    else:
+        advice = _ALONE if len(there) < num_nodes else fewer
     raise _problem(
         "cluster.num_nodes",
         f"the placement needs {num_nodes} machine{'s' * (num_nodes > 1)}{of_each}, and the Ray cluster has {len(there)}: {has}; "
-        + (ways if is_joined(config) else _ALONE),
+        + advice,
     )
 
 
