@@ -1,17 +1,20 @@
 """Runs whose processes are killed, stopped or interrupted: they go on or end, by name, and leave nothing behind.
 
-Every signal goes to a process that descends from the one that the test itself has started.
+Every signal goes to a process that descends from the one that the test itself has started. Some kinds of worker are killed in some
+phases; with BRAID_SOAK=1 each kind in each, which takes a quarter of an hour.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,21 +24,31 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tests.leftovers import LIMIT_S, await_end
 
 from braid.config.load import load_config
 from braid.controller import commands
 from braid.errors import WorkerError
 from braid.report.reporter import Reporter
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
-_LIMIT_S = 60.0
-"""For processes to come up or end; far above what they need, since other tests run beside."""
 _ROUNDS = 3
+_SOAK = os.environ.get("BRAID_SOAK") == "1"
+_PHASES = ("collect", "build", "score", "credit", "improve", "publish", "save")
+_KILLS = (
+    [(phase, 1, role) for phase in _PHASES for role in ("policy", "critic", "reference", "rollout", "rows")]
+    if _SOAK
+    else [
+        ("collect", 2, "rollout"),
+        ("improve", 1, "policy"),
+        ("publish", 1, "critic"),
+    ]
+)
 
 
 def _config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A run of two policy ranks, a critic apart from them, and a rollout worker."""
+    """A run of two policy ranks, a critic apart from them, and a rollout worker beside a reference."""
     task = {
         "kind": "procedural", "generator": "chain_sum", "size": 16,
         "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -46,10 +59,11 @@ def _config(folder: Path, **sections: dict[str, Any]) -> Path:
         "data": {"train": [task], "max_prompt_tokens": 128},
         "reward": {"parts": [{"kind": "function", "path": f"{folder}/even.py:even"}]},
         "rollout": {"prompts_per_round": 2, "group_size": 2, "sampling": {"max_new_tokens": 6}},
-        "algorithm": {"advantage": "gae"},
+        "algorithm": {"advantage": "gae", "kl_coef": 0.01},
         "train": {"backend": "fsdp2", "optimizer": {"lr": 1e-3}},
         "critic": {"train": {"backend": "single"}},
-        "cluster": {"placement": {"policy": "0-1", "critic": "2", "rollout": "2"}},
+        "reference": {"train": {"backend": "single"}},
+        "cluster": {"placement": {"policy": "0-1", "critic,reference,rollout": "2"}},
         "checkpoint": {"every_rounds": 1},
         "report": {"console": "none", "tensorboard": False},
     }  # fmt: skip
@@ -77,7 +91,8 @@ def _workers(of: int, role: str) -> list[psutil.Process]:
 
 
 class _Signals:
-    """Sends a signal to the last worker of a role when a phase begins for the nth time since the signal before."""
+    """Sends a signal to the last worker of a role when a phase begins for the nth time since the signal before; in the build as soon
+    as there is one."""
 
     def __init__(self, number: int, *when: tuple[str, int, str]) -> None:
         self.number, self._left = number, list(when)
@@ -97,73 +112,41 @@ class _Signals:
             return
         self._begun += 1
         if self._begun == self._left[0][1]:
-            worker = _workers(os.getpid(), self._left.pop(0)[2])[-1]
-            worker.send_signal(self.number)
-            self._begun = 0
+            self._begun, role = 0, self._left.pop(0)[2]
+            if verb == "build":
+                threading.Thread(target=self._send, args=[role, _workers(os.getpid(), role)]).start()
+            else:
+                self._send(role)
+
+    def _send(self, role: str, earlier: Sequence[psutil.Process] = ()) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not (found := [worker for worker in _workers(os.getpid(), role) if worker not in earlier]):
+            assert time.monotonic() < deadline, f"there is no {role}"
+            time.sleep(0.02)
+        found[-1].send_signal(self.number)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(commands.export(folder / "run", output=folder / "export") / "model.safetensors")
 
 
-@pytest.fixture
-def nothing_is_left() -> Iterator[None]:
-    """Neither processes nor shared memory of a test outlive it."""
-    mine = psutil.Process()
-    processes, segments = set(mine.children(recursive=True)), _segments()
-    yield
-    _await_end([child for child in mine.children(recursive=True) if child not in processes])
-    _await_gone(_segments() - segments)
-
-
-def _segments() -> set[Path]:
-    return set(Path("/dev/shm").glob("braid*"))
-
-
-def _await_gone(files: set[Path]) -> None:
-    """Those of other runs on this machine go by themselves, as soon as they are read."""
-    deadline = time.monotonic() + _LIMIT_S
-    while left := [file for file in files if file.exists()]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
-
-
-def _await_end(processes: list[psutil.Process]) -> None:
-    """Those that still run after the limit are named. One that nobody has waited for has ended too."""
-    deadline = time.monotonic() + _LIMIT_S
-    while left := [process for process in processes if _runs(process)]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.usefixtures("nothing_is_left")
-def test_a_run_whose_workers_are_killed_goes_on_and_ends_in_the_same_bits(
+@pytest.mark.timeout(3000 if _SOAK else 600)
+def test_a_run_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     commands.train(load_config(_config(tmp_path / "unbroken")))
 
-    kills = _Signals(
-        signal.SIGKILL, ("collect", 2, "rollout"), ("improve", 1, "policy"), ("publish", 1, "critic")
-    )
-    kills.attach(monkeypatch)
-    run = {"output_dir": str(tmp_path / "broken"), "max_restarts": 2}
-    path = _config(tmp_path / "broken", run=run)
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(WorkerError, match=r"critic worker 0 of 1 died while"),
-    ):
-        commands.train(load_config(path))
+    monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)
+    _Signals(signal.SIGKILL, *_KILLS).attach(monkeypatch)
+    run = {"output_dir": str(tmp_path / "broken"), "max_restarts": len(_KILLS)}
+    with caplog.at_level(logging.WARNING):
+        commands.train(load_config(_config(tmp_path / "broken", run=run)))
     told = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
-    assert ["rollout worker 0 of 1 died" in told[0], "policy worker 1 of 2 died" in told[1]] == [True, True]
-    assert len(told) == 2
-    commands.train(load_config(path, ["run.resume=latest"]))
+    for (phase, _, role), text in zip(_KILLS, told, strict=True):
+        assert re.search(rf"WorkerError: {role} worker \d of \d died while .* of the \w+ phase: ", text), (
+            phase,
+            text,
+        )
 
     unbroken, broken = _weights(tmp_path / "unbroken"), _weights(tmp_path / "broken")
     assert broken.keys() == unbroken.keys()
@@ -171,7 +154,6 @@ def test_a_run_whose_workers_are_killed_goes_on_and_ends_in_the_same_bits(
         assert torch.equal(broken[name], tensor), name
 
 
-@pytest.mark.usefixtures("nothing_is_left")
 def test_a_worker_that_is_stopped_ends_the_run_at_the_deadline_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +163,7 @@ def test_a_worker_that_is_stopped_ends_the_run_at_the_deadline_by_name(
         commands.train(load_config(path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_is_interrupted_or_killed_leaves_no_process(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -190,7 +172,7 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_process(
     # A session of its own, as in a terminal: Ctrl-C there reaches every process of the group.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as driver:
         try:
-            deadline = time.monotonic() + 2 * _LIMIT_S
+            deadline = time.monotonic() + 2 * LIMIT_S
             while not (tmp_path / "run/checkpoints/step_1").exists():
                 assert driver.poll() is None, driver.communicate()[1]
                 assert time.monotonic() < deadline, "the run never saved"
@@ -199,12 +181,12 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_process(
             assert len(_workers(driver.pid, "policy")) == 2
             if number == signal.SIGINT:
                 os.killpg(driver.pid, number)
-                _, said = driver.communicate(timeout=_LIMIT_S)
+                _, said = driver.communicate(timeout=LIMIT_S)
                 assert driver.returncode == 130, said
                 assert "to go on: braid train" in said
             else:
                 driver.kill()
-                driver.wait(_LIMIT_S)
-            _await_end(started)
+                driver.wait(LIMIT_S)
+            await_end(started)
         finally:
             driver.kill()

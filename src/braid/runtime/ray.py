@@ -45,9 +45,10 @@ _TICK_S = 0.2
 _GRACE_S = 1.0
 """When a rank dies, the others may be first to tell: of a lost connection. So long is waited for who died."""
 _NUM_LAST_LINES = 3
+_ENDED = "its process was killed, or crashed"
 _LESS_MEMORY = (
-    "to need less memory: lower train.micro_batch_tokens (critic.train's for the critic), set train.offload keys, lower the "
-    "engine's memory fraction or rollout.max_concurrency, or give the machine more"
+    "lower train.micro_batch_tokens (critic.train's for the critic), set train.offload, lower rollout.native.kv_budget_tokens or "
+    "rollout.vllm.memory_fraction, or give the machine more"
 )
 
 
@@ -246,9 +247,10 @@ class RayGroup:
         calls = []
         for rank, args in zip(ranks, arguments, strict=True):
             title = f"{self.role} {rank}: {method}"  # of the process while it runs
-            self._asked[rank] = f"{method}()"
+            self._asked[rank] = _shown(method, self.role)
             calls.append(self._hosts[rank].run.options(name=title).remote(method, *args))
-        return _Pending(self, calls, ranks, f"in {method}()", time.monotonic() + self._timeout_s)
+        doing = f"in {_shown(method, self.role)}"
+        return _Pending(self, calls, ranks, doing, time.monotonic() + self._timeout_s)
 
     def _wait(self, calls: Sequence[Any], ranks: Sequence[int], doing: str, deadline: float) -> list[Any]:
         """Results by rank. The first failure ends the group: its other ranks wait for the one that failed. So does the loss of a
@@ -284,12 +286,13 @@ class RayGroup:
             loss = Loss(Member(self, rank))
         group, rank = loss.member
         assert isinstance(group, RayGroup), "lines are those of groups"
-        if group is not self:
-            doing = f"{self.role} was {doing} (it was asked last for {group._asked[rank]})"
         if loss.said is not None:
             what, why = "cannot go on", f"{loss.said} ({group._where(rank)})"
         else:
             what, why = "died", group._end_of(rank, is_oom=loss.is_oom)
+        if group is not self:
+            doing = f"{self.role} was {doing}"
+            why = f"{why}; the last that it was asked for is {group._asked[rank]}"
         self.close()
         raise WorkerError(
             f"{loss.member} {what} while {doing}", why, None if loss.said is None else EngineError(loss.said)
@@ -300,9 +303,9 @@ class RayGroup:
         probe = self._hosts[rank].read.remote(())
         ray.wait([probe], timeout=_GRACE_S)
         error = _error_of(probe)
-        how = "its process is gone" if error is None else _last_line(error)
+        how = _ENDED if error is None else _last_line(error)
         if is_oom or isinstance(error, OutOfMemoryError):
-            how = f"killed for lack of memory; {_LESS_MEMORY}"
+            how = f"it was killed for lack of memory: {_LESS_MEMORY}"
         words = self._last_words(rank)
         return f"{how} ({self._where(rank)})" + (f"; its last words were: {words}" if words else "")
 
@@ -323,6 +326,11 @@ class RayGroup:
         text = data.decode("utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(":")]
         return " | ".join(lines[-_NUM_LAST_LINES:])
+
+
+def _shown(method: str, role: str) -> str:
+    """`train()` for the group's own role, `critic.train()` for another one in its processes."""
+    return f"{method.removeprefix(f'{role}.')}()"
 
 
 def _is_death(error: RayError) -> bool:
@@ -350,4 +358,6 @@ def _last_line(error: Exception) -> str:
     """What a worker raised, or how its process ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
-    return last.split(" Some common causes include")[0].split(" There are some potential root causes")[0]
+    if "Worker unexpectedly exits with a connection error" in last:
+        return _ENDED
+    return last.rpartition("Worker exit detail: ")[2]

@@ -1,0 +1,106 @@
+"""What a test of processes may leave behind: nothing.
+
+`nothing_is_left` is taken by every test in tests/faults, tests/runtime and tests/weights, and by those of whole runs on workers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+LIMIT_S = 60.0
+"""For processes to come up or end; far above what they need, since other tests run beside."""
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """No process, shared memory, listening port or Ray cluster of a test outlives it. A cluster that was there before, of the whole
+    module, may have idle workers."""
+    processes, files, ports, is_connected = _children(), _memory(), _ports(), _is_connected()
+    yield
+    assert _is_connected() <= is_connected, "the test left a Ray cluster"
+    _await_none(
+        lambda: [p for p in _children() - processes if runs(p) and not (is_connected and _is_idle(p))]
+    )
+    _await_none(lambda: [file for file in _memory() - files if _is_unowned(file)])
+    if not is_connected and _ports() - ports:
+        gc.collect()  # an error's traceback may still hold what listens
+        _await_none(lambda: _ports() - ports)
+
+
+def await_end(processes: Iterable[psutil.Process]) -> None:
+    """Those that still run after the limit are named."""
+    _await_none(lambda: [process for process in processes if runs(process)])
+
+
+def runs(process: psutil.Process) -> bool:
+    """One that nobody has waited for has ended too."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _await_none(left: Callable[[], Iterable[object]]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while still := list(left()):
+        assert time.monotonic() < deadline, f"still there: {still}"
+        time.sleep(0.05)
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _is_kept(process: psutil.Process, *, is_connected: bool) -> bool:
+    """A helper of Python's own, which ends with this process; with a cluster, a process that Ray keeps ready for work."""
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return True
+    if any(
+        "multiprocessing.resource_tracker" in part or "multiprocessing.forkserver" in part for part in command
+    ):
+        return True
+    return is_connected and (
+        command[:1] == ["ray::IDLE"] or any("default_worker.py" in part for part in command)
+    )
+
+
+def _memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("braid-*"))
+
+
+def _is_unowned(file: Path) -> bool:
+    """Whether the process that made it is gone, or does not hold it; files of runs beside this one are locked."""
+    try:
+        number = os.open(file, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(number)
+
+
+def _ports() -> set[int]:
+    """Those that this process listens at."""
+    connections = psutil.Process().net_connections("inet")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
