@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from braid.config.load import Loaded, load_config
 from braid.config.model import BuildSpec, ModelConfig
 from braid.controller import commands
+from braid.errors import WorkerError
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -174,3 +176,36 @@ def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_p
     kl = [line["policy/kl"] for line in _lines(alone) if "policy/kl" in line]
     # The folder's weights are far away at first; those of a round ago are near.
     assert min(kl[1:]) < 1e-2 * kl[0]
+
+
+WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+
+
+@WITH_VLLM
+def test_an_engine_that_cannot_start_is_named_before_weights_wait_for_it(tmp_path: Path) -> None:
+    settings = {
+        "model.build": {**BUILD, "head_dim": 32, "max_positions": 256},
+        "rollout.engine": "vllm",
+        "rollout.vllm": {"max_model_tokens": 8000},
+        "cluster.placement": {"policy": "0", "rollout": "1"},
+    }
+    with pytest.raises(WorkerError, match="rollout worker 0 of 1 failed while in receivers"):
+        _run(tmp_path, "unfit", settings, rounds=1)
+
+
+@WITH_VLLM
+def test_vllm_samples_from_the_merged_weights_of_adapters_on_ranks(tmp_path: Path) -> None:
+    settings = {
+        "model.build": {**BUILD, "head_dim": 32},  # vLLM's smallest on a CPU
+        "model.lora": {"rank": 4},
+        "train.backend": "fsdp2",
+        "train.optimizer": {"lr": 2e-2},
+        "rollout.engine": "vllm",
+        "cluster.placement": {"policy": "0-1", "rollout": "2", "reference": "0-1"},
+        "eval.every_rounds": 0,
+    }
+    lines = _lines(_run(tmp_path, "adapters", settings, rounds=3))
+    moved = [line["policy/kl"] for line in lines if "policy/kl" in line]
+    assert moved[-1] > 1e-3  # the adapters have changed the policy
+    # Log-probs of the engine and the trainer, which adds adapters' products up in another order.
+    assert max(line.get("policy/logprob_mismatch_max", 0.0) for line in lines) < 1e-3

@@ -91,7 +91,8 @@ class VllmEngine(RemoteEngine):
 
     @property
     def receivers(self) -> Sequence[str]:
-        """See RemoteEngine: each of vLLM's workers is one."""
+        """See RemoteEngine: each of vLLM's workers is one. A process that does not come up is told here, before a sender waits."""
+        self.wait_until_up()
         size = int(self._arguments["tensor_parallel_size"]) * int(self._arguments["pipeline_parallel_size"])
         return [receiver_name(self.name, rank) for rank in range(size)]
 
