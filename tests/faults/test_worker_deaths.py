@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ _KILLS = (
         ("publish", 1, "critic"),
     ]
 )
+_ENGINE_KILLS = [
+    (phase, 1, "engine") for phase in (("collect", "credit", "publish", "save") if _SOAK else ())
+]
 
 
 def _config(folder: Path, **sections: dict[str, Any]) -> Path:
@@ -79,11 +83,13 @@ def _config(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def _workers(of: int, role: str) -> list[psutil.Process]:
-    """The processes of a role in the run that process `of` drives, and in no other."""
+    """The processes of a role, or of vLLM, in the run that process `of` drives, and in no other."""
     found: list[psutil.Process] = []
     for process in psutil.Process(of).children(recursive=True):
         try:
-            if process.cmdline()[0].startswith(f"ray::{role}"):
+            command = process.cmdline()
+            is_engine = "braid.rollout.engines.vllm.process" in command
+            if is_engine if role == "engine" else command[0].startswith(f"ray::{role}"):
                 found.append(process)
         except (psutil.Error, IndexError):
             continue
@@ -152,6 +158,33 @@ def test_a_run_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
     assert broken.keys() == unbroken.keys()
     for name, tensor in unbroken.items():
         assert torch.equal(broken[name], tensor), name
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+@pytest.mark.timeout(3000 if _SOAK else 600)
+def test_an_engine_that_is_killed_while_it_rests_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)
+    _Signals(signal.SIGKILL, *_ENGINE_KILLS, ("improve", 1, "engine")).attach(monkeypatch)
+    path = _config(
+        tmp_path,
+        run={"max_restarts": len(_ENGINE_KILLS)},
+        model={"build": {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 1, "num_kv_heads": 1, "head_dim": 32}},
+        rollout={"engine": "vllm", "vllm": {"max_running": 8}},
+        algorithm={"advantage": "grpo", "kl_coef": 0.0},
+        train={"backend": "single"},
+        cluster={"placement": {"policy": "0", "rollout": "1"}},
+    )  # fmt: skip
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(
+            WorkerError, match=r"rollout worker 0 of 1 .*vLLM engine 0 ended \(killed by SIGKILL\)"
+        ),
+    ):
+        commands.train(load_config(path))
+    told = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
+    assert ["vLLM engine 0 ended" in text for text in told] == [True] * len(_ENGINE_KILLS)
 
 
 def test_a_worker_that_is_stopped_ends_the_run_at_the_deadline_by_name(
