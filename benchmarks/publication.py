@@ -38,7 +38,8 @@ from torch import Tensor
 
 from braid.weights.fingerprint import BLOCK_BYTES
 from braid.weights.receiver import open_receiver
-from braid.weights.sender import SendOptions, open_sender
+from braid.weights.sender import open_sender
+from braid.weights.sending import SendOptions
 
 GOAL = 0.9
 STEPS = {"shared_memory": 8 * BLOCK_BYTES, "gloo": 4 * BLOCK_BYTES}

@@ -28,7 +28,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert _is_connected() <= is_connected, "the test left a Ray cluster"
     _await_none(
-        lambda: [p for p in _children() - processes if runs(p) and not (is_connected and _is_idle(p))]
+        lambda: [p for p in _children() - processes if runs(p) and not _is_kept(p, is_connected=is_connected)]
     )
     _await_none(lambda: [file for file in _memory() - files if _is_unowned(file)])
     if not is_connected and _ports() - ports:

@@ -28,7 +28,7 @@ from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.engine import VllmEngine
 from braid.rollout.engines.vllm.options import EXTENSION, engine_arguments, environment
 from braid.rollout.engines.vllm.server import VllmServer
-from braid.weights.sender import SendOptions
+from braid.weights.sending import SendOptions
 
 from .sglang_like import SglangLike
 

@@ -20,7 +20,8 @@ from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.published import RemoteEngine
 from braid.weights.files import FileSender
-from braid.weights.sender import LinkedSender, Sender
+from braid.weights.sender import LinkedSender
+from braid.weights.sending import Sender
 from braid.weights.wire import Receipt
 
 from .engines import ENGINES, MAX_TOKENS, MODEL, engine_params

@@ -30,7 +30,8 @@ from braid.rollout.engines.sglang.engine import SglangEngine
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.server import VllmServer
-from braid.weights.sender import SendOptions, open_sender
+from braid.weights.sender import open_sender
+from braid.weights.sending import SendOptions
 
 from .engines import MAX_TOKENS, MODEL, free_port, write_folder
 from .sglang_like import SglangLike

@@ -18,7 +18,7 @@ from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backends.single import SingleBackend
 from braid.training.worker import Ranks, RoleGroup
 from braid.weights.receiver import Receiver, open_receiver
-from braid.weights.sender import SendOptions
+from braid.weights.sending import SendOptions
 from braid.weights.wire import Ticket
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]

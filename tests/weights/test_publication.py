@@ -24,7 +24,8 @@ from torch import Tensor
 from braid.errors import EngineError
 from braid.weights.links import GroupOutlet, RingOutlet
 from braid.weights.receiver import Receiver, open_receiver
-from braid.weights.sender import LinkedSender, Sender, SendOptions, join_send, open_sender
+from braid.weights.sender import LinkedSender, join_send, open_sender
+from braid.weights.sending import Sender, SendOptions
 from braid.weights.wire import Receipt, Ticket
 
 BUCKET_BYTES = 2**20
@@ -429,7 +430,8 @@ def _start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
     head = (
         "import json, os, signal, sys, torch\n"
         "from braid.weights.receiver import open_receiver\n"
-        "from braid.weights.sender import SendOptions, open_sender\n"
+        "from braid.weights.sender import open_sender\n"
+        "from braid.weights.sending import SendOptions\n"
         "from braid.weights.wire import Ticket\n"
     )
     return subprocess.Popen(

@@ -11,7 +11,7 @@ from braid.config.schema import RunConfig
 from braid.models.folders import expand
 from braid.plan.layout import Layout
 from braid.runtime.workers import WorkerGroup
-from braid.weights.sender import SendOptions
+from braid.weights.sending import SendOptions
 from braid.weights.transports import Meeting, choose_transport, on_existing
 
 

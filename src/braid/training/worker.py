@@ -16,7 +16,8 @@ from braid.config.train import TrainConfig
 from braid.models.base import TrainableModel
 from braid.models.roles import make_critic, make_policy, make_reference
 from braid.runtime.workers import Pending, Place, WorkerGroup
-from braid.weights.sender import Sender, SendOptions, join_send, open_sender
+from braid.weights.sender import join_send, open_sender
+from braid.weights.sending import Sender, SendOptions
 
 from .group import ShardedBackend
 

@@ -26,7 +26,7 @@ The receiving side needs torch and the standard library alone, and neither side 
     transports.py    which way is the cheapest for a placement
     wire.py          tickets, and the connection for small messages
     links.py         ways for bytes: a ring in shared memory or on a shared GPU, torch.distributed
-    sender.py, receiver.py
+    sender.py, receiver.py, sending.py (what all senders share)
     files.py         a folder of safetensors per version, for servers that read weights from disk
     fingerprint.py   what weights are compared by
 """

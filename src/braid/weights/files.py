@@ -24,7 +24,7 @@ from torch import Tensor
 from braid.errors import EngineError
 
 from .fingerprint import Weights, fingerprint
-from .sender import Bucket, SendOptions, buckets_of
+from .sending import Bucket, SendOptions, buckets_of
 from .wire import Receipt, Tally, TensorSpec, Ticket
 
 _RECORD = "publication.json"

@@ -18,7 +18,7 @@ import httpx2
 from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request, check_request
 from braid.types import StopReason
-from braid.weights.sender import SendOptions
+from braid.weights.sending import SendOptions
 
 from .published import RemoteEngine
 

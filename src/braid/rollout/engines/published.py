@@ -14,7 +14,8 @@ from torch import Tensor
 
 from braid.errors import EngineError
 from braid.rollout.engine import PublishedEngine
-from braid.weights.sender import Sender, SendOptions, open_sender
+from braid.weights.sender import open_sender
+from braid.weights.sending import Sender, SendOptions
 
 Part = Literal["weights", "kv_cache"]
 """What an engine has on its device, as vLLM and SGLang call it."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request
-from braid.weights.sender import Sender, open_sender
+from braid.weights.sender import open_sender
+from braid.weights.sending import Sender
 
 from .published import RemoteEngine, send_to
 

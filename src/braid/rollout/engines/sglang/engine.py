@@ -13,7 +13,7 @@ import httpx2
 from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request
 from braid.rollout.engines.child import Child
-from braid.weights.sender import SendOptions
+from braid.weights.sending import SendOptions
 
 from .server import SglangServer
 

@@ -20,7 +20,7 @@ from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request, check_request, seed_of
 from braid.rollout.engines.child import Child
 from braid.rollout.engines.published import Part, RemoteEngine
-from braid.weights.sender import SendOptions
+from braid.weights.sending import SendOptions
 
 from .options import receiver_name
 
