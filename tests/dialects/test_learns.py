@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,79 @@ def test_skyrl_s_file_learns_with_grpo_and_with_a_critic(
         f"trainer.critic.model.path={home}/model",
     ]
     check(learned("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch))
+
+
+MEGATRON_CPU = Path(__file__).parents[1] / "megatron_cpu"
+WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+
+
+def seats(
+    name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, **chosen: str
+) -> dict[str, tuple[str, list[int]]]:
+    """Two rounds of a page's file on workers, with its own backend. Role -> (backend or engine, devices)."""
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    own = [
+        "braid.run.device=cpu",
+        "braid.run.num_threads=1",
+        "braid.run.max_rounds=2",
+        "braid.report.console=none",
+    ]
+    outcome = commands.train(read_config(SEEDS / name, [*overrides, *own], dialect=dialect, **chosen).loaded)
+    lines = [json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rounds = [line for line in lines if "policy/grad_norm" in line]
+    assert [line["round"] for line in rounds] == [1, 2]
+    assert all(line["status/invalid"] == 0 for line in rounds)
+    roles = json.loads((outcome.run_dir / "plan.json").read_text())["layout"]["roles"]
+    return {
+        of["role"]: (of["kind"], [d for worker in of["workers"] for d in worker["devices"]]) for of in roles
+    }
+
+
+@pytest.mark.xdist_group("ray")
+def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("megatron.core")
+    monkeypatch.setenv("PYTHONPATH", str(MEGATRON_CPU))
+    overrides = [
+        f"runner.output_dir={home}/rlinf-megatron",
+        f"rollout.model_dir={home}/model",
+        f"actor.tokenizer.tokenizer_model={home}/model",
+        f"data.train_data_paths=[{home}/boba.jsonl]",
+        f"data.val_data_paths=[{home}/boba.jsonl]",
+        "cluster.num_gpus_per_node=2",
+        "actor.model.recompute_granularity=null",
+        "runner.seq_length=16",
+        "data.max_prompt_length=8",
+        "data.rollout_batch_size=8",
+    ]
+    found = seats("rlinf-math-000.yaml", "rlinf", overrides, home, monkeypatch, engine="native")
+    assert found == {"policy": ("megatron", [0, 1]), "rollout": ("native", [0, 1])}
+
+
+@WITH_VLLM
+@pytest.mark.xdist_group("ray")
+def test_skyrl_s_file_runs_on_fsdp2_collocated_with_its_reference_and_vllm(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [
+        f"trainer.policy.model.path={home}/model",
+        f"trainer.ckpt_path={home}/skyrl-fsdp2",
+        "trainer.run_name=fsdp2",
+        "trainer.epochs=2",
+        "trainer.logger=console",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.placement.ref_num_gpus_per_node=2",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
+        "trainer.critic_mini_batch_size=8",
+        "trainer.max_prompt_length=8",
+        "generator.num_inference_engines=2",
+        "generator.inference_engine_tensor_parallel_size=1",
+        "generator.weight_sync_backend=gloo",
+        "generator.model_dtype=float32",  # vLLM's bf16 wants instructions that not every CPU has
+        "generator.sampling_params.max_generate_length=8",
+    ]
+    found = seats("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch)
+    assert found == {"policy": ("fsdp2", [0, 1]), "reference": ("fsdp2", [0, 1]), "rollout": ("vllm", [0, 1])}
