@@ -224,6 +224,28 @@ def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
 
 @WITH_VLLM
 @pytest.mark.xdist_group("ray")
+def test_roll_s_rlvr_file_runs_on_deepspeed_beside_vllm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [
+        f"output_dir={home}/roll-deepspeed",
+        f"pretrain={home}/model",
+        f"actor_train.data_args.file_name={home}/roll.json",
+        "rollout_batch_size=8",
+        "prompt_length=8",
+        "response_length=8",
+        "actor_train.device_mapping=list(range(0,2))",
+        "actor_train.training_args.gradient_accumulation_steps=32",
+        "actor_infer.device_mapping=[2]",
+        "actor_infer.strategy_args.strategy_config.max_model_len=64",
+        "actor_infer.strategy_args.strategy_config.block_size=32",  # 16 is none of vLLM's on a CPU
+        "actor_infer.model_args.dtype=fp32",  # vLLM's bf16 wants instructions that not every CPU has
+    ]
+    found = seats("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch, backend="deepspeed")
+    ranks = ("deepspeed", [0, 1])
+    assert found == {"policy": ranks, "critic": ranks, "rollout": ("vllm", [2])}
+
+
+@WITH_VLLM
+@pytest.mark.xdist_group("ray")
 def test_skyrl_s_file_runs_on_fsdp2_collocated_with_its_reference_and_vllm(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
