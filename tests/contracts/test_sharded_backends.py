@@ -23,7 +23,8 @@ from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss, value_loss_of
-from braid.training.worker import Ranks, RoleGroup
+from braid.training.role_group import RoleGroup
+from braid.training.worker import Ranks
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]

@@ -18,7 +18,8 @@ from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss
-from braid.training.worker import Ranks, RoleGroup
+from braid.training.role_group import RoleGroup
+from braid.training.worker import Ranks
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]

@@ -16,7 +16,8 @@ from braid.models.lora import named_adapters
 from braid.models.roles import make_policy
 from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backends.single import SingleBackend
-from braid.training.worker import Ranks, RoleGroup
+from braid.training.role_group import RoleGroup
+from braid.training.worker import Ranks
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.sending import SendOptions
 from braid.weights.wire import Ticket

@@ -28,11 +28,12 @@ from braid.plan.available import missing_packages
 from braid.plan.layout import Layout, RoleLayout, Worker
 from braid.runtime.environment import environment
 from braid.runtime.interrupts import interrupts_held
-from braid.runtime.workers import Factory
+from braid.runtime.workers import Factory, Place
 
 if TYPE_CHECKING:
     from braid.runtime.ray import Machines, RayGroup
     from braid.training.group import GroupBackend
+    from braid.training.worker import Ranks
 
 ROWS = "rows"
 """The group of one that has the rows of a round. It is on the first machine, and on no device."""
@@ -100,9 +101,7 @@ class Cluster:
 
     def make(self, factories: Mapping[str, Factory], logs: Path) -> None:
         """Make the workers: those of `factories` by the name of their group, Ranks in the others. They write to files in `logs`."""
-        from braid.training.worker import Ranks
-
-        ranks = partial(Ranks, config=self.config)
+        ranks = partial(_ranks, config=self.config)
         with ThreadPoolExecutor(len(self.groups)) as pool:
             making = [
                 pool.submit(group.make, factories.get(name, ranks), logs)
@@ -125,7 +124,7 @@ class Cluster:
     ) -> GroupBackend:
         """A role's model on the ranks where it sits. `config` is the run's, and `name` the role's, unless given."""
         from braid.training.group import GroupBackend
-        from braid.training.worker import RoleGroup
+        from braid.training.role_group import RoleGroup
 
         config = config or self.config
         seated = self.layout.role(role)
@@ -149,6 +148,13 @@ class Cluster:
             group.close()
         if self.machines is not None:
             self.machines.close()
+
+
+def _ranks(place: Place, *, config: RunConfig) -> Ranks:
+    """See training.worker.Ranks."""
+    from braid.training.worker import Ranks
+
+    return Ranks(place, config=config)
 
 
 def _on_one_device(config: RunConfig, layout: Layout) -> RunConfig:

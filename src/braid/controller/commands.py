@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from braid.checkpoint.export import export_model
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.schema import RunConfig
@@ -31,7 +30,6 @@ from braid.errors import (
     WorkerError,
 )
 from braid.models.base import copy_weights
-from braid.models.loading import load_policy
 from braid.models.tokenizer import load_tokenizer
 from braid.plan import Verb, resolve
 from braid.plan.available import missing_packages
@@ -42,7 +40,6 @@ from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.runtime.environment import environment
 from braid.runtime.memory import keep_freed_memory, settled
-from braid.training.shards import read_weights
 
 from . import build, imitation, on_policy, steps
 from .parts import Parts
@@ -95,6 +92,9 @@ def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
     """`braid export`: a checkpoint of a run as a folder that transformers loads. Returns the folder."""
+    from braid.checkpoint.export import export_model
+    from braid.models.loading import load_policy
+
     loaded = load_config(run_dir / "config.yaml")
     model = loaded.config.model
     if model.mlp is not None:
@@ -135,6 +135,8 @@ def _weights_of(run_dir: Path, step: int | None = None) -> dict[str, torch.Tenso
 
 
 def _weights_in(store: CheckpointStore, which: str) -> dict[str, torch.Tensor]:
+    from braid.training.shards import read_weights
+
     folder, _, state = store.locate(which if which == "latest" else Path(which))
     return state["policy"].get("weights") or read_weights(folder / "policy")
 

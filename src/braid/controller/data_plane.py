@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from braid.algorithms.rewards import RunningMoments
 from braid.models.base import Output
+from braid.plan import Plan
 from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.training.backend import Loss, StepReport
-from braid.training.experience import RowFacts
+from braid.training.experience import Experience, RowFacts
 from braid.training.group import GroupBackend
 from braid.types import Row
 
@@ -82,3 +83,8 @@ class DataPlane:
 
 def _indices(rows: Sequence[RowFacts], shares: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[rows[i].index for i in share] for share in shares]
+
+
+def make_experience(plan: Plan, _: object) -> Experience:
+    """What runs in the worker."""
+    return Experience(plan.recipe, plan.aggregation_constant)

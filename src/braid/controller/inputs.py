@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.config.load import Loaded
 from braid.config.rollout import GymnasiumEnv
+from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
+from braid.data.sampler import PromptSampler
 from braid.data.worked import Example, load_examples
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import load_tokenizer
@@ -60,3 +62,9 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
     known = {prompt.source for prompt in (*inputs.train.prompts, *inputs.eval.prompts)}
     if found := list(source_problems(loaded.config.reward.parts, known)):
         raise ConfigError([loaded.placed(Problem(key, message)) for key, message in found])
+
+
+def prompt_sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
+    """The order in which so many prompts are taken."""
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)

@@ -1,28 +1,20 @@
-"""The training roles of a run: policy, critic and reference as backends, in this process or on workers of their own."""
+"""The training roles of a run: policy, critic and reference as backends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from braid.checkpoint.export import export_model
-from braid.config.roles import TrainingRole, train_config
+from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
-from braid.models.adapter_reference import AdapterReference
-from braid.models.base import TrainableModel, copy_weights
-from braid.models.causal_lm import CausalLM
-from braid.models.roles import make_policy
-from braid.models.value import ValueModel
+from braid.models.base import copy_weights
 from braid.plan import Plan
-from braid.runtime.workers import InProcessGroup
-from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
 
 from .supervised import Supervised
@@ -54,62 +46,6 @@ def device_of(config: RunConfig) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device=cuda, but torch sees no GPU; set run.device=cpu or auto")
     return torch.device(name)
-
-
-def backend_here(
-    role: TrainingRole,
-    model: TrainableModel,
-    config: RunConfig,
-    device: torch.device,
-    *,
-    total_steps: int,
-    keeps_weights: bool = False,
-) -> GroupBackend:
-    """A role's model in this process; arguments as in SingleBackend."""
-    train = train_config(config, role)
-    backend = SingleBackend(model, train, total_steps=total_steps, device=device, keeps_weights=keeps_weights)
-    return GroupBackend(InProcessGroup(role, lambda _: backend))
-
-
-def roles_here(
-    config: RunConfig,
-    plan: Plan,
-    lm: CausalLM,
-    critic: ValueModel | None,
-    reference: CausalLM | AdapterReference | None,
-    device: torch.device,
-    *,
-    supervised: Supervised | None,
-    keeps_weights: bool,
-) -> Roles:
-    """All roles in this process. With `keeps_weights` the engine samples with the policy's own tensors."""
-    here = partial(backend_here, config=config, device=device)
-    policy = (
-        supervised.backend
-        if plan.verb == "sft" and supervised
-        else here("policy", lm, total_steps=plan.num_steps, keeps_weights=keeps_weights)
-    )
-
-    def follow_policy() -> None:
-        if reference is not None and config.reference.path is None:
-            copy_weights(dict(lm.named_weights()), reference.named_weights())
-        if critic is not None and config.critic.path is None:
-            copy_weights(dict(lm.merged_weights()), critic.named_weights())
-
-    def update_reference() -> None:
-        if reference is None:
-            return
-        is_alike = isinstance(reference, AdapterReference) or not lm.has_adapters
-        weights = lm.named_weights() if is_alike else lm.merged_weights()
-        copy_weights(dict(weights), reference.named_weights())
-
-    return Roles(
-        policy,
-        None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),
-        None if reference is None else here("reference", reference, total_steps=0),
-        follow_policy,
-        update_reference,
-    )
 
 
 def roles_on_workers(
@@ -154,6 +90,9 @@ def export_policy(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, policy: GroupBackend, folder: Path
 ) -> None:
     """Write the policy as a Hugging Face folder, from whole weights in this process."""
+    from braid.checkpoint.export import export_model  # the loop needs no models but for this
+    from braid.models.roles import make_policy
+
     lm = make_policy(config, torch.device("cpu"))
     copy_weights(policy.full_weights(), lm.named_weights())
     export_model(lm, tokenizer, folder)

@@ -10,12 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from braid.algorithms.aggregate import row_weights
+from braid.config.schema import RunConfig
 from braid.data.sampler import PromptSampler
+from braid.data.worked import Example
+from braid.plan import Plan
 from braid.training.backend import StepReport
 from braid.training.group import GroupBackend
 from braid.training.losses import supervised_loss
 from braid.types import Row
+
+from .inputs import TextInputs, prompt_sampler
 
 
 @dataclass
@@ -39,3 +46,41 @@ class Supervised:
             [row.num_tokens for row in batch], list(range(len(batch))), mode="token_mean", constant=None
         )
         return self.backend.train(batch, weights, supervised_loss())
+
+
+def supervised_of(
+    config: RunConfig, plan: Plan, examples: Sequence[Example], new_backend: Callable[[], GroupBackend]
+) -> Supervised | None:
+    """What the config's `sft` says, for a run that learns."""
+    sft = config.sft
+    if sft is None or plan.verb == "eval":
+        return None
+    return Supervised(
+        rows=[_row_of(example, i) for i, example in enumerate(examples)],
+        sampler=PromptSampler(len(examples), seed=config.run.seed, shuffle=True),
+        new_backend=new_backend,
+        num_steps=plan.sft_steps,
+        rows_per_step=sft.rows_per_step,
+    )
+
+
+def _row_of(example: Example, number: int) -> Row:
+    ids = np.array(example.prompt_ids + example.response_ids, np.int64)
+    mask = np.array((False,) * len(example.prompt_ids) + example.response_mask)
+    return Row({"input_ids": ids}, mask, group=number, trajectory=number)
+
+
+def warm_up_config(config: RunConfig) -> RunConfig:
+    """The run's config with the optimizer of supervised learning."""
+    assert config.sft is not None, "there is something to learn from"
+    train = config.train.model_copy(update={"optimizer": config.sft.optimizer})
+    return config.model_copy(update={"train": train})
+
+
+def sampler_of(
+    plan: Plan, supervised: Supervised | None, config: RunConfig, inputs: TextInputs
+) -> PromptSampler:
+    """What the verb takes its rows from: examples, or prompts."""
+    if plan.verb == "sft" and supervised:
+        return supervised.sampler
+    return prompt_sampler(config, max(1, len(inputs.train.prompts)))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError, suggest
 
@@ -64,6 +64,10 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTo
             f"{key}={path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; "
             f"set {key.rpartition('.')[0]}.tokenizer to the folder or hub name of one"
         )
+    from transformers import (
+        AutoTokenizer,  # half of transformers comes with it, and a tokenizer that was sent here needs none
+    )
+
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except UNREADABLE as error:

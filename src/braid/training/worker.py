@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.models.base import TrainableModel
 from braid.models.roles import make_critic, make_policy, make_reference
-from braid.runtime.workers import Pending, Place, WorkerGroup
+from braid.runtime.workers import Place
 from braid.weights.sender import join_send, open_sender
 from braid.weights.sending import Sender, SendOptions
 
@@ -69,42 +69,6 @@ class Ranks:
         """End the way for weights."""
         if self._sender is not None:
             self._sender.close()
-
-
-@dataclass(frozen=True, slots=True)
-class RoleGroup:
-    """See WorkerGroup. One role of a group whose processes run Ranks; the processes are the group's, and end with it."""
-
-    group: WorkerGroup
-    name: str
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """See WorkerGroup."""
-        return self.group.call(f"{self.name}.{method}", *args)
-
-    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """See WorkerGroup."""
-        return self.group.scatter(f"{self.name}.{method}", arguments)
-
-    def start(self, method: str, *args: Any) -> Pending:
-        """See WorkerGroup."""
-        return self.group.start(f"{self.name}.{method}", *args)
-
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
-        """See WorkerGroup."""
-        return self.group.start_each(f"{self.name}.{method}", arguments)
-
-    def start_on(self, rank: int, method: str, *args: Any) -> Pending:
-        """See WorkerGroup."""
-        return self.group.start_on(rank, f"{self.name}.{method}", *args)
-
-    def close(self) -> None:
-        """Let go of the role's model. The processes go on."""
-        self.group.call("drop", self.name)
 
 
 def _backend_of(

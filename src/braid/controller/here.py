@@ -1,0 +1,217 @@
+"""A run in one process: models, engine, environments and rows are all here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from braid.checkpoint.export import export_model
+from braid.checkpoint.store import CheckpointStore
+from braid.config.load import Loaded
+from braid.config.roles import TrainingRole, train_config
+from braid.config.rollout import GymnasiumEnv
+from braid.config.schema import RunConfig
+from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.models.adapter_reference import AdapterReference
+from braid.models.base import TrainableModel, copy_weights
+from braid.models.causal_lm import CausalLM
+from braid.models.mlp import MlpPolicy, MlpValue
+from braid.models.roles import make_critic, make_policy, make_reference
+from braid.models.value import ValueModel
+from braid.plan import Plan
+from braid.report.reporter import Reporter
+from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.published import RemoteEngine
+from braid.rollout.engines.router import Router
+from braid.runtime.workers import InProcessGroup
+from braid.training.backends.single import SingleBackend
+from braid.training.group import GroupBackend
+from braid.weights.fingerprint import check_published
+
+from .collectors import NUM_RESET_STATES, native_engine, reset_states, simulator_collector, text_collector
+from .data_plane import DataPlane, make_experience
+from .engines import PublicationHere, as_one, engines_here
+from .inputs import TextInputs, prompt_sampler
+from .parts import Parts
+from .publication import send_options
+from .roles import Roles, device_of
+from .rollouts import Rollouts
+from .supervised import Supervised, sampler_of, supervised_of, warm_up_config
+
+
+def build_here(
+    loaded: Loaded, plan: Plan, inputs: TextInputs, reporter: Reporter, store: CheckpointStore
+) -> Parts:
+    """Everything with text, in this process."""
+    config, device = loaded.config, device_of(loaded.config)
+    lm = make_policy(config, device)
+    engine = _engine_here(config, plan, inputs, lm, reporter)
+    keeps_weights = isinstance(engine, NativeEngine) and engine.shares_weights
+
+    def new_supervised() -> GroupBackend:
+        warm = warm_up_config(config)
+        return _backend_here(
+            "policy", lm, warm, device, total_steps=plan.sft_steps, keeps_weights=keeps_weights
+        )
+
+    supervised = supervised_of(config, plan, inputs.examples, new_supervised)
+    critic = make_critic(config, device, lm) if plan.needs_critic else None
+    reference = make_reference(config, device, lm) if plan.needs_reference else None
+    roles = _roles_here(
+        config, plan, lm, critic, reference, device, supervised=supervised, keeps_weights=keeps_weights
+    )
+    collector = text_collector(config, plan, loaded.base_dir, inputs, engine)
+    return Parts(
+        config=config,
+        plan=plan,
+        reporter=reporter,
+        store=store,
+        sampler=sampler_of(plan, supervised, config, inputs),
+        eval_prompts=inputs.eval.by_source(),
+        rollouts=Rollouts(
+            InProcessGroup("rollout", lambda _: collector),
+            inputs.prompts,
+            None if isinstance(engine, NativeEngine) else PublicationHere(lm, engine, collector),
+            plan.layout.engines_in_turns,
+        ),
+        data=_data_here(plan),
+        policy=roles.policy,
+        critic=roles.critic,
+        reference=roles.reference,
+        supervised=supervised,
+        follow_policy=roles.follow_policy,
+        update_reference=roles.update_reference,
+        export=partial(export_model, lm, inputs.tokenizer),
+        check_weights=_weight_check(config, lm, engine, reporter)
+        if config.rollout.check_weights and isinstance(engine, NativeEngine)
+        else None,
+    )
+
+
+def _engine_here(
+    config: RunConfig, plan: Plan, inputs: TextInputs, lm: CausalLM, reporter: Reporter
+) -> NativeEngine | RemoteEngine | Router:
+    """The native engine on the trainer's own model, or the one that the config names, beside this process."""
+    if config.rollout.engine == "native":
+        return native_engine(config, inputs, lm)
+    folder = reporter.run_dir.path
+    is_cuda = device_of(config).type == "cuda"
+    sending = send_options(config, plan.layout, str(folder / "publications"), is_cuda=is_cuda)
+    return as_one(engines_here(config, plan, inputs.tokenizer, sending, folder / "logs"))
+
+
+def build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: CheckpointStore) -> Parts:
+    """Everything with a simulator and a perceptron, in this process."""
+    config, device = loaded.config, device_of(loaded.config)
+    env, spec = config.env, config.model.mlp
+    assert isinstance(env, GymnasiumEnv)
+    assert spec is not None, "the plan checks that it is there"
+    simulator = GymnasiumSimulator(env.id, env.num_envs, env.kwargs)
+    policy = MlpPolicy(spec, simulator.observation_size, simulator.action_space, seed=config.run.seed)
+    policy.module.to(device)
+    critic = None
+    if plan.needs_critic:
+        critic = MlpValue(
+            spec,
+            simulator.observation_size,
+            seed=config.run.seed + 1,
+            head_name=config.critic.head_name,
+            normalizes=config.critic.normalize_values,
+        )
+        critic.module.to(device)
+    collector = simulator_collector(config, plan, loaded.base_dir, simulator, policy)
+    prompts = reset_states(env)
+    here = partial(_backend_here, config=config, device=device)
+    return Parts(
+        config=config,
+        plan=plan,
+        reporter=reporter,
+        store=store,
+        sampler=prompt_sampler(config, NUM_RESET_STATES),
+        eval_prompts={env.id: prompts["eval"]},
+        rollouts=Rollouts(InProcessGroup("rollout", lambda _: collector), prompts),
+        data=_data_here(plan),
+        policy=here("policy", policy, total_steps=plan.num_steps, keeps_weights=True),
+        critic=None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),
+        reference=None,
+        supervised=None,
+        follow_policy=lambda: None,
+        update_reference=lambda: None,
+    )
+
+
+def _backend_here(
+    role: TrainingRole,
+    model: TrainableModel,
+    config: RunConfig,
+    device: torch.device,
+    *,
+    total_steps: int,
+    keeps_weights: bool = False,
+) -> GroupBackend:
+    """A role's model in this process; arguments as in SingleBackend."""
+    train = train_config(config, role)
+    backend = SingleBackend(model, train, total_steps=total_steps, device=device, keeps_weights=keeps_weights)
+    return GroupBackend(InProcessGroup(role, lambda _: backend))
+
+
+def _roles_here(
+    config: RunConfig,
+    plan: Plan,
+    lm: CausalLM,
+    critic: ValueModel | None,
+    reference: CausalLM | AdapterReference | None,
+    device: torch.device,
+    *,
+    supervised: Supervised | None,
+    keeps_weights: bool,
+) -> Roles:
+    """All roles in this process. With `keeps_weights` the engine samples with the policy's own tensors."""
+    here = partial(_backend_here, config=config, device=device)
+    policy = (
+        supervised.backend
+        if plan.verb == "sft" and supervised
+        else here("policy", lm, total_steps=plan.num_steps, keeps_weights=keeps_weights)
+    )
+
+    def follow_policy() -> None:
+        if reference is not None and config.reference.path is None:
+            copy_weights(dict(lm.named_weights()), reference.named_weights())
+        if critic is not None and config.critic.path is None:
+            copy_weights(dict(lm.merged_weights()), critic.named_weights())
+
+    def update_reference() -> None:
+        if reference is None:
+            return
+        is_alike = isinstance(reference, AdapterReference) or not lm.has_adapters
+        weights = lm.named_weights() if is_alike else lm.merged_weights()
+        copy_weights(dict(weights), reference.named_weights())
+
+    return Roles(
+        policy,
+        None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),
+        None if reference is None else here("reference", reference, total_steps=0),
+        follow_policy,
+        update_reference,
+    )
+
+
+def _weight_check(
+    config: RunConfig, lm: CausalLM, engine: NativeEngine, reporter: Reporter
+) -> Callable[[int], None]:
+    given = config.rollout.check_weights_dir
+    folder = reporter.run_dir.path / "check_weights" if given is None else Path(given)
+
+    def check(version: int) -> None:
+        check_published(
+            lm.model.named_parameters(), engine.named_parameters(), version=version, folder=folder
+        )
+
+    return check
+
+
+def _data_here(plan: Plan) -> DataPlane:
+    return DataPlane(InProcessGroup("rows", partial(make_experience, plan)))

@@ -1,0 +1,103 @@
+"""A run on workers: the loop is here; each training role's ranks, the rollout workers and the rows are in processes of their own.
+
+Models, engines and rewards are read there, so that this file imports none of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from braid.checkpoint.store import CheckpointStore
+from braid.config.load import Loaded
+from braid.config.schema import RunConfig
+from braid.plan import Plan
+from braid.report.reporter import Reporter
+from braid.runtime.workers import Place
+from braid.training.group import GroupBackend
+
+from .cluster import ROWS, Cluster
+from .data_plane import DataPlane, make_experience
+from .inputs import TextInputs
+from .parts import Parts
+from .publication import Publication, send_options
+from .roles import export_policy, roles_on_workers
+from .rollouts import Rollouts
+from .supervised import sampler_of, supervised_of, warm_up_config
+
+if TYPE_CHECKING:
+    from braid.rollout.collector import Collector
+
+
+def build_on_workers(
+    loaded: Loaded,
+    plan: Plan,
+    inputs: TextInputs,
+    reporter: Reporter,
+    store: CheckpointStore,
+    cluster: Cluster | None,
+) -> Parts:
+    """Training with text on workers: each role's ranks, the rollout workers and the rows in processes of their own. What has
+    started is ended when the rest cannot be built."""
+    if cluster is None or not cluster.is_open:
+        cluster = Cluster.open(loaded.config, plan.layout)
+    config, run_dir = cluster.config, reporter.run_dir.path
+    make = partial(
+        _collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs, run_dir=run_dir
+    )
+    factories = {"rollout": make, ROWS: partial(make_experience, plan)}
+    try:
+        cluster.make(factories, run_dir / "logs")
+        return _parts_on(cluster, config, plan, inputs, reporter, store)
+    except BaseException:
+        cluster.leave()
+        raise
+
+
+def _parts_on(
+    cluster: Cluster,
+    config: RunConfig,
+    plan: Plan,
+    inputs: TextInputs,
+    reporter: Reporter,
+    store: CheckpointStore,
+) -> Parts:
+    """The parts of a run whose processes are up."""
+    run_dir = reporter.run_dir.path
+
+    def new_supervised() -> GroupBackend:
+        warm, name = warm_up_config(config), "policy" if plan.verb == "sft" else "warm_up"
+        return cluster.backend("policy", total_steps=plan.sft_steps, config=warm, name=name)
+
+    supervised = supervised_of(config, plan, inputs.examples, new_supervised)
+    roles = roles_on_workers(config, plan, cluster.backend, supervised)
+    ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
+    folder = str(run_dir / "publications")
+    options = send_options(config, plan.layout, folder, is_cuda=config.run.device == "cuda")
+    publication = Publication(ranks, engines, options, merged=config.rollout.engine != "native")
+    return Parts(
+        config=config,
+        plan=plan,
+        reporter=reporter,
+        store=store,
+        sampler=sampler_of(plan, supervised, config, inputs),
+        eval_prompts=inputs.eval.by_source(),
+        rollouts=Rollouts(engines, inputs.prompts, publication, plan.layout.engines_in_turns),
+        data=DataPlane(cluster.groups[ROWS]),
+        policy=roles.policy,
+        critic=roles.critic,
+        reference=roles.reference,
+        supervised=supervised,
+        follow_policy=roles.follow_policy,
+        update_reference=roles.update_reference,
+        inference=roles.inference,
+        leave=cluster.leave,
+        export=partial(export_policy, config, inputs.tokenizer, roles.policy),
+    )
+
+
+def _collector(place: Place, **given: Any) -> Collector:
+    """See collectors.make_collector."""
+    from .collectors import make_collector
+
+    return make_collector(place, **given)

@@ -1,0 +1,45 @@
+"""One role among those that share the processes of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from braid.runtime.workers import Pending, WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RoleGroup:
+    """See WorkerGroup. One role of a group whose processes run worker.Ranks; the processes are the group's, and end with it."""
+
+    group: WorkerGroup
+    name: str
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """See WorkerGroup."""
+        return self.group.call(f"{self.name}.{method}", *args)
+
+    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """See WorkerGroup."""
+        return self.group.scatter(f"{self.name}.{method}", arguments)
+
+    def start(self, method: str, *args: Any) -> Pending:
+        """See WorkerGroup."""
+        return self.group.start(f"{self.name}.{method}", *args)
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+        """See WorkerGroup."""
+        return self.group.start_each(f"{self.name}.{method}", arguments)
+
+    def start_on(self, rank: int, method: str, *args: Any) -> Pending:
+        """See WorkerGroup."""
+        return self.group.start_on(rank, f"{self.name}.{method}", *args)
+
+    def close(self) -> None:
+        """Let go of the role's model. The processes go on."""
+        self.group.call("drop", self.name)
