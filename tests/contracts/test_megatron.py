@@ -107,10 +107,12 @@ def _single(config: RunConfig) -> SingleBackend:
     return SingleBackend(model, config.train, total_steps=9, device=CPU)
 
 
-def _group(model: dict[str, Any] | Path, megatron: dict[str, Any], **train: Any) -> GroupBackend:
+def _group(
+    model: dict[str, Any] | Path, megatron: dict[str, Any], size: int = 2, **train: Any
+) -> GroupBackend:
     config = _config(model, backend="megatron", megatron=megatron, **train)
     make = partial(make_backend, role="policy", config=config, total_steps=9)
-    return GroupBackend(RayGroup("policy", 2, config.cluster).make(make))
+    return GroupBackend(RayGroup("policy", size, config.cluster).make(make))
 
 
 def _rows() -> list[Row]:
@@ -200,6 +202,18 @@ def test_a_layout_takes_the_steps_of_one_process_and_either_goes_on_from_the_oth
         _assert_close(group.full_weights(), dict(single.named_weights()))
     finally:
         group.group.close()
+
+
+def test_layers_recomputed_in_autocast_get_the_gradients_of_kept_ones() -> None:
+    model = {**BUILD, "num_layers": 2}
+    kinds = ({}, {"recompute_granularity": "full", "recompute_method": "block"})
+    groups = [_group(model, megatron, 1, autocast="fp16") for megatron in kinds]
+    try:
+        kept, recomputed = ([report.grad_norm for report in _train(group, 2)] for group in groups)
+    finally:
+        for group in groups:
+            group.group.close()
+    assert recomputed == kept  # of the same operations on the same numbers
 
 
 CRITICS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {

@@ -213,7 +213,6 @@ def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
         f"data.train_data_paths=[{home}/boba.jsonl]",
         f"data.val_data_paths=[{home}/boba.jsonl]",
         "cluster.num_gpus_per_node=2",
-        "actor.model.recompute_granularity=null",
         "runner.seq_length=16",
         "data.max_prompt_length=8",
         "data.rollout_batch_size=8",

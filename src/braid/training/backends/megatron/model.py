@@ -11,6 +11,7 @@ transformers computes, so that every scaling of them that is fixed beforehand is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -43,6 +44,23 @@ from .ranks import Ranks, groups
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]  # Megatron 0.16 looks for None there
+
+
+def _keeping_autocast(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `checkpoint` recomputes in the backward pass, where autocast is off: here what it calls enters autocast itself,
+    as it was in the forward pass."""
+
+    def kept(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+        device = args[0].device.type
+        autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        return checkpoint(autocast(function), distribute, *args)
+
+    return kept
+
+
+tensor_parallel.checkpoint = _keeping_autocast(
+    tensor_parallel.checkpoint
+)  # layers, attention and experts look it up there
 
 
 def layer_options(
