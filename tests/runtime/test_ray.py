@@ -18,6 +18,11 @@ from braid.runtime.workers import Place
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
+def test_tests_with_workers_share_one_process_of_pytest(request: pytest.FixtureRequest) -> None:
+    """Ray clusters that start beside each other on two cores time out; a pytest that drops the groups would let them."""
+    assert request.node.nodeid.endswith("@ray") == ("PYTEST_XDIST_WORKER" in os.environ)
+
+
 class Worker:
     def __init__(self, place: Place) -> None:
         self._place = place
