@@ -1,8 +1,9 @@
-"""One thread and fixed seeds for every test."""
+"""One thread, fixed seeds and a Ctrl-C that counts, for every test."""
 
 from __future__ import annotations
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -10,6 +11,10 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in what a shell's script starts with &; children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Properties are tried on the same examples each time, however slow the machine is.
 settings.register_profile("braid", deadline=None, derandomize=True)
 settings.load_profile("braid")

@@ -114,7 +114,8 @@ def test_a_package_that_is_not_installed_is_missed_by_a_run_and_not_by_a_plan(
 ) -> None:
     config = load_config(None, [*TEXT, "train.backend=megatron", "model.build.num_heads=4"]).config
     plan = resolve(config)
-    monkeypatch.setitem(sys.modules, "megatron", None)
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, None)
     ((key, message),) = missing_packages(config, plan)
     assert key == "train.backend"
     assert "pip install 'braid-rl[megatron]'" in message

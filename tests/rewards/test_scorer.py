@@ -207,7 +207,8 @@ def test_when_too_many_calls_hang_further_ones_fail_at_once(
 ) -> None:
     scorer = build(_function("hanging"), timeout_s=0.1, retries=0, concurrency=2)
     hung = [answered("hang") for _ in range(3)]
-    asyncio.run(scorer.score(hung))
+    for calls in (hung[:2], hung[2:]):
+        asyncio.run(scorer.score(calls))
     assert hung[2].reason.startswith("reward hanging: 2 earlier calls still run past reward.timeout_s=0.1")
 
 

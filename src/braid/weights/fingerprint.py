@@ -50,30 +50,32 @@ class Fingerprint:
         end = 0 if is_small else num_bytes - num_bytes % _ROW_BYTES
         step = -(-(piece_bytes or max(num_bytes, 1)) // BLOCK_BYTES)
         self._num_pieces, self._next = -(-num_bytes // (step * BLOCK_BYTES)), 0
-        self._blocks: list[Tensor] = []
-        """[blocks, rows, columns] of each piece, and what is left after the last whole block."""
+        num_blocks = -(-end // BLOCK_BYTES)
+        self._sums = memory.new_empty(num_blocks * _ROW_BYTES).view(torch.int64).view(num_blocks, _COLUMNS)
+        """Of the columns of each block."""
+        self._steps: list[tuple[Tensor, Tensor]] = []
+        """[blocks, rows, columns] of each piece and where its sums go, and what is left after the last whole block."""
         if middle:
-            self._blocks += memory[:middle].view(torch.int64).view(-1, _ROWS, _COLUMNS).split(step)
+            blocks = memory[:middle].view(torch.int64).view(-1, _ROWS, _COLUMNS)
+            self._steps += zip(blocks.split(step), self._sums[: len(blocks)].split(step), strict=True)
         if middle < end:
-            self._blocks.append(memory[middle:end].view(torch.int64).view(1, -1, _COLUMNS))
-        self._sums: Tensor | None = None
+            self._steps.append((memory[middle:end].view(torch.int64).view(1, -1, _COLUMNS), self._sums[-1:]))
         self._rest = memory[end:]
 
     def add(self) -> None:
         """The next piece of the memory is there."""
         self._next += 1
         is_last = self._next == self._num_pieces
-        for blocks in self._blocks[self._next - 1 : None if is_last else self._next]:
-            sums = blocks.sum(1)
-            part = (sums * _weights(len(sums), sums.device)).sum(0) if len(sums) > 1 else sums[0]
-            self._sums = part if self._sums is None else part.add_(self._sums, alpha=_power(len(sums)))
+        for blocks, sums in self._steps[self._next - 1 : None if is_last else self._next]:
+            torch.sum(blocks, 1, out=sums)
 
     def value(self) -> str:
         """128 bits in hexadecimal."""
         assert self._next == self._num_pieces, "of all pieces"
         digest = hashlib.blake2b(self._about, digest_size=16)
-        if self._sums is not None:
-            digest.update(self._sums.cpu().numpy().data)
+        if len(self._sums):
+            total = (self._sums * _weights(len(self._sums), self._sums.device)).sum(0)
+            digest.update(total.cpu().numpy().data)
         digest.update(self._rest.cpu().numpy().data)
         return digest.hexdigest()
 

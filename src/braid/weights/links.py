@@ -34,7 +34,7 @@ from braid.errors import EngineError
 from .fingerprint import BLOCK_BYTES, SMALL_BYTES
 from .wire import Message, TensorSpec, Transport, Wire
 
-_GLOO_PIECE_BYTES, _GPU_PIECE_BYTES = 8 * BLOCK_BYTES, 32 * BLOCK_BYTES
+_GLOO_PIECE_BYTES, _GPU_PIECE_BYTES = 16 * BLOCK_BYTES, 32 * BLOCK_BYTES
 """Each piece is some work to send, and what has arrived is summed while the next pieces are under way."""
 _RINGS = {"shared_memory": (16, BLOCK_BYTES), "cuda_ipc": (2, _GPU_PIECE_BYTES)}
 """Slots, and bytes of each."""
@@ -85,12 +85,9 @@ class Inlet(Protocol):
     @property
     def device(self) -> torch.device | None: ...
 
-    def take(self, pieces: Iterable[Tensor], deadline: float) -> Iterator[Tensor]:
-        """Fill each piece with what the sender put, and give it when it is filled."""
-        ...
-
-    def flush(self, deadline: float) -> None:
-        """Everything has been taken."""
+    def take(self, pieces: Iterable[Tensor | None], deadline: float) -> Iterator[Tensor]:
+        """Fill each piece with what the sender put, and give it when it is filled. None among them: what comes next is not known
+        yet, so one that was asked for is given first."""
         ...
 
     def close(self) -> None: ...
@@ -164,7 +161,6 @@ class _Counters:
         cells, place = self._cells, place * _STRIDE
         patience = time.monotonic() + _SPIN_S
         while cells[place] < least:
-            time.sleep(0)  # lets other threads run, such as the one that gathers
             if (now := time.monotonic()) < patience:
                 continue
             if wire.is_readable() and cells[place] < least:
@@ -214,18 +210,16 @@ class RingInlet:
         self._slots, self._counters, self._place, self._wire = slots.unbind(0), counters, place, wire
         self._num_taken = 0
 
-    def take(self, pieces: Iterable[Tensor], deadline: float) -> Iterator[Tensor]:
-        """See Inlet."""
+    def take(self, pieces: Iterable[Tensor | None], deadline: float) -> Iterator[Tensor]:
+        """See Inlet. Each is given as soon as it was asked for."""
         for piece in pieces:
+            assert piece is not None, "asked for while nothing is due"
             self._counters.wait(0, self._num_taken + 1, self._wire, deadline, "sending weights")
             slot = self._slots[self._num_taken % len(self._slots)]
             _copy(slot, piece)
             self._num_taken += 1
             self._counters.post(self._place, self._num_taken)
             yield piece
-
-    def flush(self, deadline: float) -> None:
-        """See Inlet. Every piece was waited for."""
 
     def close(self) -> None:
         """See Inlet."""
@@ -275,18 +269,16 @@ class GroupInlet:
         self.piece_bytes, self.device = _piece_bytes(device), device
         self._group: Group | None = group
 
-    def take(self, pieces: Iterable[Tensor], deadline: float) -> Iterator[Tensor]:
+    def take(self, pieces: Iterable[Tensor | None], deadline: float) -> Iterator[Tensor]:
         """See Inlet."""
         pending: deque[tuple[dist.Work, Tensor]] = deque()
         for piece in pieces:
-            pending.append((_broadcast(self._group, piece), piece))
-            if len(pending) > _AHEAD:
+            if piece is not None:
+                pending.append((_broadcast(self._group, piece), piece))
+            if piece is None or len(pending) > _AHEAD:
                 yield _arrived(pending.popleft(), deadline)
         while pending:
             yield _arrived(pending.popleft(), deadline)
-
-    def flush(self, deadline: float) -> None:
-        """See Inlet. Every piece was waited for."""
 
     def close(self) -> None:
         """See Inlet."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -77,18 +79,22 @@ class LinkedReceiver:
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """See Receiver."""
         deadline = time.monotonic() + self._timeout_s
+
+        def opened(specs: list[TensorSpec]) -> Place:
+            total = sum(max(aligned(spec.num_bytes), 64) for spec in specs)
+            return _places(self._memory.take(total, self._link.device))
+
         try:
             self._begin(version, deadline)
-            tally = Tally(version)
-            for index, specs in self._announced(tally, deadline):
-                total = sum(max(aligned(spec.num_bytes), 64) for spec in specs)
-                bucket = self._memory.take(total, self._link.device)
-                place = _places(bucket)
-                tensors = list(self._fill(index, specs, place, tally, deadline))
-                del bucket, place
+            tensors: list[tuple[TensorSpec, Tensor]] = []
+            for arrived in self._arriving(opened, Tally(version), deadline):
+                if arrived is not None:
+                    tensors.append(arrived)
+                    continue
+                del arrived
                 while tensors:  # without a reference of ours the caller's own keeps the memory
-                    name, memory, spec = tensors.pop(0)
-                    yield name, _shaped(memory, spec)
+                    spec, memory = tensors.pop(0)
+                    yield spec.name, _shaped(memory, spec)
                     del memory
         except GeneratorExit:
             self._drop("the engine did not take all of the weights")
@@ -101,15 +107,18 @@ class LinkedReceiver:
         """See Receiver."""
         deadline = time.monotonic() + self._timeout_s
         missing = dict.fromkeys(targets)
+
+        def opened(specs: list[TensorSpec]) -> Place:
+            self._check_targets(specs, targets)
+            return _targets(targets, self._memory)
+
         try:
             self._begin(version, deadline)
-            tally = Tally(version)
-            for index, specs in self._announced(tally, deadline):
-                self._check_targets(specs, targets)
-                place = _targets(targets, self._memory)
-                for name, memory, spec in self._fill(index, specs, place, tally, deadline):
-                    _write(memory, spec, targets[name])
-                    missing.pop(name, None)
+            for arrived in self._arriving(opened, Tally(version), deadline):
+                if arrived is not None:
+                    spec, memory = arrived
+                    _write(memory, spec, targets[spec.name])
+                    missing.pop(spec.name, None)
             if missing:
                 raise EngineError(
                     f"version {version} came without {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
@@ -152,65 +161,60 @@ class LinkedReceiver:
                 f"{message['version']}: one of them has missed a round"
             )
 
-    def _announced(self, tally: Tally, deadline: float) -> Iterator[tuple[int, list[TensorSpec]]]:
-        """The buckets of a version; at its end the comparison of all of it."""
-        number = 0
-        while (message := self._line.receive_any(deadline, _DOING))["kind"] == "bucket":
-            if message["index"] != number:
-                raise EngineError(f"bucket {message['index']} came where {number} was due")
-            yield number, specs_from(message)
-            number += 1
-        self._end(message, tally, deadline)
+    def _arriving(
+        self, opened: Callable[[list[TensorSpec]], Place], tally: Tally, deadline: float
+    ) -> Iterator[tuple[TensorSpec, Tensor] | None]:
+        """Description and bytes of each tensor of a version when it is here; None when all so far were compared, after each bucket.
+        The next bucket's pieces are asked for while the last ones of this are under way, if it was announced by then."""
+        link, due = self._link, deque[_Piece]()
+        last: Message = {}
 
-    def _fill(
-        self, index: int, specs: list[TensorSpec], place: Place, tally: Tally, deadline: float
-    ) -> Iterator[tuple[str, Tensor, TensorSpec]]:
-        """Name, bytes and description of each tensor of a bucket. The comparison is made when the last has been taken."""
-        link = self._link
-        runs = runs_of(specs, link.piece_bytes)
-        held: list[tuple[Run, Tensor]] = []
+        def pieces() -> Iterator[Tensor | None]:
+            nonlocal last
+            number, bucket = 0, _Bucket(0, [])
+            while True:
+                while due and not self._line.is_readable():
+                    yield None
+                last = self._line.receive_any(deadline, _DOING)
+                if last["kind"] == "fingerprints":
+                    bucket.sent = last["values"]
+                    continue
+                if last["kind"] != "bucket":
+                    return
+                if last["index"] != number:
+                    raise EngineError(f"bucket {last['index']} came where {number} was due")
+                bucket = _Bucket(number, specs_from(last))
+                number += 1
+                place = opened(bucket.specs)
+                for piece, memory in _pieces(bucket, place, link):
+                    due.append(piece)
+                    yield memory
+                del place
 
-        def pieces() -> Iterator[Tensor]:
-            for run in runs:
-                memory = _packed(run, link.device) if run.is_packed else place(run.specs[0], link.device)
-                held.append((run, memory))
-                yield from memory.split(link.piece_bytes)
+        for _ in link.take(pieces(), deadline):
+            piece = due.popleft()
+            bucket = piece.bucket
+            yield from piece.arrived()
+            if piece.ends_bucket:
+                if bucket.sent is None:
+                    bucket.sent = self._line.receive("fingerprints", deadline, _DOING)["values"]
+                self._compare(bucket, tally)
+                del piece, bucket  # which hold its memory
+                yield None
+        self._end(last, tally, deadline)
 
-        found: list[Fingerprint] = []
-        arriving = link.take(pieces(), deadline)
-        for number in range(len(runs)):
-            next(arriving)
-            run, memory = held[number]
-            if run.is_packed:
-                for spec, offset in zip(run.specs, run.offsets, strict=True):
-                    part = memory[offset : offset + spec.num_bytes]
-                    found.append(of_bytes(spec.torch_dtype, spec.shape, part))
-                    yield spec.name, part, spec
-                continue
-            (spec,) = run.specs
-            of = Fingerprint(spec.torch_dtype, spec.shape, memory, link.piece_bytes)
-            of.add()
-            for _ in range(-(-run.num_bytes // link.piece_bytes) - 1):
-                next(arriving)
-                of.add()
-            found.append(of)
-            yield spec.name, memory, spec
-        link.flush(deadline)
+    def _compare(self, bucket: _Bucket, tally: Tally) -> None:
         # At once for all, since code that was not run for a while takes three times as long.
-        self._compare(index, specs, [of.value() for of in found], tally, deadline)
-
-    def _compare(
-        self, index: int, specs: list[TensorSpec], found: list[str], tally: Tally, deadline: float
-    ) -> None:
-        sent = self._line.receive("fingerprints", deadline, _DOING)["values"]
-        wrong = [spec.name for spec, a, b in zip(specs, found, sent, strict=True) if a != b]
+        found = [of.value() for of in bucket.found]
+        bucket.found.clear()
+        wrong = [s.name for s, a, b in zip(bucket.specs, found, bucket.sent or (), strict=True) if a != b]
         if wrong:
             shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
             raise EngineError(
-                f"{len(wrong)} of {len(specs)} tensors in bucket {index} of the weights ({shown}) are not what the trainer sent "
-                f"by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is at fault"
+                f"{len(wrong)} of {len(found)} tensors in bucket {bucket.index} of the weights ({shown}) are not what the trainer "
+                f"sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is at fault"
             )
-        for spec, value in zip(specs, found, strict=True):
+        for spec, value in zip(bucket.specs, found, strict=True):
             tally.add(spec, value)
 
     def _end(self, message: Message, tally: Tally, deadline: float) -> None:
@@ -239,6 +243,61 @@ class LinkedReceiver:
         if self._inlet is not None:
             self._inlet.close()
             self._inlet = None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Tensors that are compared together."""
+
+    index: int
+    specs: list[TensorSpec]
+    found: list[Fingerprint] = field(default_factory=list)
+    """Of those that are here."""
+    sent: list[str] | None = None
+    """What the sender says of them, once it has."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What is done when the next piece is here."""
+
+    bucket: _Bucket
+    run: Run
+    memory: Tensor
+    """Of the whole run."""
+    of: Fingerprint | None
+    """Of a large tensor."""
+    ends_run: bool
+    ends_bucket: bool
+
+    def arrived(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """The tensors that are whole with it."""
+        if self.of is not None:
+            self.of.add()
+            if self.ends_run:
+                self.bucket.found.append(self.of)
+                yield self.run.specs[0], self.memory
+            return
+        for spec, offset in zip(self.run.specs, self.run.offsets, strict=True):
+            part = self.memory[offset : offset + spec.num_bytes]
+            self.bucket.found.append(of_bytes(spec.torch_dtype, spec.shape, part))
+            yield spec, part
+
+
+def _pieces(bucket: _Bucket, place: Place, link: Inlet) -> Iterator[tuple[_Piece, Tensor]]:
+    """Of a bucket, in order, with the memory that each fills."""
+    runs = runs_of(bucket.specs, link.piece_bytes)
+    for run in runs:
+        if run.is_packed:
+            memory, of = torch.empty(run.num_bytes, dtype=torch.uint8, device=link.device), None
+        else:
+            spec = run.specs[0]
+            memory = place(spec, link.device)
+            of = Fingerprint(spec.torch_dtype, spec.shape, memory, link.piece_bytes)
+        parts = memory.split(link.piece_bytes)
+        for number, part in enumerate(parts, start=1):
+            ends = number == len(parts)
+            yield _Piece(bucket, run, memory, of, ends, ends and run is runs[-1]), part
 
 
 class _Memory:
@@ -297,10 +356,6 @@ def _targets(targets: Mapping[str, Tensor], memory: _Memory) -> Place:
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % 8 == 0
-
-
-def _packed(run: Run, device: torch.device | None) -> Tensor:
-    return torch.empty(run.num_bytes, dtype=torch.uint8, device=device)
 
 
 def _shaped(memory: Tensor, spec: TensorSpec) -> Tensor:
