@@ -1,12 +1,12 @@
 """The controller's own time in a round of 1,024 trajectories on workers, at four lengths of answers.
 
-    python benchmarks/controller_share.py [--trajectories 1024] [--lengths 16 32 64 128] [--rounds 3]
+    python benchmarks/controller_share.py [--trajectories 1024] [--lengths 16 32 64 128] [--rounds 3] [--hidden 192]
 
 Real runs under Ray: a policy and a rollout worker, each with a process, and the rows of a round in a third. The controller's own
 time is the CPU time of its process (Ray's threads in it included), from the end of one round to the end of the next; the
 first round, which warms up, is left out. Goal: under 2 % of the round, and the same for every length, since tokens never
-pass through the controller. The round's time is that of the machine at hand, with a model of a few thousand parameters: any
-larger model makes the share smaller.
+pass through the controller. The round's time is that of the machine at hand, with a model as small as the quickstart's: any
+larger one makes the share smaller.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=1024)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=192, help="hidden size of the model, of two layers")
     args = parser.parse_args()
     print(f"{'tokens each':>12} {'round s':>9} {'controller s':>13} {'share':>7}")
     for length in args.lengths:
         with tempfile.TemporaryDirectory() as folder:
-            rounds = measure(Path(folder), args.trajectories, length, args.rounds)
+            rounds = measure(_config(Path(folder), args, length))
         whole, own = (median(of) for of in zip(*rounds, strict=True))
         print(f"{length:>12} {whole:>9.2f} {own:>13.3f} {own / whole:>7.2%}")
 
 
-def measure(folder: Path, num_trajectories: int, length: int, num_rounds: int) -> list[tuple[float, float]]:
+def measure(config: Path) -> list[tuple[float, float]]:
     """(seconds of the round, CPU seconds of this process in it), for each round after the first."""
     ends: list[tuple[float, float]] = []
     report = steps.report
@@ -56,22 +57,27 @@ def measure(folder: Path, num_trajectories: int, length: int, num_rounds: int) -
 
     steps.report = timed
     try:
-        commands.train(load_config(_config(folder, num_trajectories, length, num_rounds)))
+        commands.train(load_config(config))
     finally:
         steps.report = report
     ends = ends[1:]  # the first line is that of the time before the rounds
     return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(ends)]
 
 
-def _config(folder: Path, num_trajectories: int, length: int, num_rounds: int) -> Path:
+def _config(folder: Path, args: argparse.Namespace, length: int) -> Path:
     (folder / "even.py").write_text(_REWARD)
     task = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    build = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "head_dim": 16}
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.hidden * 8 // 3,
+        "num_heads": args.hidden // 16,
+    }
+    build = {**sizes, "num_layers": 2, "head_dim": 16}
     config: dict[str, Any] = {
         "run": {
             "name": "share",
             "output_dir": str(folder),
-            "max_rounds": num_rounds,
+            "max_rounds": args.rounds,
             "device": "cpu",
             "num_threads": 1,
         },
@@ -79,7 +85,7 @@ def _config(folder: Path, num_trajectories: int, length: int, num_rounds: int) -
         "data": {"train": [{"kind": "procedural", "generator": "chain_sum", "params": task, "size": 512}]},
         "reward": {"parts": [{"kind": "function", "path": f"{folder}/even.py:even"}]},
         "rollout": {
-            "prompts_per_round": num_trajectories // 8,
+            "prompts_per_round": args.trajectories // 8,
             "group_size": 8,
             "sampling": {"max_new_tokens": length, "min_new_tokens": length},
         },

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from tests.leftovers import nothing_is_left
+
+__all__ = ["nothing_is_left"]
 
 torch.set_num_threads(1)
 if (
@@ -25,3 +28,10 @@ def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  # libraries under test draw from the global generator
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request: pytest.FixtureRequest) -> None:
+    """Tests with workers or engines; see tests.leftovers."""
+    if request.node.get_closest_marker("xdist_group") is not None:
+        request.getfixturevalue("nothing_is_left")

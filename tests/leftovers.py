@@ -1,10 +1,11 @@
 """What a test of processes may leave behind: nothing.
 
-`nothing_is_left` is taken by every test in tests/faults, tests/runtime and tests/weights, and by those of whole runs on workers.
+`nothing_is_left` is taken by every test in tests/faults, tests/runtime and tests/weights, and by all with workers or vLLM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from tempfile import gettempdir
 
 import psutil
 import pytest
@@ -22,15 +24,15 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No process, shared memory, listening port or Ray cluster of a test outlives it. A cluster that was there before, of the whole
+    """No process, shared memory, engine's folder, listening port or Ray cluster of a test outlives it. A cluster that was there before, of the whole
     module, may have idle workers."""
-    processes, files, ports, is_connected = _children(), _memory(), _ports(), _is_connected()
+    processes, files, ports, is_connected = _children(), _files(), _ports(), _is_connected()
     yield
     assert _is_connected() <= is_connected, "the test left a Ray cluster"
     _await_none(
         lambda: [p for p in _children() - processes if runs(p) and not _is_kept(p, is_connected=is_connected)]
     )
-    _await_none(lambda: [file for file in _memory() - files if _is_unowned(file)])
+    _await_none(lambda: [file for file in _files() - files if _is_unowned(file)])
     if not is_connected and _ports() - ports:
         gc.collect()  # an error's traceback may still hold what listens
         _await_none(lambda: _ports() - ports)
@@ -75,12 +77,18 @@ def _is_kept(process: psutil.Process, *, is_connected: bool) -> bool:
     )
 
 
-def _memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("braid-*"))
+def _files() -> set[Path]:
+    """Shared memory, braid's own and vLLM's, and the folders of engines."""
+    memory = Path("/dev/shm")
+    return {*memory.glob("braid-*"), *memory.glob("psm_*"), *Path(gettempdir()).glob("braid_engine_*")}
 
 
 def _is_unowned(file: Path) -> bool:
-    """Whether the process that made it is gone, or does not hold it; files of runs beside this one are locked."""
+    """Whether the process that made it is gone, or does not hold it; files of runs beside this one are locked or mapped."""
+    if file.is_dir():
+        return not psutil.pid_exists(int(file.name.split("_")[2]))
+    if file.name.startswith("psm_"):
+        return not any(str(file) in maps for maps in _maps())
     try:
         number = os.open(file, os.O_RDWR)
     except OSError:
@@ -93,6 +101,12 @@ def _is_unowned(file: Path) -> bool:
         return True
     finally:
         os.close(number)
+
+
+def _maps() -> Iterator[str]:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            yield maps.read_text()
 
 
 def _ports() -> set[int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import httpx2
@@ -77,6 +78,7 @@ def vllm(lm: CausalLM, folder: Path, **options: Any) -> Iterator[VllmEngine]:
         ),
         name=f"vLLM engine in {folder.name}",
         log=folder / "engine.log",
+        folder=Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_")),
         environment=environment(config),
         sending=SENDING,
         start_timeout_s=100.0,

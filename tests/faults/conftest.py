@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.leftovers import nothing_is_left
-
-__all__ = ["nothing_is_left"]
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -42,14 +44,33 @@ def make_engine(
     """Engine `number` of the run: a process of its own, which writes to `logs`, or the server of that number. Raises EngineError
     when there is none."""
     rollout, timeout_s = config.rollout, config.cluster.call_timeout_s
-    longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
     of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
     if of.servers:
         server = VllmServer if rollout.engine == "vllm" else SglangServer
-        max_tokens = of.max_model_tokens or longest
+        max_tokens = of.max_model_tokens or _longest(plan)
         return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
-    holder = TemporaryDirectory(prefix="braid_engine_")
-    folder = Path(holder.name)
+    folder = Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_"))
+    try:
+        return _start_engine(config, plan, tokenizer, sending, number=number, logs=logs, folder=folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _start_engine(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    sending: SendOptions,
+    *,
+    number: int,
+    logs: Path,
+    folder: Path,
+) -> RemoteEngine:
+    """With `folder` for what is the engine's own, and goes with it."""
+    rollout = config.rollout
+    of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
+    longest = _longest(plan)
     model: dict[str, Any] = {
         "model": _model_folder(config, tokenizer, folder, has_weights=of.load_weights),
         "tokenizer": str(folder),
@@ -63,8 +84,8 @@ def make_engine(
         "log": logs / f"engine_{number}.log",
         "sending": sending,
         "start_timeout_s": config.cluster.start_timeout_s,
-        "timeout_s": timeout_s,
-        "on_close": holder.cleanup,
+        "timeout_s": config.cluster.call_timeout_s,
+        "folder": folder,
     }
     if rollout.engine == "sglang":
         return SglangEngine(
@@ -80,6 +101,10 @@ def make_engine(
         detokenizes=rollout.vllm.detokenize,
         **process,
     )
+
+
+def _longest(plan: Plan) -> int:
+    return max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
 
 
 def engines_here(

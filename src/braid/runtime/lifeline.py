@@ -22,12 +22,13 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from .oom import KillCount
+from .processes import descendants, kill
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ of a worker to be its cause."""
 _MAX_TEXT = 2000
 """Characters of a record that travel; the worker's own log has all of them."""
 _CONNECT_TIMEOUT_S = 30.0
+_END_S = 10.0
+"""How long the workers of a team that is ended may take to be gone."""
 _BYE = b"."
 
 
@@ -113,13 +116,16 @@ class Lifelines:
             return self._losses[0] if self._losses else None
 
     def forget(self, team: Team) -> None:
-        """Cut the lines of a team that is to end: its workers end, and are no losses."""
+        """End a team: its workers are told to, and are no losses. Waits a while for them to be gone."""
         with self._changed:
             self._losses = [loss for loss in self._losses if loss.member.team is not team]
-            for word in [word for word, member in self._members.items() if member.team is team]:
+            words = [word for word, member in self._members.items() if member.team is team]
+            for word in words:
                 del self._members[word]
-                if (line := self._lines.pop(word, None)) is not None:
-                    line.cut()
+            lines = [line for word in words if (line := self._lines.pop(word, None)) is not None]
+            for line in lines:
+                line.end()
+            self._changed.wait_for(lambda: all(line.is_cut for line in lines), _END_S)
 
     def close(self) -> None:
         """Cut all lines."""
@@ -185,7 +191,7 @@ class Lifelines:
             member = self._members.get(word or "")
             if member is not None:
                 self._losses.append(Loss(member, is_oom=self._kills.has_risen()))
-                self._changed.notify_all()
+            self._changed.notify_all()
 
 
 @dataclass(eq=False, slots=True)
@@ -217,11 +223,16 @@ class _Line:
                 return
             yield message
 
-    def cut(self) -> None:
-        """Have the other end see that this is over, and meant; the reader sees it, too."""
-        self.is_cut = True
+    def end(self) -> None:
+        """Have the other end see that this is over, and meant. It cuts the line by ending."""
         with contextlib.suppress(OSError):
             self.socket.send(_BYE)
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        """Of one who is no worker."""
+        self.is_cut = True
+        with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
@@ -319,12 +330,13 @@ class Lifeline:
         said = b""
         with contextlib.suppress(OSError):
             said = self._socket.recv(len(_BYE))
+        for call in list(_at_end):
+            with contextlib.suppress(Exception):
+                call()
         for handle in () if said == _BYE else self._beside:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-        for pid in (*_descendants(os.getpid()), os.getpid()):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill((*descendants(os.getpid()), os.getpid()))
 
 
 _own: list[Lifeline] = []
@@ -336,6 +348,16 @@ def give_up(why: str) -> None:
     nothing where the driver is this process."""
     for lifeline in _own:
         lifeline.fail(why)
+
+
+_at_end: set[Callable[[], object]] = set()
+
+
+def at_end(call: Callable[[], object]) -> Callable[[], object]:
+    """Have this called when the driver ends this worker or is gone, before all processes that it started are killed: for what outlives
+    them, such as files. What is returned takes that back."""
+    _at_end.add(call)
+    return lambda: _at_end.discard(call)
 
 
 class _Told(logging.Handler):
@@ -385,24 +407,6 @@ def _handle(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
-
-
-def children_of() -> dict[int, list[int]]:
-    """The processes of this machine by the one that has started them; empty where that cannot be known."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    return children
-
-
-def _descendants(pid: int) -> list[int]:
-    """The processes that `pid` has started, and those that they have, as long as their parents live."""
-    children, found = children_of(), [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -11,6 +11,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 import struct
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray  # noqa: TID251
+from ray import _raylet  # noqa: TID251  # pyright: ignore[reportAttributeAccessIssue]
 from ray._private.services import canonicalize_bootstrap_address  # noqa: TID251
 from ray.exceptions import RayError  # noqa: TID251
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: TID251
@@ -53,12 +55,38 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
         else:
             _start(num_processes)
     if caught:
-        ray.shutdown()
+        leave()
         raise KeyboardInterrupt
     return True
 
 
+def leave() -> None:
+    """Leave the cluster, if there is one; one that `connect` started ends, with all its processes."""
+    if ray.is_initialized():
+        ray.shutdown()
+    if _secrets:
+        _secrets.clear()
+        os.environ.pop(_SECRET)
+        _forget_secret()
+
+
+_SECRET = "RAY_AUTH_TOKEN"  # the variable's name
+_secrets: list[str] = []
+"""That of the cluster which this process started."""
+
+
+def _forget_secret() -> None:
+    """Ray reads its secret once; older ones have none."""
+    if (loader := getattr(_raylet, "AuthenticationTokenLoader", None)) is not None:
+        loader.instance().reset_cache()
+
+
 def _start(num_processes: int) -> None:
+    if not {_SECRET, f"{_SECRET}_PATH"} & os.environ.keys():
+        # Else Ray keeps one in the home folder, which may not be there, or not writable.
+        _secrets.append(secrets.token_hex(32))
+        os.environ[_SECRET] = _secrets[0]
+        _forget_secret()
     ray.init(
         address=_HERE,
         num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them

@@ -33,8 +33,9 @@ from ray.exceptions import (  # noqa: TID251
 from braid.config.cluster import ClusterConfig
 from braid.errors import ConfigError, EngineError, Problem, WorkerError
 
-from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, children_of, family_of
-from .machines import Machines, connect, is_joined
+from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
+from .machines import Machines, connect, is_joined, leave
+from .processes import children_of
 from .workers import Factory, Place, Seat
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect"]
@@ -53,11 +54,10 @@ _LESS_MEMORY = (
 
 
 def disconnect() -> None:
-    """Leave the cluster; one that `connect` started ends, with all its processes."""
+    """See machines.leave."""
     if _lifelines:
         _lifelines.pop().close()
-    if ray.is_initialized():
-        ray.shutdown()
+    leave()
 
 
 _lifelines: list[Lifelines] = []
@@ -239,9 +239,9 @@ class RayGroup:
         """See WorkerGroup."""
         if not self._is_closed:
             self._is_closed = True
+            self._lines.forget(self)  # first, since what Ray kills has no time to clean up
             for host in self._hosts:
                 ray.kill(host, no_restart=True)
-            self._lines.forget(self)
 
     def _pending(self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
         calls = []

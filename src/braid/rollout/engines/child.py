@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from braid.runtime.lifeline import give_up
+from braid.runtime.lifeline import at_end, give_up
+from braid.runtime.processes import kill_group
+
+from .guard import FOLDER
 
 _END_S = 10.0
 """How long an ended process may take to be gone."""
@@ -29,10 +33,14 @@ class Child:
         log: Path,
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
+        folder: Path | None = None,
     ) -> None:
         """`environment` is laid over this process's own. What the process writes is added to `log`. It has to end by itself when
-        this one dies; one that was made with `pass_fds` sees that by what it was given, others get a guard that does."""
-        self.log = log
+        this one dies (guard.end_group); one that was made with `pass_fds` sees that by what it was given, others get a guard
+        that does. `folder` is removed with it."""
+        self.log, self._folder = log, folder
+        if folder is not None:
+            environment = {**environment, FOLDER: str(folder)}
         guard = [] if pass_fds else [sys.executable, "-m", "braid.rollout.engines.guard"]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
@@ -46,6 +54,7 @@ class Child:
                 start_new_session=True,
             )
         self._is_ended = False
+        self._forget = at_end(self.end)
 
     def watch(self, name: str) -> None:
         """From here on, have the run end when this does unasked, also while nothing is asked of it. `name` is the engine's."""
@@ -86,8 +95,10 @@ class Child:
         if self._is_ended:  # its number may be another's by now
             return
         self._is_ended = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._forget()
+        if self._folder is not None:  # first, since this process may be ended at any moment
+            shutil.rmtree(self._folder, ignore_errors=True)
+        kill_group(self._process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         if self._process.stdin is not None:

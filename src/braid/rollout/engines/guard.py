@@ -2,16 +2,28 @@
 
     python -m braid.rollout.engines.guard COMMAND...
 
-The asking process holds the other end of this one's standard input. When that closes, the whole process group is killed.
+The asking process holds the other end of this one's standard input. When that closes, the whole process group is ended.
 """
 
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import threading
+
+from braid.runtime.processes import kill_group
+
+FOLDER = "BRAID_ENGINE_FOLDER"
+"""The variable that names the folder of an engine's process, which goes with it."""
+
+
+def end_group() -> None:
+    """End this process with its process group, when nobody is left who would."""
+    if folder := os.environ.get(FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
+    kill_group(os.getpgrp())
 
 
 def main(command: list[str]) -> None:
@@ -26,7 +38,7 @@ def main(command: list[str]) -> None:
 def _watch() -> None:
     while os.read(0, 1024):
         pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    end_group()
 
 
 if __name__ == "__main__":

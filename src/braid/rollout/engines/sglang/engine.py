@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
@@ -36,22 +36,21 @@ class SglangEngine(SglangServer):
         sending: SendOptions,
         start_timeout_s: float,
         timeout_s: float,
-        on_close: Callable[[], object] = lambda: None,
+        folder: Path | None = None,
     ) -> None:
-        """`arguments` are those of sglang.launch_server (options.server_arguments). `log` takes what the server writes; `on_close`
-        is called at the end. The others are ServerEngine's. Raises EngineError with the end of the log when the server
+        """`arguments` are those of sglang.launch_server (options.server_arguments). `log` takes what the server writes; `folder`
+        is removed at its end. The others are ServerEngine's. Raises EngineError with the end of the log when the server
         ends, or is not up in time."""
-        self._on_close = on_close
         with socket.create_server((_HOST, 0)) as free:
             port = free.getsockname()[1]
         address = ["--host", _HOST, "--port", str(port)]
         command = [sys.executable, "-m", "sglang.launch_server", *arguments, *address]
-        self._child = Child(command, log=log, environment={})
+        self._child = Child(command, log=log, environment={}, folder=folder)
         url = f"http://{_HOST}:{port}"
         try:
             self._wait_until_up(name, url, start_timeout_s)
         except BaseException:
-            self._end()
+            self._child.end()
             raise
         super().__init__(url, name=name, max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
         self._child.watch(name)
@@ -68,11 +67,7 @@ class SglangEngine(SglangServer):
     def close(self) -> None:
         """See RolloutEngine. Ends the server and all that it started."""
         super().close()
-        self._end()
-
-    def _end(self) -> None:
         self._child.end()
-        self._on_close()
 
     def _wait_until_up(self, name: str, url: str, start_timeout_s: float) -> None:
         deadline = time.monotonic() + start_timeout_s

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from multiprocessing.connection import Connection
@@ -23,6 +23,9 @@ from braid.rollout.engines.published import Part, RemoteEngine
 from braid.weights.sending import SendOptions
 
 from .options import receiver_name
+
+_LONGEST_FOLDER = 64
+"""Of vLLM's sockets, whose path with its name may have 107 characters."""
 
 
 class VllmEngine(RemoteEngine):
@@ -39,17 +42,16 @@ class VllmEngine(RemoteEngine):
         start_timeout_s: float,
         timeout_s: float,
         detokenizes: bool = False,
-        on_close: Callable[[], object] = lambda: None,
+        folder: Path | None = None,
     ) -> None:
         """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). `log` takes what the process writes.
-        `detokenizes` has vLLM make text of all answers; `on_close` is called at the end.
+        `detokenizes` has vLLM make text of all answers; `folder`, for what vLLM makes while it runs, is removed at its end.
         `name` and `sending` are RemoteEngine's.
 
         A request or call fails when the process has been silent for `timeout_s`.
         """
         super().__init__(name, sending)
         self._arguments, self._timeout_s = dict(arguments), timeout_s
-        self._on_close = on_close
         self._failure: str | None = None
         self._numbers = itertools.count()
         self._pending: dict[str, Future[tuple[list[int], list[float], Any]]] = {}
@@ -59,7 +61,7 @@ class VllmEngine(RemoteEngine):
         self._is_up: Future[None] = Future()
         self._heard_s = time.monotonic()
         self._start_timeout_s = start_timeout_s
-        self._child, self._connection = _start(log, environment)
+        self._child, self._connection = _start(log, environment, folder)
         self._connection.send((self._arguments, detokenizes))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
@@ -129,7 +131,6 @@ class VllmEngine(RemoteEngine):
         self._fail(f"{self.name} is closed; make a new one")
         super().close()
         self._child.end()
-        self._on_close()
 
     def wait_until_up(self) -> None:
         """Raises EngineError when the process does not come up in time, or has gone."""
@@ -235,13 +236,15 @@ class VllmEngine(RemoteEngine):
             _settle(future, EngineError(self._failure))
 
 
-def _start(log: Path, environment: Mapping[str, str]) -> tuple[Child, Connection]:
+def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tuple[Child, Connection]:
     """The process and this end of the pipe to it."""
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(number)]
-        child = Child(command, log=log, environment=environment, pass_fds=[number])
+        if folder is not None and len(str(folder)) < _LONGEST_FOLDER:
+            environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
+        child = Child(command, log=log, environment=environment, pass_fds=[number], folder=folder)
     return child, Connection(ours.detach())
 
 

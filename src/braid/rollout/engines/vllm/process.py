@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: TID251
 
 from braid.errors import EngineError
 from braid.rollout.engine import Sampling
+from braid.rollout.engines.guard import end_group
 from braid.weights.receiver import open_receiver
 from braid.weights.wire import Ticket
 
@@ -178,7 +178,7 @@ class EngineProcess:
             while True:
                 self._arrived.put(self._connection.recv())
         except (EOFError, OSError):
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+            end_group()
 
     def _tell(self, *message: Any) -> None:
         self._told_s = time.monotonic()

@@ -1,0 +1,82 @@
+"""Processes of this machine, as Linux tells of them in /proc: who started whom, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_LIMIT_S = 5.0
+"""For killed processes to be gone."""
+
+
+def children_of() -> dict[int, list[int]]:
+    """The processes of this machine by the one that has started them; empty where that cannot be known."""
+    children: dict[int, list[int]] = {}
+    for pid, (_, parent, _) in _stats():
+        children.setdefault(parent, []).append(pid)
+    return children
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` has started, and those that they have, as long as their parents live."""
+    children, found = children_of(), [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Those that are there."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(group: int) -> None:
+    """Kill its processes and remove the shared memory that only they had. The caller itself goes last, if it is of the group."""
+    own, deadline = os.getpid(), time.monotonic() + _LIMIT_S
+    is_in = os.getpgrp() == group
+    is_known, memory = False, _shared_memory([own]) if is_in else set[Path]()
+    while time.monotonic() < deadline:
+        of = [pid for pid, (state, _, leader) in _stats() if leader == group and state != "Z"]
+        is_known = is_known or bool(of)
+        left = [pid for pid in of if pid != own]
+        if not left:
+            break
+        memory |= _shared_memory(left)
+        kill(left)
+        time.sleep(0.01)
+    if not is_known:  # no /proc, or nobody is left
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    if memory:
+        others = _shared_memory(pid for pid, _ in _stats() if pid != own or not is_in)
+        for file in memory - others:
+            file.unlink(missing_ok=True)
+    if is_in:
+        kill([own])
+
+
+def _shared_memory(pids: Iterable[int]) -> set[Path]:
+    """The files in /dev/shm that these processes have in their memory."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {Path(line[line.index(_SHM) :]) for line in maps if _SHM in line}
+    return {file for file in found if file.exists()}  # others are said to be deleted
+
+
+_SHM = "/dev/shm/"
+
+
+def _stats() -> Iterator[tuple[int, tuple[str, int, int]]]:
+    """(number, (state, parent, process group)) of each process."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent, group = stat.read_text().rpartition(")")[2].split()[:3]
+            yield int(stat.parent.name), (state, int(parent), int(group))
