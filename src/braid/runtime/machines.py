@@ -44,8 +44,10 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
     when connected. Returns whether this call connected. Raises ConfigError where no cluster answers, or one that cannot be joined."""
     if ray.is_initialized():
         return False
-    # Ray would otherwise report usage over the network, and hide all GPUs from workers that hold none.
+    # Ray would otherwise report usage over the network, give workers way to whatever else runs (niceness 15; where one rank of
+    # several shares a core, all wait for it), and hide all GPUs from workers that hold none.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if config.num_nodes > 1 and not is_joined(config):
         raise _problem("cluster.num_nodes", f"{config.num_nodes} machines are wanted, and {_ALONE}")
