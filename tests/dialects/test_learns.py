@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from torch.utils.cpp_extension import get_default_build_root
 
 from braid.config.load import load_config
 from braid.controller import commands
@@ -183,8 +181,6 @@ def seats(
     name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, **chosen: str
 ) -> dict[str, tuple[str, list[int]]]:
     """Two rounds of a page's file on workers, with its own backend. Role -> (backend or engine, devices)."""
-    built = f"{get_default_build_root()}/py{sys.version_info.major}{sys.version_info.minor}_cpu"
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", built)  # DeepSpeed's kernels, where other tests have them
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
     own = [

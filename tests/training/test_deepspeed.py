@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from braid.algorithms.recipes import RECIPES
 from braid.config.schema import RunConfig
 from braid.models.roles import make_policy
 from braid.runtime.ray import RayGroup, connect, disconnect
-from braid.training.backends.deepspeed import drop_dead_locks
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss
@@ -142,20 +139,3 @@ def test_a_model_that_is_never_trained_infers_and_takes_weights(ranks: RayGroup)
         assert not group.state()["optimizer"]
     finally:
         group.close()
-
-
-def test_a_lock_that_a_killed_build_left_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    dead, alive = tmp_path / "a/lock", tmp_path / "py311_cpu/b/lock"
-    for lock in (dead, alive):
-        lock.parent.mkdir(parents=True)
-        lock.touch()
-        os.utime(lock, (0, 0))
-    with alive.open():
-        drop_dead_locks()
-        assert not dead.exists()
-        assert alive.exists()
-    drop_dead_locks()
-    assert not alive.exists()

@@ -12,10 +12,8 @@ have a float32 copy there, and it is this that `state` gives.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.cpp_extension import get_default_build_root
 
 from braid.config.backends import DeepSpeedConfig, OffloadConfig
 from braid.config.train import TrainConfig
@@ -283,32 +280,10 @@ def _package(device: torch.device) -> Any:
             f"train.backend=deepspeed needs the package deepspeed, and it cannot be imported ({error}); install it with "
             "DS_BUILD_OPS=0 pip install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
         ) from error
-    drop_dead_locks()
+    # On CPU it would compile, for minutes, a way for ranks to talk that only inference takes; a build that was killed leaves a lock
+    # for which all later ones wait.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def drop_dead_locks() -> None:
-    """DeepSpeed builds its kernels when they are first used, and torch keeps a lock file meanwhile, for which others wait without end
-    even if the process that built was killed: such a file goes. On a disk that other machines may share it has to be old."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    for lock in [*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")]:
-        with suppress(OSError):  # it is gone, or another user's
-            found = lock.stat()
-            is_local = os.major(found.st_dev) != 0
-            if (is_local or time.time() - found.st_mtime > _LONGEST_BUILD_S) and not _is_open(found):
-                lock.unlink()
-
-
-_LONGEST_BUILD_S = 1200.0
-
-
-def _is_open(file: os.stat_result) -> bool:
-    """Whether a process of this machine has it open."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if os.path.samestat(link.stat(), file):
-                return True
-    return False
 
 
 def _settings(module: nn.Module, config: DeepSpeedConfig, device: torch.device) -> dict[str, Any]:
