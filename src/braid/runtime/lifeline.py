@@ -39,7 +39,7 @@ _MAX_TEXT = 2000
 """Characters of a record that travel; the worker's own log has all of them."""
 _CONNECT_TIMEOUT_S = 30.0
 _END_S = 10.0
-"""How long the workers of a team that is ended may take to be gone."""
+"""How long workers may take to end what they have started, and their driver to end them after that."""
 _BYE = b"."
 
 
@@ -116,7 +116,8 @@ class Lifelines:
             return self._losses[0] if self._losses else None
 
     def forget(self, team: Team) -> None:
-        """End a team: its workers are told to, and are no losses. Waits a while for them to be gone."""
+        """Have the workers of a team end what they have started, so that they can be killed: they are no losses. Waits a while for
+        them to have done so."""
         with self._changed:
             self._losses = [loss for loss in self._losses if loss.member.team is not team]
             words = [word for word, member in self._members.items() if member.team is team]
@@ -224,7 +225,7 @@ class _Line:
             yield message
 
     def end(self) -> None:
-        """Have the other end see that this is over, and meant. It cuts the line by ending."""
+        """Have the other end see that this is over, and meant. It cuts the line when nothing is left of what it started."""
         with contextlib.suppress(OSError):
             self.socket.send(_BYE)
             self.socket.shutdown(socket.SHUT_WR)
@@ -336,7 +337,11 @@ class Lifeline:
         for handle in () if said == _BYE else self._beside:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-        kill((*descendants(os.getpid()), os.getpid()))
+        kill(descendants(os.getpid()))
+        if said == _BYE:  # the driver ends this process in the way of whatever started it
+            self._socket.close()
+            time.sleep(_END_S)
+        kill([os.getpid()])
 
 
 _own: list[Lifeline] = []
