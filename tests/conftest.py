@@ -14,9 +14,8 @@ from tests.leftovers import nothing_is_left
 __all__ = ["nothing_is_left"]
 
 torch.set_num_threads(1)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in what a shell's script starts with &; children would ignore it too
+# What a shell's script starts with & ignores it, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Properties are tried on the same examples each time, however slow the machine is.
 settings.register_profile("braid", deadline=None, derandomize=True)
@@ -32,6 +31,7 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest) -> None:
-    """Tests with workers or engines; see tests.leftovers."""
-    if request.node.get_closest_marker("xdist_group") is not None:
+    """Tests with workers or engines, and all that are about processes; see tests.leftovers."""
+    about_processes = request.path.parent.name in ("faults", "runtime", "weights")
+    if about_processes or request.node.get_closest_marker("xdist_group") is not None:
         request.getfixturevalue("nothing_is_left")

@@ -24,8 +24,8 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No process, shared memory, engine's folder, listening port or Ray cluster of a test outlives it. A cluster that was there before, of the whole
-    module, may have idle workers."""
+    """No process, shared memory, engine's folder, listening port or Ray cluster of a test outlives it. A cluster that was there
+    before, of the whole module, may have idle workers."""
     processes, files, ports, is_connected = _children(), _files(), _ports(), _is_connected()
     yield
     assert _is_connected() <= is_connected, "the test left a Ray cluster"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from tests.needs import WITH_VLLM
 
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
@@ -20,7 +20,7 @@ from .test_engine import generate, prompt, scale, trainer_greedy
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("vllm")
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+@WITH_VLLM
 def test_every_replica_has_the_trainers_tokens_after_each_publication_in_tensor_parallel_too(
     tmp_path: Path,
 ) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.needs import WITH_VLLM
 
 from braid.controller import commands
 
@@ -25,7 +25,7 @@ REPOSITORY = HERE.parent.parent
             "vllm",
             marks=[
                 pytest.mark.xdist_group("vllm"),
-                pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm"),
+                WITH_VLLM,
             ],
         ),
         "sglang",

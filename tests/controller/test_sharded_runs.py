@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tests.needs import WITH_VLLM
 
 from braid.config.load import Loaded, load_config
 from braid.config.model import BuildSpec, ModelConfig
@@ -176,9 +176,6 @@ def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_p
     kl = [line["policy/kl"] for line in _lines(alone) if "policy/kl" in line]
     # The folder's weights are far away at first; those of a round ago are near.
     assert min(kl[1:]) < 1e-2 * kl[0]
-
-
-WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
 
 @WITH_VLLM

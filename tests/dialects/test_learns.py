@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.controller import commands
@@ -86,21 +86,24 @@ def _write_parquet(folder: Path, answers: dict[str, str]) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 
+def trained(
+    name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, **chosen: Any
+) -> Path:
+    """The folder of a run of a page's file, on the CPU, where `~` is `home`."""
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    own = ["braid.run.device=cpu", "braid.report.console=none"]
+    read = read_config(SEEDS / name, [*overrides, *own], dialect=dialect, **chosen)
+    return commands.train(read.loaded).run_dir
+
+
 def learned(
     name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, float]:
     """Share of right answers before and after a run of a page's file."""
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(home)
-    own = [
-        "braid.run.device=cpu",
-        "braid.report.console=none",
-        "braid.eval.samples_per_prompt=16",
-        "braid.eval.before=true",
-    ]
-    read = read_config(SEEDS / name, [*overrides, *own], dialect=dialect, **IN_ONE_PROCESS)
-    outcome = commands.train(read.loaded)
-    evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
+    own = ["braid.eval.samples_per_prompt=16", "braid.eval.before=true"]
+    run_dir = trained(name, dialect, [*overrides, *own], home, monkeypatch, **IN_ONE_PROCESS)
+    evals = json.loads((run_dir / "summary.json").read_text())["eval"]
     return evals["first"]["all"]["mean@16"], evals["last"]["all"]["mean@16"]
 
 
@@ -174,27 +177,19 @@ def test_skyrl_s_file_learns_with_grpo_and_with_a_critic(
 
 
 MEGATRON_CPU = Path(__file__).parents[1] / "megatron_cpu"
-WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
 
 def seats(
     name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, **chosen: str
 ) -> dict[str, tuple[str, list[int]]]:
     """Two rounds of a page's file on workers, with its own backend. Role -> (backend or engine, devices)."""
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(home)
-    own = [
-        "braid.run.device=cpu",
-        "braid.run.num_threads=1",
-        "braid.run.max_rounds=2",
-        "braid.report.console=none",
-    ]
-    outcome = commands.train(read_config(SEEDS / name, [*overrides, *own], dialect=dialect, **chosen).loaded)
-    lines = [json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()]
+    own = ["braid.run.num_threads=1", "braid.run.max_rounds=2"]
+    run_dir = trained(name, dialect, [*overrides, *own], home, monkeypatch, **chosen)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rounds = [line for line in lines if "policy/grad_norm" in line]
     assert [line["round"] for line in rounds] == [1, 2]
     assert all(line["status/invalid"] == 0 for line in rounds)
-    roles = json.loads((outcome.run_dir / "plan.json").read_text())["layout"]["roles"]
+    roles = json.loads((run_dir / "plan.json").read_text())["layout"]["roles"]
     return {
         of["role"]: (of["kind"], [d for worker in of["workers"] for d in worker["devices"]]) for of in roles
     }

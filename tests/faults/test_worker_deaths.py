@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tests.leftovers import LIMIT_S, await_end
+from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.controller import commands
@@ -160,7 +160,7 @@ def test_a_run_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
         assert torch.equal(broken[name], tensor), name
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+@WITH_VLLM
 @pytest.mark.timeout(3000 if _SOAK else 600)
 def test_an_engine_that_is_killed_while_it_rests_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

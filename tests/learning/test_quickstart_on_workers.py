@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.controller import commands
@@ -30,7 +30,7 @@ def work_or_guess(row: Mapping[str, Any]) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ray")
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+@WITH_VLLM
 def test_the_quickstart_learns_with_two_fsdp2_ranks_and_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:
     overrides = [
         "train.backend=fsdp2",

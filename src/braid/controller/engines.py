@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -44,67 +45,48 @@ def make_engine(
     """Engine `number` of the run: a process of its own, which writes to `logs`, or the server of that number. Raises EngineError
     when there is none."""
     rollout, timeout_s = config.rollout, config.cluster.call_timeout_s
+    longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
     of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
     if of.servers:
         server = VllmServer if rollout.engine == "vllm" else SglangServer
-        max_tokens = of.max_model_tokens or _longest(plan)
+        max_tokens = of.max_model_tokens or longest
         return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
-    folder = Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_"))
-    try:
-        return _start_engine(config, plan, tokenizer, sending, number=number, logs=logs, folder=folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _start_engine(
-    config: RunConfig,
-    plan: Plan,
-    tokenizer: PreTrainedTokenizerBase,
-    sending: SendOptions,
-    *,
-    number: int,
-    logs: Path,
-    folder: Path,
-) -> RemoteEngine:
-    """With `folder` for what is the engine's own, and goes with it."""
-    rollout = config.rollout
-    of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
-    longest = _longest(plan)
-    model: dict[str, Any] = {
-        "model": _model_folder(config, tokenizer, folder, has_weights=of.load_weights),
-        "tokenizer": str(folder),
-        "dtype": config.model.dtype,
-        "longest": longest,
-        "trust_remote_code": config.model.trust_remote_code,
-        "sleeps": number in plan.layout.engines_in_turns,
-        "seed": config.run.seed,
-    }
-    process: dict[str, Any] = {
-        "log": logs / f"engine_{number}.log",
-        "sending": sending,
-        "start_timeout_s": config.cluster.start_timeout_s,
-        "timeout_s": config.cluster.call_timeout_s,
-        "folder": folder,
-    }
-    if rollout.engine == "sglang":
-        return SglangEngine(
-            server_arguments(rollout.sglang, **model),
-            name=f"SGLang engine {number}",
-            max_tokens=of.max_model_tokens or longest,
-            **process,
-        )
-    return VllmEngine(
-        engine_arguments(rollout.vllm, on_gpu=device_of(config).type == "cuda", **model),
-        name=f"vLLM engine {number}",
-        environment=environment(rollout.vllm),
-        detokenizes=rollout.vllm.detokenize,
-        **process,
-    )
-
-
-def _longest(plan: Plan) -> int:
-    return max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
+    with ExitStack() as undo:
+        folder = Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_"))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        model: dict[str, Any] = {
+            "model": _model_folder(config, tokenizer, folder, has_weights=of.load_weights),
+            "tokenizer": str(folder),
+            "dtype": config.model.dtype,
+            "longest": longest,
+            "trust_remote_code": config.model.trust_remote_code,
+            "sleeps": number in plan.layout.engines_in_turns,
+            "seed": config.run.seed,
+        }
+        process: dict[str, Any] = {
+            "log": logs / f"engine_{number}.log",
+            "sending": sending,
+            "start_timeout_s": config.cluster.start_timeout_s,
+            "timeout_s": timeout_s,
+            "folder": folder,
+        }
+        if rollout.engine == "sglang":
+            engine: RemoteEngine = SglangEngine(
+                server_arguments(rollout.sglang, **model),
+                name=f"SGLang engine {number}",
+                max_tokens=of.max_model_tokens or longest,
+                **process,
+            )
+        else:
+            engine = VllmEngine(
+                engine_arguments(rollout.vllm, on_gpu=device_of(config).type == "cuda", **model),
+                name=f"vLLM engine {number}",
+                environment=environment(rollout.vllm),
+                detokenizes=rollout.vllm.detokenize,
+                **process,
+            )
+        undo.pop_all()  # the folder is the engine's now
+        return engine
 
 
 def engines_here(

@@ -58,9 +58,8 @@ def _keeping_autocast(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-tensor_parallel.checkpoint = _keeping_autocast(
-    tensor_parallel.checkpoint
-)  # layers, attention and experts look it up there
+# Layers, attention and experts look it up there.
+tensor_parallel.checkpoint = _keeping_autocast(tensor_parallel.checkpoint)
 
 
 def layer_options(

@@ -1,0 +1,9 @@
+"""What a test cannot run without."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+WITH_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
