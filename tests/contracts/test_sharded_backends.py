@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
+from braid.config.model import LoraConfig, ModelConfig
 from braid.config.schema import RunConfig
-from braid.models.roles import make_critic, make_policy
+from braid.models.loading import load_tokenizer, save_pretrained
+from braid.models.roles import make_critic, make_policy, make_reference
 from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
@@ -160,6 +163,47 @@ def test_a_layout_of_two_is_one_process(pair: RayGroup, layout: str) -> None:
 @pytest.mark.parametrize("layout", OF_FOUR)
 def test_a_layout_of_four_is_one_process(four: RayGroup, layout: str) -> None:
     _holds_as_one_process(four, OF_FOUR[layout])
+
+
+FROM_FILES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},
+    "fsdp": {"backend": "fsdp"},
+    "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
+    "deepspeed": {"backend": "deepspeed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "role", "model"),
+    [
+        *((layout, "policy", "plain") for layout in FROM_FILES),
+        *((layout, "policy", "tied") for layout in ("fsdp2", "deepspeed")),
+        *((layout, "policy", "adapters") for layout in ("fsdp", "fsdp2", "deepspeed")),
+        ("fsdp2", "critic", "plain"),
+        ("fsdp2", "reference", "plain"),
+    ],
+)
+def test_only_the_first_rank_reads_a_models_files(
+    pair: RayGroup, tmp_path: Path, layout: str, role: str, model: str
+) -> None:
+    made = _config(FROM_FILES[layout])
+    spec = made.model.build.model_copy(update={"tie_embeddings": model == "tied"})
+    lm = make_policy(made.model_copy(update={"model": ModelConfig(build=spec)}), CPU)
+    save_pretrained(lm, load_tokenizer(made.model), tmp_path)
+    lora = LoraConfig(rank=2) if model == "adapters" else None
+    config = made.model_copy(update={"model": ModelConfig(path=str(tmp_path), lora=lora)})
+
+    num_steps = 0 if role == "reference" else 9
+    pair.call("add", role, role, config, num_steps)
+    group = GroupBackend(RoleGroup(pair, role))
+    try:
+        make = {"policy": make_policy, "critic": make_critic, "reference": make_reference}[role]
+        single = SingleBackend(make(config, CPU), made.train, total_steps=num_steps, device=CPU)
+        _infer_alike(group, single, OUTPUTS["critic" if role == "critic" else "policy"])
+        _assert_close(group.full_weights(), single.full_weights(), atol=0.0)
+    finally:
+        group.close()
 
 
 def _holds_as_one_process(workers: RayGroup, train: dict[str, Any]) -> None:

@@ -31,7 +31,9 @@ LOGPROBS = frozenset({"logprobs", "entropy"})
 
 def _lm(*, compiles: bool = False, **model: Any) -> CausalLM:
     config = ModelConfig.model_validate({"build": SIZES, **model})
-    return load_policy(config, temperature=1.0, seed=0, device=torch.device("cuda"), compiles=compiles)
+    return load_policy(
+        config, temperature=1.0, seed=0, device=torch.device("cuda"), train=TrainConfig(compile=compiles)
+    )
 
 
 def _backend(lm: CausalLM, **train: Any) -> SingleBackend:

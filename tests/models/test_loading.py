@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from braid.config.model import MlpSpec, ModelConfig
+from braid.config.train import TrainConfig
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
@@ -249,9 +252,51 @@ def test_either_way_of_loading_reads_the_same_bits(folder: Path, low_memory_load
     assert not any(hasattr(module, "_hf_hook") for module in lm.module.modules())
 
 
+_TAKEN = """
+import sys, torch
+from pathlib import Path
+from braid.config.model import ModelConfig
+from braid.models.loading import load_policy
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+def load(folder, rank):
+    return load_policy(ModelConfig(path=folder), temperature=1.0, seed=0, device=torch.device("cpu"), rank=rank)
+
+load(sys.argv[1], 1)  # what is imported and kept by any first load
+load(sys.argv[1], 0)
+for rank in (1, 0):
+    before = resident()
+    lm = load(sys.argv[2], rank)
+    print((resident() - before) / sum(p.nbytes for p in lm.module.parameters()))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_given_its_part_by_the_first_takes_no_memory_for_weights(
+    tmp_path: Path, tiny_model: Make, folder: Path
+) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_layers": 4, "num_heads": 8, "head_dim": 128}
+    build = ModelConfig.model_validate({"build": sizes})
+    lm = load_policy(build, temperature=1.0, seed=0, device=CPU)
+    save_pretrained(lm, load_tokenizer(build), tmp_path / "large")
+    command = [sys.executable, "-c", _TAKEN, str(folder), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    later, first = map(float, done.stdout.split())
+    assert later < 0.1
+    assert first > 0.9
+
+
 def test_liger_kernels_name_what_they_need(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"train\.liger_kernels=true needs .*a CUDA device in place of cpu"):
-        load_policy(ModelConfig(path=str(folder)), temperature=1.0, seed=0, device=CPU, liger=True)
+        load_policy(
+            ModelConfig(path=str(folder)),
+            temperature=1.0,
+            seed=0,
+            device=CPU,
+            train=TrainConfig(liger_kernels=True),
+        )
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_before_anything_is_read(tmp_path: Path) -> None:

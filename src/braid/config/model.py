@@ -123,7 +123,8 @@ class ModelConfig(Section):
     """Kernel of the attention over packed rows. auto, sdpa: torch's scaled_dot_product_attention. eager: plain matrix
     products. flash_attention_2: the package flash-attn, on CUDA in bf16 or fp16. Sampling has kernels of its own."""
     low_memory_load: bool = True
-    """Read weights straight into the memory of the device; false: the whole model into host memory first."""
+    """Read weights straight into the memory of the device, and of a role on several ranks by the first alone, which hands
+    the others their parts; false: every rank reads the whole model into host memory first."""
     lora: LoraConfig | None = None
     """Train low-rank adapters in place of all the policy's weights. A reference without a path is the same base with the
     adapters as they were; a critic has none. Checkpoints hold adapters, exports merged weights."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 _CHUNK_ELEMENTS = 1 << 17
 """Elements of one activation that are worked on at a time, so that they stay in the cache."""
@@ -82,12 +83,20 @@ def _fused_mlp(module: nn.Module) -> GatedMLP | None:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, fused: RMSNorm | GatedMLP) -> bool:
-    """Whether both give the same for random input of several sizes."""
-    weight = next(fused.parameters())
+    """Whether both give the same for random input of several sizes, with small random weights in place of their own, which may not
+    be there yet."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, weight.shape[-1], generator=generator) * torch.logspace(-2, 2, 8)[:, None]
-    x = x.to(weight.device, weight.dtype)
-    return torch.allclose(module(x), fused(x), rtol=torch.finfo(weight.dtype).eps * 8, atol=1e-6)
+    params = dict(module.named_parameters())
+    sizes = {size: 16 + 8 * i for i, size in enumerate(sorted({n for p in params.values() for n in p.shape}))}
+    weights = {
+        name: (torch.randn([sizes[n] for n in p.shape], generator=generator) / 16).to(p.device, p.dtype)
+        for name, p in params.items()
+    }
+    first = next(iter(weights.values()))
+    x = torch.randn(8, first.shape[-1], generator=generator) * torch.logspace(-2, 2, 8)[:, None]
+    x = x.to(first.device, first.dtype)
+    mine, other = (functional_call(each, weights, (x,)) for each in (fused, module))
+    return torch.allclose(mine, other, rtol=torch.finfo(x.dtype).eps * 8, atol=1e-6)
 
 
 def _chunks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:

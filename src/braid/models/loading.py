@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from braid.config.model import DType, ModelConfig
+from braid.config.train import TrainConfig
 from braid.errors import ModelError
 
 from .build import build_model
@@ -22,8 +24,7 @@ from .compiling import check_compiler
 from .folders import UNREADABLE, check_folder, unusable
 from .fused import fuse
 from .kernels import check_attention
-from .liger import use_liger_kernels
-from .logprobs import DEFAULT_CHUNK_BYTES
+from .liger import check_liger, use_liger_kernels
 from .lora import add_adapters
 from .selfcheck import check_against_plain
 from .tokenizer import load_tokenizer, model_path
@@ -43,44 +44,52 @@ def load_policy(
     temperature: float,
     seed: int,
     device: torch.device,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    train: TrainConfig | None = None,
     key: str = "model",
-    compiles: bool = False,
-    liger: bool = False,
+    rank: int | None = None,
 ) -> CausalLM:
     """The language model that `config` names, checked, on `device`. `seed` is that of random weights (`build`, `lora`); `key`
-    is the section of the run's config that errors should name; `compiles` and `liger` are train.compile and
-    train.liger_kernels.
+    is the section of the run's config that errors should name; `train` says which kernels compute what (the schema's defaults
+    when None).
+
+    With a `rank` the model is to be shared out among ranks, and still in host memory. With `low_memory_load` rank 0 alone
+    reads the files; what the others have for weights takes no memory until it is written.
 
     Raises ModelError when there is none, when it cannot be read, when braid cannot run its architecture, or when this
     machine lacks what a kernel needs.
     """
+    train = train or TrainConfig()
     check_attention(config.attention, device)
-    if compiles:
+    if train.liger_kernels:
+        check_liger(device)
+    if train.compile:
         check_compiler(device)
+    home = device if rank is None else torch.device("cpu")
+    is_hollow = bool(rank) and config.low_memory_load
     if config.build is not None:
         model = build_model(config.build, load_tokenizer(config), dtype=TORCH_DTYPES[config.dtype], seed=seed)
     else:
-        model = _pretrained(config, f"{key}.path", device)
+        model = (_hollow if is_hollow else _pretrained)(config, f"{key}.path", home)
         _set_config_tokens(model, config)
         _note_dropout(model)
         _note_rotary(model)
     _check_architecture(model, config.architecture, key)
-    if liger:
-        use_liger_kernels(model, device)
-    else:
+    if not train.liger_kernels:
         fuse(model)
     if config.lora is not None:
         add_adapters(model, config.lora, seed=seed)
-    model.to(device)  # pyright: ignore[reportArgumentType]
+    model.to(home)  # pyright: ignore[reportArgumentType]
     lm = CausalLM(
         model,
         temperature=temperature,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=train.logprob_chunk_bytes,
         attention=config.attention,
-        compiles=compiles,
+        compiles=train.compile,
     )
-    check_against_plain(lm)
+    if not is_hollow:
+        check_against_plain(lm)
+    if train.liger_kernels:  # which cannot run where the weights may still be
+        use_liger_kernels(model)
     return lm
 
 
@@ -120,6 +129,25 @@ def _pretrained(config: ModelConfig, key: str, device: torch.device) -> PreTrain
             f"{key}={path}: its files lack {len(missing)} of the weights of {type(model).__name__}, among them "
             f"{missing[0]}; they would start at random. Complete the folder or choose another"
         )
+    return model
+
+
+def _hollow(config: ModelConfig, key: str, device: torch.device) -> PreTrainedModel:
+    """The model without the weights of its files, in memory that nothing was written to."""
+    path = model_path(config)
+    check_folder(path, key, needs_weights=True)
+    try:
+        own = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        with no_init_weights(), device:
+            model = AutoModelForCausalLM.from_config(
+                own,
+                dtype=TORCH_DTYPES[config.dtype],
+                trust_remote_code=config.trust_remote_code,
+                attn_implementation="eager",
+            )
+    except UNREADABLE as error:
+        raise ModelError(unusable(path, key, "causal language model", error)) from error
+    model.tie_weights()
     return model
 
 

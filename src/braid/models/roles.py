@@ -1,4 +1,7 @@
-"""The model of each training role, as a config gives it to a fresh run."""
+"""The model of each training role, as a config gives it to a fresh run.
+
+With a `rank` it is to be shared out among the ranks of its role, and still in host memory (see load_policy).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .loading import load_policy
 from .value import ValueModel
 
 
-def make_policy(config: RunConfig, device: torch.device) -> CausalLM:
+def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = None) -> CausalLM:
     """The policy with the weights of its folder, its adapters, or drawn ones."""
     train = config.train
     lm = load_policy(
@@ -21,24 +24,29 @@ def make_policy(config: RunConfig, device: torch.device) -> CausalLM:
         temperature=config.rollout.sampling.temperature,
         seed=config.run.seed,
         device=device,
-        chunk_bytes=train.logprob_chunk_bytes,
-        compiles=train.compile,
-        liger=train.liger_kernels,
+        train=train,
+        rank=rank,
     )
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
     return lm
 
 
-def make_critic(config: RunConfig, device: torch.device, policy: CausalLM | None = None) -> ValueModel:
+def make_critic(
+    config: RunConfig, device: torch.device, policy: CausalLM | None = None, *, rank: int | None = None
+) -> ValueModel:
     """The critic on a backbone of its own folder, or on a copy of `policy` (made for it when None)."""
     train = train_config(config, "critic")
     head = {"head_name": config.critic.head_name, "normalizes": config.critic.normalize_values}
     if config.critic.path is None:
-        critic = ValueModel.copy_of(policy or make_policy(config, device), **head)
+        of = policy or make_policy(config, device, rank=rank)
+        if policy is None and not of.has_adapters:  # nobody else's
+            critic = ValueModel(of.backbone, attention=of.attention, **head)
+        else:
+            critic = ValueModel.copy_of(of, **head)
     else:
         model = config.model.model_copy(update={"path": config.critic.path, "build": None, "lora": None})
         loaded = load_policy(
-            model, temperature=1.0, seed=0, device=device, key="critic", liger=train.liger_kernels
+            model, temperature=1.0, seed=0, device=device, train=train, key="critic", rank=rank
         )
         critic = ValueModel(loaded.backbone, attention=loaded.attention, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)
@@ -46,14 +54,14 @@ def make_critic(config: RunConfig, device: torch.device, policy: CausalLM | None
 
 
 def make_reference(
-    config: RunConfig, device: torch.device, policy: CausalLM | None = None
+    config: RunConfig, device: torch.device, policy: CausalLM | None = None, *, rank: int | None = None
 ) -> CausalLM | AdapterReference:
     """The reference from its own folder, or a frozen copy of `policy` (made for it when None); of a `policy` with adapters its
     own tensors, with copies of the adapters alone."""
     train = train_config(config, "reference")
     if config.reference.path is None:
         is_shared = policy is not None
-        policy = policy or make_policy(config, device)
+        policy = policy or make_policy(config, device, rank=rank)
         if is_shared and policy.has_adapters:
             return AdapterReference(policy)
         reference = policy.frozen_copy() if is_shared else policy
@@ -65,10 +73,9 @@ def make_reference(
             temperature=config.rollout.sampling.temperature,
             seed=0,
             device=device,
-            chunk_bytes=train.logprob_chunk_bytes,
+            train=train,
             key="reference",
-            compiles=train.compile,
-            liger=train.liger_kernels,
+            rank=rank,
         )
     reference.module.requires_grad_(False)
     return reference

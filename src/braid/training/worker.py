@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -76,11 +76,15 @@ def _backend_of(
 ) -> ShardedBackend:
     train = train_config(config, role)
     wrap = _WRAPS[train.backend]
-    home = torch.device("cpu") if train.backend in _FROM_HOST else device
-    return wrap(_MODELS[role](config, home), train, total_steps, device)
+    rank = None if train.backend == "single" else dist.get_rank()
+    return wrap(_MODELS[role](config, device, rank=rank), train, total_steps, device)
 
 
-_MODELS: dict[TrainingRole, Callable[[RunConfig, torch.device], TrainableModel]] = {
+class _Make(Protocol):
+    def __call__(self, config: RunConfig, device: torch.device, *, rank: int | None) -> TrainableModel: ...
+
+
+_MODELS: dict[TrainingRole, _Make] = {
     "policy": make_policy,
     "critic": make_critic,
     "reference": make_reference,
@@ -129,8 +133,6 @@ _WRAPS: dict[str, Wrap] = {
     "deepspeed": _deepspeed,
     "megatron": _megatron,
 }
-_FROM_HOST = ("megatron",)
-"""Backends that build layers of their own, and take the weights for them from host memory."""
 
 
 def _join(place: Place, config: RunConfig) -> torch.device:

@@ -45,9 +45,9 @@ class DeepSpeedBackend(RankBackend):
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
     ) -> None:
-        """The process group must be up. `model` holds the same weights on every rank and is sharded in place. Raises
-        TrainingError when the package is not installed."""
-        initialize = _package(device).initialize
+        """The process group must be up. `model` holds its weights on rank 0, and is sharded in place. It may be in host memory, from
+        where it is moved tensor by tensor. Raises TrainingError when the package is not installed."""
+        package = _package(device)
         if config.deepspeed.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
@@ -56,7 +56,13 @@ class DeepSpeedBackend(RankBackend):
         super().__init__(model, config, total_steps=total_steps, device=device)
         settings = _settings(model.module, config.deepspeed, device)
         net = Pass(model, super()._autocast)
-        self._engine: Any = initialize(model=net, optimizer=self._optimizer, config=settings)[0]
+        package.zero.Init(net, config_dict_or_path=settings)  # hands out what rank 0 has
+        for module in net.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, buffer.to(device), name not in module._non_persistent_buffers_set
+                )
+        self._engine: Any = package.initialize(model=net, optimizer=self._optimizer, config=settings)[0]
         self._zero: Any = self._engine.optimizer
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:

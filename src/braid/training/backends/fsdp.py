@@ -74,12 +74,14 @@ class FsdpBackend(RankBackend):
         device: torch.device,
         kind: Literal["fsdp", "fsdp2"],
     ) -> None:
-        """The process group must be up. `model` holds the same weights on every rank and is sharded in place."""
+        """The process group must be up. `model` holds its weights on rank 0, and is sharded in place. It may be in host memory, from
+        where it is moved layer by layer."""
         if config.fsdp.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
         self._weights, self._recipes = _weight_names(model), recipes(model.module)
         self._shapes = {name: p.shape for name, p in model.module.named_parameters()}
+        whole = {name: tensor.detach() for name, tensor in _tensors_of(model.module)}
         mesh = _mesh(config.fsdp, device)
         self._pass = Pass(model)
         self._net: nn.Module = self._pass
@@ -92,6 +94,8 @@ class FsdpBackend(RankBackend):
         self._starts = self._flat_starts() if kind == "fsdp" and self._is_sharded else {}
         self._syncs_last_only = config.fsdp.sync_last_micro_batch_only
         super().__init__(model, config, total_steps=total_steps, device=device)
+        boxes = {name: self._boxes_of(name, tensor, like=tensor) for name, tensor in self._own_tensors()}
+        self._take_from_first(whole, boxes)
 
     def _flat_starts(self) -> dict[str, int]:
         """Where in each parameter this rank's part of it begins: FSDP's shards are flat pieces, one after the other."""
@@ -212,7 +216,7 @@ class FsdpBackend(RankBackend):
     def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers by the names that they have outside of FSDP, none of them gathered."""
         self._let_go()
-        for name, tensor in chain(self._net.named_parameters(), self._net.named_buffers()):
+        for name, tensor in _tensors_of(self._net):
             yield _own_name(name), tensor
 
     def _let_go(self) -> None:
@@ -247,6 +251,10 @@ class FsdpBackend(RankBackend):
         return square.sqrt().float()
 
 
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
 def _own_name(name: str) -> str:
     """Of a parameter inside FSDP's wrappers, without them."""
     return name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
@@ -254,8 +262,7 @@ def _own_name(name: str) -> str:
 
 def _weight_names(model: TrainableModel) -> dict[str, str]:
     """Checkpoint name by the name in the module, in the order of the former."""
-    tensors = chain(model.module.named_parameters(), model.module.named_buffers())
-    names = {id(tensor): name for name, tensor in tensors}
+    names = {id(tensor): name for name, tensor in _tensors_of(model.module)}
     return {names[id(tensor)]: name for name, tensor in model.named_weights()}
 
 

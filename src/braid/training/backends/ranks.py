@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from braid.config.train import TrainConfig
+from braid.errors import ModelError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
@@ -107,6 +108,27 @@ class PartBackend(SingleBackend):
     @abstractmethod
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
         """Room in the optimizer for this rank's parts of moments like these, and for no others."""
+
+    @torch.no_grad()
+    def _take_from_first(self, whole: Mapping[str, Tensor], boxes: Mapping[str, Boxes]) -> None:
+        """Write into this rank's boxes what rank 0 has as `whole` under their names; the others' say shapes and types only."""
+        described = {(name, tensor.dtype, tensor.shape) for name, tensor in whole.items()}
+        first: list[Any] = [described]
+        dist.broadcast_object_list(first, device=self._device)
+        if unlike := described ^ first[0]:
+            raise ModelError(
+                f"rank {dist.get_rank()} makes other weights of the model's config than rank 0 has read from its files, "
+                f"among them {min(name for name, *_ in unlike)}; set model.low_memory_load=false, so that every rank reads them"
+            )
+        for name, tensor in whole.items():
+            if dist.get_rank() == 0:
+                sent = tensor.to(self._device).contiguous()
+            else:
+                sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            dist.broadcast(sent, 0)
+            if name in boxes:
+                boxes[name].take(sent)
+        self._spread()
 
     def _spread(self) -> None:
         """Make what passes use of the parts that were written, where that is something else."""

@@ -66,8 +66,8 @@ class MegatronBackend(PartBackend):
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
     ) -> None:
-        """The process group must be up. `model` holds the same weights on every rank, in host memory, and is left without
-        them. Raises TrainingError or ModelError when it cannot be shared out as `config.megatron` says."""
+        """The process group must be up. `model` holds its weights on rank 0, in host memory, and is left without them. Raises
+        TrainingError or ModelError when it cannot be shared out as `config.megatron` says."""
         if not isinstance(model, CausalLM | ValueModel) or (
             isinstance(model, CausalLM) and model.has_adapters
         ):
@@ -91,7 +91,7 @@ class MegatronBackend(PartBackend):
         self._dtype, self._is_offloaded = dtype, False
         self._megatron: Any = None
         super().__init__(model, config, total_steps=total_steps, device=device)
-        self.load_weights(weights)
+        self._take_from_first(weights, self._weight_boxes())
         model.module.to("meta")
         self._layers.finalize_model_grads_func = _finalize
         if config.megatron.overlap_grad_reduce:
