@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.weights.copying import copy_and_sum
 from braid.weights.fingerprint import (
     BLOCK_BYTES,
     SMALL_BYTES,
@@ -30,6 +33,14 @@ SIZES = [
     3 * BLOCK_BYTES + 12_345,
 ]
 
+KNOWN = {
+    SMALL_BYTES: "d6378e7375479ee1e9de1f35604dc13f",
+    SMALL_BYTES + 1: "b5cb282e03cd2ad4e524f675dc451e93",
+    BLOCK_BYTES - 8: "8318b0f8a0d08764980bbb1e2d84a53f",
+    3 * BLOCK_BYTES + 12_345: "48c156052ab0cea787e5f64d07b066bf",
+}
+"""Of `_data` of some of them, on every machine."""
+
 
 def _data(num_bytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
@@ -51,6 +62,35 @@ def test_it_is_the_same_in_pieces_and_for_every_layout(num_bytes: int) -> None:
     spread[:, 1] = data
     assert fingerprint(spread[:, 1]) == whole
     assert fingerprint(torch.cat([torch.zeros(3, dtype=torch.uint8), data])[3:]) == whole, "at an odd address"
+
+
+@pytest.fixture(params=["one pass", "no compiler"])
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This machine's, and none."""
+    if request.param == "no compiler":
+        monkeypatch.setenv("CC", "/nowhere/cc")
+    copy_and_sum.cache_clear()
+    assert (copy_and_sum() is None) == (request.param == "no compiler")
+    yield
+    copy_and_sum.cache_clear()
+
+
+@pytest.mark.parametrize("shift", [0, 8])
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_it_is_the_same_for_what_is_copied_in_pieces_with_and_without_a_compiler(
+    compiler: None, num_bytes: int, shift: int
+) -> None:
+    data = _data(num_bytes)
+    target = torch.zeros(num_bytes + shift, dtype=torch.uint8)[shift:]  # for wide stores it has to lie well
+    values: set[str] = set()
+    for memory in (data, target):
+        of = Fingerprint(data.dtype, data.shape, memory, 2 * BLOCK_BYTES)
+        for piece, into in zip(data.split(2 * BLOCK_BYTES), target.split(2 * BLOCK_BYTES), strict=True):
+            of.add_copied(piece, into)
+        values.add(of.value())
+        assert torch.equal(data, target)
+        target.zero_()
+    assert values == {fingerprint(data)} == {KNOWN.get(num_bytes, fingerprint(data))}
 
 
 @given(st.data())

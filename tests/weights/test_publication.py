@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from braid.errors import EngineError
+from braid.weights.fingerprint import Fingerprint
 from braid.weights.links import GroupOutlet, RingOutlet
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.sender import LinkedSender, join_send, open_sender
@@ -215,8 +216,10 @@ class FaultyOutlet:
         self._outlet, self._fault, self._number, self._held = outlet, fault, 0, before
         self.piece_bytes, self.device = outlet.piece_bytes, outlet.device
 
-    def put(self, piece: Tensor, deadline: float) -> None:
+    def put(self, piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
         self._number += 1
+        if of is not None:
+            of.add()  # of what should arrive
         if self._fault == "bit" and self._number == 2:
             piece = piece.clone()
             piece[len(piece) // 2] ^= 4
@@ -225,7 +228,7 @@ class FaultyOutlet:
             piece[len(piece) * 3 // 4 :] = 0
         elif self._fault == "old" and self._number == 1:
             piece = torch.frombuffer(bytearray(self._held[: len(piece)]), dtype=torch.uint8)
-        self._outlet.put(piece, deadline)
+        self._outlet.put(piece, None, deadline)
 
     def flush(self, deadline: float) -> None:
         self._outlet.flush(deadline)
@@ -278,8 +281,8 @@ def test_two_tensors_that_were_swapped_are_both_named(
         assert isinstance(outlet, RingOutlet)
 
         class Swapping(FaultyOutlet):
-            def put(self, piece: Tensor, deadline: float) -> None:
-                outlet.put(torch.cat([piece[64:], piece[:64]]), deadline)
+            def put(self, piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
+                outlet.put(torch.cat([piece[64:], piece[:64]]), of, deadline)
 
         sender._outlet = Swapping(outlet, "swap", b"")
         pool.submit(sender.send, 1, {"first": first, "second": second}.items())

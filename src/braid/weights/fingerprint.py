@@ -18,25 +18,27 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from braid.errors import TrainingError
 
+from .copying import COLUMNS, FACTOR, ROWS, copy, copy_and_sum
+
 Weights = Iterable[tuple[str, Tensor]]
 """Tensors under their names."""
 
-_COLUMNS, _ROWS = 8 * 127, 64
-_ROW_BYTES = 8 * _COLUMNS
-BLOCK_BYTES = _ROWS * _ROW_BYTES
-"""Bytes that are summed at a time: they stay in a core's cache between a copy and the sum."""
+_ROW_BYTES = 8 * COLUMNS
+BLOCK_BYTES = ROWS * _ROW_BYTES
+"""Bytes that are summed at a time."""
 SMALL_BYTES = 2**15
 """Up to this size a tensor is not summed first."""
 
 
 class Fingerprint:
-    """Of one tensor, whose bytes are summed piece by piece, each while it is in a core's cache."""
+    """Of one tensor, whose bytes are summed piece by piece, each as it is copied or by itself."""
 
     def __init__(
         self, tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor, piece_bytes: int | None = None
@@ -44,46 +46,59 @@ class Fingerprint:
         """`memory` is uint8 [n], the tensor's bytes, whose pieces are of `piece_bytes`, a multiple of BLOCK_BYTES, but for the
         last; without it there is one piece."""
         self._about = f"{tensor_type} {tuple(shape)}".encode()
-        num_bytes = memory.numel()
-        is_small = num_bytes <= SMALL_BYTES
-        middle = 0 if is_small else num_bytes - num_bytes % BLOCK_BYTES
-        end = 0 if is_small else num_bytes - num_bytes % _ROW_BYTES
-        step = -(-(piece_bytes or max(num_bytes, 1)) // BLOCK_BYTES)
-        self._num_pieces, self._next = -(-num_bytes // (step * BLOCK_BYTES)), 0
-        num_blocks = -(-end // BLOCK_BYTES)
-        self._sums = memory.new_empty(num_blocks * _ROW_BYTES).view(torch.int64).view(num_blocks, _COLUMNS)
-        """Of the columns of each block."""
-        self._steps: list[tuple[Tensor, Tensor]] = []
-        """[blocks, rows, columns] of each piece and where its sums go, and what is left after the last whole block."""
-        if middle:
-            blocks = memory[:middle].view(torch.int64).view(-1, _ROWS, _COLUMNS)
-            self._steps += zip(blocks.split(step), self._sums[: len(blocks)].split(step), strict=True)
-        if middle < end:
-            self._steps.append((memory[middle:end].view(torch.int64).view(1, -1, _COLUMNS), self._sums[-1:]))
-        self._rest = memory[end:]
+        self._memory, self._size, self._next = memory, memory.numel(), 0
+        self._piece_bytes = piece_bytes or max(self._size, 1)
+        self._end = 0 if self._size <= SMALL_BYTES else self._size - self._size % _ROW_BYTES
+        self._total = torch.zeros(COLUMNS if self._end else 0, dtype=torch.int64, device=memory.device)
 
     def add(self) -> None:
-        """The next piece of the memory is there."""
-        self._next += 1
-        is_last = self._next == self._num_pieces
-        for blocks, sums in self._steps[self._next - 1 : None if is_last else self._next]:
-            torch.sum(blocks, 1, out=sums)
+        """Sum the next piece of the memory, which is there."""
+        start, stop = self._advance()
+        if start >= stop:
+            return
+        piece = self._memory[start:stop]
+        if (one_pass := self._one_pass()) is not None:
+            one_pass(piece.data_ptr(), None, self._total.data_ptr(), stop - start)
+            return
+        rows = piece.view(torch.int64).view(-1, COLUMNS)
+        middle = len(rows) - len(rows) % ROWS
+        for blocks in (rows[:middle].view(-1, ROWS, COLUMNS), rows[middle:].unsqueeze(0)):
+            if blocks.numel():
+                weights = _weights(len(blocks), blocks.device)
+                self._total.mul_(_power(len(blocks))).add_((blocks.sum(1) * weights).sum(0))
+
+    def add_copied(self, source: Tensor, target: Tensor) -> None:
+        """Copy the next piece of the memory, which is `source` or `target`, from or to other memory, and sum it."""
+        one_pass = None if source.is_cuda or target.is_cuda else self._one_pass()
+        if one_pass is None:
+            copy(source, target)
+            self.add()
+            return
+        self._advance()
+        size = min(source.numel(), target.numel())
+        one_pass(source.data_ptr(), target.data_ptr(), self._total.data_ptr(), size)
 
     def value(self) -> str:
         """128 bits in hexadecimal."""
-        assert self._next == self._num_pieces, "of all pieces"
+        assert self._next >= self._size, "of all pieces"
         digest = hashlib.blake2b(self._about, digest_size=16)
-        if len(self._sums):
-            total = (self._sums * _weights(len(self._sums), self._sums.device)).sum(0)
-            digest.update(total.cpu().numpy().data)
-        digest.update(self._rest.cpu().numpy().data)
+        digest.update(self._total.cpu().numpy().data)
+        digest.update(self._memory[self._end :].cpu().numpy().data)
         return digest.hexdigest()
+
+    def _advance(self) -> tuple[int, int]:
+        """Where the next piece begins, and where its whole rows end."""
+        start, self._next = self._next, self._next + self._piece_bytes
+        return start, min(self._next, self._end)
+
+    def _one_pass(self) -> Any:
+        return None if self._memory.is_cuda or not self._end else copy_and_sum()
 
 
 @cache
 def _power(exponent: int) -> int:
     """Of an odd number that generates many, so that a change in one block changes the sum; as int64 has it."""
-    value = pow(0x9E3779B97F4A7C15, exponent, 2**64)
+    value = pow(FACTOR, exponent, 2**64)
     return value - 2**64 if value >= 2**63 else value
 
 

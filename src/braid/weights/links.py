@@ -1,14 +1,13 @@
 """Ways for the bytes of weights: from one sender to all its receivers, piece by piece, in order.
 
 A ring is a small memory that both sides see: the sender fills slots, and fills one again when every receiver has read it.
-How far each has come is written in the same memory, which is seen sooner than a message. It stays in the processor's caches
-whatever the model's size, which is what makes it fast, and fits the small /dev/shm that containers have. A group is one of torch.distributed, apart from any that the processes have.
+How far each has come is written in the same memory, which is seen sooner than a message. It fits the small /dev/shm that containers have, whatever
+the model's size. A group is one of torch.distributed, apart from any that the processes have.
 """
 
 from __future__ import annotations
 
 import base64
-import ctypes
 import datetime
 import errno
 import fcntl
@@ -31,12 +30,13 @@ from torch import Tensor
 
 from braid.errors import EngineError
 
-from .fingerprint import BLOCK_BYTES, SMALL_BYTES
+from .copying import copy
+from .fingerprint import BLOCK_BYTES, SMALL_BYTES, Fingerprint
 from .wire import Message, TensorSpec, Transport, Wire
 
 _GLOO_PIECE_BYTES, _GPU_PIECE_BYTES = 16 * BLOCK_BYTES, 32 * BLOCK_BYTES
 """Each piece is some work to send, and what has arrived is summed while the next pieces are under way."""
-_RINGS = {"shared_memory": (16, BLOCK_BYTES), "cuda_ipc": (2, _GPU_PIECE_BYTES)}
+_RINGS = {"shared_memory": (16, 2 * BLOCK_BYTES), "cuda_ipc": (2, _GPU_PIECE_BYTES)}
 """Slots, and bytes of each."""
 _STRIDE = 8
 """Counters of 8 bytes are a cache line apart."""
@@ -46,6 +46,10 @@ _NAP_S = 1e-4
 _AHEAD = 4
 """Pieces under way in a group at once."""
 _ALIGNMENT = 64
+
+
+Piece = tuple[Tensor, Fingerprint | None]
+"""Memory, uint8 [n], which is the next piece of a fingerprint's tensor if there is one."""
 
 
 class Group(Protocol):
@@ -65,8 +69,8 @@ class Outlet(Protocol):
         """Where pieces have to be; None for anywhere."""
         ...
 
-    def put(self, piece: Tensor, deadline: float) -> None:
-        """Send a piece, which stays as it is until `flush`."""
+    def put(self, piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
+        """Send a piece, the next one of a tensor's fingerprint if any, which stays as it is until `flush`."""
         ...
 
     def flush(self, deadline: float) -> None:
@@ -85,9 +89,9 @@ class Inlet(Protocol):
     @property
     def device(self) -> torch.device | None: ...
 
-    def take(self, pieces: Iterable[Tensor | None], deadline: float) -> Iterator[Tensor]:
-        """Fill each piece with what the sender put, and give it when it is filled. None among them: what comes next is not known
-        yet, so one that was asked for is given first."""
+    def take(self, pieces: Iterable[Piece | None], deadline: float) -> Iterator[None]:
+        """Fill each piece with what the sender put, add it to its fingerprint if it has one, and say when it is done. None among them:
+        what comes next is not known yet, so one that was asked for is done first."""
         ...
 
     def close(self) -> None: ...
@@ -184,13 +188,13 @@ class RingOutlet:
         self._slots, self._counters, self._wires = slots.unbind(0), counters, wires
         self._num_put = 0
 
-    def put(self, piece: Tensor, deadline: float) -> None:
+    def put(self, piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
         """See Outlet."""
         free = self._num_put + 1 - len(self._slots)
         for place, wire in enumerate(self._wires, start=1):
             self._counters.wait(place, free, wire, deadline, "taking over weights")
         slot = self._slots[self._num_put % len(self._slots)]
-        _copy(piece, slot)
+        copy(piece, slot) if of is None else of.add_copied(piece, slot)
         self._num_put += 1
         self._counters.post(0, self._num_put)
 
@@ -210,31 +214,21 @@ class RingInlet:
         self._slots, self._counters, self._place, self._wire = slots.unbind(0), counters, place, wire
         self._num_taken = 0
 
-    def take(self, pieces: Iterable[Tensor | None], deadline: float) -> Iterator[Tensor]:
-        """See Inlet. Each is given as soon as it was asked for."""
-        for piece in pieces:
-            assert piece is not None, "asked for while nothing is due"
+    def take(self, pieces: Iterable[Piece | None], deadline: float) -> Iterator[None]:
+        """See Inlet. Each is filled as soon as it was asked for."""
+        for asked in pieces:
+            assert asked is not None, "asked for while nothing is due"
+            piece, of = asked
             self._counters.wait(0, self._num_taken + 1, self._wire, deadline, "sending weights")
             slot = self._slots[self._num_taken % len(self._slots)]
-            _copy(slot, piece)
+            copy(slot, piece) if of is None else of.add_copied(slot, piece)
             self._num_taken += 1
             self._counters.post(self._place, self._num_taken)
-            yield piece
+            yield
 
     def close(self) -> None:
         """See Inlet."""
         self._slots = ()
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """As many bytes as the shorter of the two has, into or out of a slot. In host memory by the C library, whose copy is a quarter
-    faster than torch's at this size; what a GPU copies is waited for."""
-    size = min(source.numel(), target.numel())
-    if not (source.is_cuda or target.is_cuda):
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
-        return
-    target[:size].copy_(source[:size])
-    torch.cuda.current_stream((source if source.is_cuda else target).device).synchronize()
 
 
 class GroupOutlet:
@@ -245,9 +239,11 @@ class GroupOutlet:
         self._group: Group | None = group
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def put(self, piece: Tensor, deadline: float) -> None:
+    def put(self, piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
         """See Outlet."""
         self._pending.append((_broadcast(self._group, piece), piece))
+        if of is not None:
+            of.add()  # while it is under way
         if len(self._pending) > _AHEAD:
             _await(self._pending.popleft()[0], deadline)
 
@@ -269,16 +265,16 @@ class GroupInlet:
         self.piece_bytes, self.device = _piece_bytes(device), device
         self._group: Group | None = group
 
-    def take(self, pieces: Iterable[Tensor | None], deadline: float) -> Iterator[Tensor]:
+    def take(self, pieces: Iterable[Piece | None], deadline: float) -> Iterator[None]:
         """See Inlet."""
-        pending: deque[tuple[dist.Work, Tensor]] = deque()
-        for piece in pieces:
-            if piece is not None:
-                pending.append((_broadcast(self._group, piece), piece))
-            if piece is None or len(pending) > _AHEAD:
-                yield _arrived(pending.popleft(), deadline)
+        pending: deque[tuple[dist.Work, Piece]] = deque()
+        for asked in pieces:
+            if asked is not None:
+                pending.append((_broadcast(self._group, asked[0]), asked))
+            if asked is None or len(pending) > _AHEAD:
+                yield _arrived(*pending.popleft(), deadline)
         while pending:
-            yield _arrived(pending.popleft(), deadline)
+            yield _arrived(*pending.popleft(), deadline)
 
     def close(self) -> None:
         """See Inlet."""
@@ -300,9 +296,10 @@ def _broadcast(group: Group | None, piece: Tensor) -> dist.Work:
         raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
 
 
-def _arrived(entry: tuple[dist.Work, Tensor], deadline: float) -> Tensor:
-    _await(entry[0], deadline)
-    return entry[1]
+def _arrived(work: dist.Work, piece: Piece, deadline: float) -> None:
+    _await(work, deadline)
+    if piece[1] is not None:
+        piece[1].add()
 
 
 def _await(work: dist.Work, deadline: float) -> None:

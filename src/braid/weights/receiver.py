@@ -15,7 +15,7 @@ from torch import Tensor
 from braid.errors import EngineError
 
 from .fingerprint import Fingerprint, of_bytes
-from .links import Inlet, Run, aligned, make_inlet, runs_of
+from .links import Inlet, Piece, Run, aligned, make_inlet, runs_of
 from .wire import Message, Receipt, Tally, TensorSpec, Ticket, Wire, call, specs_from
 
 _DOING = "sending weights"
@@ -166,10 +166,10 @@ class LinkedReceiver:
     ) -> Iterator[tuple[TensorSpec, Tensor] | None]:
         """Description and bytes of each tensor of a version when it is here; None when all so far were compared, after each bucket.
         The next bucket's pieces are asked for while the last ones of this are under way, if it was announced by then."""
-        link, due = self._link, deque[_Piece]()
+        link, due = self._link, deque[_Due]()
         last: Message = {}
 
-        def pieces() -> Iterator[Tensor | None]:
+        def pieces() -> Iterator[Piece | None]:
             nonlocal last
             number, bucket = 0, _Bucket(0, [])
             while True:
@@ -188,7 +188,7 @@ class LinkedReceiver:
                 place = opened(bucket.specs)
                 for piece, memory in _pieces(bucket, place, link):
                     due.append(piece)
-                    yield memory
+                    yield memory, piece.of
                 del place
 
         for _ in link.take(pieces(), deadline):
@@ -258,7 +258,7 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Due:
     """What is done when the next piece is here."""
 
     bucket: _Bucket
@@ -273,7 +273,6 @@ class _Piece:
     def arrived(self) -> Iterator[tuple[TensorSpec, Tensor]]:
         """The tensors that are whole with it."""
         if self.of is not None:
-            self.of.add()
             if self.ends_run:
                 self.bucket.found.append(self.of)
                 yield self.run.specs[0], self.memory
@@ -284,7 +283,7 @@ class _Piece:
             yield spec, part
 
 
-def _pieces(bucket: _Bucket, place: Place, link: Inlet) -> Iterator[tuple[_Piece, Tensor]]:
+def _pieces(bucket: _Bucket, place: Place, link: Inlet) -> Iterator[tuple[_Due, Tensor]]:
     """Of a bucket, in order, with the memory that each fills."""
     runs = runs_of(bucket.specs, link.piece_bytes)
     for run in runs:
@@ -297,7 +296,7 @@ def _pieces(bucket: _Bucket, place: Place, link: Inlet) -> Iterator[tuple[_Piece
         parts = memory.split(link.piece_bytes)
         for number, part in enumerate(parts, start=1):
             ends = number == len(parts)
-            yield _Piece(bucket, run, memory, of, ends, ends and run is runs[-1]), part
+            yield _Due(bucket, run, memory, of, ends, ends and run is runs[-1]), part
 
 
 class _Memory:

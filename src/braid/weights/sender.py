@@ -223,19 +223,18 @@ class LinkedSender:
 
 
 def _send_run(run: Run, tensors: Sequence[Tensor], outlet: Outlet, deadline: float) -> list[Fingerprint]:
-    """Send the bytes of a run's tensors; their fingerprints. A piece is summed while it is in the cache, or under way."""
+    """Send the bytes of a run's tensors; their fingerprints."""
     if outlet.device is not None:
         tensors = [tensor.to(outlet.device) for tensor in tensors]
     if run.is_packed:
         packed = torch.zeros(run.num_bytes, dtype=torch.uint8, device=tensors[0].device)
         for tensor, offset in zip(tensors, run.offsets, strict=True):
             packed[offset : offset + tensor.numel()] = tensor
-        outlet.put(packed, deadline)
+        outlet.put(packed, None, deadline)
         pairs = zip(run.specs, tensors, strict=True)
         return [of_bytes(spec.torch_dtype, spec.shape, tensor) for spec, tensor in pairs]
     (spec,), (memory,) = run.specs, tensors
     of = Fingerprint(spec.torch_dtype, spec.shape, memory, outlet.piece_bytes)
     for piece in memory.split(outlet.piece_bytes):
-        outlet.put(piece, deadline)
-        of.add()
+        outlet.put(piece, of, deadline)
     return [of]
