@@ -56,7 +56,8 @@ class DeepSpeedBackend(RankBackend):
         super().__init__(model, config, total_steps=total_steps, device=device)
         settings = _settings(model.module, config.deepspeed, device)
         net = Pass(model, super()._autocast)
-        package.zero.Init(net, config_dict_or_path=settings)  # hands out what rank 0 has
+        former = package.utils.groups._get_zero_param_intra_parallel_group()  # which a process has but one of
+        package.zero.Init(net, config_dict_or_path=settings, zero_param_parallel_group=former)  # from rank 0
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(
