@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray  # noqa: TID251
@@ -28,6 +29,27 @@ def test_an_address_where_nobody_answers_is_told_in_seconds(
     monkeypatch.setenv("RAY_ADDRESS", closed_address)
     for address in (None, "auto"):
         with pytest.raises(ConfigError, match="no cluster answers there"):
+            connect(ClusterConfig(address=address), num_processes=1)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
+def test_an_address_where_something_else_answers_is_told_in_seconds(answer: bytes | None) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(20.0)
+
+        def serve() -> None:
+            line, _ = server.accept()
+            with line:
+                line.recv(100)
+                if answer is None:
+                    line.recv(100)  # until the other side gives up
+                else:
+                    line.sendall(answer)
+
+        pool.submit(serve)
+        address = f"127.0.0.2:{server.getsockname()[1]}"  # Ray takes 127.0.0.1 for the machine's own
+        with pytest.raises(ConfigError, match=f"'{address}' cannot be joined: no cluster answers there"):
             connect(ClusterConfig(address=address), num_processes=1)
     assert not ray.is_initialized()
 

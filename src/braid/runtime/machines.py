@@ -33,7 +33,10 @@ from .interrupts import interrupts_held
 from .workers import Seat
 
 _ANSWER_S = 5.0
-"""For a cluster to accept a connection. Ray itself tries for a quarter of an hour where nobody answers."""
+"""For a cluster to accept a connection and to speak. Ray itself tries for minutes, or a quarter of an hour where nobody answers."""
+_SETTINGS = b"\x04"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
+"""What HTTP/2, which Ray speaks, begins with: a line and a frame of settings, whose like is the answer (RFC 9113, 3.4)."""
 _OBJECT_BYTES = 512 * 2**20
 _SIOCGIFADDR = 0x8915
 """Linux: the address of a network interface (netdevice(7))."""
@@ -123,7 +126,11 @@ def _join(address: str) -> None:
     try:
         found = canonicalize_bootstrap_address(address) or ""
         host, _, port = found.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S) as line:
+            if os.environ.get("RAY_USE_TLS") != "1":
+                line.sendall(_PREFACE)
+                if not line.recv(9).startswith(_SETTINGS, 3):
+                    raise ValueError("something else does")
     except (OSError, ValueError) as error:  # none was found, its name or form is wrong, or it does not answer
         raise _cannot_join(
             address,
