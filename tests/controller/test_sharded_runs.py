@@ -186,7 +186,9 @@ def test_an_engine_that_cannot_start_is_named_before_weights_wait_for_it(tmp_pat
         "rollout.vllm": {"max_model_tokens": 8000},
         "cluster.placement": {"policy": "0", "rollout": "1"},
     }
-    with pytest.raises(WorkerError, match="rollout worker 0 of 1 failed while in receivers"):
+    with pytest.raises(
+        WorkerError, match=r"rollout worker 0 of 1 failed while in receivers\(\).*: EngineError: vLLM"
+    ):
         _run(tmp_path, "unfit", settings, rounds=1)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from braid.config.cluster import ClusterConfig
-from braid.errors import WorkerError
+from braid.errors import EngineError, WorkerError
 from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.runtime.workers import Place
 
@@ -35,6 +35,9 @@ class Worker:
 
     def fail(self) -> None:
         raise ValueError("no such thing")
+
+    def tell(self) -> None:
+        raise EngineError("the engine ended. Its log:\n  nothing of note")
 
     def die(self) -> None:
         if self._place.rank == 1:
@@ -90,6 +93,10 @@ def test_the_configs_environment_reaches_workers() -> None:
     ("method", "message"),
     [
         ("fail", r"policy worker \d of 2 failed while in fail\(\): .*no such thing"),
+        (
+            "tell",
+            r"policy worker \d of 2 failed while in tell\(\): EngineError: the engine ended\. Its log:\n  nothing",
+        ),
         ("die", r"policy worker 1 of 2 died while in die\(\): .*\(pid \d+ on .*full of cats"),
     ],
 )

@@ -31,7 +31,7 @@ from ray.exceptions import (  # noqa: TID251
 )
 
 from braid.config.cluster import ClusterConfig
-from braid.errors import ConfigError, EngineError, Problem, WorkerError
+from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
 
 from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
 from .machines import Machines, connect, is_joined, leave
@@ -278,10 +278,14 @@ class RayGroup:
             rank, error = min(errors.items(), key=lambda item: not _is_death(item[1]))
             if not _is_death(error):
                 self.close()
+                raised = _raised(error)
+                told = (
+                    f"{type(raised).__name__}: {raised}"
+                    if isinstance(raised, BraidError)
+                    else _last_line(error)
+                )
                 raise WorkerError(
-                    f"{Member(self, rank)} failed while {doing}",
-                    f"{_last_line(error)} ({self._where(rank)})",
-                    _raised(error),
+                    f"{Member(self, rank)} failed while {doing}", f"{told} ({self._where(rank)})", raised
                 ) from error
             loss = Loss(Member(self, rank))
         group, rank = loss.member
