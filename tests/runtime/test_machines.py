@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import ray  # noqa: TID251
@@ -52,6 +54,18 @@ def test_an_address_where_something_else_answers_is_told_in_seconds(answer: byte
         with pytest.raises(ConfigError, match=f"'{address}' cannot be joined: no cluster answers there"):
             connect(ClusterConfig(address=address), num_processes=1)
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_a_folder_in_which_ray_cannot_start_is_named(
+    is_long: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path / ("x" * 100)) if is_long else "/proc/nowhere"
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    with pytest.raises(ConfigError, match=rf"Ray cannot start here \(.*RAY_TMPDIR \({folder}\)"):
+        connect(ClusterConfig(), num_processes=1)
+    assert not ray.is_initialized()
+    assert "RAY_AUTH_TOKEN" not in os.environ
 
 
 @pytest.mark.parametrize("address", ["ray://localhost:10001", "localhost", "localhost:port"])

@@ -92,14 +92,22 @@ def _start(num_processes: int) -> None:
         _secrets.append(secrets.token_hex(32))
         os.environ[_SECRET] = _secrets[0]
         _forget_secret()
-    ray.init(
-        address=_HERE,
-        num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=_OBJECT_BYTES,
-    )
+    try:
+        ray.init(
+            address=_HERE,
+            num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_BYTES,
+        )
+    except OSError as error:
+        leave()
+        raise _problem(
+            "cluster",
+            f"Ray cannot start here ({error}). Its files go to RAY_TMPDIR ({os.environ.get('RAY_TMPDIR', 'unset')}), else to "
+            "/tmp: name a folder there that can be written to, has room and a short path",
+        ) from error
 
 
 def is_joined(config: ClusterConfig) -> bool:
