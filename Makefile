@@ -59,7 +59,7 @@ walls: setup
 	$(BIN)/lint-imports
 
 quick: setup
-	$(BIN)/pytest -q -m "not slow"
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
 
 all: $(BACKENDS) $(VLLM)
 	$(BIN)/pytest -q -n 2 --dist loadgroup

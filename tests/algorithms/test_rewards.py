@@ -46,6 +46,7 @@ def test_equal_rewards_have_a_running_deviation_of_exactly_0(reward, count):
     assert running.std == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", STATISTICS)
 @pytest.mark.parametrize("std", STATISTICS)
 @given(rewards=st.lists(finite, min_size=1, max_size=12), data=st.data())

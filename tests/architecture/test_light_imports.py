@@ -44,6 +44,7 @@ def test_a_light_module_imports_nothing_heavy(module: str) -> None:
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["explain", "convert", "show"])
 @pytest.mark.parametrize("name", ["rlinf-math-003", "rlinf-embodied-003", "roll-rlvr-002", "skyrl-004"])
 def test_a_look_at_a_foreign_config_imports_nothing_heavy(verb: str, name: str) -> None:

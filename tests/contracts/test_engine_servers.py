@@ -101,6 +101,7 @@ def test_a_server_that_never_says_what_it_is_is_named(tmp_path: Path, protocol: 
                 pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults", [["500"], ["429", "503", "502"], ["cut"], ["silent"], ["noise"], ["garbage"]]
 )
@@ -111,6 +112,7 @@ def test_a_request_outlives_what_may_pass(tmp_path: Path, protocol: Protocol, fa
         assert server.num_asked == len(faults) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
@@ -206,6 +208,7 @@ def _versioned(protocol: Protocol, version: str) -> Any:
     return {"meta_info": ANSWERS["sglang"]["meta_info"] | {"weight_version": version}}
 
 
+@pytest.mark.slow
 def test_requests_of_a_server_that_hangs_go_on_at_the_others(tmp_path: Path, protocol: Protocol) -> None:
     with ExitStack() as stack:
         pairs = [stack.enter_context(unruly(protocol, tmp_path / str(i), 1.0)) for i in range(2)]

@@ -156,6 +156,7 @@ def test_many_mutated_files_are_errors_of_ours_or_configs(
     check(reader, seed, changes, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [seed for seed in ALL_SEEDS if seed.variant is None], ids=lambda seed: seed.name
 )
@@ -226,6 +227,7 @@ def test_yaml_of_all_sorts_is_an_error_of_ours_or_a_config(tmp_path: Path, what:
     assert not (tmp_path / SENTINEL).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     ["", "=", "a", "a=", "=1", "..=1", "a[0]=1", "a.-1=2", "rollout_batch_size=[", "++rollout_batch_size=x", "~x", "x=${y", "x=!!python/none"],

@@ -158,6 +158,7 @@ def _is_in(value: Any, values: Iterable[Any]) -> bool:
     return any(type(value) is type(other) and value == other for other in values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_change_of_an_applied_key_changes_what_the_run_reads(reader: Reader, variant: Variant) -> None:
     changes = Changes(reader, variant)
@@ -293,6 +294,7 @@ def enumerated() -> list[tuple[str, str, Rule]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(DIALECTS))
 def test_each_value_of_an_enumerated_key_is_taken_and_another_is_refused_with_the_list(name: str) -> None:
     for dialect, path, rule in enumerated():

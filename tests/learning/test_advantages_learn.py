@@ -177,11 +177,13 @@ def _packed(rows: list[Row]) -> PackedBatch:
     return PackedBatch({}, mask, (4,) * len(rows), fields, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_turns_that_are_rewarded_at_once_are_learned(family: str) -> None:
     assert _learn(FAMILIES[family], AT_ONCE) > 0.8  # 1/9 at the start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - MYOPIC))
 def test_a_turn_that_pays_later_is_learned(family: str) -> None:
     assert _learn(FAMILIES[family], DELAYED) > 0.8

@@ -242,6 +242,7 @@ def _packed(rows: list[Row]) -> PackedBatch:
     return PackedBatch({}, mask, (2,) * len(rows), fields, torch.full((2 * len(rows),), 1.0 / len(rows)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bandit_learns_its_best_answer(name: PolicyLoss, level: str) -> None:

@@ -33,6 +33,7 @@ LETTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_a_language_model_learns_to_write_one_letter(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

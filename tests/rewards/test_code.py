@@ -70,6 +70,7 @@ def test_the_last_block_counts_and_an_answer_without_one_has_failed(answered: An
     assert (right.reward, none.reward) == (1.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -56,6 +56,7 @@ def test_a_reference_that_is_no_mathematics_is_no_wrong_answer(answered: Answere
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["9^9^9^9", r"\boxed{10^{10^{10^{10}}}}"])
 def test_an_answer_that_keeps_sympy_busy_is_invalid_and_holds_up_no_other(
     answered: Answered, score: Score, text: str

@@ -212,6 +212,7 @@ def test_when_too_many_calls_hang_further_ones_fail_at_once(
     assert hung[2].reason.startswith("reward hanging: 2 earlier calls still run past reward.timeout_s=0.1")
 
 
+@pytest.mark.slow
 def test_a_hanging_call_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
     script = """
         import asyncio, sys

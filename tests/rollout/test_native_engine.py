@@ -103,6 +103,7 @@ def facts(completion: Completion) -> tuple[list[int], list[float], str]:
     return completion.token_ids, completion.logprobs, completion.stop_reason
 
 
+@pytest.mark.slow
 def test_a_request_gets_the_same_bits_in_any_company_and_order(
     architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:

@@ -53,6 +53,7 @@ HOWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", list(HOWS.values()), ids=list(HOWS))
 def test_sampled_frequencies_are_those_of_the_enumerated_distribution(
     how: Sampling,

@@ -35,6 +35,7 @@ def test_an_address_where_nobody_answers_is_told_in_seconds(
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
 def test_an_address_where_something_else_answers_is_told_in_seconds(answer: bytes | None) -> None:
     with socket.create_server(("127.0.0.2", 0)) as server, ThreadPoolExecutor(1) as pool:

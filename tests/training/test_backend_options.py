@@ -148,6 +148,7 @@ def test_every_option_of_deepspeed_is_in_the_table() -> None:
     assert options("train.deepspeed") == DEEPSPEED.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::Warning:megatron")
 @pytest.mark.parametrize("option", MEGATRON)
 def test_an_option_of_megatron_is_in_what_its_layers_are_made_of(option: str) -> None:

@@ -64,14 +64,15 @@ def test_it_is_the_same_in_pieces_and_for_every_layout(num_bytes: int) -> None:
     assert fingerprint(torch.cat([torch.zeros(3, dtype=torch.uint8), data])[3:]) == whole, "at an odd address"
 
 
-@pytest.fixture(params=["one pass", "no compiler"])
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=["one pass", "no compiler"], scope="module")
+def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """This machine's, and none."""
-    if request.param == "no compiler":
-        monkeypatch.setenv("CC", "/nowhere/cc")
-    copy_and_sum.cache_clear()
-    assert (copy_and_sum() is None) == (request.param == "no compiler")
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "no compiler":
+            patch.setenv("CC", "/nowhere/cc")
+        copy_and_sum.cache_clear()
+        assert (copy_and_sum() is None) == (request.param == "no compiler")
+        yield
     copy_and_sum.cache_clear()
 
 
