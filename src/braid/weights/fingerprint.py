@@ -69,7 +69,7 @@ class Fingerprint:
 
     def add_copied(self, source: Tensor, target: Tensor) -> None:
         """Copy the next piece of the memory, which is `source` or `target`, from or to other memory, and sum it."""
-        one_pass = None if source.is_cuda or target.is_cuda else self._one_pass()
+        one_pass = self._one_pass() if source.device == target.device else None
         if one_pass is None:
             copy(source, target)
             self.add()
@@ -92,7 +92,8 @@ class Fingerprint:
         return start, min(self._next, self._end)
 
     def _one_pass(self) -> Any:
-        return None if self._memory.is_cuda or not self._end else copy_and_sum()
+        """For what is in host memory and large enough to be summed."""
+        return copy_and_sum() if self._end and self._memory.device.type == "cpu" else None
 
 
 @cache
