@@ -20,6 +20,7 @@ from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.published import RemoteEngine
 from braid.weights.files import FileSender
+from braid.weights.fingerprint import Fingerprint
 from braid.weights.sender import LinkedSender
 from braid.weights.sending import Sender
 from braid.weights.wire import Receipt
@@ -229,7 +230,7 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(engine: RolloutEngine
 def test_nothing_is_published_while_requests_run(engine: RolloutEngine, lm: CausalLM) -> None:
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate(replace(REQUEST, sampling=Sampling(40))))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)  # it has begun
         with pytest.raises(EngineError, match="while 1 requests run"):
             publish(engine, lm, 9)
         await task
@@ -304,13 +305,15 @@ def damaged(sender: Sender | None) -> Iterator[None]:
     assert sender._outlet is not None
     put, num_pieces = sender._outlet.put, 0
 
-    def put_damaged(piece: Tensor, deadline: float) -> None:
+    def put_damaged(piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
         nonlocal num_pieces
         num_pieces += 1
+        if of is not None:
+            of.add()  # of what should arrive
         if num_pieces == 3:
             piece = piece.clone()
             piece[len(piece) // 2] ^= 4
-        put(piece, deadline)
+        put(piece, None, deadline)
 
     sender._outlet.put = put_damaged
     yield
