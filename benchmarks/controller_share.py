@@ -5,8 +5,8 @@
 Real runs under Ray: a policy and a rollout worker, each with a process, and the rows of a round in a third. Measured is CPU time
 from the end of one round to the end of the next, of the loop's thread and of its whole process; in the latter Ray's own threads take
 half a percent of any time that passes. The first round, which warms up, is left out. Goal: the process under 2 % of the round,
-and the loop the same for every length, since tokens never pass through it. The round's time is that of the machine at hand, with a model as small as the quickstart's: any
-larger one makes the share smaller.
+and the loop the same for every length, since tokens never pass through it. The round's time is that of the machine at hand, with a
+model as small as the quickstart's: any larger one makes the share smaller.
 """
 
 from __future__ import annotations

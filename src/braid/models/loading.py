@@ -69,7 +69,7 @@ def load_policy(
     if config.build is not None:
         model = build_model(config.build, load_tokenizer(config), dtype=TORCH_DTYPES[config.dtype], seed=seed)
     else:
-        model = (_hollow if is_hollow else _pretrained)(config, f"{key}.path", home)
+        model = _pretrained(config, f"{key}.path", home, is_hollow=is_hollow)
         _set_config_tokens(model, config)
         _note_dropout(model)
         _note_rotary(model)
@@ -109,17 +109,27 @@ def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
     tokenizer.save_pretrained(folder)
 
 
-def _pretrained(config: ModelConfig, key: str, device: torch.device) -> PreTrainedModel:
+def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollow: bool) -> PreTrainedModel:
+    """The model of a folder; one that `is_hollow` without the weights in it, in host memory that nothing was written to."""
     path = model_path(config)
     check_folder(path, key, needs_weights=True)
+    options: dict[str, Any] = {
+        "dtype": TORCH_DTYPES[config.dtype],
+        "trust_remote_code": config.trust_remote_code,
+        "attn_implementation": "eager",
+    }
     try:
+        if is_hollow:
+            own = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            with no_init_weights():
+                hollow = AutoModelForCausalLM.from_config(own, **options)
+            hollow.tie_weights()
+            return hollow
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=TORCH_DTYPES[config.dtype],
-            trust_remote_code=config.trust_remote_code,
-            attn_implementation="eager",
             output_loading_info=True,
             device_map={"": device} if config.low_memory_load else None,
+            **options,
         )
     except UNREADABLE as error:
         raise ModelError(unusable(path, key, "causal language model", error)) from error
@@ -129,25 +139,6 @@ def _pretrained(config: ModelConfig, key: str, device: torch.device) -> PreTrain
             f"{key}={path}: its files lack {len(missing)} of the weights of {type(model).__name__}, among them "
             f"{missing[0]}; they would start at random. Complete the folder or choose another"
         )
-    return model
-
-
-def _hollow(config: ModelConfig, key: str, device: torch.device) -> PreTrainedModel:
-    """The model without the weights of its files, in memory that nothing was written to."""
-    path = model_path(config)
-    check_folder(path, key, needs_weights=True)
-    try:
-        own = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        with no_init_weights(), device:
-            model = AutoModelForCausalLM.from_config(
-                own,
-                dtype=TORCH_DTYPES[config.dtype],
-                trust_remote_code=config.trust_remote_code,
-                attn_implementation="eager",
-            )
-    except UNREADABLE as error:
-        raise ModelError(unusable(path, key, "causal language model", error)) from error
-    model.tie_weights()
     return model
 
 

@@ -39,16 +39,13 @@ def make_critic(
     head = {"head_name": config.critic.head_name, "normalizes": config.critic.normalize_values}
     if config.critic.path is None:
         of = policy or make_policy(config, device, rank=rank)
-        if policy is None and not of.has_adapters:  # nobody else's
-            critic = ValueModel(of.backbone, attention=of.attention, **head)
-        else:
-            critic = ValueModel.copy_of(of, **head)
     else:
         model = config.model.model_copy(update={"path": config.critic.path, "build": None, "lora": None})
-        loaded = load_policy(
-            model, temperature=1.0, seed=0, device=device, train=train, key="critic", rank=rank
-        )
-        critic = ValueModel(loaded.backbone, attention=loaded.attention, **head)
+        of = load_policy(model, temperature=1.0, seed=0, device=device, train=train, key="critic", rank=rank)
+    if of is policy or of.has_adapters:
+        critic = ValueModel.copy_of(of, **head)
+    else:  # nobody else's
+        critic = ValueModel(of.backbone, attention=of.attention, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)
     return critic
 

@@ -278,14 +278,10 @@ class RayGroup:
             rank, error = min(errors.items(), key=lambda item: not _is_death(item[1]))
             if not _is_death(error):
                 self.close()
-                raised = _raised(error)
-                told = (
-                    f"{type(raised).__name__}: {raised}"
-                    if isinstance(raised, BraidError)
-                    else _last_line(error)
-                )
                 raise WorkerError(
-                    f"{Member(self, rank)} failed while {doing}", f"{told} ({self._where(rank)})", raised
+                    f"{Member(self, rank)} failed while {doing}",
+                    f"{_told(error)} ({self._where(rank)})",
+                    _raised(error),
                 ) from error
             loss = Loss(Member(self, rank))
         group, rank = loss.member
@@ -307,7 +303,7 @@ class RayGroup:
         probe = self._hosts[rank].read.remote(())
         ray.wait([probe], timeout=_GRACE_S)
         error = _error_of(probe)
-        how = _ENDED if error is None else _last_line(error)
+        how = _ENDED if error is None else _told(error)
         if is_oom or isinstance(error, OutOfMemoryError):
             how = f"it was killed for lack of memory: {_LESS_MEMORY}"
         words = self._last_words(rank)
@@ -358,8 +354,10 @@ def _raised(error: RayError) -> BaseException | None:
     return None if isinstance(cause, RayError) else cause
 
 
-def _last_line(error: Exception) -> str:
-    """What a worker raised, or how its process ended."""
+def _told(error: RayError) -> str:
+    """What a worker raised, whole if the error is ours, or how its process ended."""
+    if isinstance(raised := _raised(error), BraidError):
+        return f"{type(raised).__name__}: {raised}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
     if "Worker unexpectedly exits with a connection error" in last:

@@ -1,8 +1,8 @@
 """Copies of memory, and copies that sum what they copy in the same pass.
 
 To copy first and to sum then reads everything twice. One pass over both costs no more than the copy, but no function of torch or of
-the standard library makes one. It takes twenty lines of C, which this machine's own compiler compiles when they are first wanted (a tenth of
-a second, in a folder that is gone at once). Without a compiler there are two passes and the same sums.
+the standard library makes one. It is a page of C, which this machine's own compiler compiles when it is first wanted (a fifth of a
+second, in a folder that is gone at once). Without a compiler there are two passes and the same sums.
 """
 
 from __future__ import annotations

@@ -58,11 +58,8 @@ class DeepSpeedBackend(RankBackend):
         net = Pass(model, super()._autocast)
         former = package.utils.groups._get_zero_param_intra_parallel_group()  # which a process has but one of
         package.zero.Init(net, config_dict_or_path=settings, zero_param_parallel_group=former)  # from rank 0
-        for module in net.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(
-                    name, buffer.to(device), name not in module._non_persistent_buffers_set
-                )
+        for buffer in net.buffers():
+            buffer.data = buffer.data.to(device)
         self._engine: Any = package.initialize(model=net, optimizer=self._optimizer, config=settings)[0]
         self._zero: Any = self._engine.optimizer
 
