@@ -83,7 +83,7 @@ def test_json_has_a_row_for_every_key(capsys: pytest.CaptureFixture[str], file: 
     assert {row["disposition"] for row in rows} == {"applied"}
 
 
-def test_what_sets_native_keys_that_nothing_reads_is_shown_as_idle(
+def test_what_sets_native_keys_that_nothing_reads_is_shown_as_unused(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
     assert main(["explain", str(file), "generator.gpu_memory_utilization=0.5", "--engine", "vllm"]) == 0
@@ -92,8 +92,8 @@ def test_what_sets_native_keys_that_nothing_reads_is_shown_as_idle(
     given = [str(file), "generator.gpu_memory_utilization=0.5", servers, "--engine", "vllm"]
     assert main(["explain", *given]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "idle: servers were started with options of their own (rollout.vllm.servers)" in out
-    assert "3 applied, 1 idle" in out
+    assert "unused: servers were started with options of their own (rollout.vllm.servers)" in out
+    assert "3 applied, 1 unused" in out
 
 
 def test_explain_shows_what_would_stop_a_run(capsys: pytest.CaptureFixture[str], file: Path) -> None:
@@ -109,12 +109,38 @@ def test_all_problems_are_told_at_once_with_their_lines(
     path = tmp_path / "bad.yaml"
     path.write_text("trainer:\n  epochs: none\n  epoch: 3\ngenerator:\n  backend: vlm\n")
     assert main(["explain", str(path)]) == 2
-    assert capsys.readouterr().err == (
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "bad.yaml (SkyRL): 3 keys, 3 refused"
+    assert err == (
         "braid: 3 problems in the config:\n"
         "  - trainer.epochs: 'none' is not a whole number of at least 1 [bad.yaml:2]\n"
         "  - trainer.epoch: unknown key of SkyRL, did you mean 'trainer.epochs'? [bad.yaml:3]\n"
         "  - generator.backend: 'vlm' is not one of vllm, sglang [bad.yaml:5]\n"
     )
+
+
+def test_a_refused_file_is_explained_whole_with_the_refused_keys_among_it(
+    capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    wrong = ["trainer.epoch=3", "trainer.train_batch_size=lots", "trainer.project_name=mine"]
+    assert main(["explain", str(file), *wrong, "--json"]) == 2
+    rows = {row["path"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["trainer.epochs"]["native"] == {"run.max_epochs": 2}
+    assert rows["trainer.epoch"]["disposition"] == "refused"
+    assert rows["trainer.epoch"]["note"] == "unknown key of SkyRL, did you mean 'trainer.epochs'?"
+    assert rows["trainer.train_batch_size"]["disposition"] == "refused"
+    assert len(rows) == 6
+
+
+def test_a_native_value_that_the_config_refuses_is_refused_in_the_ledger(
+    capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    betas = "trainer.policy.optimizer_config.adam_betas"
+    assert main(["explain", str(file), f"{betas}=[0.9,1.0]", "--json"]) == 2
+    out, err = capsys.readouterr()
+    (row,) = [row for row in json.loads(out) if row["disposition"] == "refused"]
+    assert row["path"] == betas
+    assert row["note"] in err
 
 
 def test_a_native_config_has_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ def test_no_key_of_the_pages_is_unsupported() -> None:
             {"backend": "fsdp2", "engine": "vllm"},
         ):
             ledger = read_config(path, **options).ledger
-            assert {entry.disposition for entry in ledger} <= {"applied", "idle", "implied", "no effect"}
+            assert {entry.disposition for entry in ledger} <= {"applied", "unused", "implied", "no effect"}
             assert all(entry.native or entry.note for entry in ledger)
 
 

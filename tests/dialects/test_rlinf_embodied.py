@@ -86,9 +86,14 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
     assert found.reward.parts == ()
 
 
-def test_nothing_of_the_page_is_unsupported_and_text_keys_say_why_they_rest() -> None:
+def test_keys_of_robots_are_unsupported_and_text_keys_say_why_they_have_no_effect() -> None:
     ledger = read().ledger
-    assert {entry.disposition for entry in ledger} == {"applied", "idle", "implied", "no effect"}
+    of_robots = ("env.", "model.vla.")
+    for entry in ledger:
+        is_of_robots = bool(entry.native) and all(key.startswith(of_robots) for key in entry.native)
+        assert (entry.disposition == "unsupported") == is_of_robots, entry.path
+    unused = {entry.path for entry in ledger if entry.disposition == "unused"}
+    assert {f"algorithm.{name}_type" for name in ("reward", "logprob", "entropy")} <= unused
     found = notes()
     assert found["runner.seq_length"] == "runner.task_type is embodied, and this is of language models"
     assert found["rollout.model.model_path"] == "the robot's policy is actor.model.model_path"

@@ -20,10 +20,11 @@ from braid.errors import ConfigError, Problem, suggest
 
 _STYLES = {
     "applied": "green",
-    "idle": "yellow",
+    "unused": "yellow",
     "implied": "cyan",
     "no effect": "yellow",
     "unsupported": "red",
+    "refused": "bold red",
 }
 _MAX_KEY, _MAX_VALUE, _GAP = 36, 24, 2
 
@@ -118,8 +119,8 @@ def _wrapped(text: str, style: str, indent: int, width: int) -> Iterator[Text]:
 
 
 def _is_set(entry: Entry) -> bool:
-    """Whether it has native values that this run reads."""
-    return bool(entry.native) and entry.disposition != "idle"
+    """Whether this run depends on its native values."""
+    return entry.disposition == "applied"
 
 
 def _became(entry: Entry) -> str:

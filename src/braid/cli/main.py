@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from braid.config.load import Loaded
     from braid.controller.commands import Outcome
     from braid.dialects.load import Read
+    from braid.dialects.table import DialectName, Entry
     from braid.plan import Verb
 
 OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -152,7 +153,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from braid.cli import explain
-    from braid.dialects.load import DIALECTS, ledger_text
+    from braid.dialects.load import Refused
 
     if args.key is not None:
         explain.print_key(args.key)
@@ -160,16 +161,27 @@ def _explain(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("give a config to explain, or --key KEY for one key")
     args.allow_unsupported = ["*"]
-    read = _read(args)
+    try:
+        read = _read(args)
+    except Refused as refusal:
+        _write_ledger(args, refusal.language, refusal.ledger)
+        raise
     if read.language == "native":
         raise ConfigError(
             f"{args.config} is in braid's own language; see what it means with: braid show {args.config}"
         )
-    if args.json:
-        sys.stdout.write(ledger_text(read.ledger))
-    else:
-        explain.print_ledger(read.ledger, title=f"{Path(args.config).name} ({DIALECTS[read.language].title})")
+    _write_ledger(args, read.language, read.ledger)
     return OK
+
+
+def _write_ledger(args: argparse.Namespace, language: DialectName, ledger: Sequence[Entry]) -> None:
+    from braid.cli.explain import print_ledger
+    from braid.dialects.load import DIALECTS, ledger_text
+
+    if args.json:
+        sys.stdout.write(ledger_text(ledger))
+    else:
+        print_ledger(ledger, title=f"{Path(args.config).name} ({DIALECTS[language].title})")
 
 
 def _convert(args: argparse.Namespace) -> int:

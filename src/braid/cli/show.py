@@ -45,7 +45,7 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
         (
             "config",
             "" if show_defaults else "what you set; --all shows defaults too",
-            _config(loaded, show_defaults, console.width - 2),
+            _config(loaded, plan, show_defaults, console.width - 2),
         ),
         ("what follows", f"braid {plan.verb}", _figures(loaded.config, plan)),
     ]
@@ -67,9 +67,10 @@ def _table(*justify: Any) -> Table:
     return table
 
 
-def _config(loaded: Loaded, show_defaults: bool, width: int) -> RenderableType:
-    """The config as an indented tree: key, value, origin."""
-    rows: list[tuple[Text, Text, Text]] = []
+def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> RenderableType:
+    """The config as an indented tree: key, value, origin; dim where nothing in this run depends on the value."""
+    unused = idle_keys(loaded.config, plan)
+    rows: list[tuple[Text, Text, Text, bool]] = []
     shown: KeyPath = ()
     for path, value, origin in _lines(loaded):
         if origin == DEFAULT and not show_defaults:
@@ -78,19 +79,22 @@ def _config(loaded: Loaded, show_defaults: bool, width: int) -> RenderableType:
             list(takewhile(lambda pair: pair[0] == pair[1], zip(shown[:-1], path[:-1], strict=False)))
         )
         rows += [
-            (Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text())
+            (Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text(), False)
             for depth in range(common, len(path) - 1)
         ]
-        dim = "dim" if origin == DEFAULT else ""
+        is_unused = any(path_text(path[:end]) in unused for end in range(1, len(path) + 1))
+        dim = "dim" if origin == DEFAULT or is_unused else ""
         key = Text(f"{'  ' * (len(path) - 1)}{_key(path[-1])}", style=dim)
         style = "yellow" if origin == OVERRIDE else "dim"
-        rows.append((key, Text(value, style=dim), Text(origin, style=style)))
+        rows.append((key, Text(value, style=dim), Text(origin, style=style), is_unused))
         shown = path
     table = _table("left", "left", "left")
-    keys, values, _ = (max((len(cell) for cell in column), default=0) for column in zip(*rows, strict=True))
+    keys, values = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     room = max(width - keys - min(values, _VALUE_WIDTH) - 4, _ORIGIN_WIDTH)
-    for key, value, origin in rows:
-        table.add_row(key, value, Text(short_origin(origin.plain, room), style=origin.style))
+    for key, value, origin, is_unused in rows:
+        note = ", unused" if is_unused else ""
+        shown_origin = short_origin(origin.plain, room - len(note)) + note
+        table.add_row(key, value, Text(shown_origin, style=origin.style))
     return table
 
 
@@ -147,7 +151,7 @@ def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
         key, value = f"algorithm.{field.name}", getattr(recipe, field.name)
         is_set = getattr(config, field.name) is not None
         style = "dim" if key in idle else "bold" if is_set else ""
-        origin = (loaded.origins[key] if is_set else "recipe") + (", not used" if key in idle else "")
+        origin = (loaded.origins[key] if is_set else "recipe") + (", unused" if key in idle else "")
         table.add_row(
             Text(field.name, style="dim" if key in idle else ""),
             Text("off" if value is None else _value(value), style=style),

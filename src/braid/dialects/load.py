@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,13 +13,14 @@ from braid.config.schema import RunConfig
 from braid.config.source import OVERRIDE, Written, read_file
 from braid.errors import ConfigError, Problem
 from braid.plan import derive, idle_keys
+from braid.plan.available import missing_sections
 
 from .compose import compose
 from .rlinf import RLINF
 from .roll import ROLL
 from .skyrl import SKYRL
 from .table import Dialect, DialectName, Entry
-from .translate import NATIVE, defaults_tree, translate
+from .translate import NATIVE, defaults_tree, overlap, translate
 
 DIALECTS: dict[DialectName, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL)}
 Language = Literal["native", "rlinf", "roll", "skyrl"]
@@ -32,6 +33,18 @@ class Read:
     loaded: Loaded
     language: Language
     ledger: tuple[Entry, ...] = ()
+
+
+class Refused(ConfigError):
+    """A config of another system that is refused. `ledger` accounts for all of its keys all the same."""
+
+    def __init__(self, problems: Sequence[Problem], language: DialectName, ledger: Sequence[Entry]) -> None:
+        super().__init__(problems)
+        self.language: DialectName = language
+        self.ledger = tuple(ledger)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.problems, self.language, self.ledger)
 
 
 def read_config(
@@ -62,26 +75,48 @@ def read_config(
         allowed=allowed,
     )
     if translation.written.problems:
-        raise ConfigError(translation.written.problems)
-    loaded = validate(translation.written, path)
-    ledger = tuple(_with_idle(translation.ledger, loaded.config))
+        raise Refused(translation.written.problems, language, translation.ledger)
+    try:
+        loaded = validate(translation.written, path)
+    except ConfigError as error:
+        raise Refused(error.problems, language, _with_refused(translation.ledger, error.problems)) from None
+    ledger = tuple(_with_unused(translation.ledger, loaded.config))
     kept = {"source.yaml": path.read_text("utf-8"), "ledger.json": ledger_text(ledger)}
     return Read(replace(loaded, kept=kept), language, ledger)
 
 
-def _with_idle(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
-    """The ledger with the rows told apart whose native keys nothing reads in a training run."""
-    idle = idle_keys(config, derive(config, None, "train"))
+def _with_refused(ledger: Sequence[Entry], problems: Sequence[Problem]) -> tuple[Entry, ...]:
+    """The ledger with the rows marked whose native values the config does not take."""
 
-    def why(native: str) -> str:
-        parts = native.split(".")
-        above = (".".join(parts[: i + 1]) for i in range(len(parts)))
-        return next((idle[key] for key in above if key in idle), "")
+    def marked(entry: Entry) -> Entry:
+        for problem in problems:
+            if any(overlap(key, problem.key) for key in entry.native):
+                return replace(entry, disposition="refused", native={}, note=problem.message)
+        return entry
 
+    return tuple(marked(entry) for entry in ledger)
+
+
+def _with_unused(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
+    """The ledger with the rows told apart on whose native keys nothing in a training run depends: `unsupported` where the part
+    that would read them is missing in this version, else `unused`."""
+    missing, unused = missing_sections(config), idle_keys(config, derive(config, None, "train"))
     for entry in ledger:
-        reasons = [why(native) for native in entry.native]
-        is_idle = entry.disposition == "applied" and all(reasons)
-        yield replace(entry, disposition="idle", note=reasons[0]) if is_idle else entry
+        if entry.disposition != "applied":
+            yield entry
+        elif all(reasons := [_reason(missing, native) for native in entry.native]):
+            yield replace(entry, disposition="unsupported", note=reasons[0])
+        elif all(reasons := [_reason(missing | unused, native) for native in entry.native]):
+            yield replace(entry, disposition="unused", note=reasons[0])
+        else:
+            yield entry
+
+
+def _reason(reasons: Mapping[str, str], native: str) -> str:
+    """The reason given for a native key or for a section that it is in; empty without one."""
+    parts = native.split(".")
+    above = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    return next((reasons[key] for key in above if key in reasons), "")
 
 
 def ledger_text(ledger: Sequence[Entry]) -> str:

@@ -19,7 +19,7 @@ from braid.errors import Problem
 
 from .values import ANY, Takes
 
-Disposition = Literal["applied", "idle", "implied", "no effect", "unsupported"]
+Disposition = Literal["applied", "unused", "implied", "no effect", "unsupported", "refused"]
 DialectName = Literal["rlinf", "roll", "skyrl"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
@@ -166,8 +166,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the ledger: what became of one leaf of a foreign file. It is `idle` where it sets native keys that nothing reads in
-    this run, with the plan's reason as the note."""
+    """A row of the ledger: what became of one leaf of a foreign file.
+
+    `unused`: it sets native keys on which nothing in this run depends, with the plan's reason as the note. `refused`: it is unknown
+    or wrong; the note is the error.
+    """
 
     path: str
     value: Any

@@ -60,8 +60,8 @@ def translate(
     native = Written(problems=list(foreign.problems))
     values = _by_name(leaves, dialect, foreign, native.problems)
     native.problems += _refused(leaves, dialect, foreign)
-    if native.problems:  # conversions look at other keys, and count on values that the table takes
-        return Translation(native, ())
+    if native.problems:
+        return Translation(native, _ledger_of_refused(leaves, values, foreign, dialect, native.problems))
     below = foreign.tree.get(NATIVE)
     own = dict(_plain_leaves(below)) if isinstance(below, dict) else {}
     source = Source(dialect, values, backend, engine, own)
@@ -72,6 +72,7 @@ def translate(
             entry = _entry(path, value, source, _origin(foreign, path))
         except ValueError as error:
             native.problems.append(Problem(path, str(error), _origin(foreign, path)))
+            ledger.append(Entry(path, value, "refused", {}, str(error), _origin(foreign, path)))
             continue
         if entry.disposition == "unsupported" and not _is_allowed(path, allowed):
             message = f"{show_value(value)} is not supported: {entry.note}"
@@ -93,6 +94,31 @@ def translate(
     if not native.problems:
         native.problems.extend(placed)
     return Translation(native, tuple(ledger))
+
+
+def _ledger_of_refused(
+    leaves: Sequence[tuple[str, Any]],
+    values: Mapping[str, Any],
+    foreign: Written,
+    dialect: Dialect,
+    problems: Sequence[Problem],
+) -> tuple[Entry, ...]:
+    """The ledger of a file with unknown keys or values of the wrong kind, which conversions of other keys do not get to see: these
+    count on values that the table takes."""
+    why = {problem.key: problem.message for problem in problems}
+    bad = {dialect.aliases.get(path, path) for path, _ in leaves if path in why}
+    source = Source(dialect, {name: value for name, value in values.items() if name not in bad})
+    ledger = []
+    for path, value in leaves:
+        origin = _origin(foreign, path)
+        if path not in why:
+            try:
+                ledger.append(_entry(path, value, source, origin))
+                continue
+            except ValueError as error:
+                why[path] = str(error)
+        ledger.append(Entry(path, value, "refused", {}, why[path], origin))
+    return tuple(ledger)
 
 
 def defaults_tree(dialect: Dialect, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +291,7 @@ class _Writer:
     def fill(self, values: Mapping[str, Any], origin: str) -> None:
         """Values where none is yet, neither there, nor above, nor below."""
         for path, value in values.items():
-            if not any(_overlaps(path, other) for other in self._put):
+            if not any(overlap(path, other) for other in self._put):
                 self.replace(path, value, origin)
 
     def replace(self, path: str, value: Any, origin: str) -> None:
@@ -282,7 +308,8 @@ class _Writer:
                 self._native.problems.append(Problem(path, problem, self._native.origins[path]))
 
 
-def _overlaps(one: str, other: str) -> bool:
+def overlap(one: str, other: str) -> bool:
+    """Whether two native paths are the same, or one lies below the other."""
     if one == other:
         return True
     long, short = (one, other) if len(one) > len(other) else (other, one)

@@ -44,14 +44,8 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _not_sharded(config)
     for key, train in _train_sections(config, plan):
         yield from missing_in_megatron(config, key, train)
-    if config.env.kind in _SIMULATORS:
-        yield "env.kind", _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
-    if config.model.vla is not None:
-        yield (
-            "model.vla",
-            "vision-language-action policies are not in this version yet; leave model.vla out and give model.path, "
-            "model.build or model.mlp",
-        )
+    for section, why in missing_sections(config).items():
+        yield ("env.kind" if section == "env" else section), why
     if config.model.attention == "flash_attention_2" and _computes_in_fp32(config):
         yield (
             "model.attention",
@@ -59,6 +53,19 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "bf16, or model.attention=auto",
         )
     yield from _missing_devices(config, plan)
+
+
+def missing_sections(config: RunConfig) -> dict[str, str]:
+    """Sections of the config that only parts missing in this version would read, and what runs here instead."""
+    missing = {}
+    if config.env.kind in _SIMULATORS:
+        missing["env"] = _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
+    if config.model.vla is not None:
+        missing["model.vla"] = (
+            "vision-language-action policies are not in this version yet; leave model.vla out and give model.path, "
+            "model.build or model.mlp"
+        )
+    return missing
 
 
 def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -194,6 +201,11 @@ Idle = tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]
 """(why, when, keys)."""
 
 IDLE: tuple[Idle, ...] = (
+    (
+        "only vision-language-action policies have such levels, and this version has none",
+        lambda *_: True,
+        ("algorithm.reward_level", "algorithm.logprob_level", "algorithm.entropy_level"),
+    ),
     *(
         (
             f"{at}.backend is not {' or '.join(names)}",
