@@ -89,7 +89,8 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Rend
         rows.append((key, Text(value, style=dim), Text(origin, style=style), is_unused))
         shown = path
     table = _table("left", "left", "left")
-    keys, values = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    keys = max((len(key) for key, *_ in rows), default=0)
+    values = max((len(value) for _, value, *_ in rows), default=0)
     room = max(width - keys - min(values, _VALUE_WIDTH) - 4, _ORIGIN_WIDTH)
     for key, value, origin, is_unused in rows:
         note = ", unused" if is_unused else ""

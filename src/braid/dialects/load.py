@@ -43,9 +43,6 @@ class Refused(ConfigError):
         self.language: DialectName = language
         self.ledger = tuple(ledger)
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.problems, self.language, self.ledger)
-
 
 def read_config(
     path: Path,
