@@ -1,6 +1,7 @@
 # make demo    a fresh machine to a trained model
 # make test    everything that CI runs
 # make check   the quick everyday part
+# make wheel   a wheel in dist/
 # make setup   the environment in .venv that the others share
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo setup backends vllm test check lint types walls quick all format bench docs clean
+.PHONY: demo setup backends vllm wheel test check lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -43,6 +44,9 @@ $(VLLM): $(STAMP) requirements/vllm.lock
 	@echo "setup: installing vLLM for the tests (a minute)"
 	@$(BIN)/pip install -q --no-deps -r requirements/vllm.lock
 	@touch $@
+
+wheel: setup
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
 
 test: lint types walls all
 
@@ -77,4 +81,4 @@ bench: setup
 	for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis

@@ -49,6 +49,31 @@ def test_links_lead_to_files(path: Path) -> None:
     assert not missing
 
 
+def native_keys() -> set[str]:
+    """Every key of the generated reference, with the sections that hold them."""
+    keys: set[str] = set()
+    section = ""
+    for line in (ROOT / "docs" / "config.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = line[3:].split()[0].replace("[]", "")
+            keys.add(section)
+        elif found := re.match(r"\| `([\w.]+)` \|", line):
+            keys.add(f"{section}.{found[1]}")
+    return keys
+
+
+# Pages with keys of other systems, or of JSON files, in the same form.
+OTHER_KEYS = {"config.md", "dialects.md", "placement.md", "run_directory.md", "algorithms.md"}
+
+
+@pytest.mark.parametrize("path", [d for d in DOCUMENTS if d.name not in OTHER_KEYS], ids=lambda p: p.name)
+def test_keys_that_a_document_names_exist(path: Path) -> None:
+    keys = native_keys()
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[=:][^`]*)?`", path.read_text())
+    assert [key for key in named if key.split(".")[0] in sections and key not in keys] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
