@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,14 @@ def test_interpolations_name_other_keys_defaults_and_lists(tmp_path: Path) -> No
 )
 def test_resolvers_compute(tmp_path: Path, text: str, value: float) -> None:
     assert load(tmp_path, BASE, f"eval.success_reward={text}").config.eval.success_reward == value
+
+
+def test_not_turns_a_flag_around_and_now_is_one_time_for_the_whole_process(tmp_path: Path) -> None:
+    text = BASE + "eval: {before: true, at_end: '${not:${eval.before}}'}\n"
+    config = load(tmp_path, text, "run.name=${now:%Y%m%d_%H%M%S_%f}").config
+    assert config.eval.at_end is False
+    assert re.fullmatch(r"20\d{6}_\d{6}_\d{6}", config.run.name or "")
+    assert load(tmp_path, text, "run.name=${now:%Y%m%d_%H%M%S_%f}").config.run.name == config.run.name
 
 
 def test_the_environment_gives_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

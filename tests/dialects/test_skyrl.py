@@ -558,11 +558,6 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
             "trainer.policy.deepspeed_config.zero_optimization.stage: 2 is not one of 3",
         ),
         (
-            ("trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.gradient_clipping=1.0"),
-            "trainer.policy.deepspeed_config.gradient_clipping: must not be set: clipping is optimizer_config.max_grad_norm "
-            "for every backend; remove it",
-        ),
-        (
             ("trainer.max_ckpts_to_keep=0",),
             "trainer.max_ckpts_to_keep: 0 keeps no checkpoint; give -1 to keep all, or how many of the newest to keep",
         ),

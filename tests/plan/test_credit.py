@@ -56,11 +56,6 @@ def test_other_advantages_take_single_answers(recipe: str) -> None:
             "rollout.filter.min_mean: every group has a mean reward of at most 0.8 or of at least max_mean=0.2, so every group "
             "is dropped; lower it below max_mean",
         ),
-        (
-            ["reward.overlong.buffer_tokens=257"],
-            "reward.overlong.buffer_tokens: 257 tokens before the limit rollout.sampling.max_new_tokens=256 is before the "
-            "answer begins; lower it to 256 at most",
-        ),
     ],
 )
 def test_what_leaves_nothing_to_learn_from_is_refused(overrides: list[str], complaint: str) -> None:

@@ -23,8 +23,9 @@ Every key of a config file. This page is written from the schema by `braid schem
 * `key=value` on the command line sets one value: `run.seed=1`, `data.train.0.size=5`, `eval.pass_at=[1,4]`. The value is
   YAML; a mapping or a list replaces what was there.
 * Values may refer to others: `${rollout.group_size}` (defaults too), to the environment: `${oc.env:HOME}`, and compute:
-  `${mul:${rollout.group_size},2}` with add, sub, mul, div, int_div, min and max. Inside `{ }` and `[ ]` put them in quotes.
-  `???` stands for a value that must come from the command line.
+  `${mul:${rollout.group_size},2}` with add, sub, mul, div, int_div, min and max, `${not:${eval.before}}`, and the time:
+  `${now:%Y%m%d_%H%M}`. Inside `{ }` and `[ ]` put them in quotes. `???` stands for a value that must come from the command
+  line.
 * YAML is read as version 1.2 has it: only `true` and `false` are booleans, `1e-6` is a number.
 * Unknown keys are errors, and a key that has no effect in a run is warned about.
 """

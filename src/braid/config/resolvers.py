@@ -1,9 +1,10 @@
-"""Arithmetic in config values: `${mul:${rollout.group_size},2}` and the like, for OmegaConf."""
+"""Functions in config values for OmegaConf: `${mul:${rollout.group_size},2}`, `${not:${eval.before}}`, `${now:%Y%m%d}`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from datetime import datetime
+from functools import cache, reduce
 from operator import add, floordiv, mul, sub, truediv
 
 from omegaconf import OmegaConf
@@ -26,7 +27,19 @@ def _over(operation: Callable[[Number, Number], Number]) -> Callable[..., Number
     return compute
 
 
-RESOLVERS: dict[str, Callable[..., Number]] = {
+def _not(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is not true or false")
+    return not value
+
+
+@cache
+def _now(form: str) -> str:
+    """Local time in strftime's form; the same text for the whole process, as in Hydra."""
+    return datetime.now().strftime(form)  # noqa: DTZ005
+
+
+RESOLVERS: dict[str, Callable[..., object]] = {
     "add": _over(add),
     "sub": _over(sub),
     "subtract": _over(sub),
@@ -36,8 +49,10 @@ RESOLVERS: dict[str, Callable[..., Number]] = {
     "int_div": _over(floordiv),
     "min": _over(min),
     "max": _over(max),
+    "not": _not,
+    "now": _now,
 }
-"""Name in a config -> function of two or more numbers, taken from left to right. `div` gives 2.5, `int_div` 2."""
+"""Name in a config -> function. Arithmetic takes two or more numbers, from left to right; `div` gives 2.5, `int_div` 2."""
 
 
 def register_resolvers() -> None:

@@ -36,7 +36,8 @@ _ENGINE_KEYS = (
 ALIASES: Mapping[str, str] = {
     "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
     "trainer.algorithm.policy_loss_type": "trainer.algorithm.ppo_loss_type",
-    "trainer.target_modules": "trainer.policy.model.lora.target_modules",
+    "trainer.algorithm.overlong_buffer.len": "trainer.algorithm.overlong_buffer_len",
+    "trainer.algorithm.overlong_buffer.penalty_factor": "trainer.algorithm.overlong_buffer_penalty_factor",
     "generator.inference_engine.num_engines": "generator.num_inference_engines",
     "generator.inference_engine.external_server_urls": "generator.remote_inference_engine_urls",
     **{

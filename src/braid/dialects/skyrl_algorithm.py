@@ -297,6 +297,11 @@ def _filter_idle(source: Source) -> str:
     return "" if source.get(f"{_AT}.zero_variance_filter") else "zero_variance_filter is off"
 
 
+def _penalty(value: float, source: Source) -> Became:
+    tokens = source.get(f"{_AT}.overlong_buffer_len") or 512
+    return Became({"reward.overlong.penalty": float(value), "reward.overlong.buffer_tokens": tokens})
+
+
 _ESTIMATORS = choice("grpo", "gae", "rloo", "reinforce++", "maxrl")
 _LOSS_NAMES = choice(*_LOSSES, *_MISSING_LOSSES)
 _BOUND = nullable(POSITIVE)
@@ -413,6 +418,10 @@ ALGORITHM: tuple[Rule, ...] = (
         note="left out of the loss"),
     Apply(f"{_AT}.zero_variance_filter_tol", "rollout.filter.min_std", NON_NEGATIVE, when(_filter_idle),
         default=1e-6),
+    # DAPO's penalty of long answers, of the example examples/algorithms/dapo
+    Apply(f"{_AT}.overlong_buffer_len", "reward.overlong.buffer_tokens", COUNT,
+        note="r - factor * clip((length - (max_generate_length - len)) / len, 0, 1)"),
+    Apply(f"{_AT}.overlong_buffer_penalty_factor", "reward.overlong.penalty", POSITIVE, _penalty),
     # values
     Apply(f"{_AT}.value_head_prefix", "critic.head_name", TEXT, when(without_critic), default="value_head"),
     Apply(f"{_AT}.value_clip", "algorithm.value_clip", nullable(POSITIVE),

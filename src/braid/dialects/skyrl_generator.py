@@ -228,6 +228,31 @@ def _template(value: str | None, source: Source) -> Became:
     return Became({"model.chat_template": value})
 
 
+_IGNORED = (
+    ("model_name", "requests name no model"),
+    ("served_model_name", "requests name no model"),
+    ("http_endpoint_host", "no HTTP endpoint is opened"),
+    ("http_endpoint_port", "no HTTP endpoint is opened"),
+    ("enable_ray_prometheus_stats", "braid has its own metrics"),
+    ("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
+    ("language_model_only", "text models only"),
+    ("fully_sharded_loras", "engines get the merged weights"),
+    ("offload_kv_for_weight_sync", "engines put their memory aside as the placement asks"),
+    ("router_init_kwargs", "requests go to the least loaded engine"),
+    ("num_prefill", "prefill and decoding share an engine"),
+)
+_MISSING = (
+    ("engine_init_kwargs", None, "see the options of rollout.vllm in docs/config.md"),
+    ("speculative_config", None, "decode without a draft model"),
+    ("enable_return_routed_experts", False, "train without routing replay"),
+    ("enable_pd", False, "prefill and decoding share an engine"),
+    ("serialized_weight_sync_mode", None, "the engine's dtype"),
+    ("delta_weight_sync", None, "weight_sync_backend=nccl"),
+    ("external_proxy_url", None, "remote_inference_engine_urls"),
+    ("external_server_urls", None, "remote_inference_engine_urls"),
+)
+"""Keys of the engines that came with later releases; the value that asks for nothing, and what to use instead."""
+
 ENGINES: tuple[Rule, ...] = (
     Apply(f"{_AT}.backend", "rollout.engine", choice("vllm", "sglang"), _backend, default="vllm",
         note="sglang runs locally too here; there it must be remote"),
@@ -273,25 +298,15 @@ ENGINES: tuple[Rule, ...] = (
     Apply(f"{_AT}.inference_engine.distributed_executor_backend", "rollout.vllm.executor",
         choice("ray", "mp", "uni"), of_engine("executor", only=("vllm",)), default="ray"),
     Implied(f"{_AT}.use_cache_salt", BOOL, "no cache outlives the weights it was computed with"),
-    *(NoEffect(f"{_AT}.inference_engine.{key}", ANY, why) for key, why in (
-        ("served_model_name", "requests name no model"),
-        ("enable_ray_prometheus_stats", "braid has its own metrics"),
-        ("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
-        ("language_model_only", "text models only"),
-        ("fully_sharded_loras", "engines get the merged weights"),
-        ("offload_kv_for_weight_sync", "engines put their memory aside as the placement asks"),
-        ("router_init_kwargs", "requests go to the least loaded engine"),
-        ("num_prefill", "prefill and decoding share an engine"),
-    )),
-    *(Unsupported(f"{_AT}.inference_engine.{key}", instead) for key, instead in (
-        ("engine_init_kwargs", "see the options of rollout.vllm in docs/config.md"),
-        ("speculative_config", "decode without a draft model"),
-        ("enable_return_routed_experts", "train without routing replay"),
-        ("enable_pd", "prefill and decoding share an engine"),
-        ("serialized_weight_sync_mode", "the engine's dtype"),
-        ("delta_weight_sync", "weight_sync_backend=nccl"),
-        ("external_proxy_url", "external_server_urls"),
-    )),
+    Apply(f"{_AT}.enable_http_endpoint", "", BOOL,
+        off_only("requests go to the engines directly", "engines that are servers of their own")),
+    *(NoEffect(f"{_AT}.{key}", ANY, why) for key, why in _IGNORED),
+    *(NoEffect(f"{_AT}.inference_engine.{key}", ANY, why) for key, why in _IGNORED),
+    *(Unsupported(f"{_AT}.{key}", instead, default=default) for key, default, instead in _MISSING),
+    *(Unsupported(f"{_AT}.inference_engine.{key}", instead, default=default) for key, default, instead in _MISSING
+        if key != "external_server_urls"),
+    *(Unsupported(f"{_AT}.{key}", "change config.json of the model's folder") for key in
+        ("rope_scaling", "rope_theta")),
 )  # fmt: skip
 
 

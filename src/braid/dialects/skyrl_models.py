@@ -145,17 +145,26 @@ def _fsdp(role: Role, *, cpu_offload: bool) -> tuple[Rule, ...]:
     )  # fmt: skip
 
 
-def _unset(value: Any, _: Source) -> Became:
-    if value is not None:
-        raise ValueError(
-            "must not be set: clipping is optimizer_config.max_grad_norm for every backend; remove it"
-        )
-    return implied("clipping is optimizer_config.max_grad_norm")
+_DEEPSPEED_USUAL: Mapping[str, Any] = {
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "prescale_gradient": False,
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+"""DeepSpeed's keys that change numbers -> the value that braid has."""
+_DEEPSPEED_SPEED = frozenset([
+    "sub_group_size", "reduce_bucket_size", "round_robin_gradients", "disable_trace_cache", "wall_clock_breakdown",
+])  # fmt: skip
 
 
-def _automatic(value: Any, _: Source) -> Became:
-    if value == "auto":
-        return implied("DeepSpeed chooses")
+def _deepspeed_own(value: Any, source: Source) -> Became:
+    key = source.at.rpartition(".")[2]
+    if key in _DEEPSPEED_SPEED or key.startswith("stage3_"):
+        return no_effect("memory and speed of DeepSpeed, which has its own value here")
+    if key == "torch_autocast":
+        return no_effect("trainer.bf16 says what products are computed in")
+    if value == "auto" or (key in _DEEPSPEED_USUAL and value == _DEEPSPEED_USUAL[key]):
+        return implied("what DeepSpeed does here")
     return unsupported("of DeepSpeed, braid has the stage, zero_hpz_partition_size and offload to the CPU")
 
 
@@ -174,9 +183,11 @@ def _deepspeed(role: Role) -> tuple[Rule, ...]:
             when(*idle, then=_on_cpu)),
         Apply(f"{zero}.offload_optimizer.device", f"{native}.cpu_offload", choice("none", "cpu"),
             when(*idle, then=_on_cpu)),
-        Apply(f"{zero}.*", "", ANY, when(*idle, then=_automatic)),
-        Apply(f"{at}.gradient_clipping", "", ANY, when(*idle, then=_unset)),
-        Apply(f"{at}.*", "", ANY, when(*idle, then=_automatic)),
+        *(NoEffect(f"{zero}.offload_{what}.*", ANY, "speed of copies between CPU and GPU") for what in
+            ("param", "optimizer")),
+        Apply(f"{zero}.*", "", ANY, when(*idle, then=_deepspeed_own)),
+        NoEffect(f"{at}.gradient_clipping", ANY, "SkyRL puts optimizer_config.max_grad_norm in its place"),
+        Apply(f"{at}.*", "", ANY, when(*idle, then=_deepspeed_own)),
     )  # fmt: skip
 
 
@@ -201,13 +212,25 @@ def _tensor_parallel(native: str) -> Any:
     return lambda v, _: Became({f"{native}.tensor_parallel": v, f"{native}.sequence_parallel": v > 1})
 
 
-_MEGATRON_PARTS = (
-    "optimizer_config_kwargs",
-    "model_config_kwargs",
-    "torch_profiler_config",
-    "hf_export_config",
-    "lora_config",
-)
+_MEGATRON_USUAL: Mapping[str, Any] = {
+    "torch_profiler_config.enable": False,
+    "lora_config.lora_type": "lora",
+    "optimizer_config_kwargs.overlap_cpu_optimizer_d2h_h2d": False,
+    "optimizer_config_kwargs.use_precision_aware_optimizer": False,
+    "optimizer_config_kwargs.optimizer_cpu_offload": False,
+    "optimizer_config_kwargs.optimizer_offload_fraction": 0.0,
+    "transformer_config_kwargs.recompute_modules": ["core_attn"],
+}
+"""Keys below `megatron_config` that are passed on -> the value that changes nothing."""
+_MEGATRON_PARTS = ("optimizer_config_kwargs", "model_config_kwargs", "torch_profiler_config", "hf_export_config",
+                   "lora_config", "transformer_config_kwargs", "ddp_config")  # fmt: skip
+
+
+def _passed_on(value: Any, source: Source) -> Became:
+    key = source.at.partition("megatron_config.")[2]
+    if value in (None, {}, []) or (key in _MEGATRON_USUAL and value == _MEGATRON_USUAL[key]):
+        return no_effect("its default, with which nothing is asked for")
+    return unsupported("see the options of train.megatron in docs/config.md")
 
 
 def _megatron(role: Role) -> tuple[Rule, ...]:
@@ -215,7 +238,6 @@ def _megatron(role: Role) -> tuple[Rule, ...]:
     at, native = f"trainer.{role}.megatron_config", f"{NATIVE_TRAIN[role]}.megatron"
     idle = (not_backend("megatron"), *_IDLE[role])
     kwargs, ddp = f"{at}.transformer_config_kwargs", f"{at}.ddp_config"
-    instead = "see the options of train.megatron in docs/config.md"
     return (
         Apply(f"{at}.tensor_model_parallel_size", f"{native}.tensor_parallel", COUNT,
             when(*idle, then=_tensor_parallel(native)), default=1),
@@ -232,7 +254,6 @@ def _megatron(role: Role) -> tuple[Rule, ...]:
         NoEffect(f"{ddp}.grad_reduce_in_fp32", BOOL, "gradients are reduced in fp32"),
         NoEffect(f"{ddp}.average_in_collective", BOOL,
             "denominators are global, so what is averaged where changes nothing"),
-        Unsupported(f"{ddp}.*", instead),
         Apply(f"{kwargs}.recompute_granularity", f"{native}.recompute_granularity", _RECOMPUTE,
             when(*idle, then=lambda v, _: v or "off"), default="full"),
         Apply(f"{kwargs}.recompute_method", f"{native}.recompute_method", nullable(choice("block", "uniform")),
@@ -241,10 +262,11 @@ def _megatron(role: Role) -> tuple[Rule, ...]:
             default=1),
         Apply(f"{kwargs}.gradient_accumulation_fusion", f"{native}.transformer.gradient_accumulation_fusion", BOOL,
             when(*idle), default=False),
-        Unsupported(f"{kwargs}.*", instead),
         NoEffect(f"{at}.empty_cuda_cache", BOOL, "memory is freed by the backend"),
-        Unsupported(f"{at}.*", instead),
-        *(Unsupported(f"{at}.{part}.*", instead) for part in _MEGATRON_PARTS),
+        NoEffect(f"{at}.torch_profiler_config.ranks", ANY, "of the profiler"),
+        NoEffect(f"{at}.torch_profiler_config.save_path", ANY, "of the profiler"),
+        *(Apply(f"{at}.{part}*", "", ANY, when(*idle, then=_passed_on)) for part in
+            ("", *(f"{part}." for part in _MEGATRON_PARTS))),
     )  # fmt: skip
 
 
@@ -254,6 +276,10 @@ def _has_adapters(source: Source) -> str:
 
 def _targets(value: Any, _: Source) -> list[str]:
     return [value] if isinstance(value, str) else value
+
+
+def _older_targets(value: Any, source: Source) -> Any:
+    return no_effect("policy.model.lora.target_modules names them") if value is None else _targets(value, source)
 
 
 _LORA = "trainer.policy.model.lora"
@@ -295,6 +321,10 @@ MODELS: tuple[Rule, ...] = (
         off_only("adapters have no dropout", "set 0: log-probs must be the same in rollout and in training")),
     Apply(f"{_LORA}.target_modules", "model.lora.targets", either(TEXT, list_of(TEXT)),
         when(_has_adapters, then=_targets), default="all-linear"),
+    Apply("trainer.target_modules", "model.lora.targets", nullable(either(TEXT, list_of(TEXT))),
+        when(_has_adapters, then=_older_targets), note="older spelling of policy.model.lora.target_modules"),
+    Apply("trainer.exclude_modules", "", nullable(TEXT),
+        off_only("nothing is excluded", "name the wanted layers in target_modules")),
     Apply(f"{_LORA}.exclude_modules", "", nullable(TEXT),
         off_only("nothing is excluded", "name the wanted layers in target_modules")),
     Apply(f"{_LORA}.init_method", "", TEXT, only("kaiming", "take kaiming", "adapters start as in peft"),
@@ -309,11 +339,15 @@ MODELS: tuple[Rule, ...] = (
     ),
     *(NoEffect(f"trainer.{role}.model.lora.*", ANY, "adapters are the policy's only") for role in ("critic", "ref")),
     Unsupported("trainer.policy.model.fake_int4_qat.*", "train without quantisation"),
+    *(Unsupported(f"trainer.{key}", "change config.json of the model's folder") for key in
+        ("rope_scaling", "rope_theta")),
     *(
-        Unsupported(f"trainer.{role}.model_config_kwargs.*", "change config.json of the model's folder")
+        Unsupported(f"trainer.{role}.model_config_kwargs", "change config.json of the model's folder")
         for role in NATIVE_TRAIN
     ),
-    Unsupported("trainer.policy.torch_profiler_config.*", "record_memory, or a profiler around the command"),
+    Unsupported("trainer.policy.torch_profiler_config.enable", "record_memory, or a profiler around the command",
+        default=False),
+    NoEffect("trainer.policy.torch_profiler_config.*", ANY, "of the profiler"),
     NoEffect("trainer.policy.inference_only_init", BOOL, "an optimizer is made where something is trained"),
     *(NoEffect(f"trainer.{role}.language_model_only", BOOL, "text models only") for role in ("policy", "ref")),
     Apply("trainer.reward.model.path", "", nullable(TEXT),

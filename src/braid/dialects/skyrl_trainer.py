@@ -231,6 +231,8 @@ def _warmup(value: int, source: Source) -> Became:
 
 
 GENERAL: tuple[Rule, ...] = (
+    Implied("defaults", ANY, "the presets' keys are in this list, with file and line"),
+    Implied("hydra.searchpath", ANY, "where the presets of `defaults` were looked for"),
     Apply("trainer.epochs", "run.max_epochs", COUNT, default=1,
         note="the last round of an epoch may take prompts of the next; SkyRL drops the rest of an epoch"),
     Apply("trainer.max_training_steps", "run.max_rounds", nullable(COUNT),

@@ -98,6 +98,11 @@ class Unsupported:
     path: str
     instead: str
     takes: Takes = ANY
+    default: Any = ABSENT
+    """The value with which the original does without; it, null, {} and [] have no effect."""
+
+    def asks_nothing(self, value: Any) -> bool:
+        return value in (None, {}, []) or value == self.default
 
 
 Rule = Apply | Implied | NoEffect | Unsupported

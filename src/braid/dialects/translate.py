@@ -230,6 +230,8 @@ def _become(rule: Rule, value: Any, source: Source) -> Became:
             return Became({}, "implied", why)
         case NoEffect(why=why):
             return Became({}, "no effect", why)
+        case Unsupported() if rule.asks_nothing(value):
+            return Became({}, "no effect", "its default, with which nothing is asked for")
         case Unsupported(instead=instead):
             return Became({}, "unsupported", instead)
         case Apply(native=native, convert=convert):

@@ -22,13 +22,6 @@ def credit_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _groups(config, plan)
         yield from _advantages(config, plan)
         yield from _filters(config)
-    buffer, limit = config.reward.overlong, config.rollout.sampling.max_new_tokens
-    if buffer is not None and buffer.buffer_tokens > limit:
-        yield (
-            "reward.overlong.buffer_tokens",
-            f"{buffer.buffer_tokens} tokens before the limit rollout.sampling.max_new_tokens={limit} is before the answer "
-            f"begins; lower it to {limit} at most",
-        )
 
 
 def _groups(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
