@@ -36,7 +36,7 @@ def _not(value: object) -> bool:
 @cache
 def _now(form: str) -> str:
     """Local time in strftime's form; the same text for the whole process, as in Hydra."""
-    return datetime.now().strftime(form)  # noqa: DTZ005
+    return datetime.now().strftime(form)
 
 
 RESOLVERS: dict[str, Callable[..., object]] = {

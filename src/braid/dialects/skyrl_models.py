@@ -279,7 +279,9 @@ def _targets(value: Any, _: Source) -> list[str]:
 
 
 def _older_targets(value: Any, source: Source) -> Any:
-    return no_effect("policy.model.lora.target_modules names them") if value is None else _targets(value, source)
+    return (
+        no_effect("policy.model.lora.target_modules names them") if value is None else _targets(value, source)
+    )
 
 
 _LORA = "trainer.policy.model.lora"
