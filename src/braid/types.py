@@ -1,8 +1,8 @@
 """The records that flow through a run: prompts, turns, trajectories, groups, rows.
 
-Owns the words of the system and nothing else; imports neither torch nor any other heavy package.
-A *trajectory* is one episode. A *row* is what training sees of it: flat arrays over positions, the same
-for a language model's tokens and a simulator's env steps.
+Defines the vocabulary of the system and imports neither torch nor any other heavy package.
+A *trajectory* is one episode. A *row* is its training sequence: flat arrays over positions, the same for a
+language model's tokens and a simulator's env steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Message(TypedDict):
 
 
 class Status(StrEnum):
-    """How a trajectory ended. INVALID means the machinery failed: it has no reward and is never trained on."""
+    """How a trajectory ended. INVALID: environment, reward or engine failed; it has no reward and is never
+    trained on."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
@@ -91,11 +92,11 @@ StopReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(slots=True)
 class Turn:
-    """What the environment said, then what the policy answered.
+    """The environment's message and the policy's answer.
 
-    `context_ids` are the tokens put before the policy's tokens since the turn before (the whole prompt in the
-    first turn); they are never trained on. `logprobs` are natural logs under the distribution sampled from, one
-    per output token. `reward` is what the environment gave for this turn.
+    `context_ids` are the tokens read since the previous turn (in the first turn the whole prompt); they are
+    never trained on. `logprobs` are natural logs under the distribution sampled from, one per output token.
+    `reward` is the environment's reward for this turn.
     """
 
     context_ids: list[int]
@@ -110,7 +111,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ActionSpace:
-    """What a policy may do in a simulator: one of `size` choices, numbered from 0, or a vector of `size` floats."""
+    """Actions in a simulator: one of `size` choices, numbered from 0, or a vector of `size` floats."""
 
     kind: Literal["discrete", "continuous"]
     size: int
@@ -118,10 +119,11 @@ class ActionSpace:
 
 @dataclass(slots=True)
 class EnvSteps:
-    """The env steps of one simulator episode. S env steps; `observations` has S + 1 entries (the last is final).
+    """The env steps of one simulator episode. S env steps; `observations` has S + 1 entries (the last is
+    final).
 
     `actions` are [S] int64 for choices, [S, A] float32 for vectors (as drawn, before any clipping to bounds).
-    `logprobs` are of the whole action, [S]. `values` are left to the critic.
+    `logprobs` are of the whole action, [S].
     """
 
     observations: NDArray[np.float32]
@@ -133,16 +135,16 @@ class EnvSteps:
 
 @dataclass(frozen=True, slots=True)
 class ShapedReward:
-    """The reward that training sees: `total` for the trajectory. Each reward that the environment gave on the way counts
-    `factor` times; what is left of the total comes with the policy's last position."""
+    """The reward used for training: `total` for the trajectory. Rewards that the environment gave during the
+    episode are scaled by `factor`; the rest of the total is placed at the policy's last position."""
 
     total: float
     factor: float = 1.0
 
 
 class Lengths(NamedTuple):
-    """Sizes of an episode: `outputs` positions that the policy wrote (tokens, or env steps), `total` with what it read, in
-    `turns` turns (0 for simulators)."""
+    """Sizes of an episode: `outputs` positions written by the policy (tokens, or env steps), `total`
+    including those that it read, in `turns` turns (0 for simulators)."""
 
     outputs: int
     total: int
@@ -153,10 +155,11 @@ class Lengths(NamedTuple):
 class Trajectory:
     """One episode: a text episode has `turns`, a simulator's has `env_steps`.
 
-    `sample` is its index within the group. `reward` is None until scored, and for ever when invalid; `shaped` is what
-    training makes of it, None where nothing is made. `reward_parts` are the unweighted scores by part. `answer_text` is the
-    text of the policy's last turn; `text` that of all policy turns and replies after the prompt. Where only the facts are at
-    hand, turns, env steps and texts are empty and `known_lengths` has their sizes.
+    `sample` is its index within the group. `reward` is None until scored, and stays None when invalid;
+    `shaped` is the reward used for training, None if it is `reward` itself. `reward_parts` are the unweighted
+    scores by part. `answer_text` is the text of the policy's last turn; `text` that of all policy turns and
+    replies after the prompt. Where only metadata is available, turns, env steps and texts are empty and
+    `known_lengths` has their sizes.
     """
 
     prompt: Prompt
@@ -180,7 +183,8 @@ class Trajectory:
 
     @property
     def training_reward(self) -> float:
-        """What training sees: the shaped reward, or the reward itself. Of valid, scored trajectories only."""
+        """The reward used for training: the shaped reward, or the reward itself. Only of valid, scored
+        trajectories."""
         assert self.reward is not None, f"trajectory {self.prompt.uid}/{self.sample} is not scored"
         return self.reward if self.shaped is None else self.shaped.total
 
@@ -191,7 +195,7 @@ class Trajectory:
 
     @property
     def lengths(self) -> Lengths:
-        """Sizes of the episode, wherever it lies."""
+        """Sizes of the episode, also where only its metadata is available."""
         if self.known_lengths is not None:
             return self.known_lengths
         if self.env_steps is not None:
@@ -202,7 +206,7 @@ class Trajectory:
         return Lengths(outputs, outputs + context, len(self.turns))
 
     def invalidate(self, reason: str) -> None:
-        """Mark as failed by the machinery: the reward goes, the reason stays."""
+        """Mark as invalid, with the reason; removes the reward."""
         self.status, self.reason, self.reward, self.shaped = Status.INVALID, reason, None, None
 
 
@@ -210,8 +214,9 @@ class Trajectory:
 class Group:
     """Trajectories that share a prompt (or a reset state). Baselines are taken within it.
 
-    `number` tells it from the other groups of its round. `greedy` is the likeliest answer, where its reward is the baseline; it is never trained on. Trajectories are left out of
-    the repr: asyncio.Runner takes the repr of each result, which took seconds for long episodes.
+    `number` identifies it within its round. `greedy` is the greedy answer, for recipes whose baseline is its
+    reward; it is never trained on. Trajectories are left out of the repr: asyncio.Runner takes the repr of
+    each result, which took seconds for long episodes.
     """
 
     prompt: Prompt
@@ -225,7 +230,7 @@ class Group:
 
     @property
     def sampled(self) -> list[Trajectory]:
-        """All that the policy wrote for it, the greedy answer last."""
+        """All sampled trajectories, the greedy answer last."""
         return [*self.trajectories, *([] if self.greedy is None else [self.greedy])]
 
 
@@ -233,15 +238,16 @@ class Group:
 class Row:
     """One training sequence of T positions.
 
-    `inputs` is what the model reads, each array with T along its first axis: `input_ids` for text;
-    `observations` and `actions` for simulators. Every per-position array is aligned so that index t speaks of
-    the token (or action) at t: its log-prob given everything before it, its reward, its advantage, and the value of
-    the state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
+    `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text;
+    `observations` and `actions` for simulators. In every per-position array index t belongs to the token (or
+    action) at t: its log-prob given everything before it, its reward, its advantage, and the value of the
+    state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
 
-    `fields` grows on the way: behavior_logprobs, rewards, then old_logprobs, ref_logprobs, values, advantages,
-    returns as the algorithm needs them. `is_terminal` is False when the episode was cut by a limit of time, so that
-    the value after the last position is bootstrapped rather than zero; `is_truncated` is True when any limit cut it.
-    `group` numbers the prompt within the round, `baseline` is the reward of its greedy answer, where there is one.
+    `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, values, advantages and
+    returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
+    so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
+    any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
+    if there is one.
     """
 
     inputs: dict[str, NDArray[Any]]

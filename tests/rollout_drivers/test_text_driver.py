@@ -251,7 +251,7 @@ def _raise(error: Exception) -> Any:
         (lambda: Env(lambda _: Reply(), lambda _: _raise(KeyError("x"))), "environment: KeyError: 'x'"),
         (lambda: _raise(ValueError("no env")), "environment: ValueError: no env"),
         (lambda: Env(lambda _: Reply(reward=float("nan"))), "environment: reward nan is not finite"),
-        (lambda: Env(lambda _: None), "environment: NoneType is no Reply"),  # pyright: ignore[reportArgumentType]
+        (lambda: Env(lambda _: None), "environment: NoneType is not a Reply"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_a_failing_environment_makes_the_trajectory_invalid_with_its_reason(

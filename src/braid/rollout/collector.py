@@ -1,8 +1,9 @@
-"""What a rollout worker is: it samples groups, scores them, and keeps what was sampled until rows are made of it.
+"""The rollout worker: samples groups, scores them, and keeps the trajectories until they are turned into
+rows.
 
-One object in the process of the engine that it samples with; nothing of it knows whether there are others. The controller
-(controller.rollouts) names prompts by their place in the data and learns facts: how each trajectory ended, its rewards,
-its lengths. Tokens leave only as rows, for whoever trains on them, or as whole trajectories for reports.
+One object in the engine's process, independent of how many others there are. The controller
+(controller.rollouts) names prompts by their index in the data and receives metadata: each trajectory's
+status, rewards and lengths. Tokens leave only as rows for training, or as whole trajectories for reports.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .drivers.base import Driver
 from .rows import group_rows
 
 Use = Literal["train", "eval"]
-"""What trajectories are for: each use has its prompts and its way to sample them."""
+"""Purpose of trajectories: each has its own prompts and sampling settings."""
 
 
 class Facts(NamedTuple):
-    """A Trajectory without what was said in it and without its prompt; members as there. There is one for each, every round, for
-    the controller to take in: tuples are quick to send."""
+    """Trajectory metadata, without tokens, texts and prompt; fields as in Trajectory. A tuple, because the
+    controller receives one per trajectory and round, and tuples are cheap to serialise."""
 
     sample: int
     status: Status
@@ -42,41 +43,41 @@ class Facts(NamedTuple):
         return cls(*told, t.lengths)
 
     def trajectory(self, prompt: Prompt) -> Trajectory:
-        """The trajectory that these are of, as far as is known."""
+        """The trajectory with this metadata, without tokens and texts."""
         return Trajectory(prompt, **self._asdict())
 
 
 class GroupFacts(NamedTuple):
-    """Those of a group, told apart by its `number`."""
+    """Metadata of a group, identified by its `number`."""
 
     number: int
     trajectories: tuple[Facts, ...]
     greedy: Facts | None
 
     def group(self, prompt: Prompt) -> Group:
-        """The group that these are of, as far as is known."""
+        """The group with this metadata, without tokens and texts."""
         greedy = None if self.greedy is None else self.greedy.trajectory(prompt)
         return Group(prompt, [facts.trajectory(prompt) for facts in self.trajectories], greedy, self.number)
 
 
 class WeightLink(Protocol):
-    """How weights from other processes reach an engine."""
+    """Receives weights from another process for an engine."""
 
     @property
     def names(self) -> Sequence[str]:
-        """What a sender knows the engine by: a name for each process of it that has weights."""
+        """Names by which the sender addresses the engine: one per engine process that holds weights."""
         ...
 
     def take(self, version: int, ticket: Mapping[str, Any]) -> None:
-        """Take over `version` from the sender that the ticket is of. Raises EngineError when something else arrives than was
-        sent."""
+        """Receive `version` from the sender of the ticket. Raises EngineError if the data that arrives
+        differs from the data that was sent."""
         ...
 
     def close(self) -> None: ...
 
 
 class Collector:
-    """Drivers, a scorer, and the groups of the round."""
+    """Drivers, a scorer, and the groups of the current round."""
 
     def __init__(
         self,
@@ -88,9 +89,9 @@ class Collector:
         shape: Callable[[Trajectory], ShapedReward] | None,
         link: WeightLink | None = None,
     ) -> None:
-        """`greedy` takes the likeliest answer to each training prompt, where its reward is the baseline. `shape` is what
-        training makes of a reward, None where it makes nothing. `link` brings new weights; None where the engine reads the
-        trainer's own."""
+        """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
+        reward. `shape` computes the reward used for training; None for the reward itself. `link` receives new
+        weights; None if the engine shares the trainer's tensors."""
         self._prompts, self._drivers, self._greedy = prompts, drivers, greedy
         self._scorer, self._shape, self._link = scorer, shape, link
         self._loop = asyncio.Runner()
@@ -100,8 +101,8 @@ class Collector:
     def collect(
         self, use: Use, prompts: Sequence[int], group_size: int, key: tuple[int, ...], numbers: Sequence[int]
     ) -> None:
-        """Sample a group for each of `prompts` (places in the data of `use`); `key` and `numbers` as in Driver.run. The
-        numbers are those that the groups are called by from then on."""
+        """Sample a group for each of `prompts` (indices into the data of `use`); `key` and `numbers` as in
+        Driver.run. The groups are identified by these numbers from then on."""
         drawn = [self._prompts[use][i] for i in prompts]
         groups = self._loop.run(self._drivers[use].run(drawn, group_size, key=key, numbers=numbers))
         if use == "train" and self._greedy is not None:
@@ -114,8 +115,8 @@ class Collector:
         self._unscored += groups
 
     def score(self, use: Use) -> tuple[list[GroupFacts], Metrics]:
-        """Give the trajectories that were collected since the last call their rewards, and those for training what training
-        makes of them. Returns the facts of their groups, and what scoring cost."""
+        """Score the trajectories collected since the last call, and shape the rewards of those for training.
+        Returns the metadata of their groups and the metrics of scoring."""
         groups, self._unscored = self._unscored, []
         sampled = [t for group in groups for t in group.sampled]
         metrics = self._loop.run(self._scorer.score(sampled))
@@ -126,21 +127,21 @@ class Collector:
         return [_facts_of(group) for group in groups], metrics
 
     def rows(self, kept: Sequence[tuple[int, int, int]]) -> list[Row]:
-        """Training rows of groups: (number, place, first) of each, see rows.group_rows."""
+        """Training rows of groups, given as (number, place, first); see rows.group_rows."""
         return [
             row for number, place, first in kept for row in group_rows(self._groups[number], place, first)
         ]
 
     def whole(self, numbers: Sequence[int]) -> list[Group]:
-        """Groups with all that was said in them."""
+        """Whole groups, with tokens and texts."""
         return [self._groups[number] for number in numbers]
 
     def forget(self) -> None:
-        """Let go of all groups."""
+        """Drop all groups."""
         self._groups, self._unscored = {}, []
 
     def publish(self, version: int) -> None:
-        """Sample from the policy's weights as they are now, as `version`."""
+        """Sample from the policy's current weights from now on, as `version`."""
         for driver in self._all_drivers():
             driver.publish(version)
 
@@ -150,25 +151,25 @@ class Collector:
         return self._link.names
 
     def take_weights(self, version: int, ticket: Mapping[str, Any]) -> None:
-        """Sample from what the sender of `ticket` gives, as `version`."""
+        """Receive weights from the sender of `ticket` and sample from them, as `version`."""
         assert self._link is not None, "the engine reads the trainer's own weights"
         self._link.take(version, ticket)
         self.publish(version)
 
     def cache_bytes(self) -> int:
-        """Memory of the engine's key/value cache in this process."""
+        """Bytes of the engine's key/value cache in this process."""
         return self._drivers["train"].cache_bytes
 
     def sleep(self) -> None:
-        """Give back what the engine can spare of its device until `wake`."""
+        """Free the device memory that the engine does not need until `wake`."""
         self._drivers["train"].sleep()
 
     def wake(self) -> None:
-        """Be ready to sample, and to score what was sampled."""
+        """Prepare for sampling and scoring."""
         self._drivers["train"].wake()
 
     def close(self) -> None:
-        """End the engine, the environments, and the scorer's processes."""
+        """Stop the engine, the environments, and the scorer's processes."""
         for driver in self._all_drivers():
             driver.close()
         if self._link is not None:

@@ -38,8 +38,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to sample. `key` seeds its random numbers: the same key, prompt and weights give the same
-    tokens whatever else runs. Requests with equal `prompt_ids` that wait together are prefilled once."""
+    """One completion to sample. `key` seeds its random numbers: the same key, prompt and weights give the
+    same tokens whatever else runs. Requests with equal `prompt_ids` that wait together are prefilled once."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -60,57 +60,59 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Samples completions. Cancelling the task that awaits `generate` frees the request's place at once.
+    """Samples completions. Cancelling the task that awaits `generate` frees the request's slot at once.
 
-    Whatever goes wrong in it is an EngineError: a request that fails, or takes too long, has no answer.
+    Every failure is raised as EngineError: a request that fails or times out has no completion.
     """
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the engine's key/value cache takes in this process."""
+        """Bytes of the engine's key/value cache in this process."""
         ...
 
     async def generate(self, request: Request) -> Completion: ...
 
     def publish(self, version: int) -> None:
-        """Sample with the policy's weights as they are now, as `version`: an engine that shares them takes them over, another
-        has been brought them before. Not while requests run."""
+        """Sample with the policy's current weights from now on, as `version`. An engine that does not share
+        the trainer's tensors must have received them before. Not while requests run."""
         ...
 
     def sleep(self) -> None:
-        """Give back what the device can have until `wake`: the cache, and weights of the engine's own where they can be kept in
-        host memory meanwhile. Requests are refused. Not while requests run. Can be called twice, as can `wake`."""
+        """Free device memory until `wake`: the cache, and the engine's own weights where they can be kept in
+        host memory. Requests are refused meanwhile. Not while requests run. Idempotent, as is `wake`."""
         ...
 
     def wake(self) -> None:
-        """Be ready for requests again. An engine that has never slept is."""
+        """Accept requests again; no effect on an engine that is awake."""
         ...
 
     def close(self) -> None:
-        """Fail what is pending, and end what was started. Can be called twice."""
+        """Fail pending requests and stop child processes. Idempotent."""
         ...
 
 
 class PublishedEngine(RolloutEngine, Protocol):
-    """An engine in another process: weights have to be brought to it."""
+    """An engine in another process, which receives copies of the weights."""
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over these weights as `version`, asleep too. Not while requests run. Raises EngineError when something else arrived
-        than was sent; from then on it refuses requests until a publication ends well."""
+        """Load these weights as `version`, also while asleep. Not while requests run. Raises EngineError if
+        the data that arrived differs from the data sent; requests are then refused until a weight sync
+        succeeds."""
         ...
 
     def pause(self) -> None:
-        """Draw no more tokens until `resume`; requests wait where they are."""
+        """Generate no more tokens until `resume`; running requests wait."""
         ...
 
     def resume(self) -> None: ...
 
 
 def check_request(request: Request, *, longest: int, key: str) -> None:
-    """Raise EngineError for what no engine can answer: `longest` is the most tokens that it takes, set by `key`."""
+    """Raise EngineError for a request that no engine can answer. `longest` is the most tokens that the engine
+    accepts, set by `key`."""
     prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
     if prompt == 0:
-        raise EngineError("the prompt has no token; use the tokenizer that belongs to the model")
+        raise EngineError("the prompt has no tokens; use the tokenizer that belongs to the model")
     if new < 1:
         raise EngineError(f"max_new_tokens={new} asks for nothing; it must be at least 1")
     if prompt + new > longest:
@@ -122,5 +124,5 @@ def check_request(request: Request, *, longest: int, key: str) -> None:
 
 
 def seed_of(key: tuple[int, ...]) -> int:
-    """A request's key as a seed of 63 bits, for engines that draw with random generators of their own."""
+    """A request's key as a 63-bit seed, for engines with their own random generators."""
     return int(stream(key) >> np.uint64(1))

@@ -1,12 +1,12 @@
 """Counter-based random numbers: a pure function from integer keys to uniforms, with no state between calls.
 
-Whoever draws names the draw, say (seed, round, prompt, sample, turn, position), and gets the same number whatever
-else was drawn before, beside it, or in which order.
+A draw is identified by its key, say (seed, round, prompt, sample, turn, position), and gives the same number
+regardless of other draws and their order.
 
-A key is absorbed component by component: h <- mix(h ^ mix((component + 1) * g)), where mix is the finaliser of
-SplitMix64 (a bijection of 64-bit words in which each input bit flips about half of the output bits) and g its odd
-increment (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). Keys of unequal
-length never continue each other by accident: a draw's key is the whole tuple.
+A key is absorbed component by component: h <- mix(h ^ mix((component + 1) * g)), where mix is the finaliser
+of SplitMix64 (a bijection of 64-bit words in which each input bit flips about half of the output bits) and g
+its odd increment (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). Keys
+of unequal length never continue each other by accident: a draw's key is the whole tuple.
 """
 
 from __future__ import annotations

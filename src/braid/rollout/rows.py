@@ -1,4 +1,4 @@
-"""From trajectories to rows: the one place where text episodes and simulator episodes become the same thing."""
+"""From trajectories to rows: from here on text and simulator episodes are handled alike."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from braid.types import EnvSteps, Group, Row, Status, Trajectory, Turn
 def rows_of(groups: Sequence[Group]) -> list[Row]:
     """One row for each valid trajectory, in order, with `behavior_logprobs` and `rewards`.
 
-    `Row.group` is the place of the group, `Row.trajectory` that of the trajectory among all of `groups`, invalid ones
-    counted.
+    `Row.group` is the place of the group, `Row.trajectory` that of the trajectory among all of `groups`,
+    invalid ones counted.
     """
     rows: list[Row] = []
     first = 0
@@ -25,11 +25,11 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
 
 
 def group_rows(group: Group, place: int, first: int) -> list[Row]:
-    """Those of one group, the `place`th, whose first trajectory is the `first` of all.
+    """Rows of one group with index `place`, whose first trajectory has index `first` among all.
 
-    The rewards of a row add up to the trajectory's training reward: each turn's or env step's own where it was given, what
-    the reward parts and shaping added at the policy's last position. `Row.baseline` is the training reward of the
-    group's greedy answer.
+    The rewards of a row sum to the trajectory's training reward: rewards of turns or env steps are placed
+    where they were given, the contribution of reward parts and shaping at the policy's last position.
+    `Row.baseline` is the training reward of the group's greedy answer.
     """
     baseline = None if group.greedy is None else group.greedy.training_reward
     rows: list[Row] = []
@@ -57,7 +57,8 @@ def _row_of(trajectory: Trajectory) -> Row:
 
 
 def _text_row(turns: Sequence[Turn]) -> Row:
-    """Prompt, turns and replies laid end to end. An answer cut by a limit is terminal too: nothing comes after it."""
+    """Prompt, turns and replies concatenated. An answer cut by a limit is terminal too: no state follows
+    it."""
     mask = np.concatenate([np.repeat((False, True), (len(t.context_ids), len(t.output_ids))) for t in turns])
     rewards = np.zeros(len(mask), np.float32)
     ends = np.cumsum([len(t.context_ids) + len(t.output_ids) for t in turns])
@@ -70,8 +71,8 @@ def _text_row(turns: Sequence[Turn]) -> Row:
 
 
 def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
-    """S + 1 positions: the last is the final observation, where nothing was done; its value is the bootstrap of an
-    episode cut by a limit of time."""
+    """S + 1 positions: the last is the final observation, without an action; its value bootstraps an episode
+    cut by a time limit."""
     mask = np.ones(len(steps.observations), np.bool_)
     mask[-1] = False
     return Row(

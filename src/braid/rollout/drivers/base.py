@@ -1,4 +1,4 @@
-"""What the loops ask of a driver."""
+"""The driver protocol."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ class Driver(Protocol):
         key: tuple[int, ...],
         numbers: Sequence[int] | None = None,
     ) -> list[Group]:
-        """One group per prompt, in order. `key` tells the random numbers of this call from those of others, `numbers` those of
-        its prompts from each other: their places in `prompts` when None. Keys of one driver have one length."""
+        """One group per prompt, in order. `key` separates the random numbers of this call from those of other
+        calls, `numbers` those of its prompts from each other (default: their indices in `prompts`). All keys
+        of a driver have the same length."""
         ...
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the engine's key/value cache in this process."""
+        """Bytes of the engine's key/value cache in this process."""
         ...
 
     def publish(self, version: int) -> None:
-        """Take the policy's weights as they are now."""
+        """Use the policy's current weights from now on."""
         ...
 
     def sleep(self) -> None:
-        """Give back what the engine can spare of its device until `wake`."""
+        """Free the device memory that the engine does not need until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Be ready to run again."""
+        """Prepare for `run`."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""A driver that takes a few prompts at a time."""
+"""A driver that limits how many prompts run at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import Driver
 
 
 class Batches:
-    """Hands `size` prompts at a time to `driver`, the next when all of them are done. Changes no result: a prompt keeps its
+    """Passes `size` prompts at a time to `driver`. Results do not depend on `size`: each prompt keeps its
     random numbers."""
 
     def __init__(self, driver: Driver, size: int) -> None:

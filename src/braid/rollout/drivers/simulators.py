@@ -1,8 +1,8 @@
 """The simulator driver: a policy and a simulator make trajectories.
 
-Whole episodes, as many at a time as the simulator has slots; a slot that is done takes the next episode that waits. The
-state that an episode starts from hangs on its prompt's number, each action's random numbers on the episode and the env
-step, so neither the number of slots nor who ran beside whom changes a result.
+Whole episodes, as many at a time as the simulator has slots; a free slot starts the next waiting episode. An
+episode's reset state depends only on its prompt's number, and the random numbers of an action only on episode
+and env step, so results depend neither on the number of slots nor on which episodes ran side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from braid.types import EnvSteps, Group, Prompt, Status, Trajectory
 
 
 class ActingPolicy(Protocol):
-    """What the driver asks of a policy (models.mlp.MlpPolicy is one)."""
+    """A policy as the driver needs it (such as models.mlp.MlpPolicy)."""
 
     @property
     def num_uniforms(self) -> int: ...
@@ -33,11 +33,11 @@ class ActingPolicy(Protocol):
 
 
 class SimulatorDriver:
-    """Turns prompts (states to start from) into groups of episodes.
+    """Turns prompts (reset states) into groups of episodes.
 
-    All episodes of a group start from the same reset seed, drawn from the run's seed, `key` and the prompt's number. An
-    episode whose environment fails is played anew up to `retries` times, with other actions, then left invalid. With
-    `greedy` the policy takes its likeliest action.
+    All episodes of a group start from the same reset seed, drawn from the run's seed, `key` and the prompt's
+    number. An episode whose environment fails is restarted up to `retries` times, with other actions, then
+    left invalid. With `greedy` the policy takes its most probable action.
     """
 
     def __init__(
@@ -77,24 +77,24 @@ class SimulatorDriver:
 
     @property
     def cache_bytes(self) -> int:
-        """A simulator's policy keeps nothing."""
+        """A simulator's policy has no cache."""
         return 0
 
     def sleep(self) -> None:
-        """A simulator's policy has nothing to give back."""
+        """A simulator's policy has no memory to free."""
 
     def wake(self) -> None:
         """See `sleep`."""
 
     def publish(self, version: int) -> None:
-        """The policy's weights are the trainer's own: only their number changes."""
+        """The policy shares the trainer's weights: only the version changes."""
         self._version = version
 
     def close(self) -> None:
         self._simulator.close()
 
     def _start(self, waiting: deque[_Episode], running: dict[int, _Episode]) -> None:
-        """Give each free slot an episode."""
+        """Start an episode in each free slot."""
         started = {}
         for slot in range(self._simulator.num_envs):
             if slot not in running and waiting:
@@ -113,7 +113,7 @@ class SimulatorDriver:
         actions, logprobs = self._policy.act(observations, drawn)
         if not np.isfinite(logprobs).all():
             raise EngineError(
-                f"the policy of version {self._version} gives actions a log-prob that is not finite"
+                f"the policy of version {self._version} has a log-prob of an action that is not finite"
             )
         tick = self._simulator.step(dict(zip(running, actions, strict=True)))
         for (slot, episode), action, logprob in zip(running.items(), actions, logprobs, strict=True):
@@ -143,7 +143,7 @@ class SimulatorDriver:
 
 @dataclass(slots=True)
 class _Episode:
-    """An episode under way. `key` is (seed, *key of the call, number of the prompt)."""
+    """A running episode. `key` is (seed, *key of the call, number of the prompt)."""
 
     prompt: Prompt
     sample: int
@@ -163,20 +163,20 @@ class _Episode:
         return int(np.random.SeedSequence(self.key).generate_state(1)[0])
 
     def random_state(self) -> np.uint64:
-        """What the random numbers of this attempt's env steps grow from."""
+        """Base of the random numbers of this attempt's env steps."""
         if self._random_state is None:
             self._random_state = stream((*self.key, self.sample, self.attempt))
         return self._random_state
 
     def restart(self) -> None:
-        """Forget what happened; the next try draws other actions."""
+        """Start over; the next attempt samples other actions."""
         self.attempt += 1
         self._random_state = None
         for record in (self.observations, self.actions, self.logprobs, self.rewards):
             record.clear()
 
     def record(self, action: NDArray, logprob: float, tick: Tick, slot: int) -> None:
-        """Take in what the env step of `slot` brought."""
+        """Record the env step of `slot`."""
         self.actions.append(action)
         self.logprobs.append(logprob)
         self.rewards.append(tick.rewards[slot])

@@ -1,9 +1,9 @@
 """The text driver: an engine and a text environment make trajectories.
 
-Tokens in, tokens out. What the policy reads in a later turn is what it read and wrote before, token for token, followed by
-the environment's reply as tokens; nothing that was sampled is ever tokenised again. Every trajectory is a coroutine of
-its own, so the engine batches over whatever waits at the moment; its random numbers hang on its key alone, so what waits
-beside it changes nothing.
+Tokens in, tokens out. In a later turn the policy reads exactly the tokens that it read and wrote before,
+followed by the environment's reply; sampled text is never re-tokenised. Every trajectory is a coroutine, so
+the engine batches over all waiting requests; its random numbers depend only on its key, so the result does
+not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from braid.types import Group, Prompt, Status, Trajectory, Turn
 class TextDriver:
     """Turns prompts into groups of trajectories with an engine and one fresh environment per trajectory.
 
-    `max_context_tokens` bounds prompt, turns and replies together: a turn gets no more tokens than are left, and a
-    trajectory that runs out is truncated. A trajectory whose environment or engine fails is sampled anew up to
-    `retries` times, with other random numbers, then left invalid with the reason of its last failure.
+    `max_context_tokens` bounds prompt, turns and replies together: a turn gets no more tokens than are left,
+    and a trajectory that runs out is truncated. A trajectory whose environment or engine fails is sampled
+    anew up to `retries` times, with other random numbers, then left invalid with the reason of its last
+    failure.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class TextDriver:
         key: tuple[int, ...],
         numbers: Sequence[int] | None = None,
     ) -> list[Group]:
-        """See Driver; groups are in the order of `prompts` whatever is done first.
+        """See Driver; groups are in the order of `prompts`, whichever finishes first.
 
-        Failures of environments and of the engine (EngineError) become statuses; anything else is raised, after the
-        requests that still run have been cancelled.
+        Failures of environments and of the engine (EngineError) become statuses; other exceptions are raised
+        after the running requests have been cancelled.
         """
         places = range(len(prompts)) if numbers is None else numbers
         tasks = [
@@ -80,11 +81,11 @@ class TextDriver:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the engine's key/value cache in this process."""
+        """Bytes of the engine's key/value cache in this process."""
         return self._engine.cache_bytes
 
     def publish(self, version: int) -> None:
-        """Sample from the policy's weights as they are now, as `version`."""
+        """Sample from the policy's current weights from now on, as `version`."""
         self._engine.publish(version)
 
     def sleep(self) -> None:
@@ -120,7 +121,7 @@ class TextDriver:
         return trajectory
 
     async def _converse(self, trajectory: Trajectory, key: tuple[int, ...]) -> None:
-        """Turn after turn until the conversation is over or a limit is reached."""
+        """Run turns until the conversation is over or a limit is reached."""
         env = _Guarded(self._new_env)
         await env.start(trajectory.prompt)
         sampling = replace(self._sampling, stop_strings=(*self._sampling.stop_strings, *env.stop_strings))
@@ -162,11 +163,11 @@ class TextDriver:
 
 
 class _EnvFailure(Exception):
-    """An environment raised, or answered what it may not."""
+    """An environment raised, or returned an invalid reply."""
 
 
 class _Guarded:
-    """An environment whose exceptions are told apart from everyone else's."""
+    """An environment whose exceptions are raised as _EnvFailed."""
 
     def __init__(self, new_env: Callable[[], TextEnv]) -> None:
         try:
@@ -187,7 +188,7 @@ class _Guarded:
         except Exception as error:
             raise _failure(error) from error
         if not isinstance(reply, Reply):
-            raise _EnvFailure(f"{type(reply).__name__} is no Reply")
+            raise _EnvFailure(f"{type(reply).__name__} is not a Reply")
         if not math.isfinite(reply.reward):
             raise _EnvFailure(f"reward {reply.reward} is not finite")
         return reply
