@@ -1,6 +1,6 @@
-"""The protocol of a training backend: one model, its optimizer, and how rows become forward and backward passes.
+"""The protocol of a training backend: one model, its optimizer, and forward and backward passes over rows.
 
-Backends differ in nothing a user can see but speed and memory.
+Backends differ only in speed and memory, not in results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Diagnostics:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def emptied(self) -> Diagnostics:
-        """The same metrics of nothing."""
+        """The same metrics over no tokens."""
         return Diagnostics(
             {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in self.means.items()},
             {name: torch.full_like(x, -math.inf) for name, x in self.maxima.items()},
@@ -43,10 +43,10 @@ class Diagnostics:
 class Loss:
     """A loss as the backend needs it.
 
-    `compute(outputs, batch)` returns the micro-batch's share of the step's loss, a scalar, already weighted with
-    `batch.weights` (so that the shares of all micro-batches add up to the loss), and metrics. `outputs` names what the
-    model must compute for it. `limits` bounds the means of metrics over the whole step: when one is above its limit, the
-    step is not taken.
+    `compute(outputs, batch)` returns the micro-batch's share of the step's loss, a scalar, already weighted
+    with `batch.weights` (so that the shares of all micro-batches add up to the loss), and metrics. `outputs`
+    names what the model must compute for it. `limits` bounds the means of metrics over the whole step: when
+    one is above its limit, the step is not taken.
     """
 
     outputs: frozenset[Output]
@@ -56,10 +56,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did. `metrics` are name -> (sum, count), `maxima` name -> greatest. `grad_norm` is before
-    clipping. `is_skipped` when loss or gradient was not finite, `is_stopped` when both were finite and a limit of the loss
-    was passed: then weights and optimizer are as before. `is_overflow` when such a skip was the doing of `loss_scale`, which is
-    lower from then on."""
+    """Report of one optimizer step. `metrics` are name -> (sum, count), `maxima` name -> maximum. `grad_norm`
+    is before clipping. `is_skipped`: loss or gradient was not finite; `is_stopped`: both were finite, but a
+    limit of the loss was exceeded. In both cases weights and optimizer are unchanged. `is_overflow`: the step
+    was skipped because the scaled gradients overflowed, and `loss_scale` has been lowered."""
 
     loss: float
     grad_norm: float
@@ -75,8 +75,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """Memory of one model: what it holds all the time, and `gradients` while a step runs. `is_on_device` is False for
-    weights that wait in host memory."""
+    """Memory of one model in bytes: what it always holds, and `gradients` during a step. `is_on_device` is
+    False while the weights are offloaded to host memory."""
 
     weights: int
     gradients: int
@@ -86,8 +86,8 @@ class HeldBytes:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank has written of its state (training.shards), or why it could not. `state` is what has no tensors, `files` are
-    name -> {bytes, sha256} of this rank's files."""
+    """What a rank has written of its state (training.shards), or the error. `state` is the part without
+    tensors, `files` name -> {bytes, sha256} of this rank's files."""
 
     state: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Written:
 
 @dataclass(slots=True)
 class Work:
-    """Operations done by a model (models.flops), and the seconds that they took."""
+    """Floating-point operations of a model (models.flops), and their duration in seconds."""
 
     infer_flops: int = 0
     infer_s: float = 0.0
@@ -108,12 +108,13 @@ class TrainingBackend(Protocol):
     """One model and its optimizer."""
 
     def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
-        """Forward only: for each row, an array [len(row)] per output. No gradients, micro-batched by tokens."""
+        """Forward only: for each row, an array [len(row)] per output. No gradients, micro-batched by
+        tokens."""
         ...
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
-        """One optimizer step over all `rows`. `weights` [B] is what each position of a row counts in the loss
-        (algorithms.aggregate.row_weights, counted over the whole step)."""
+        """One optimizer step over all `rows`. `weights` [B] is the loss weight of each position of a row
+        (algorithms.aggregate.row_weights, computed over the whole step)."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,12 +122,12 @@ class TrainingBackend(Protocol):
         ...
 
     def to_host(self) -> None:
-        """Give the device to others: what `offload` names moves to host memory. Then only `named_weights`, `state` and
-        `load` are used until `to_device`."""
+        """Free the device for other roles: what `offload` names moves to host memory. Only `named_weights`,
+        `state` and `load` may be called until `to_device`."""
         ...
 
     def to_device(self) -> None:
-        """Bring back what `to_host` moved."""
+        """Undo `to_host`."""
         ...
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
@@ -134,19 +135,20 @@ class TrainingBackend(Protocol):
         ...
 
     def take_work(self) -> Work:
-        """What was done since the last call; nothing is counted without `count_flops`."""
+        """Operations since the last call; zero without `count_flops`."""
         ...
 
     def held_bytes(self) -> HeldBytes:
-        """What the model takes."""
+        """Memory of the model."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer, step counters: all that `load` needs to go on to the bit. Tensors and plain data.
+        """Weights, optimizer and step counters, as tensors and plain data: everything that `load` needs to
+        continue bit for bit.
 
         The tensors are the live ones: write or copy them before the next step."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over copies of what `state` gave. Raises CheckpointError when it is of another model."""
+        """Restore copies of what `state` returned. Raises CheckpointError if it belongs to another model."""
         ...

@@ -1,10 +1,11 @@
-"""The rows of a round, wherever they lie: between the rollout that makes them and the ranks that learn from them.
+"""The rollout buffer: the rows of a round, between the rollout workers that make them and the ranks that
+train.
 
     rollout workers ─rows─> Experience ─shares of rows─> ranks ─log-probs, values─> Experience ─mini-batches─> ranks
 
-A plain object in a worker group of one: in the controller's process, or in one of its own, where the controller passes
-references on and sees RowFacts. Owns the arrays; which rows make a mini-batch or a share is decided by facts alone
-(controller.steps, training.group).
+A plain object in a worker group of one: in the controller's process, or in a process of its own, in which
+case the controller handles only references and RowFacts. Owns the arrays; mini-batches and shares are chosen
+from metadata alone (controller.steps, training.group).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .step_fields import write_step_fields
 
 @dataclass(slots=True)  # frozen ones are slow to send, and there is one for each row
 class RowFacts:
-    """What is known of a row without its arrays: `index` is its place in the Experience; the others as in Row."""
+    """Row metadata without arrays: `index` is the row's index in the Experience; the others as in Row."""
 
     index: int
     length: int
@@ -44,13 +45,13 @@ class Experience:
     """The rows of one round."""
 
     def __init__(self, recipe: Recipe, constant: float | None) -> None:
-        """`constant` is that of token_sum_constant."""
+        """`constant` is the denominator of token_sum_constant."""
         self._recipe, self._constant = recipe, constant
         self._rows: list[Row] = []
 
     def open(self, pieces: Sequence[Sequence[Row]]) -> list[RowFacts]:
-        """Take in a round's rows, in place of those of the last. They are put into the order of their trajectories, so that it
-        does not matter who made which."""
+        """Replace the rows of the last round. Rows are sorted by trajectory, so results do not depend on
+        which worker made which."""
         self._rows = sorted((row for piece in pieces for row in piece), key=lambda row: row.trajectory)
         return [
             RowFacts(i, len(row), row.num_tokens, row.group, row.trajectory, row.is_truncated)
@@ -58,12 +59,12 @@ class Experience:
         ]
 
     def take(self, indices: Sequence[int], is_bare: bool) -> list[Row]:
-        """Rows as they are now; bare of the fields, which a forward pass does not read."""
+        """The current rows; without fields if `bare`, since a forward pass does not read them."""
         rows = [self._rows[i] for i in indices]
         return [bare(row) for row in rows] if is_bare else rows
 
     def spare(self, is_bare: bool) -> Row:
-        """A row that stands in where a rank has none of its own."""
+        """A row for ranks that have none, which take part in a pass without contributing."""
         return self.take([0], is_bare)[0]
 
     def merge(
@@ -73,7 +74,7 @@ class Experience:
         shares: Sequence[Sequence[int]],
         results: Sequence[Sequence[Mapping[Output, NDArray[np.float32]]]],
     ) -> None:
-        """Write what a model has inferred, by share, into `field` of the rows that the shares name."""
+        """Write a model's outputs, by share, into `field` of the rows of those shares."""
         for indices, share in zip(shares, results, strict=True):
             for index, result in zip(indices, share, strict=True):
                 self._rows[index].fields[field] = result[output]
@@ -84,18 +85,18 @@ class Experience:
             row.fields[target] = row.fields[source]
 
     def mark_successes(self, is_success: Sequence[bool]) -> None:
-        """Write `is_success` of each row: 1 throughout where it is one."""
+        """Write the field `is_success` of each row: 1 at all positions of a successful row, else 0."""
         for row, value in zip(self._rows, is_success, strict=True):
             row.fields["is_success"] = np.full(len(row), value, np.float32)
 
     def assign_credit(
         self, kl_coef: float, running: RunningMoments
     ) -> tuple[dict[str, float], RunningMoments]:
-        """See credit.assign_credit. Returns its facts, and `running` with this round's rewards in it."""
+        """See credit.assign_credit. Returns its metrics, and `running` updated with this round's rewards."""
         facts = assign_credit(self._rows, self._recipe, kl_coef=kl_coef, running=running)
         return facts, running
 
     def write_step_fields(self, indices: Sequence[int], key: tuple[int, ...]) -> None:
-        """See step_fields.write_step_fields, of the rows of one step."""
+        """See step_fields.write_step_fields; for the rows of one step."""
         rows = [self._rows[i] for i in indices]
         write_step_fields(rows, self._recipe, constant=self._constant, key=key)

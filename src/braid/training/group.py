@@ -1,10 +1,10 @@
-"""A training backend spread over worker processes, seen from the controller as one backend.
+"""A training backend distributed over worker processes, which the controller uses like a single one.
 
     rows ─share─> rank 0: its rows ─┐
                   rank 1: its rows ─┴─ one optimizer step together ─> one report
 
-Each rank holds a shard of the model and runs the rows it is given; denominators are counted over the whole step before
-(algorithms.aggregate), so that how rows are shared out changes no number beyond rounding.
+Each rank holds a shard of the model and runs its share of the rows; denominators are computed over the whole
+step beforehand (algorithms.aggregate), so the distribution of rows changes results only by rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .backend import HeldBytes, Loss, StepReport, Work, Written
 
 
 class Sized(Protocol):
-    """What sharing out asks of a row, or of what stands for it."""
+    """What the distribution needs to know of a row, or of its metadata."""
 
     @property
     def group(self) -> int: ...
@@ -36,12 +36,13 @@ class Sized(Protocol):
 
 
 class ShardedBackend(Protocol):
-    """What a rank runs: a TrainingBackend whose calls all ranks make together.
+    """The backend of one rank: a TrainingBackend whose calls are collective.
 
-    `data_place()` is (index, number) of the share of the rows that the rank is given: ranks that work on the same rows (of
-    one tensor, pipeline, context or sequence parallel group) have the same. Each of them returns the results.
+    `data_place()` is (index, number) of the rank's share of the rows; ranks that work on the same rows (of
+    one tensor, pipeline, context or sequence parallel group) have the same share, and each returns the
+    results.
 
-    `spare` stands in where a rank has fewer micro-batches than another: its forward and backward count for nothing.
+    A rank with fewer micro-batches than another runs `spare` instead, with zero weight.
     """
 
     def data_place(self) -> tuple[int, int]: ...
@@ -53,34 +54,36 @@ class ShardedBackend(Protocol):
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport: ...
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others. `merged` as in iter_weights."""
+        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others. `merged` as in
+        iter_weights."""
         ...
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and whole tensors where they are, gathered part by part so that no rank holds them all: for
-        weights.sender.join_send. All ranks read to the end; only what rank 0 is given stays valid, and counts. With `merged`
-        those of the model without adapters, which are added to the weights that they belong to."""
+        """Checkpoint names and whole tensors on their device, gathered in parts so that no rank holds all of
+        them: for weights.sender.join_send. All ranks must exhaust the iterator; only rank 0's tensors are
+        valid. With `merged` adapters are added to the weights that they belong to."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors by their checkpoint names."""
+        """Load whole tensors by their checkpoint names."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """As SingleBackend.state: whole tensors on rank 0; the others return what is small."""
+        """As SingleBackend.state: whole tensors on rank 0; the other ranks return only the small parts."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave; every rank is given the whole."""
+        """Restore what `state` returned; every rank gets the whole."""
         ...
 
     def save(self, folder: str) -> Written:
-        """Write this rank's part of the state into `folder` (training.shards); in one process it may come back instead."""
+        """Write this rank's part of the state into `folder` (training.shards); a single process may return it
+        instead."""
         ...
 
     def restore(self, saved: dict[str, Any], folder: str) -> None:
-        """Take over what ranks of any layout have saved: what came back of rank 0, and the folder. Raises CheckpointError
-        when it is of another model."""
+        """Restore what ranks of any layout have saved: the state returned by rank 0, and the folder. Raises
+        CheckpointError if it belongs to another model."""
         ...
 
     def to_host(self) -> None: ...
@@ -96,8 +99,8 @@ class ShardedBackend(Protocol):
 
 @dataclass(slots=True)
 class GroupBackend:
-    """A model and its optimizer as the controller sees them. `start_infer` and `start_train` take references to rows, a share each, so that rows need not be in
-    this process."""
+    """A model and its optimizer as the controller sees them. `start_infer` and `start_train` take references
+    to rows, one per share, so that the rows need not be in this process."""
 
     group: WorkerGroup
     balances: bool = True
@@ -108,11 +111,11 @@ class GroupBackend:
         self._places = self.group.call("data_place")
 
     def shares(self, rows: Sequence[Sized]) -> list[list[int]]:
-        """Places in `rows` of each share."""
+        """Indices into `rows` of each share."""
         return share_rows(rows, self._places[0][1], balances=self.balances)
 
     def start_infer(self, shares: Sequence[Ref], outputs: frozenset[Output], spare: Ref) -> list[Ref]:
-        """Forward only, of the rows of each share; the results of each. `spare` is one row."""
+        """Forward passes over the rows of each share; returns the results per share. `spare` is one row."""
         arguments = [(shares[index], outputs, spare) for index, _ in self._places]
         refs = self.group.start_each("infer", arguments).refs
         return [refs[self._ranks[index]] for index in range(len(shares))]
@@ -120,7 +123,7 @@ class GroupBackend:
     def start_train(
         self, shares: Sequence[Ref], weights: Sequence[Sequence[float]], loss: Loss, spare: Ref
     ) -> Pending:
-        """One optimizer step over the rows of all shares; each rank's report is that of the step."""
+        """One optimizer step over the rows of all shares; every rank reports the whole step."""
         arguments = [(shares[index], weights[index], loss, spare) for index, _ in self._places]
         return self.group.start_each("train", arguments)
 
@@ -150,15 +153,16 @@ class GroupBackend:
         ).wait()[0]
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Checkpoint name -> whole tensor. In one process they are the trained ones themselves."""
+        """Checkpoint name -> whole tensor. In one process these are the trained tensors themselves."""
         return self.group.call("full_weights")[0]
 
     def start_full_weights(self, *, merged: bool = False) -> Ref:
-        """A reference to `full_weights`, for who needs them in another process; `merged` as in ShardedBackend.iter_weights."""
+        """A reference to `full_weights`, for use in another process; `merged` as in
+        ShardedBackend.iter_weights."""
         return self.group.start("full_weights", merged).refs[0]
 
     def load_weights(self, weights: Mapping[str, Tensor] | Ref) -> None:
-        """Take over whole tensors by their checkpoint names, or those that a reference stands for."""
+        """Load whole tensors by their checkpoint names, or from a reference to them."""
         self.group.call("load_weights", weights)
 
     def to_host(self) -> None:
@@ -178,7 +182,7 @@ class GroupBackend:
         return self.group.call("flops", lengths, num_outputs)[0]
 
     def take_work(self) -> Work:
-        """See TrainingBackend. Operations of all ranks, in the seconds of the slowest."""
+        """See TrainingBackend. Operations of all ranks, duration of the slowest."""
         parts: list[Work] = self.group.call("take_work")
         return Work(
             infer_flops=sum(p.infer_flops for p in parts),
@@ -188,7 +192,7 @@ class GroupBackend:
         )
 
     def held_bytes(self) -> HeldBytes:
-        """See TrainingBackend. Of all ranks together."""
+        """See TrainingBackend. Summed over ranks."""
         parts: list[HeldBytes] = self.group.call("held_bytes")
         return HeldBytes(
             weights=sum(p.weights for p in parts),
@@ -198,7 +202,7 @@ class GroupBackend:
         )
 
     def state(self) -> dict[str, Any]:
-        """See TrainingBackend. In the form that one process has, so that any layout can go on from it."""
+        """See TrainingBackend. In the single-process form, so that any layout can resume from it."""
         return self.group.call("state")[0]
 
     def load(self, state: dict[str, Any]) -> None:
@@ -206,8 +210,8 @@ class GroupBackend:
         self.group.call("load", state)
 
     def save(self, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Have the ranks write the state into `folder`, each its part at the same time; what of it they have not written, and
-        the files' lines of a checkpoint's manifest. Raises OSError."""
+        """Write the state into `folder`, all ranks in parallel. Returns the part of the state that is not in
+        files, and the files' entries for the checkpoint's manifest. Raises OSError."""
         written: list[Written] = self.group.call("save", str(folder.absolute()))
         for part in written:
             if part.error is not None:
@@ -215,13 +219,15 @@ class GroupBackend:
         return written[0].state, {name: line for part in written for name, line in part.files.items()}
 
     def restore(self, saved: dict[str, Any], folder: Path) -> None:
-        """Take over what `save` of any layout gave and wrote. Raises CheckpointError when it is of another model."""
+        """Restore what `save` of any layout returned and wrote. Raises CheckpointError if it belongs to
+        another model."""
         self.group.call("restore", saved, str(folder.absolute()))
 
 
 def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list[list[int]]:
-    """Indices of the rows of each share. Rows of a prompt stay together where that leaves ranks about even, since they
-    store it once; with `balances` ranks get about as many tokens, else as many rows, in order."""
+    """Indices of the rows of each share. Rows with the same prompt stay together if the shares remain about
+    equal, since the prompt is then stored once. With `balances` shares have about equally many tokens, else
+    equally many rows, in order."""
     if not balances:
         bounds = np.linspace(0, len(rows), num_ranks + 1).round().astype(int).tolist()
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
@@ -253,5 +259,5 @@ def _halved(unit: list[int], size_of: Callable[[Sequence[int]], int], most: floa
 
 
 def bare(row: Row) -> Row:
-    """The row without its fields, which a forward pass does not read."""
+    """The row without fields, which a forward pass does not read."""
     return Row(row.inputs, row.mask, row.group, row.trajectory, is_terminal=row.is_terminal)

@@ -1,4 +1,5 @@
-"""Dynamic loss scaling, so that small gradients of fp16 products do not vanish (Micikevicius et al. 2018, arXiv 1710.03740)."""
+"""Dynamic loss scaling, so that small gradients of fp16 products do not vanish (Micikevicius et al. 2018,
+arXiv 1710.03740)."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ _BACKOFF, _GROWTH, _MIN_SCALE = 0.5, 2.0, 1.0
 
 
 class LossScale:
-    """What the loss is multiplied by before the backward pass.
+    """Factor on the loss before the backward pass.
 
-    A step whose scaled gradients overflow halves it; `growth_interval` finite steps in a row double it.
+    It is halved by a step whose scaled gradients overflow, and doubled after `growth_interval` finite steps
+    in a row.
     """
 
     def __init__(self, config: GradScalerConfig) -> None:
@@ -27,15 +29,15 @@ class LossScale:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether an overflow may be the scale's doing; at its least value it is the model's."""
+        """Whether the scale can be lowered; an overflow at its minimum is the model's fault."""
         return self.value > self._floor
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Gradients of the scaled loss to those of the loss, in place."""
+        """Unscale gradients in place."""
         torch._foreach_mul_(list(gradients), 1.0 / self.value)
 
     def update(self, *, is_overflow: bool) -> None:
-        """Take note of how a step went."""
+        """Update the scale after a step."""
         if is_overflow:
             self.value, self._num_finite = max(self._floor, self.value * _BACKOFF), 0
             return

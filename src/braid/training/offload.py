@@ -1,4 +1,4 @@
-"""Moving what a model needs between its device and host memory. The parameters stay the same objects."""
+"""Moving a model's tensors between its device and host memory. The parameters stay the same objects."""
 
 from __future__ import annotations
 

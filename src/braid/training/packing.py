@@ -1,4 +1,4 @@
-"""Rows to packed micro-batches, and per-position outputs back to rows."""
+"""Packing of rows into micro-batches, and of per-position outputs back into rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def micro_batches(
     max_rows: int | None = None,
     counts: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Indices of rows cut into as few batches of at most `max_tokens` positions and `max_rows` rows as this order allows,
-    nearly equal in size.
+    """Indices of rows in as few batches of at most `max_tokens` positions and `max_rows` rows as this order
+    allows, nearly equal in size.
 
-    Rows go from the longest to the shortest, so that rows of like length come together and attention pads little; what is
-    longer than `max_tokens` goes alone. `counts` is how many rows each index stands for; 1 when None. The cut depends on
-    these numbers alone.
+    Rows are sorted from longest to shortest, so that rows of similar length share a batch and attention pads
+    little; a row longer than `max_tokens` is a batch by itself. `counts` is the number of rows that each
+    index represents (default 1). The result depends only on these numbers.
     """
-    assert max_tokens > 0, "a batch holds something"
+    assert max_tokens > 0, "max_tokens and max_rows are positive"
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     most = sum(counts or [1] * len(lengths)) if max_rows is None else max_rows
 
@@ -47,7 +47,7 @@ def micro_batches(
 def _cut(
     order: Sequence[int], lengths: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int
 ) -> list[list[int]]:
-    """Fill one batch after the other, in order."""
+    """Fill batches one after the other, in order."""
     out: list[list[int]] = []
     tokens = rows = 0
     for index in order:
@@ -62,8 +62,8 @@ def _cut(
 def grouped_micro_batches(
     rows: Sequence[Row], max_tokens: int, max_rows: int | None = None
 ) -> list[list[int]]:
-    """Micro-batches of rows (their indices) in which rows that begin alike stay together, so that `pack` stores what they
-    share once; a group that is too large is cut."""
+    """Micro-batches of rows (indices) in which rows with the same prompt stay together, so that `pack` stores
+    the prompt once; a group that is too large is split."""
     units: dict[object, list[int]] = {}
     for index, row in enumerate(rows):
         prompt = _prompt(row)
@@ -82,7 +82,7 @@ def grouped_micro_batches(
 
 
 def _prompt_length(row: Row) -> int:
-    """Positions before the first that the policy wrote; 0 for what cannot be shared (simulators)."""
+    """Positions before the first one that the policy wrote; 0 if they cannot be shared (simulators)."""
     return int(row.mask.argmax()) if row.inputs.keys() == {"input_ids"} else 0
 
 
@@ -108,9 +108,10 @@ def pack(
     weights: Sequence[float] | None = None,
     with_fields: bool = True,
 ) -> PackedBatch:
-    """The rows end to end as tensors on `device`; inputs, mask and fields keep their types.
+    """The rows concatenated, as tensors on `device`; inputs, mask and fields keep their dtypes.
 
-    `weights` [B] are spread over each row's positions, in float32. All rows have the same inputs and fields.
+    `weights` [B] are repeated over each row's positions, in float32. All rows have the same inputs and
+    fields.
     """
     lengths = tuple(len(row) for row in rows)
     shared = _shared(rows)

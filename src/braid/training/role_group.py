@@ -1,4 +1,4 @@
-"""One role among those that share the processes of a group."""
+"""A worker group for one of several roles that share processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from braid.runtime.workers import Pending, WorkerGroup
 
 @dataclass(frozen=True, slots=True)
 class RoleGroup:
-    """See WorkerGroup. One role of a group whose processes run worker.Ranks; the processes are the group's, and end with it."""
+    """See WorkerGroup. One role of a group whose processes run worker.Ranks; the group owns the processes."""
 
     group: WorkerGroup
     name: str
@@ -41,5 +41,5 @@ class RoleGroup:
         return self.group.start_on(rank, f"{self.name}.{method}", *args)
 
     def close(self) -> None:
-        """Let go of the role's model. The processes go on."""
+        """Free the role's model. The processes keep running."""
         self.group.call("drop", self.name)

@@ -1,4 +1,4 @@
-"""What a worker process of a training role makes when it starts."""
+"""Training worker processes: their start, and the models that they hold."""
 
 from __future__ import annotations
 
@@ -26,47 +26,48 @@ Wrap = Callable[[TrainableModel, TrainConfig, int, torch.device], ShardedBackend
 
 
 def make_backend(place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int) -> ShardedBackend:
-    """The part of a role's model that this rank has, with the weights that the config gives a fresh run."""
+    """This rank's part of a role's model, with the initial weights of the config."""
     return _backend_of(role, config, total_steps, _join(place, config))
 
 
 class Ranks:
-    """What a process of a training group runs: the models of all roles that sit there, which take turns."""
+    """A process of a training group: holds the models of all roles placed there, which take turns."""
 
     def __init__(self, place: Place, *, config: RunConfig) -> None:
-        """With no role yet."""
+        """Starts without models."""
         self._device = _join(place, config)
         self._backends: dict[str, ShardedBackend] = {}
         self._sender: Sender | None = None
 
     def add(self, name: str, role: TrainingRole, config: RunConfig, total_steps: int) -> None:
-        """Make this rank's part of a role's model, to be called by `name`."""
+        """Build this rank's part of a role's model under `name`."""
         self._backends[name] = _backend_of(role, config, total_steps, self._device)
 
     def __getattr__(self, name: str) -> Any:
-        """`NAME.METHOD` is a method of the backend of that name, to be called as one of this."""
+        """`NAME.METHOD` is that method of the backend `NAME`."""
         backend, _, method = name.partition(".")
         if not method or backend not in self._backends:
             raise AttributeError(f"ranks have no {name}")
         return getattr(self._backends[backend], method)
 
     def drop(self, name: str) -> None:
-        """Let go of a model."""
+        """Free a model."""
         del self._backends[name]
 
     def open_sender(self, engines: Sequence[str], options: SendOptions) -> dict[str, Any] | None:
-        """Make a way for weights to `engines`, from rank 0, whose ticket is returned; the others have none."""
+        """Open a weight sender to `engines` on rank 0 and return its ticket; None on the other ranks."""
         if dist.get_rank() != 0:
             return None
         self._sender = open_sender(engines, replace(options, device=self._device))
         return self._sender.ticket.as_dict()
 
     def send_weights(self, name: str, version: int, merged: bool) -> None:
-        """Send a model's weights as `version` to the engines of `open_sender`; `merged` as in ShardedBackend.iter_weights."""
+        """Send a model's weights as `version` to the engines of `open_sender`; `merged` as in
+        ShardedBackend.iter_weights."""
         join_send(self._sender, version, self._backends[name].iter_weights(merged=merged))
 
     def close(self) -> None:
-        """End the way for weights."""
+        """Close the weight sender."""
         if self._sender is not None:
             self._sender.close()
 
@@ -136,7 +137,7 @@ _WRAPS: dict[str, Wrap] = {
 
 
 def _join(place: Place, config: RunConfig) -> torch.device:
-    """The device of this rank, with the group's ranks in touch."""
+    """This rank's device, after the process group has been initialised."""
     is_cuda = config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     torch.set_num_threads(config.run.num_threads or 1)
@@ -152,7 +153,7 @@ def _join(place: Place, config: RunConfig) -> torch.device:
 
 
 def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
-    """Where the ranks leave each other word."""
+    """The TCP store at which ranks meet."""
     if place.rendezvous is None:
         return dist.HashStore()
     host, port = place.rendezvous
