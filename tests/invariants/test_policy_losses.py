@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from tests.rounding import assert_near, rounding
 from torch import Tensor
 
 from braid.algorithms.aggregate import row_weights
@@ -27,9 +28,9 @@ from braid.training.losses import policy_loss
 from braid.training.step_fields import write_step_fields
 from braid.types import CorrectionLevel, CorrectionMode, PolicyLoss, RatioLevel, Row
 
-TOLERANCE = 5e-6
-"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: fp32 rounds by 6e-8, and some hundred terms
-are added in an order that changes."""
+TOLERANCE = rounding(105)
+"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients are sums over the 105
+positions of all rows, in an order that changes."""
 
 CPU = torch.device("cpu")
 BASE = replace(
@@ -141,8 +142,7 @@ def test_neither_cut_nor_order_nor_sharing_changes_an_update(
         for name, value in report.maxima.items():
             assert _close(value, whole.maxima[name]), name
         for name, grad in others.items():
-            error = torch.linalg.vector_norm(grad - grads[name]) / torch.linalg.vector_norm(grads[name])
-            assert error <= TOLERANCE, f"{name}: relative error {error:.1e}"
+            assert_near(grad, grads[name], TOLERANCE, name)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -120,19 +120,21 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """With r = 1 / rms(x): dx = r g w - x r^3 / D sum(g w x), dw = sum over positions of g x r."""
+        """With r = 1 / rms(x): dx = r g w - x r^2 / D sum(r g w x), dw = sum over positions of r g x. That last sum has as many terms
+        as there are positions: `Tensor.sum` adds them pairwise, where a matrix product would add them one after the other."""
         x, scale, rates = ctx.saved_tensors
         size = x.shape[-1]
-        dx, dscale = torch.empty_like(x, memory_format=torch.contiguous_format), torch.zeros_like(scale)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dscales: list[Tensor] = []
         for x_, grad_, r, dx_ in _chunks(
             x.reshape(-1, size), grad.reshape(-1, size), rates, dx.view(-1, size)
         ):
-            along = grad_ * x_
-            dscale.addmv_(along.T, r[:, 0])
+            along = (grad_ * x_).mul_(r)
+            dscales.append(along.sum(0))
             torch.mul(grad_, scale, out=dx_)
             dx_.mul_(r)
-            dx_.addcmul_(x_, (along @ scale)[:, None].mul_(r.pow(3)).div_(-size))
-        return dx, dscale, None
+            dx_.addcmul_(x_, (along @ scale)[:, None].mul_(r.square()).div_(-size))
+        return dx, torch.stack(dscales).sum(0), None
 
 
 class _SwiGLU(torch.autograd.Function):
