@@ -42,10 +42,14 @@ def test_every_rms_norm_of_every_architecture_is_replaced_and_nothing_changes(
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_the_norms_gradient_is_as_accurate_as_autograds(offset: float) -> None:
     norm = RMSNorm(nn.Parameter(torch.randn(48)), 1e-6, offset)
-    x = torch.randn(3, 1000, 5, 48, requires_grad=True)  # in several chunks; the weight's gradient has 15,000 terms
+    x = torch.randn(
+        3, 1000, 5, 48, requires_grad=True
+    )  # in several chunks; the weight's gradient has 15,000 terms
     grad = torch.randn_like(x)
     ours = torch.autograd.grad(norm(x), [x, norm.weight], grad)
-    plain, exact = (_norm_gradients(x, norm.weight, offset, grad, dtype) for dtype in (torch.float32, torch.float64))
+    plain, exact = (
+        _norm_gradients(x, norm.weight, offset, grad, dtype) for dtype in (torch.float32, torch.float64)
+    )
     for name, *gradients in zip(("x", "weight"), ours, plain, exact, strict=True):
         assert_as_accurate(*gradients, name)
 
