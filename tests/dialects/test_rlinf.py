@@ -524,7 +524,7 @@ def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ("runner.max_steps=0", "0 steps are no run"),
         ("algorithm.loss_tpe=ppo", "unknown key of RLinf, did you mean 'algorithm.loss_type'?"),
         ("sampling_params.top_k=3", "did you mean 'algorithm.sampling_params.top_k'?"),
-        ("cluster.node_groups=[]", "is not supported: number the devices"),
+        ("cluster.node_groups=[{label: a}]", "is not supported: number the devices"),
         ("algorithm.huber_delta=1", "is not supported: the value loss is squared"),
     ],
 )

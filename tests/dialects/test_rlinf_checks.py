@@ -56,7 +56,7 @@ def problems(*overrides: str) -> list[str]:
         (
             ["algorithm.importance_sampling_fix=true", "rollout.recompute_logprobs=false"],
             "algorithm.importance_sampling_fix: compares the trainer's log-probs with the engine's; set "
-            "rollout.recompute_logprobs and return_logprobs to true",
+            "rollout.recompute_logprobs to true",
         ),
         (
             ["runner.val_check_interval=20"],
@@ -110,11 +110,6 @@ def problems(*overrides: str) -> list[str]:
         (
             ["actor.model.precision=bf16"],
             "actor.optim.fp16: true contradicts actor.model.precision=bf16; make them agree",
-        ),
-        (
-            ["actor.training_backend=fsdp", "actor.fsdp_config.amp_autocast.enabled=true"],
-            "actor.fsdp_config.amp_autocast.enabled: autocast works on fp32 weights, and mixed_precision.param_dtype=fp16; set "
-            "that to fp32, or this to false",
         ),
         (
             ["actor.model.megatron_checkpoint=some/folder"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,11 @@ def null_as(native: Any) -> Convert:
     return lambda value, _: native if value is None else value
 
 
+def unless_null(then: Convert | None = None, why: str = "null: not set") -> Convert:
+    """No effect for null; else the value, or what `then` makes of it."""
+    return lambda v, source: no_effect(why) if v is None else v if then is None else then(v, source)
+
+
 def several(*native: str) -> Convert:
     """The same value at several native paths."""
     return lambda value, _: Became(dict.fromkeys(native, value))
@@ -47,6 +53,11 @@ def several(*native: str) -> Convert:
 def only(usual: Any, instead: str, why: str = "how braid works") -> Convert:
     """The one value that braid has; for all others what to use instead."""
     return lambda value, _: implied(why) if value == usual else unsupported(instead)
+
+
+def folder_name(text: str) -> str:
+    """A run's name as the name of its folder."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
 def wandb_mode() -> tuple[str, str]:

@@ -12,12 +12,14 @@ rlinf_checks.py     what keys have to keep together
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import rlinf_actor, rlinf_algorithm, rlinf_embodied, rlinf_rollout, rlinf_run
 from . import rlinf_facts as facts
 from .rlinf_checks import CHECKS
-from .table import Dialect, Source, table
+from .table import ABSENT, Apply, Dialect, Source, table
+from .translate import become
 
 _RULES = table(
     *rlinf_run.RULES,
@@ -32,6 +34,10 @@ def _aliases() -> Iterator[tuple[str, str]]:
     """(other spelling, the table's)."""
     yield "rollout.model_dir", "rollout.model.model_path"
     yield "rollout.model_arch", "rollout.model.model_type"
+    yield "rollout.precision", "rollout.model.precision"
+    yield "actor.fsdp_config.amp.enabled", "actor.fsdp_config.amp_autocast.enabled"
+    yield "actor.fsdp_config.amp.precision", "actor.fsdp_config.amp_autocast.precision"
+    yield "actor.fsdp_config.amp.use_grad_scaler", "actor.fsdp_config.grad_scaler.enabled"
     yield "actor.checkpoint_load_path", "actor.model.megatron_checkpoint"
     yield "actor.model.max_prompt_length", "runner.max_prompt_length"
     yield "algorithm.recompute_logprobs", "rollout.recompute_logprobs"
@@ -58,7 +64,23 @@ def _base(source: Source) -> Mapping[str, Any]:
     whole, prompt = source.get("runner.seq_length"), source.get("data.max_prompt_length")
     if not facts.is_robots(source) and whole is not None and prompt is not None and whole > prompt:
         native["rollout.sampling.max_new_tokens"] = whole - prompt
-    return native
+    return native | _critic(source)
+
+
+def _critic(source: Source) -> dict[str, Any]:
+    """All settings of training for a critic that has some of its own: those of the actor under them."""
+    known = [
+        key for key in source.values if key.startswith(("critic.optim.", "critic.model.", "critic.lr_sched."))
+    ]
+    if not facts.has_critic(source) or not set(known) - {"critic.model.model_path"}:
+        return {}
+    view, native = rlinf_run.critic_view(source), dict[str, Any]()
+    for path, rule in _RULES.items():
+        has_value = path in view.values or (isinstance(rule, Apply) and rule.default is not ABSENT)
+        if isinstance(rule, Apply) and has_value and "*" not in path and not path.startswith("critic."):
+            native |= become(rule, view.get(path), replace(view, at=path)).native
+    chosen = {} if source.backend is None else {"critic.train.backend": source.backend}
+    return rlinf_run.of_critic(native) | chosen
 
 
 RLINF = Dialect(

@@ -7,7 +7,7 @@ from typing import Any
 from braid.plan.placement import MAX_DEVICES
 
 from . import rlinf_facts as facts
-from .conversions import Idle, mapped, null_as, when
+from .conversions import Idle, mapped, null_as, unless_null, when
 from .rlinf_facts import (
     cluster,
     constant,
@@ -19,7 +19,7 @@ from .rlinf_facts import (
     megatron_file,
     robots_only,
 )
-from .rlinf_rollout import MODEL_TYPE, model_type
+from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
 from .table import (
     Apply,
     Became,
@@ -45,6 +45,7 @@ from .values import (
     TEXT,
     Takes,
     choice,
+    either,
     integer,
     list_of,
     nullable,
@@ -59,12 +60,6 @@ _DECAYS = {
     "WSD": "wsd",
 }
 _SHARDINGS = {"full_shard": "full", "shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "no_shard": "none"}
-PRECISION = Takes(
-    f"one of {', '.join(facts.DTYPES)}",
-    lambda v: not isinstance(v, bool) and str(v) in facts.DTYPES,
-    ("fp16", "bf16", "fp32"),
-    ("fp16", "bf16", "fp32"),
-)
 DTYPE = choice("fp32", "bf16", "fp16")
 DEVICES = Takes(
     "a device number, a list of them, or null",
@@ -85,8 +80,10 @@ def _strategy(_: str, source: Source) -> Any:
     return no_effect(why) if why else facts.file_backend(source)
 
 
-def _precision(_: Any, source: Source) -> Became:
+def _precision(value: Any, source: Source) -> Became:
     """16 bits are for computation; what the optimizer changes is held in fp32. An adapter's frozen base need not be."""
+    if value is None:
+        return no_effect("null: fp32")
     kind = facts.precision(source)
     is_frozen = source.get("actor.model.is_lora") is True
     native: dict[str, Any] = {
@@ -95,7 +92,7 @@ def _precision(_: Any, source: Source) -> Became:
     }
     if facts.file_backend(source) == "megatron" and kind == "fp16":
         native["train.grad_scaler.growth_interval"] = source.get("actor.optim.loss_scale_window")
-    if facts.engine(source) != "native":
+    if facts.engine(source) != "native" and source.get("rollout.model.precision") is None:
         native[f"rollout.{facts.engine(source)}.dtype"] = kind
     return Became(native, note="what adapters leave frozen is held in this type" if is_frozen else "")
 
@@ -193,6 +190,18 @@ def _conversion_devices(_: Any, source: Source) -> Became:
 
 def _all_devices(value: int, _: Source) -> int | None:
     return value if value > 0 else None
+
+
+def _hybrid_size(value: int, source: Source) -> Any:
+    if source.get("actor.fsdp_config.sharding_strategy") != "hybrid_shard":
+        return no_effect("of sharding_strategy=hybrid_shard")
+    return _all_devices(value, source)
+
+
+def _decay_ramp(value: float | None, source: Source) -> Became:
+    if value in (None, source.get("actor.optim.weight_decay")):
+        return implied("weight decay is actor.optim.weight_decay throughout")
+    return unsupported("the same value as actor.optim.weight_decay")
 
 
 def _trust(_: bool, source: Source) -> Became:
@@ -294,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     Unsupported("actor.sync_precision", "weights travel in the engine's type"),
     Apply("actor.sync_bucket_capacity", "rollout.publish.bucket_bytes", COUNT, note="bytes"),
     # model
-    Apply("actor.model.precision", "", PRECISION, _precision,
+    Apply("actor.model.precision", "", nullable(PRECISION), _precision,
           note="the type of matrix products. Weights are held in fp32, as Megatron's optimizer holds them: in 16 bits small "
           "updates round to nothing. fp16 scales the loss"),
     Apply("actor.model.model_path", "model.path", PATH),
@@ -313,7 +322,10 @@ RULES: tuple[Rule, ...] = (
     _megatron("model.recompute_method", "recompute_method", nullable(choice("block", "uniform"))),
     _megatron("model.recompute_num_layers", "recompute_num_layers", nullable(COUNT)),
     _megatron("model.moe_token_dispatcher_type", "moe_token_dispatcher", choice("allgather", "alltoall", "flex")),
-    _megatron("model.moe_grouped_gemm", "moe_grouped_gemm", BOOL),
+    _megatron("model.moe_grouped_gemm", "moe_grouped_gemm", either(BOOL, choice(None, "te")), lambda v, _: bool(v)),
+    Unsupported("actor.model.moe_aux_loss_coeff", "0: experts have no auxiliary loss", default=0.0),
+    *(NoEffect(f"actor.model.{key}", ANY, "the model's own config.json says it") for key in
+      ("moe_router_load_balancing_type", "moe_router_topk", "moe_router_pre_softmax", "init_method_std")),
     _layer("activation", "activation", choice(
         "swiglu", "gelu", "geglu", "reglu", "squared-relu", "fast-geglu", "fast-swiglu", "fast-reglu", "approx-gelu")),
     _layer("normalization", "normalization", choice("rmsnorm", "layernorm", "layernorm1p")),
@@ -373,6 +385,8 @@ RULES: tuple[Rule, ...] = (
               note="as a share of actor.optim.lr; before actor.optim.min_lr"),
     _schedule("lr_sched.lr_decay_style", "decay", choice(*_DECAYS), mapped(_DECAYS)),
     _schedule("lr_sched.lr_decay_iters", "decay_steps", COUNT, when(constant), note="optimizer steps"),
+    _schedule("lr_sched.start_weight_decay", "", nullable(NON_NEGATIVE), _decay_ramp),
+    _schedule("lr_sched.end_weight_decay", "", nullable(NON_NEGATIVE), _decay_ramp),
     # tokenizer
     Apply("actor.tokenizer.tokenizer_model", "model.tokenizer", PATH),
     NoEffect("actor.tokenizer.use_fast", BOOL, "the tokenizer is the folder's; unread by RLinf"),
@@ -398,6 +412,12 @@ RULES: tuple[Rule, ...] = (
     _megatron("megatron.ckpt.process_num", "checkpoint.num_processes", COUNT),
     _megatron("megatron.ckpt.tensor_model_parallel_size", "checkpoint.tensor_parallel", COUNT),
     _megatron("megatron.ckpt.pipeline_model_parallel_size", "checkpoint.pipeline_parallel", COUNT),
+    *(NoEffect(f"actor.megatron.ckpt.{key}", ANY, "of RLinf's conversion; braid reads the Hugging Face folder itself") for key in
+      ("expert_model_parallel_size", "expert_tensor_parallel_size", "grouped_gemm", "te_ln_linear_qkv",
+       "te_ln_linear_mlp_fc1", "te_ln_add_extra_state")),
+    NoEffect("actor.megatron.mbridge", BOOL, "the Hugging Face folder is read, without a conversion"),
+    Unsupported("actor.megatron.use_profiler", "profile the process from outside", default=False),
+    NoEffect("actor.megatron.profiler.*", ANY, "of actor.megatron.use_profiler"),
     # FSDP
     Apply(
         "actor.fsdp_config.strategy", "train.backend",
@@ -417,9 +437,10 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.fsdp_config.use_liger_kernel", "train.liger_kernels", BOOL, when(fsdp)),
     _fsdp("fsdp_size", "size", integer(-1, samples=(2, 4, -1)), fsdp2, _all_devices, note="-1: all devices"),
     Apply("actor.fsdp_config.gradient_checkpointing", "train.gradient_checkpointing", BOOL, when(fsdp_file)),
-    _fsdp("mixed_precision.param_dtype", "param_dtype", DTYPE, fsdp),
-    _fsdp("mixed_precision.reduce_dtype", "reduce_dtype", DTYPE, fsdp),
-    _fsdp("mixed_precision.buffer_dtype", "buffer_dtype", DTYPE, fsdp1),
+    *(_fsdp(f"mixed_precision.{key}_dtype", f"{key}_dtype", nullable(DTYPE), idle, unless_null(why="null: fp32"))
+      for key, idle in (("param", fsdp), ("reduce", fsdp), ("buffer", fsdp1))),
+    _fsdp("hybrid_shard_size", "size", integer(-1, samples=(2, 4, -1)), fsdp, _hybrid_size),
+    NoEffect("actor.fsdp_config.gradient_checkpointing_use_reentrant", BOOL, "the gradients are the same"),
     Apply("actor.fsdp_config.amp_autocast.enabled", "", BOOL, when(fsdp_file, then=_amp),
           note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
     Apply("actor.fsdp_config.amp_autocast.precision", "", DTYPE, when(fsdp_file, then=_amp_precision)),
@@ -428,6 +449,7 @@ RULES: tuple[Rule, ...] = (
           when(fsdp_file, then=_of_scaler)),
     Apply("actor.fsdp_config.grad_scaler.growth_interval", "train.grad_scaler.growth_interval", COUNT,
           when(fsdp_file, then=_of_scaler)),
+    NoEffect("actor.fsdp_config.amp_grad_scaler.enabled", BOOL, "RLinf reads grad_scaler.enabled in its place"),
     NoEffect("actor.fsdp_config.wrap_policy.*", ANY, "each layer of the model is a unit"),
 )
 # fmt: on

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conversions import mapped, null_as, opposite, when
+from .conversions import mapped, null_as, opposite, unless_null, when
 from .rlinf_facts import fixed_batches, robots_only, text_only
 from .rlinf_run import eval_prompts, logprob_rows
 from .table import Apply, Became, Implied, NoEffect, Rule, Source, Unsupported, no_effect, unsupported
@@ -29,7 +29,8 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-mean": "sequence_mean_token_mean",
 }
-_LOSSES = ("ppo", "grpo", "actor", "actor_critic", "decoupled_actor_critic")
+_LOSSES = ("ppo", "grpo", "actor", "actor_critic", "decoupled_actor_critic", "gspo")
+_BY_EPS = "null: algorithm.ratio_clip_eps says it"
 NO_TOP_K = 1_000_000
 """RLinf writes this for no limit; no vocabulary is as large."""
 
@@ -63,6 +64,8 @@ def _loss(value: str, source: Source) -> Became:
             f"{value} learns values, which algorithm.adv_type={kind} does not take; set adv_type to gae, or this to actor"
         )
     native: dict[str, Any] = {"algorithm.policy_loss": "ppo_clip"}
+    if value == "gspo":
+        native["algorithm.ratio_level"] = "sequence"
     if value == "decoupled_actor_critic":
         high = source.get("algorithm.behave_weight_threshold")
         native |= {
@@ -99,7 +102,7 @@ def _clip(value: float, source: Source) -> Became:
     native = {
         f"algorithm.clip_{side}": value
         for side in ("low", "high")
-        if not source.has(f"algorithm.clip_ratio_{side}")
+        if source.get(f"algorithm.clip_ratio_{side}") is None
     }
     return Became(native) if native else no_effect("algorithm.clip_ratio_low and clip_ratio_high say it")
 
@@ -258,7 +261,7 @@ RULES: tuple[Rule, ...] = (
     # losses
     Apply(
         "algorithm.loss_type", "",
-        choice(*_LOSSES, "opd", "embodied_sac", "embodied_dagger", "nft", "iql", "rlt"), _loss, default="ppo",
+        choice(*_LOSSES, "drpo", "opd", "embodied_sac", "embodied_dagger", "nft", "iql", "rlt"), _loss, default="ppo",
         note="PPO's clipped ratio; newer names: actor, actor_critic. Values are learned with adv_type gae and one of "
         "actor_critic, critic.use_critic_model or, for robots, ppo",
     ),
@@ -272,8 +275,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply("algorithm.ratio_clip_eps", "", NON_NEGATIVE, _clip, default=0.2,
           note="ratios are clipped to [1 - eps, 1 + eps]"),
-    Apply("algorithm.clip_ratio_low", "algorithm.clip_low", NON_NEGATIVE),
-    Apply("algorithm.clip_ratio_high", "algorithm.clip_high", NON_NEGATIVE),
+    Apply("algorithm.clip_ratio_low", "algorithm.clip_low", nullable(NON_NEGATIVE), unless_null(why=_BY_EPS)),
+    Apply("algorithm.clip_ratio_high", "algorithm.clip_high", nullable(NON_NEGATIVE), unless_null(why=_BY_EPS)),
     Apply(
         "algorithm.clip_ratio_c", "algorithm.dual_clip", nullable(number(1.0, above=True, samples=(2.0, 3.0))),
         _dual_clip, default=3.0,
@@ -291,6 +294,8 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.value_clip", "algorithm.value_clip", POSITIVE, when(_values)),
     Apply("algorithm.critic_warmup_steps", "critic.warmup_rounds", integer(0), when(_values)),
     Unsupported("algorithm.huber_delta", "the value loss is squared, clipped by algorithm.value_clip"),
+    *(Unsupported(f"algorithm.drpo_{key}", "of algorithm.loss_type=drpo, which is not supported") for key in
+        ("lambda", "tau", "beta", "delta", "kl_type")),
     Unsupported("algorithm.clip_log_ratio_min", "algorithm.clip_ratio_low"),
     Unsupported("algorithm.clip_log_ratio_max", "algorithm.clip_ratio_c"),
     Unsupported("algorithm.loss_scales", "algorithm.loss_agg_func"),

@@ -97,10 +97,10 @@ def _logprobs(source: Source) -> _Found:
             "rollout.return_logprobs",
             "without rollout.recompute_logprobs there would be no log-probs; set one to true",
         )
-    if source.get("algorithm.importance_sampling_fix") and not (recomputes and returns):
+    if source.get("algorithm.importance_sampling_fix") and not recomputes:
         yield (
             "algorithm.importance_sampling_fix",
-            "compares the trainer's log-probs with the engine's; set rollout.recompute_logprobs and return_logprobs to true",
+            "compares the trainer's log-probs with the engine's; set rollout.recompute_logprobs to true",
         )
 
 
@@ -128,7 +128,7 @@ def _devices(source: Source) -> _Found:
             "rollout.tensor_parallel_size",
             f"{num_devices} rollout devices are no multiple of the {per_engine} that an engine takes",
         )
-    elif prompts is not None and prompts % engines:
+    elif prompts is not None and prompts % engines and not source.get("cluster.auto_scheduler"):
         yield (
             "data.rollout_batch_size",
             f"{prompts} prompts cannot be shared out evenly among {engines} engines",
@@ -190,13 +190,6 @@ def _precision(source: Source) -> _Found:
         for flag in ("fp16", "bf16"):
             if source.values.get(f"actor.optim.{flag}") is True and kind != flag:
                 yield f"actor.optim.{flag}", f"true contradicts actor.model.precision={kind}; make them agree"
-        return
-    mixed = source.values.get("actor.fsdp_config.mixed_precision.param_dtype")
-    if source.get("actor.fsdp_config.amp_autocast.enabled") and mixed in ("fp16", "bf16"):
-        yield (
-            "actor.fsdp_config.amp_autocast.enabled",
-            f"autocast works on fp32 weights, and mixed_precision.param_dtype={mixed}; set that to fp32, or this to false",
-        )
 
 
 def _megatron_start(source: Source) -> _Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conversions import opposite, when
+from .conversions import opposite, unless_null, when
 from .rlinf_facts import cluster, megatron, robots_only, served, sglang, vllm
 from .table import (
     Apply,
@@ -19,7 +19,7 @@ from .table import (
     no_effect,
     unsupported,
 )
-from .values import BOOL, COUNT, NATURAL, PATH, POSITIVE, TEXT, choice, nullable, number
+from .values import ANY, BOOL, COUNT, NATURAL, PATH, POSITIVE, TEXT, Takes, choice, nullable, number
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
 """model_type of text models -> architecture of transformers."""
@@ -27,6 +27,12 @@ VLA_KINDS = ("openvla", "openvla_oft")
 OTHER_MODELS = (
     "qwen2.5_vl", "qwen3_vl", "openpi", "gr00t", "dexbotic_pi", "mlp_policy", "cnn_policy", "flow_policy",
 )  # fmt: skip
+PRECISION = Takes(
+    f"one of {', '.join(facts.DTYPES)}",
+    lambda v: not isinstance(v, bool) and str(v) in facts.DTYPES,
+    ("fp16", "bf16", "fp32"),
+    ("fp16", "bf16", "fp32"),
+)
 MODEL_TYPE = choice(*ARCHITECTURES, *VLA_KINDS, *OTHER_MODELS)
 
 
@@ -48,6 +54,14 @@ def _engine(name: str, then: Convert | None = None) -> Convert:
         return Became({f"rollout.{facts.engine(source)}.{name}": made})
 
     return convert
+
+
+def _engine_dtype(value: Any, source: Source) -> Became:
+    if facts.engine(source) == "native":
+        return no_effect("braid's own engine samples with the trainer's weights, in its precision")
+    if value is None:
+        return no_effect("null: that of actor.model.precision")
+    return Became({f"rollout.{facts.engine(source)}.dtype": facts.DTYPES[str(value)]})
 
 
 def _is_policy_elsewhere(source: Source) -> str:
@@ -86,6 +100,7 @@ def _huggingface(value: str, source: Source) -> Became:
 
 
 _DERIVED = "follows from cluster.component_placement: roles on the same devices take turns"
+_AS_TRAINED = "log-probs before the update are those of the actor's model, in the actor's precision"
 _SHARED = "an engine shares the trainer's weights, or sleeps while others have its devices"
 
 # fmt: off
@@ -96,11 +111,17 @@ RULES: tuple[Rule, ...] = (
     Apply("inference.model.tensor_model_parallel_size", "inference.tensor_parallel", COUNT, when(megatron)),
     Apply("inference.model.pipeline_model_parallel_size", "inference.pipeline_parallel", COUNT, when(megatron)),
     Apply("inference.model.sequence_parallel", "inference.sequence_parallel", BOOL, when(megatron)),
+    NoEffect("inference.model_type", ANY, _AS_TRAINED),
+    NoEffect("inference.model_arch", ANY, _AS_TRAINED),
+    *(NoEffect(f"inference.{part}.*", ANY, _AS_TRAINED) for part in (
+        "model", "tokenizer", "fsdp_config", "fsdp_config.mixed_precision", "fsdp_config.amp_autocast",
+        "fsdp_config.grad_scaler", "fsdp_config.amp_grad_scaler")),
     # the model and the engine
     Apply("rollout.group_name", "cluster.group_names.rollout", TEXT, when(cluster)),
     Apply("rollout.model.model_path", "model.path", PATH, when(_is_policy_elsewhere), note="the trained policy too"),
     Apply("rollout.model.model_type", "", MODEL_TYPE, when(_is_policy_elsewhere, then=model_type),
           note="the folder must have this architecture"),
+    Apply("rollout.model.precision", "", nullable(PRECISION), _engine_dtype, note="the type of the engine's copy of the weights"),
     Apply("rollout.rollout_backend", "rollout.engine", choice("sglang", "vllm"), _chosen_engine, default="sglang",
           note="older files have no such key: SGLang samples, or for robots braid's own engine"),
     Apply("rollout.backend", "", choice("huggingface", "vllm"), _huggingface, note="huggingface: braid's own engine"),
@@ -130,8 +151,9 @@ RULES: tuple[Rule, ...] = (
     Apply("rollout.vllm.attention_backend", "rollout.vllm.attention", TEXT, when(vllm)),
     Apply("rollout.vllm.enable_chunked_prefill", "rollout.vllm.chunked_prefill", BOOL, when(vllm)),
     Apply("rollout.vllm.enable_prefix_caching", "rollout.vllm.prefix_caching", BOOL, when(vllm)),
-    Apply("rollout.vllm.max_num_batched_tokens", "rollout.vllm.prefill_tokens", COUNT, when(vllm)),
-    Unsupported("rollout.vllm.enable_flash_infer_sampler", "set VLLM_USE_FLASHINFER_SAMPLER in the environment"),
+    Apply("rollout.vllm.max_num_batched_tokens", "rollout.vllm.prefill_tokens", nullable(COUNT),
+          when(vllm, then=unless_null())),
+    NoEffect("rollout.vllm.enable_flash_infer_sampler", BOOL, "a kernel of sampling, which draws from the same distribution"),
     Unsupported("rollout.vllm.torch_profiler_dir", "profile the process from outside"),
     # log-probs, checks, output
     Apply(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from braid.errors import suggest
 from braid.plan.placement import parse_devices, split_roles
 
 from . import rlinf_facts as facts
-from .conversions import wandb_mode, when
+from .conversions import folder_name, unless_null, wandb_mode, when
 from .rlinf_facts import cluster, robots_only, text_only
 from .table import Apply, Became, Implied, NoEffect, Rule, Source, Unsupported, no_effect, unsupported
-from .values import BOOL, COUNT, NATURAL, PATH, TEXT, Takes, choice, integer, list_of, nullable, number
+from .translate import become
+from .values import ANY, BOOL, COUNT, NATURAL, PATH, TEXT, Takes, choice, integer, list_of, nullable, number
 
 PATHS = Takes(
     "a path or a list of paths",
@@ -178,7 +180,7 @@ def _resume(value: str | None, _: Source) -> str:
 def _data_type(value: str, source: Source) -> Became:
     if value not in ("math", "reasoning"):
         return unsupported("math: rows with a prompt and its solutions")
-    native = {"data.train[0].kind": "file"} if source.has("data.train_data_paths") else {}
+    native = {"data.train[0].kind": "file"} if source.get("data.train_data_paths") else {}
     return Became(native, note="rows have a prompt and `solutions`, a list; any of them is right")
 
 
@@ -197,7 +199,7 @@ def _column(name: str) -> Any:
 
     def convert(value: Any, source: Source) -> Any:
         given = {"train": "data.train_data_paths", "eval": "data.val_data_paths"}
-        native = {f"data.{role}[0].{name}": value for role, key in given.items() if source.has(key)}
+        native = {f"data.{role}[0].{name}": value for role, key in given.items() if source.get(key)}
         return Became(native) if native else no_effect("there are no data.train_data_paths")
 
     return convert
@@ -249,6 +251,40 @@ def _critic(value: bool, source: Source) -> Any:
     return Became({"algorithm.advantage": "gae" if facts.has_critic(source) else "reinforce"})
 
 
+def critic_view(source: Source) -> Source:
+    """The file as its critic has it: `critic` in place of `actor`."""
+    own = {
+        f"actor{key.removeprefix('critic')}": v
+        for key, v in source.values.items()
+        if key.startswith("critic.")
+    }
+    names = {source.dialect.aliases.get(key, key): value for key, value in own.items()}
+    return replace(source, values={**source.values, **names})
+
+
+def of_critic(native: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of training among native values, as the critic's."""
+    return {f"critic.{key}": value for key, value in native.items() if key.startswith("train.")}
+
+
+def _as_actor(value: Any, source: Source) -> Became:
+    """A key that the actor has too, by the actor's rule."""
+    if not facts.has_critic(source):
+        return no_effect("no values are learned")
+    key = f"actor{source.at.removeprefix('critic')}"
+    name = source.dialect.aliases.get(key, key)
+    rule = source.dialect.rule_of(name)
+    if rule is None:
+        raise ValueError(f"the critic has the keys of the actor, and there is no {key}")
+    if not rule.takes.accepts(value):
+        raise ValueError(f"{value!r} is not {rule.takes.words}")
+    made = become(rule, value, replace(critic_view(source), at=name))
+    if made.disposition != "applied":
+        return made
+    native = of_critic(made.native)
+    return Became(native) if native else no_effect("the actor's counts for both models")
+
+
 _LOADED_ONCE = "prompts are read and tokenized once, before the run starts"
 
 # fmt: off
@@ -261,7 +297,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Implied("hydra.output_subdir", nullable(TEXT), "the config that ran is always kept in the run's folder"),
     Implied("hydra.searchpath", LIST, "where the presets of `defaults` were looked for, after the file's own folder"),
-    NoEffect("hydra.job.*", nullable(TEXT), "no Hydra job is started"),
+    NoEffect("hydra.job.*", ANY, "no Hydra job is started"),
     # cluster
     Apply("cluster.num_nodes", "cluster.num_nodes", COUNT, when(cluster)),
     Apply("cluster.num_gpus_per_node", "cluster.devices_per_node", COUNT, when(cluster)),
@@ -270,7 +306,10 @@ RULES: tuple[Rule, ...] = (
         note="cluster.placement.ROLES=DEVICES; actor is the policy. Roles on the same devices take turns",
     ),
     Unsupported("cluster.node_groups", "number the devices through the nodes in cluster.component_placement"),
-    Unsupported("cluster.auto_scheduler", "place the components with cluster.component_placement"),
+    Unsupported("cluster.auto_scheduler", "place the components with cluster.component_placement", default=False),
+    *(NoEffect(f"cluster.{key}", ANY, "of cluster.auto_scheduler") for key in (
+        "assign_policy", "use_pre_process_policy", "rollout_use_all_gpus", "monitor_interval", "preprocess_threshold",
+        "migrate_out_max_bs", "use_wait_before_last_iter_policy", "fuse_rollout_inference_only", "recreate_nccl_groups")),
     # runner
     Apply(
         "runner.task_type", "",
@@ -329,7 +368,7 @@ RULES: tuple[Rule, ...] = (
         "runner.resume_dir", "run.resume", nullable(PATH), _resume,
         note="auto: the newest of this run. Checkpoints are braid's own; RLinf's cannot be read",
     ),
-    Apply("runner.experiment_name", "run.name", TEXT),
+    Apply("runner.experiment_name", "run.name", TEXT, lambda value, _: folder_name(value)),
     Apply("runner.output_dir", "run.output_dir", PATH),
     Apply("runner.only_eval", "run.eval_only", BOOL),
     Apply("runner.max_prompt_length", "model.vla.max_prompt_tokens", COUNT, when(robots_only)),
@@ -376,8 +415,8 @@ RULES: tuple[Rule, ...] = (
     Apply("data.shuffle", "data.shuffle", BOOL, when(text_only), note="false: in the files' order"),
     Apply("data.validation_shuffle", "eval.shuffle", BOOL, when(text_only)),
     Apply("data.seed", "data.seed", NATURAL, when(text_only)),
-    Apply("data.train_data_paths", "", PATHS, when(text_only, then=_sources("train"))),
-    Apply("data.val_data_paths", "", PATHS, when(text_only, then=_sources("eval"))),
+    Apply("data.train_data_paths", "", nullable(PATHS), when(text_only, then=unless_null(_sources("train")))),
+    Apply("data.val_data_paths", "", nullable(PATHS), when(text_only, then=unless_null(_sources("eval")))),
     # reward
     Apply("reward.use_reward_model", "", BOOL, when(text_only, then=_reward_model), default=False),
     Apply(
@@ -397,12 +436,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply("reward.reward_min_val", "", number(), when(text_only, then=_reward_scale), default=-1.0),
     Apply("reward.reward_max_val", "", number(), when(text_only, then=_reward_scale), default=1.0),
+    *(NoEffect(f"reward.{part}.*", ANY, why) for part, why in (
+        ("tokenizer", "rewards are given text; a reward model has a tokenizer of its own"),
+        ("reward_weights", "of reward.reward_type=vqa"))),
+    *(NoEffect(f"reward.{key}", ANY, "RLinf never reads it") for key in ("len_reward_penalty", "safe_length", "max_length")),
     Apply("reward.group_name", "cluster.group_names.reward", TEXT, when(cluster)),
     # critic
     Apply(
         "critic.use_critic_model", "", BOOL, when(text_only, then=_critic), default=False,
         note="with adv_type gae; without values gae is the plain return: gamma = lambda = 1",
     ),
+    *(Apply(f"critic.{part}*", "", ANY, when(text_only, then=_as_actor)) for part in (
+        "", "model.", "optim.", "lr_sched.", "tokenizer.", "megatron.", "megatron.ckpt_convertor.", "megatron.profiler.",
+        "fsdp_config.", "fsdp_config.mixed_precision.", "fsdp_config.amp_autocast.", "fsdp_config.grad_scaler.")),
     Apply("critic.group_name", "cluster.group_names.critic", TEXT, when(cluster)),
     Apply("critic.model.model_path", "critic.path", nullable(PATH), when(text_only)),
 )

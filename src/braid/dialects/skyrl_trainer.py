@@ -12,7 +12,7 @@ import re
 from pathlib import Path, PurePath
 from typing import Any
 
-from .conversions import mapped, wandb_mode, when
+from .conversions import folder_name, mapped, wandb_mode, when
 from .skyrl_facts import (
     NATIVE_TRAIN,
     NO_REWARD_WORKERS,
@@ -358,7 +358,7 @@ def _project(value: str, source: Source) -> Became:
 
 
 def _run_name(value: str, source: Source) -> Became:
-    tracker, folder = source.get("trainer.logger"), re.sub(r"[^A-Za-z0-9_.-]+", "-", value)
+    tracker, folder = source.get("trainer.logger"), folder_name(value)
     named = {f"report.{tracker}.name": value} if tracker in _TRACKERS else {}
     return Became({"run.name": folder, **named})
 

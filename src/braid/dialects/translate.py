@@ -217,14 +217,15 @@ def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
     rule = source.dialect.rule_of(name)
     if rule is None:
         return Entry(path, value, "implied", {}, "an empty part: the defaults of its keys", origin)
-    became = _become(rule, value, replace(source, at=name))
+    became = become(rule, value, replace(source, at=name))
     note = became.note or (rule.note if isinstance(rule, Apply) else "")
     if name != path:
         note = f"another spelling of {name}" + (f"; {note}" if note else "")
     return Entry(path, value, became.disposition, became.native, note, origin)
 
 
-def _become(rule: Rule, value: Any, source: Source) -> Became:
+def become(rule: Rule, value: Any, source: Source) -> Became:
+    """The native values of a foreign value that its rule takes. Raises ValueError with what is wrong with it."""
     match rule:
         case Implied(why=why):
             return Became({}, "implied", why)
@@ -244,7 +245,7 @@ def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Be
         if not isinstance(rule, Apply) or rule.default is ABSENT or "*" in path or path in source.values:
             continue
         try:
-            yield path, _become(rule, rule.default, replace(source, at=path))
+            yield path, become(rule, rule.default, replace(source, at=path))
         except ValueError as error:
             problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
 
