@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ import torch
 
 from braid.checkpoint.store import CheckpointStore
 from braid.errors import CheckpointError
-from braid.training.shards import Boxes, boxes_of_range, read_weights, write_state
+from braid.training.shards import Boxes, boxes_of_range, read_weights, stored_moments, write_state
 
 
 def fill(value: float) -> Any:
@@ -67,6 +68,34 @@ def test_damage_to_a_workers_file_leads_to_the_checkpoint_before(
         folder, step, _ = store.locate()
     assert (folder, step) == (store.path(1), 1)
     assert f"{store.path(2)} is damaged: {name}" in caplog.text
+
+
+class _Call:
+    """Pickled, it is a call of os.mkdir when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("read", [read_weights, stored_moments])
+def test_an_index_that_names_a_function_is_damaged_and_runs_nothing(tmp_path: Path, read: Any) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = store.save(1, fill(1.0)) / "policy"
+    (folder / ".metadata").write_bytes(pickle.dumps(_Call(tmp_path / "made")))
+    with pytest.raises(CheckpointError, match=r"is damaged: .metadata: it names \w+.mkdir"):
+        read(folder)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"no pickle"])
+def test_an_index_that_is_none_is_damaged(tmp_path: Path, content: bytes) -> None:
+    folder = CheckpointStore(tmp_path / "checkpoints").save(1, fill(1.0)) / "policy"
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged: .metadata"):
+        read_weights(folder)
 
 
 def test_a_full_disk_of_a_worker_leaves_everything_as_it_was(store: CheckpointStore) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from braid.checkpoint.store import CheckpointStore, read_checkpoint
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, ConfigError
 
 
 def state(step: int, num: int = 1000) -> dict[str, Any]:
@@ -127,10 +127,40 @@ def test_every_byte_counts(tmp_path: Path) -> None:
             changed = bytearray(original[name])
             changed[place] ^= 1 << rng.randrange(8)
             (path / name).write_bytes(changed)
-            with pytest.raises(CheckpointError, match=f"{name} has not the SHA-256 that manifest.json says"):
+            with pytest.raises(CheckpointError, match=f"{name}: SHA-256 mismatch with manifest.json"):
                 read_checkpoint(path)
         (path / name).write_bytes(original[name])
     assert read_checkpoint(path)[0] == 1
+
+
+@pytest.mark.slow
+def test_any_flipped_bit_of_a_manifest_is_found_and_the_checkpoint_before_is_used(
+    store: CheckpointStore,
+) -> None:
+    for step in (10, 20):
+        store.save(step, {"count": step})
+    manifest = store.path(20) / "manifest.json"
+    original = manifest.read_bytes()
+    for bit in range(8 * len(original)):
+        changed = bytearray(original)
+        changed[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"is damaged|is of format"):
+            read_checkpoint(store.path(20))
+        step, back = store.load()
+        assert (step, back["count"]) == (10, 10), bit
+
+
+def test_two_runs_cannot_write_to_one_folder_at_the_same_time(store: CheckpointStore) -> None:
+    with store.held():
+        with (
+            pytest.raises(ConfigError, match=r"checkpoint\.dir: another run is writing its checkpoints to"),
+            CheckpointStore(store.folder).held(),
+        ):
+            pass
+        store.save(1, state(1))
+    with store.held():
+        assert store.steps() == [1]
 
 
 def test_when_all_are_damaged_each_is_told(store: CheckpointStore) -> None:

@@ -93,7 +93,7 @@ def run(reporter: Reporter, rounds: range, states: dict[int, dict[str, Any]] | N
             reporter.store_samples(f"eval_{i:06d}", answers(f"answer {i}", i / 4))
         reporter.log(i, 2 * i, metrics_of(i))
         if states is not None:
-            states[i] = reporter.state()
+            states[i] = reporter.state(i)
 
 
 def test_a_finished_run_tells_what_was_learned(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_its_files_anew(tmp_path
 
 def test_time_before_a_resume_counts(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
-    reporter.load({**reporter.state(), "round": 0, "wall_s": 1000.0})
+    reporter.load({**reporter.state(0), "round": 0, "wall_s": 1000.0})
     reporter.log(1, 1, metrics_of(1))
     assert summary(reporter)["wall_s"] >= 1000
 

@@ -75,6 +75,11 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
     RunDir(tmp_path).close()  # a killed process holds nothing
 
 
+def test_if_exists_new_leaves_a_run_alone_that_has_written_nothing_yet(tmp_path: Path) -> None:
+    names = [RunDir.open(tmp_path, "run", if_exists="new", resume=False) for _ in range(3)]
+    assert [run.path.name for run in names] == ["run", "run-2", "run-3"]
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(

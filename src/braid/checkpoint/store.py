@@ -19,13 +19,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, ConfigError, Problem
+from braid.report.files import lock
 
 from .tensors import read_tensors, write_tensors
 from .tree import pack, unpack
@@ -49,6 +50,24 @@ class CheckpointStore:
         assert keep is None or keep >= 1, f"keep={keep} would keep no checkpoint"
         self.folder = folder
         self.keep = keep
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs from writing here within the block. Raises ConfigError when one does, or when the folder cannot be
+        made."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = lock(self.folder / ".lock")
+        except BlockingIOError:
+            message = f"another run is writing its checkpoints to {self.folder}; wait for it, or give another folder"
+            raise ConfigError([Problem("checkpoint.dir", message, "file system")]) from None
+        except OSError as error:
+            message = f"the folder {self.folder} cannot be used for checkpoints: {error.strerror}"
+            raise ConfigError([Problem("checkpoint.dir", message, "file system")]) from error
+        try:
+            yield
+        finally:
+            os.close(held)
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, damaged ones included, oldest first."""
@@ -134,6 +153,16 @@ class CheckpointStore:
         raise CheckpointError(
             f"there is no checkpoint in {self.folder}; start anew with run.resume=none, or give the folder of one"
         )
+
+    def about(self, which: str | Path = "latest") -> tuple[Path, dict[str, str]] | None:
+        """The folder that `locate` is likely to give, and what its state has under `about`, without reading tensors; None where no
+        state can be read."""
+        for path in map(self.path, reversed(self.steps())) if which == "latest" else [Path(which)]:
+            with suppress(CheckpointError, OSError):
+                manifest = _manifest_of(path)
+                _check(path, STATE, manifest["files"][STATE])
+                return path, json.loads((path / STATE).read_bytes())["state"].get("about", {})
+        return None
 
     def forget_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, when a run goes on from `step`."""
@@ -225,11 +254,19 @@ def _manifest_of(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, f"{MANIFEST} cannot be read ({error})") from error
+    if not isinstance(version, int) or not all(map(_is_line, manifest["files"].values())):
+        raise _damaged(path, f"{MANIFEST} has entries that are not of its form")
     if version != FORMAT:
         raise CheckpointError(
             f"the checkpoint {path} is of format {version}, this version of braid reads {FORMAT}; use the braid that wrote it"
         )
     return manifest
+
+
+def _is_line(line: object) -> bool:
+    """Whether this can be a file's line of a manifest."""
+    kinds = {key: type(value) for key, value in line.items()} if isinstance(line, dict) else {}
+    return kinds == {"bytes": int, "sha256": str}
 
 
 def _check(path: Path, name: str, expected: Mapping[str, Any]) -> None:
@@ -241,10 +278,10 @@ def _check(path: Path, name: str, expected: Mapping[str, Any]) -> None:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
     except FileNotFoundError:
         raise _damaged(path, f"{name} is missing") from None
-    except OSError as error:
-        raise _damaged(path, f"{name} cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise _damaged(path, f"{name!r} cannot be read ({error})") from error
     if digest != expected["sha256"]:
-        raise _damaged(path, f"{name} has not the SHA-256 that {MANIFEST} says")
+        raise _damaged(path, f"{name}: SHA-256 mismatch with {MANIFEST}")
 
 
 def _check_written(saving: Path, files: Files) -> None:

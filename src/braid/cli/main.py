@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import braid
 from braid.errors import BraidError, ConfigError, RunInterrupted, suggest
+from braid.runtime.interrupts import stop_signals
 
 if TYPE_CHECKING:
     from braid.config.load import Loaded
@@ -71,11 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
-    """The exit code of `action`. Errors are told on standard error, with a traceback under --debug; SIGTERM counts as
-    Ctrl-C; bugs go through."""
+    """The exit code of `action`. Errors are told on standard error, with a traceback under --debug; SIGTERM and
+    SIGHUP count as Ctrl-C; bugs go through."""
+    with stop_signals():
+        return _guarded(action, args)
+
+
+def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     try:
-        with _sigterm_as_interrupt():
-            return action()
+        return action()
     except KeyboardInterrupt:
         return _say(INTERRUPTED, _BEFORE, args)
     except RunInterrupted as stop:
@@ -379,24 +382,6 @@ def _add_run_verb(
         help="run without this unsupported key of the config, or part of it; may be given again",
     )
     return verb
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does. Does nothing outside the main thread, where handlers cannot be set."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:

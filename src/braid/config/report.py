@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from .base import Section
 from .data import Source
@@ -31,6 +31,13 @@ class RunSection(Section):
     """Passes over the training prompts."""
     resume: str = "none"
     """none, latest, or the path of a checkpoint folder."""
+    allow_changes: bool = False
+    """Resume although the algorithm, the model, the data, the environment or the reward is not what the checkpoint was trained
+    with, or the checkpoint is of another run."""
+    stop_within_s: NonNegativeFloat = 20.0
+    """Time that the first SIGINT (Ctrl-C), SIGTERM or SIGHUP leaves a training run to end with a checkpoint. A round that fits is
+    finished; else it is given up and the state before it saved. An update or save under way is finished, however long it takes.
+    A second signal ends the run at once; with 0 the first one does."""
     if_exists: Literal["refuse", "new"] = "refuse"
     """When the folder holds a run and resume is none: stop, or take the next free name (name-2, ...)."""
     eval_only: bool = False
@@ -80,7 +87,10 @@ class CheckpointConfig(Section):
     """Saving the whole state."""
 
     every_rounds: NonNegativeInt = 0
-    """Cadence; 0 for none but the last."""
+    """Cadence in rounds; 0: by time, as every_s says."""
+    every_s: NonNegativeFloat = 600.0
+    """With every_rounds 0: save at the end of a round, or of a step of the warm-up, when so many seconds have passed since the
+    last save; sooner, down to 10 s, where saving takes less than 2 % of the time. 0: never by time."""
     at_end: bool = True
     """Save after the last round."""
     keep: PositiveInt | None = 2

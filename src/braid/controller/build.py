@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from braid.checkpoint.store import CheckpointStore
-from braid.config.load import Loaded
+from braid.config.load import Loaded, to_yaml
 from braid.plan import Plan
 from braid.report.reporter import Reporter
 from braid.runtime.memory_record import MemoryRecorder
@@ -49,6 +49,7 @@ def build(
             if inputs is None
             else build_here(loaded, plan, inputs, reporter, store)
         )
+    parts.about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(loaded)}
     if loaded.config.train.record_memory:
         parts.memory = MemoryRecorder(
             reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)

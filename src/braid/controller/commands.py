@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,11 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from braid.checkpoint.store import CheckpointStore
+from braid.config.changes import changes
 from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.schema import RunConfig
 from braid.errors import (
+    CheckpointError,
     ConfigError,
     EngineError,
     EnvError,
@@ -39,6 +41,7 @@ from braid.report.sinks.base import Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.runtime.environment import environment
+from braid.runtime.interrupts import StopSignals, stop_signals
 from braid.runtime.memory import keep_freed_memory, settled
 
 from . import build, imitation, on_policy, steps
@@ -72,9 +75,9 @@ def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
     if not run.eval_only:
         return _run(loaded, "train", on_policy.run, cluster)
     if run.resume == "none":
-        return _evaluate(loaded, {}, cluster)
+        return _evaluate(loaded, cluster)
     own = _store_of(loaded.config, Path(run.output_dir) / run.name)
-    return _evaluate(loaded, _weights_in(own, run.resume), cluster)
+    return _evaluate(loaded, cluster, _weights_in(own, run.resume))
 
 
 def sft(loaded: Loaded) -> Outcome:
@@ -87,7 +90,7 @@ def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | 
 
     Writes a run folder of its own, named after the run with `-eval`.
     """
-    return _evaluate(loaded, {} if run_dir is None else _weights_of(run_dir), cluster)
+    return _evaluate(loaded, cluster, None if run_dir is None else _weights_of(run_dir))
 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
@@ -103,7 +106,7 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
             f"{run_dir / 'checkpoints'} as safetensors"
         )
     disable_progress_bar()
-    weights = _weights_of(run_dir, step)
+    weights, _ = _weights_of(run_dir, step)
     lm = load_policy(model, temperature=1.0, seed=loaded.config.run.seed, device=torch.device("cpu"))
     copy_weights(weights, lm.named_weights())
     folder = output or run_dir / "export"
@@ -111,8 +114,11 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     return folder
 
 
-def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor], cluster: Cluster | None) -> Outcome:
-    """Score the config's model with `weights` in place of its own, where given."""
+def _evaluate(
+    loaded: Loaded, cluster: Cluster | None, found: tuple[Mapping[str, torch.Tensor], Path] | None = None
+) -> Outcome:
+    """Score the config's model, with the weights of a checkpoint in place of its own where they are given."""
+    weights, source = found or ({}, None)
     run = loaded.config.run
     update = {"name": f"{run.name}-eval", "if_exists": "new", "resume": "none"}
     # Nothing is saved, so the run's own checkpoints are left alone wherever they are.
@@ -120,6 +126,7 @@ def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor], cluster: Clus
     config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
 
     def loop(parts: Parts) -> None:
+        parts.reporter.tell_evaluated(source)
         parts.policy.load_weights(weights)
         steps.publish(parts)
         steps.evaluate(parts, is_due=True)
@@ -128,17 +135,24 @@ def _evaluate(loaded: Loaded, weights: Mapping[str, torch.Tensor], cluster: Clus
     return _run(replace(loaded, config=config), "eval", loop, cluster)
 
 
-def _weights_of(run_dir: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    """The policy's weights in a run's newest checkpoint, or in that of `step`."""
+def _weights_of(run_dir: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], Path]:
+    """The policy's weights in a run's newest checkpoint, or in that of `step`; and the checkpoint."""
     store = _store_of(load_config(run_dir / "config.yaml").config, run_dir)
+    steps = store.steps()
+    if not steps:
+        raise CheckpointError(f"the run {run_dir} has no checkpoint in {store.folder}")
+    if step is not None and step not in steps:
+        have = ", ".join(map(str, steps))
+        raise ConfigError(f"--step {step}: {run_dir} has no checkpoint of that step; it has {have}")
     return _weights_in(store, "latest" if step is None else str(store.path(step)))
 
 
-def _weights_in(store: CheckpointStore, which: str) -> dict[str, torch.Tensor]:
+def _weights_in(store: CheckpointStore, which: str) -> tuple[dict[str, torch.Tensor], Path]:
     from braid.training.shards import read_weights
 
     folder, _, state = store.locate(which if which == "latest" else Path(which))
-    return state["policy"].get("weights") or read_weights(folder / "policy")
+    role = "policy" if "policy" in state else "warm_up"
+    return state[role].get("weights") or read_weights(folder / role), folder
 
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
@@ -155,12 +169,16 @@ def _run(
     disable_progress_bar()
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
-    with environment(config.cluster.env):
-        return _run_in_folder(loaded, verb, loop, cluster)
+    with environment(config.cluster.env), stop_signals() as stop:
+        return _run_in_folder(loaded, verb, loop, cluster, stop)
 
 
 def _run_in_folder(
-    loaded: Loaded, verb: Verb, loop: Callable[[Parts], None], cluster: Cluster | None
+    loaded: Loaded,
+    verb: Verb,
+    loop: Callable[[Parts], None],
+    cluster: Cluster | None,
+    stop: StopSignals,
 ) -> Outcome:
     config = loaded.config
     inputs = build.read_inputs(loaded, verb)
@@ -175,9 +193,16 @@ def _run_in_folder(
         resume=config.run.resume != "none",
     )
     store = _store_of(config, run_dir.path)
-    _refuse_checkpoints_of_others(config, store)
-    run_dir.describe(to_yaml(loaded), plan.to_json(), loaded.kept)
-    with Console(config.report.console, title=f"{verb} {run_dir.path.name}", folder=run_dir.path) as console:
+    with (
+        nullcontext() if verb == "eval" else store.held(),
+        Console(config.report.console, title=f"{verb} {run_dir.path.name}", folder=run_dir.path) as console,
+    ):
+        if config.run.resume == "none":
+            run_dir.forget_id()
+            _refuse_checkpoints_of_others(store)
+        else:
+            _compare(loaded, store, run_dir)
+        run_dir.describe(to_yaml(loaded), plan.to_json(), loaded.kept)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
         sinks = build_sinks(run_dir, **_sink_settings(config, run_dir.path.name))
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
@@ -188,7 +213,8 @@ def _run_in_folder(
             console.counted = "env steps"
         with _told(reporter, store):
             new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
-            _keep_trying(config, reporter, store, new_parts, loop)
+            grace_s = 0.0 if verb == "eval" else config.run.stop_within_s
+            _keep_trying(config, reporter, store, new_parts, partial(_stoppable, loop, stop, grace_s))
             missed = _missed(config, reporter, verb)
             reporter.finish("not_learned" if missed else "finished", missed)
     return Outcome(run_dir.path, missed is None)
@@ -208,9 +234,55 @@ def _sink_settings(config: RunConfig, name: str) -> dict[str, Any]:
     }
 
 
-def _refuse_checkpoints_of_others(config: RunConfig, store: CheckpointStore) -> None:
+def _stoppable(loop: Callable[[Parts], None], stop: StopSignals, grace_s: float, parts: Parts) -> None:
+    """The loop, with `grace_s` to end when a signal says so."""
+    parts.stop = stop
+    with stop.graceful(grace_s):
+        try:
+            loop(parts)
+        except (*PASSING, WorkerError) as error:
+            if not stop.is_requested:
+                raise
+            logger.warning("the run failed while it was to end: %s: %s", type(error).__name__, error)
+            stop.end()
+
+
+def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
+    """Tell the settings that differ from those of the checkpoint that the run goes on from. Raises ConfigError when it would train
+    another thing, or when the checkpoint is another run's, without run.allow_changes."""
+    which = loaded.config.run.resume
+    found = store.about(which if which == "latest" else Path(which))
+    if found is None:
+        return
+    folder, about = found
+    changed = changes(about.get("config", ""), to_yaml(loaded)) if about else []
+    if changed:
+        logger.info("settings that differ from those of %s: %s", folder, "; ".join(map(str, changed)))
+    if loaded.config.run.allow_changes:
+        return
+    problems = [
+        Problem(
+            change.key,
+            f"was {change.before} in the run of {folder} and is {change.after} now; set it back, or resume with "
+            "run.allow_changes=true",
+            loaded.origin(change.key),
+        )
+        for change in changed
+        if change.is_guarded
+    ]
+    if about and about["run_id"] != run_dir.run_id:
+        message = (
+            f"{folder} is a checkpoint of another run than the one in {run_dir.path}; to go on from it all the same set "
+            "run.allow_changes=true"
+        )
+        problems.append(Problem("run.resume", message, loaded.origin("run.resume")))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
     """A new run would take the checkpoints that it finds for its own, and remove them."""
-    if config.run.resume == "none" and store.steps():
+    if store.steps():
         message = (
             f"{store.folder} holds checkpoints of another run. To go on with that run, set run.resume=latest; else give another "
             "folder, or remove them"
@@ -272,6 +344,18 @@ def _resume(parts: Parts, which: str) -> None:
     folder, step, state = parts.store.locate("latest" if which == "latest" else Path(which))
     parts.store.forget_after(step)
     steps.restore(parts, state, folder)
+    done, num_rounds = parts.progress.round, parts.reporter.console.num_rounds
+    if parts.progress.is_warm:
+        where = f"after round {done}" + (f" of {num_rounds}" if num_rounds is not None else "")
+    else:
+        where = f"after step {parts.progress.warm_steps} of the warm-up"
+    logger.info("resumed from %s, %s, step %d", folder, where, step)
+    if num_rounds is not None and done >= num_rounds and parts.progress.is_reported:
+        logger.warning(
+            "the run is finished: all its %d rounds are done, nothing is left to do. To train on raise run.max_rounds or "
+            "run.max_epochs (with braid sft: sft.steps)",
+            num_rounds,
+        )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import logging
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
+from braid.runtime.interrupts import RoundCut
 from braid.training.backend import StepReport
 from braid.training.credit import is_trained
 from braid.training.experience import RowFacts
@@ -32,6 +33,7 @@ from . import costs
 from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, EVAL_KEY, TRAIN_KEY
 from .parts import Parts
 from .selection import Reason, Selection
+from .supervised import Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +51,21 @@ def _timed(parts: Parts, verb: str) -> Iterator[None]:
 
 def warm_up(parts: Parts) -> None:
     """Supervised learning before the first round, where the config has it; then the reference is taken."""
+    progress = parts.progress
     if parts.supervised is not None:
         parts.rollouts.sleep()
+        num_steps = parts.supervised.num_steps
         with _timed(parts, "warm_up"):
-            for step in range(parts.supervised.num_steps):
-                parts.reporter.progress("warm_up", step, parts.supervised.num_steps)
+            while progress.warm_steps < num_steps:
+                parts.reporter.progress("warm_up", progress.warm_steps, num_steps)
                 parts.metrics = Metrics()
                 record(parts.metrics, "sft", parts.supervised.learn())
+                progress.warm_steps += 1
+                save(parts, is_due=False)
+                stop_if_asked(parts)
         parts.supervised = None
     parts.follow_policy()
-    parts.progress.is_warm = True
+    progress.is_warm, progress.is_reported = True, False
     publish(parts)
 
 
@@ -89,7 +96,7 @@ def _collect(parts: Parts, batch: int) -> list[int]:
     prompts = parts.sampler.take(rollout.prompts_per_round)
     numbers = list(range(batch * len(prompts), (batch + 1) * len(prompts)))
     key = (TRAIN_KEY, parts.progress.round)
-    with _timed(parts, "collect"):
+    with _timed(parts, "collect"), parts.stop.cuttable():
         parts.rollouts.collect("train", prompts, rollout.group_size, key=key, numbers=numbers)
     return numbers
 
@@ -98,7 +105,7 @@ def _score(parts: Parts, numbers: Sequence[int]) -> list[Group]:
     """Give every valid trajectory its reward, and what training makes of it; end the run when too many are invalid. The
     groups have no tokens: those stay with whoever has sampled them."""
     config = parts.config
-    with _timed(parts, "score"):
+    with _timed(parts, "score"), parts.stop.cuttable():
         groups, cost = parts.rollouts.score("train", numbers)
         parts.metrics.merge(cost)
     trajectories = [t for group in groups for t in group.trajectories]
@@ -378,7 +385,7 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
         np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
     numbers = order.tolist()
     parts.rollouts.forget()
-    with costs.device_freed(parts):
+    with costs.device_freed(parts), parts.stop.cuttable():
         parts.rollouts.collect("eval", numbers, config.samples_per_prompt, key=(EVAL_KEY, 0), numbers=numbers)
         groups, _ = parts.rollouts.score("eval", numbers)
     in_order = [groups[place] for place in np.argsort(order)]
@@ -423,14 +430,57 @@ def report(parts: Parts) -> None:
         parts.memory.write(progress.round)
     parts.reporter.log(progress.round, progress.step, metrics)
     parts.metrics = Metrics()
+    progress.is_reported = True
 
 
 def save(parts: Parts, *, is_due: bool) -> None:
-    """Write a checkpoint of the whole state."""
-    if not is_due:
-        return
+    """Write a checkpoint of the whole state when it is due, also by time where no cadence in rounds is set."""
+    config = parts.config.checkpoint
+    if is_due or (not config.every_rounds and parts.clock.is_due(config.every_s)):
+        _save(parts, counters(parts))
+
+
+def _save(parts: Parts, at: Mapping[str, Any]) -> None:
+    """Write a checkpoint with the counters `at`, which go with the models as they are."""
+    start = time.perf_counter()
     with _timed(parts, "save"):
-        parts.store.save(parts.progress.step, partial(_write_state, parts))
+        parts.store.save(at["progress"]["step"], partial(_write_state, parts, at))
+    parts.clock.saved(time.perf_counter() - start)
+    parts.saved = at["progress"]
+
+
+def stop_if_asked(parts: Parts) -> None:
+    """Where a signal has asked the run to stop: save what is not saved yet, and end it with KeyboardInterrupt."""
+    if parts.stop.is_requested:
+        at = counters(parts)
+        if at["progress"] != parts.saved:
+            _save(parts, at)
+        parts.stop.end()
+
+
+@contextmanager
+def given_up_when_late(parts: Parts) -> Iterator[None]:
+    """A block that changes no model. Where it cannot end in the time that is left to a run that is told to stop, or fails then,
+    the state before it is saved and the run ends."""
+    at = counters(parts)
+    try:
+        yield
+    except (RoundCut, Exception) as error:
+        if not parts.stop.is_requested:
+            raise
+        if not isinstance(error, RoundCut):
+            logger.warning("round %d is given up: %s", parts.progress.round, error)
+        if at["progress"] != parts.saved:
+            _save(parts, at)
+        parts.stop.end()
+
+
+@contextmanager
+def timed_update(parts: Parts) -> Iterator[None]:
+    """Take the time of what a round does after its sampling, and of the save that may follow."""
+    start = time.perf_counter()
+    yield
+    parts.update_s = time.perf_counter() - start + parts.clock.cost_s
 
 
 def export(parts: Parts) -> None:
@@ -443,14 +493,31 @@ def export(parts: Parts) -> None:
         parts.export(home / f"step_{parts.progress.step}")
 
 
-def _write_state(parts: Parts, folder: Path) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-    """Have the models' workers write into `folder`; what else `restore` needs to go on to the bit, and the files written."""
-    state: dict[str, object] = {
+def counters(parts: Parts) -> dict[str, Any]:
+    """All of the run's state but its models; copies."""
+    warm_up = _unfinished_warm_up(parts)
+    return {
         "progress": parts.progress.state(),
         "sampler": parts.sampler.state(),
+        "warm_up_sampler": None if warm_up is None else warm_up.sampler.state(),
         "reward_moments": parts.reward_moments.state(),
-        "reporter": parts.reporter.state(),
+        "reporter": parts.reporter.state(parts.progress.round),
+        "metrics": parts.metrics.state(),
+        "about": dict(parts.about),
     }
+
+
+def _unfinished_warm_up(parts: Parts) -> Supervised | None:
+    """What learns before the first round, until it has done so."""
+    return None if parts.progress.is_warm or parts.plan.verb != "train" else parts.supervised
+
+
+def _write_state(
+    parts: Parts, at: Mapping[str, Any], folder: Path
+) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """Have the models' workers write into `folder`. Returns the rest of the state that `restore` needs for a bit-exact resume,
+    and the files written."""
+    state: dict[str, object] = dict(at)
     files: dict[str, dict[str, object]] = {}
     for role, backend in _saved_models(parts).items():
         state[role], written = backend.save(folder / role)
@@ -459,7 +526,10 @@ def _write_state(parts: Parts, folder: Path) -> tuple[dict[str, object], dict[st
 
 
 def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
-    """The models that a checkpoint has: not a reference that is never other than what its folder holds."""
+    """The models that a checkpoint has: not a reference that is never other than what its folder holds, and during the warm-up
+    none but the one that learns."""
+    if (warm_up := _unfinished_warm_up(parts)) is not None:
+        return {"warm_up": warm_up.backend}
     config = parts.config.reference
     changes = config.path is None or config.update_every_epochs > 0
     models = {
@@ -472,11 +542,16 @@ def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
 
 def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
     """Put the parts where the checkpoint in `folder` left them."""
+    parts.progress.load(state["progress"])
     for role, backend in _saved_models(parts).items():
         if state.get(role) is not None:
             backend.restore(state[role], folder / role)
-    parts.progress.load(state["progress"])
     parts.sampler.load(state["sampler"])
+    if (warm_up := _unfinished_warm_up(parts)) is not None:
+        warm_up.sampler.load(state["warm_up_sampler"])
     parts.reward_moments.load(state["reward_moments"])
     parts.reporter.load(state["reporter"])
-    publish(parts)
+    parts.metrics.load(state["metrics"])
+    parts.saved = state["progress"]
+    if parts.progress.is_warm:
+        publish(parts)

@@ -1,7 +1,9 @@
-"""Writing small files so that a reader, or a run killed at any moment, finds the old content or the new, never a part."""
+"""Small files: written so that a reader, or a run killed at any moment, finds the old content or the new, never a part; and
+locks."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -24,6 +26,18 @@ def write_atomically(path: Path, pieces: Iterable[str | bytes]) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+def lock(path: Path) -> int:
+    """A descriptor that holds an exclusive lock on the file until it is closed, by the end of the process at the latest. Raises
+    BlockingIOError when another process holds it."""
+    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        raise
+    return number
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

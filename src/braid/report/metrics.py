@@ -7,7 +7,7 @@ and their merging; which names exist is names.py's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -19,6 +19,9 @@ class Value(Protocol):
 
     @property
     def value(self) -> float: ...
+
+    @property
+    def numbers(self) -> tuple[float, ...]: ...
 
     def merge(self, other: Self) -> Self: ...
 
@@ -34,6 +37,10 @@ class Mean:
     def value(self) -> float:
         return self.sum / self.count if self.count else float("nan")
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return self.sum, self.count
+
     def merge(self, other: Mean) -> Mean:
         return Mean(self.sum + other.sum, self.count + other.count)
 
@@ -43,6 +50,10 @@ class Sum:
     """A total."""
 
     value: float
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return (self.value,)
 
     def merge(self, other: Sum) -> Sum:
         return Sum(self.value + other.value)
@@ -54,6 +65,10 @@ class Min:
 
     value: float
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return (self.value,)
+
     def merge(self, other: Min) -> Min:
         return Min(min((self.value, other.value), key=_nan_first))
 
@@ -64,12 +79,19 @@ class Max:
 
     value: float
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return (self.value,)
+
     def merge(self, other: Max) -> Max:
         return Max(-min((-self.value, -other.value), key=_nan_first))
 
 
 def _nan_first(value: float) -> float:
     return -math.inf if math.isnan(value) else value
+
+
+_KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (Mean, Sum, Min, Max)}
 
 
 class Metrics:
@@ -99,6 +121,14 @@ class Metrics:
         """Take in what another collector, of another worker or piece of the round, has gathered."""
         for name, value in other._values.items():
             self._put(name, value)
+
+    def state(self) -> dict[str, tuple[str, tuple[float, ...]]]:
+        """What `load` takes: name -> kind and numbers."""
+        return {name: (type(value).__name__, value.numbers) for name, value in self._values.items()}
+
+    def load(self, state: Mapping[str, tuple[str, Sequence[float]]]) -> None:
+        """Take over a `state()`."""
+        self._values = {name: _KINDS[kind](*numbers) for name, (kind, numbers) in state.items()}
 
     def flat(self) -> dict[str, float]:
         """Name -> value, in the order of the table of names."""

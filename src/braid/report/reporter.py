@@ -77,6 +77,7 @@ class Reporter:
         self._start_s = self._line_s = time.monotonic()
         self._is_begun = False
         self._num_restarts = 0
+        self._evaluated: Path | None = None
 
     @contextmanager
     def phase(self, verb: str) -> Iterator[None]:
@@ -143,6 +144,11 @@ class Reporter:
         except OSError as error:
             logger.warning("training rows were not stored: cannot write %s: %s", path, error.strerror)
 
+    def tell_evaluated(self, checkpoint: Path | None) -> None:
+        """Say which weights an evaluation is of; the summary has them, too. None: the model of the config."""
+        self._evaluated = checkpoint
+        self.console.say(f"evaluating {checkpoint or 'the model of the config'}")
+
     def restart(self) -> None:
         """The run begins anew or goes on from a checkpoint (then `load` follows), in the same process. Its restarts are
         counted in the summary."""
@@ -153,10 +159,12 @@ class Reporter:
         self._start_s = self._line_s = time.monotonic()
         self._is_begun = False
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on telling: the round, the time, the first and last evaluation."""
+    def state(self, stored_round: int) -> dict[str, Any]:
+        """What a resumed run needs to go on telling: the round, the time, the first and last evaluation. `stored_round` is the
+        last round whose samples may be stored already."""
         return {
             "round": self._round,
+            "stored_round": stored_round,
             "step": self._step,
             "wall_s": self._wall_s,
             "first_eval": self._first_eval,
@@ -170,7 +178,7 @@ class Reporter:
         self._earlier_s = state["wall_s"]
         self._first_eval, self._last_eval = state["first_eval"], state["last_eval"]
         self._num_restarts = max(self._num_restarts, state["restarts"])
-        self._begin()
+        self._begin(state["stored_round"])
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
         """Write the last summary, close every sink and show what came of the run. After an error of the run, one of
@@ -203,12 +211,12 @@ class Reporter:
     def _wall_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._start_s
 
-    def _begin(self) -> None:
+    def _begin(self, stored_round: int | None = None) -> None:
         """Before the first thing that is written: bring the folder back to the round that this run goes on from."""
         if self._is_begun:
             return
         self._is_begun = True
-        self.run_dir.rewind(self._round)
+        self.run_dir.rewind(self._round, stored_round)
         self.console.go_on(self.run_dir.read_metrics())
 
     def _try(self, sink: Sink, act: Callable[[], None]) -> None:
@@ -237,6 +245,7 @@ class Reporter:
                     "first_round": self._first_eval["round"],
                     "last_round": self._last_eval["round"],
                 },
+                "checkpoint": None if self._evaluated is None else str(self._evaluated),
                 "data": self._data,
                 "error": None if error is None else f"{type(error).__name__}: {error}",
             }

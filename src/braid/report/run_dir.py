@@ -8,24 +8,30 @@ sink.
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import json
 import logging
 import os
 import re
+import secrets
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from braid.errors import ConfigError, Problem, ReportError
 
-from .files import to_json, write_atomically
+from .files import lock, to_json, write_atomically
 
 logger = logging.getLogger(__name__)
 
-WORTH_KEEPING = ("metrics.jsonl", "checkpoints")
-"""A folder with one of these holds a run; one without is of a start that failed, and is used again."""
+WORTH_KEEPING = ("metrics.jsonl", "checkpoints/*step_*")
+"""A folder with one of these (glob patterns) holds a run; one without is of a start that failed, and is used again."""
+
+
+class RunGoesOn(ConfigError):
+    """Another process works in the folder."""
 
 
 class RunDir:
@@ -38,11 +44,16 @@ class RunDir:
         self.path = path
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
-            self._release = weakref.finalize(self, os.close, _lock(path / ".lock"))
+            self._release = weakref.finalize(self, os.close, lock(path / ".lock"))
         except BlockingIOError:
-            raise _problem(
-                "run.name",
-                f"the run in {path} is still going on in another process; wait for it, or give another name",
+            raise RunGoesOn(
+                [
+                    Problem(
+                        "run.name",
+                        f"the run in {path} is still going on in another process; wait for it, or give another name",
+                        "file system",
+                    )
+                ]
             ) from None
         except OSError as error:
             raise _problem(
@@ -57,18 +68,33 @@ class RunDir:
         takes the first free of name-2, name-3, ...).
         """
         path = parent / name
-        if resume or not holds_run(path):
+        if resume:
             return cls(path)
-        if if_exists == "refuse":
+        if if_exists == "new":
+            for number in itertools.count(1):
+                free = parent / (name if number == 1 else f"{name}-{number}")
+                with suppress(RunGoesOn):  # of a run that has written nothing yet
+                    if not holds_run(free):
+                        return cls(free)
+        if holds_run(path):
             raise _problem(
                 "run.name",
                 f"{path} holds a run already. To go on with it, set run.resume=latest; to keep it and start beside it, "
                 f"set run.if_exists=new or another run.name; or delete the folder",
             )
-        number = 2
-        while holds_run(parent / f"{name}-{number}"):
-            number += 1
-        return cls(parent / f"{name}-{number}")
+        return cls(path)
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from others, also from those of the same name; made when it is first asked for."""
+        path = self.path / ".run_id"
+        if not path.exists():
+            self._write(path, secrets.token_hex(8))
+        return path.read_text()
+
+    def forget_id(self) -> None:
+        """The folder is used for a new run."""
+        (self.path / ".run_id").unlink(missing_ok=True)
 
     @property
     def config(self) -> Path:
@@ -124,8 +150,9 @@ class RunDir:
             return []
         return [record for line in lines if (record := _parse(line)) is not None]
 
-    def rewind(self, last_round: int | None) -> None:
-        """Take back everything that was written after `last_round`; None is before the first line.
+    def rewind(self, last_round: int | None, stored_round: int | None = None) -> None:
+        """Take back everything that was written after `last_round`; None is before the first line. Samples and batches of
+        `stored_round` stay.
 
         The run that goes on from there writes it anew, so that its files end up as those of a run never broken off.
         """
@@ -134,7 +161,8 @@ class RunDir:
             self._write(self.metrics, "".join(to_json(record) + "\n" for record in kept))
         for path in (*self.samples.glob("*.jsonl"), *self.batches.glob("*.*")):
             found = re.fullmatch(r"\w+?_(\d+)", path.stem)
-            if found and (last_round is None or int(found[1]) > last_round):
+            last = max((r for r in (last_round, stored_round) if r is not None), default=-1)
+            if found and int(found[1]) > last:
                 path.unlink()
 
     def close(self) -> None:
@@ -150,18 +178,7 @@ class RunDir:
 
 def holds_run(path: Path) -> bool:
     """Whether the folder has something of a run that a new one would destroy."""
-    return any((path / name).exists() for name in WORTH_KEEPING)
-
-
-def _lock(path: Path) -> int:
-    """A descriptor that holds the lock until it is closed, by the process's end at the latest."""
-    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(number)
-        raise
-    return number
+    return any(next(path.glob(pattern), None) is not None for pattern in WORTH_KEEPING)
 
 
 def _parse(line: str) -> dict[str, Any] | None:

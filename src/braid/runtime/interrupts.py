@@ -1,23 +1,151 @@
-"""Ctrl-C and SIGTERM at moments that cannot be cut in two."""
+"""SIGINT (Ctrl-C), SIGTERM and SIGHUP: when they end a run, and moments that they cannot cut in two."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_SAME_S = 0.5
+"""Further signals within this time are the same request: a key held down, or a wrapper that passes on what the terminal sent."""
+
+
+class RoundCut(KeyboardInterrupt):
+    """The round cannot end within the time that a signal has left."""
+
+
+class StopSignals:
+    """What signals ask of the run in this process. A signal raises KeyboardInterrupt, once: while the process ends, further
+    ones are ignored. Within `graceful` the first signal only makes `is_requested` true, and the next one raises."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._is_ending = False
+        self._is_late = False
+        self._grace_s: float | None = None
+        self._since_s = 0.0
+        self._cuttable = 0
+        self._timer: threading.Timer | None = None
+
+    def on_signal(self, number: int, _: object = None) -> None:
+        """The handler."""
+        if self._is_ending:
+            return
+        if self._is_late and self._timer is not None:  # the timer's own
+            self._timer = None
+            if self._cuttable:
+                raise RoundCut
+        elif self._grace_s is None:
+            self.end()
+        elif not self.is_requested:
+            self._request(number, self._grace_s)
+        elif time.monotonic() - self._since_s > _SAME_S:
+            self.end()
+
+    def end(self) -> None:
+        """Raise KeyboardInterrupt, and ignore signals from here on."""
+        self._is_ending = True
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def graceful(self, within_s: float) -> Iterator[None]:
+        """The first signal within the block gives it so many seconds to end by itself; with 0 it is as elsewhere. After the
+        block signals are ignored: the run is over."""
+        self._grace_s = within_s or None
+        try:
+            yield
+            self._is_ending = True
+        finally:
+            self._grace_s = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    @contextmanager
+    def cuttable(self) -> Iterator[None]:
+        """The block ends with RoundCut when the time of `graceful` is over, or is so already."""
+        if self._is_late:
+            raise RoundCut
+        self._cuttable += 1
+        try:
+            yield
+        finally:
+            self._cuttable -= 1
+
+    def check_time(self, needed_s: float | None) -> None:
+        """Raise RoundCut when a stop is requested and less than `needed_s` is left for it; None: not known, so not enough."""
+        if self.is_requested and (
+            needed_s is None or time.monotonic() + needed_s > self._since_s + (self._grace_s or 0.0)
+        ):
+            raise RoundCut
+
+    def _request(self, number: int, within_s: float) -> None:
+        self.is_requested, self._since_s = True, time.monotonic()
+        self._timer = threading.Timer(within_s, self._be_late, [number])
+        self._timer.daemon = True
+        self._timer.start()
+        name = signal.Signals(number).name
+        # a handler must not wait for the lock of what it has interrupted, so another thread logs
+        threading.Thread(
+            target=logger.warning,
+            args=(
+                "%s: the run ends with a checkpoint, in %g s or after the update under way; a second signal ends it at once",
+                name,
+                within_s,
+            ),
+            daemon=True,
+        ).start()
+
+    def _be_late(self, number: int) -> None:
+        """Interrupt what the main thread waits for."""
+        self._is_late = True
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, number)
+
+
+_listening: list[StopSignals] = []
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Those of this process, heeded within the block; nested blocks share one object. Signals that were ignored before, as under
+    nohup, still are. Outside the main thread, which no signal reaches, the object is idle."""
+    if _listening:
+        yield _listening[0]
+        return
+    stop = StopSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before: dict[int, Any] = {n: signal.getsignal(n) for n in NUMBERS}
+    heeded = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    _listening.append(stop)
+    for number in heeded:
+        signal.signal(number, stop.on_signal)
+    try:
+        yield stop
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _listening.clear()
 
 
 @contextmanager
 def interrupts_held() -> Iterator[list[int]]:
-    """Keep SIGINT and SIGTERM from the block; the list has those that came, for the caller to heed. Handlers that the block sets
-    for them are put back. Does nothing outside the main thread, which no signal reaches."""
+    """Keep signals from the block; the list has those that came, for the caller to heed. Handlers that the block sets for them
+    are put back. Does nothing outside the main thread, which no signal reaches."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda got, _: caught.append(got)) for number in numbers}
+    before = {number: signal.signal(number, lambda got, _: caught.append(got)) for number in NUMBERS}
     try:
         yield caught
     finally:

@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import signal
 import socket
 import struct
 import sys
@@ -61,7 +62,7 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
             _start(num_processes)
     if caught:
         leave()
-        raise KeyboardInterrupt
+        signal.raise_signal(caught[0])
     return True
 
 

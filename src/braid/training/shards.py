@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -141,6 +142,68 @@ class _Writer(dcp.FileSystemWriter):
             raise
 
 
+class _Unpickler(pickle.Unpickler):
+    """Reads the index of a checkpoint, which torch pickles, and runs no code: whatever names something else than the parts of an
+    index is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _IN_INDEX:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+        return super().find_class(module, name)
+
+
+_DTYPES = {
+    ("torch", str(dtype).removeprefix("torch."))
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+_IN_INDEX = _DTYPES | {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's own, which unpickles the index whatever it holds."""
+
+    def read_metadata(self, **kwargs: Any) -> Metadata:
+        assert not kwargs.get("rank"), "rank 0 writes the one index of all ranks"
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            IndexError,
+            KeyError,
+        ) as error:
+            raise CheckpointError(f"the checkpoint {self.path} is damaged: .metadata: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(
+                f"the checkpoint {self.path} is damaged: .metadata holds a {type(metadata).__name__}"
+            )
+        return metadata
+
+
 class _LoadPlanner(DefaultLoadPlanner):
     """As _SavePlanner."""
 
@@ -217,7 +280,7 @@ def _read(folder: Path, prefix: str) -> dict[str, Tensor]:
         if name.startswith(prefix)
     }
     with _quiet():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        dcp.load(tensors, storage_reader=_Reader(folder), no_dist=True)
     return tensors
 
 
@@ -239,7 +302,7 @@ def read_into(folder: Path, state: Mapping[str, Any]) -> None:
     with _quiet():
         dcp.load(
             boxes,
-            storage_reader=dcp.FileSystemReader(folder),
+            storage_reader=_Reader(folder),
             planner=_LoadPlanner(**_FLAT),
         )
 
@@ -283,7 +346,7 @@ def _unflattened(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metadata_of(folder: Path) -> dict[str, TensorStorageMetadata]:
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = _Reader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
