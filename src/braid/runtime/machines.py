@@ -1,8 +1,9 @@
-"""The machines of a run on Ray: the cluster is joined, or started here, and as many of its machines are taken as the run has.
+"""The machines of a run on Ray: joins a cluster, or starts one here, and reserves the machines that the run
+needs.
 
-Machine `i` of a run is node `i` of its layout. The one where `braid` was started comes first, when it is part; the others by
-address. On each a process of Ray holds the run's GPUs, so that nobody else is given them, and tells by which names CUDA knows
-them; the workers of the run are started there beside it.
+Machine `i` of a run is node `i` of its layout. The driver's machine comes first, if it is part of the run;
+the others follow by address. On each, a Ray actor reserves the run's GPUs and reports their CUDA names; the
+workers of the run are started beside it.
 """
 
 from __future__ import annotations
@@ -34,22 +35,25 @@ from .interrupts import interrupts_held
 from .workers import Seat
 
 _ANSWER_S = 5.0
-"""For a cluster to accept a connection and to speak. Ray itself tries for minutes, or a quarter of an hour where nobody answers."""
+"""Time for a cluster to accept a connection and answer. Ray itself tries for minutes."""
 _SETTINGS = b"\x04"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
-"""What HTTP/2, which Ray speaks, begins with: a line and a frame of settings, whose like is the answer (RFC 9113, 3.4)."""
+"""The preface of HTTP/2, which Ray speaks: a line and a SETTINGS frame; the server answers with one too (RFC
+9113, 3.4)."""
 _OBJECT_BYTES = 512 * 2**20
 _SIOCGIFADDR = 0x8915
 """Linux: the address of a network interface (netdevice(7))."""
 
 
 def connect(config: ClusterConfig, *, num_processes: int) -> bool:
-    """Join the cluster of `cluster.address` (else of RAY_ADDRESS), or start one here for so many worker processes. Does nothing
-    when connected. Returns whether this call connected. Raises ConfigError where no cluster answers, or one that cannot be joined."""
+    """Join the cluster of `cluster.address` (else of RAY_ADDRESS), or start one here for so many worker
+    processes. Does nothing when connected. Returns whether this call connected. Raises ConfigError where no
+    cluster answers, or one that cannot be joined."""
     if ray.is_initialized():
         return False
-    # Ray would otherwise report usage over the network, give workers way to whatever else runs (niceness 15; where one rank of
-    # several shares a core, all wait for it), and hide all GPUs from workers that hold none.
+    # Ray would otherwise report usage over the network, give workers way to whatever else runs (niceness 15;
+    # where one rank of several shares a core, all wait for it), and hide all GPUs from workers that hold
+    # none.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -67,7 +71,7 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
 
 
 def leave() -> None:
-    """Leave the cluster, if there is one; one that `connect` started ends, with all its processes."""
+    """Leave the cluster, if connected; one that `connect` started is stopped with all its processes."""
     if ray.is_initialized():
         ray.shutdown()
     if _secrets:
@@ -89,7 +93,7 @@ def _forget_secret() -> None:
 
 def _start(num_processes: int) -> None:
     if not {_SECRET, f"{_SECRET}_PATH"} & os.environ.keys():
-        # Else Ray keeps one in the home folder, which may not be there, or not writable.
+        # Otherwise Ray keeps one in the home folder, which may be missing or not writable.
         _secrets.append(secrets.token_hex(32))
         os.environ[_SECRET] = _secrets[0]
         _forget_secret()
@@ -112,14 +116,14 @@ def _start(num_processes: int) -> None:
 
 
 def is_joined(config: ClusterConfig) -> bool:
-    """Whether the cluster is there without this run."""
+    """Whether the cluster exists independently of this run."""
     return _asked(config) != _HERE
 
 
 _HERE = "local"
 """What Ray calls a cluster of its own for this process."""
 _ALONE = (
-    "a cluster that a run starts for itself has this machine alone. Run ray start --head here and ray start --address=HOST:6379 "
+    "a cluster that a run starts has only this machine. Run ray start --head here and ray start --address=HOST:6379 "
     "on each other machine, then set cluster.address=auto; or set cluster.num_nodes=1"
 )
 
@@ -168,8 +172,8 @@ def _problem(key: str, message: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine of the run: Ray's id of it, its address, and the GPUs that the run has there, as CUDA_VISIBLE_DEVICES names
-    them. `interface` is the network interface of its address, empty where that is not known."""
+    """A machine of the run: its Ray node id, its address, and the GPUs that the run has there, as in
+    CUDA_VISIBLE_DEVICES. `interface` is the network interface of its address, empty if unknown."""
 
     node_id: str
     address: str
@@ -178,21 +182,22 @@ class Machine:
 
 
 class Holder:
-    """A process that has GPUs of its machine."""
+    """An actor that reserves GPUs of its machine."""
 
     def tell(self) -> tuple[str, tuple[str, ...], str]:
-        """braid's version, the GPUs, and the network interface that others reach this machine by."""
+        """braid's version, the GPUs, and the network interface by which other machines reach this one."""
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         named = os.environ.get("GLOO_SOCKET_IFNAME")
         return braid.__version__, tuple(gpus), named or _interface_of(ray.util.get_node_ip_address())
 
 
 class Machines:
-    """The machines that a run has taken, by the numbers of their nodes in its layout."""
+    """The machines reserved by a run, by node number in its layout."""
 
     def __init__(self, config: ClusterConfig, num_gpus: Sequence[int], devices_per_node: int) -> None:
-        """Takes a machine for each of `num_gpus`, with at least so many GPUs, and holds these; a run on CPUs has none. Raises
-        ConfigError when the cluster has no such machines or they have another braid, WorkerError when they are not free in time."""
+        """Reserves a machine for each of `num_gpus`, with at least that many GPUs (none for a run on CPUs).
+        Raises ConfigError if the cluster lacks such machines or they have another version of braid,
+        WorkerError if they are not free in time."""
         self._devices_per_node = devices_per_node
         self._holders: list[Any] = []
         nodes = _suited(config, len(num_gpus), max(num_gpus))
@@ -210,7 +215,8 @@ class Machines:
     def spot(
         self, seat: Seat, given: Mapping[str, str]
     ) -> tuple[NodeAffinitySchedulingStrategy, dict[str, str]]:
-        """Where Ray is to start the worker of a seat, and its environment variables, with those that its user has `given`."""
+        """Ray's scheduling options for the worker of a seat, and its environment variables, including those
+        that the user has `given`."""
         machine = self._machines[seat.node]
         env = dict(given)
         if len(self._machines) > 1 and machine.interface:
@@ -222,7 +228,7 @@ class Machines:
         return NodeAffinitySchedulingStrategy(machine.node_id, soft=False), env
 
     def close(self) -> None:
-        """Give them back. Can be called twice."""
+        """Release the machines. Idempotent."""
         holders, self._holders = self._holders, []
         for holder in holders:
             ray.kill(holder, no_restart=True)
@@ -237,8 +243,8 @@ class Machines:
         if late:
             names = ", ".join(self._machines[telling.index(call)].address for call in late)
             raise WorkerError(
-                f"no process came up on {names} within {timeout_s:g} s (cluster.start_timeout_s): their GPUs are taken by others, "
-                "or the machines are in trouble; ray status shows what is taken"
+                f"no process came up on {names} within {timeout_s:g} s (cluster.start_timeout_s): their GPUs are in use by others, "
+                "or the machines have failed; ray status shows what is in use"
             )
         return [_checked(machine, call) for machine, call in zip(self._machines, telling, strict=True)]
 
@@ -255,7 +261,7 @@ def _suited(config: ClusterConfig, num_nodes: int, num_gpus: int) -> list[Mappin
         return suited[:num_nodes]
     of_each = f" with {num_gpus} GPUs each" if num_gpus else ""
     has = ", ".join(f"{node['NodeManagerAddress']} ({_gpus(node)} GPUs)" for node in there)
-    fewer = "give cluster.num_nodes, cluster.devices_per_node and cluster.placement what is there"
+    fewer = "set cluster.num_nodes, cluster.devices_per_node and cluster.placement to what is available"
     if is_joined(config):
         address = ray.get_runtime_context().gcs_address
         advice = f"add machines (ray start --address={address}), or {fewer}"
@@ -281,7 +287,7 @@ def _order(address: str) -> tuple[bool, int, str]:
 
 
 def _checked(machine: Machine, call: Any) -> Machine:
-    """The machine with what its holder tells."""
+    """The machine with what its actor reports."""
     try:
         version, gpus, interface = ray.get(call)
     except RayError as error:
@@ -299,7 +305,7 @@ def _checked(machine: Machine, call: Any) -> Machine:
 
 
 def _interface_of(address: str) -> str:
-    """The network interface that has an address; empty where there is no telling."""
+    """The network interface that has an address; empty if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             try:

@@ -1,4 +1,4 @@
-"""How this process gets its memory, and how it looks for what is free again."""
+"""Settings of this process's memory allocator and garbage collector."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 def keep_freed_memory() -> bool:
     """Tell the C library to keep freed blocks for the next allocation; whether it could be told (glibc only).
 
-    By default it gives each block above 32 MiB back to the kernel, which has to zero the pages anew for every large
-    activation: up to a fifth of a training step on CPU. The process stays as large as it once was.
+    By default it gives each block above 32 MiB back to the kernel, which has to zero the pages anew for every
+    large activation: up to a fifth of a training step on CPU. The process stays as large as it once was.
     """
     if sys.platform != "linux":
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # a C library without it, such as musl
-        logger.debug("no mallopt: large blocks of memory go back to the kernel each time")
+        logger.debug("no mallopt: large blocks of memory are returned to the kernel each time")
         return False
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """While the block lasts, the garbage collector passes over all that is there now: libraries, models, data. To look through it
-    takes 0.3 s, every few rounds and in the middle of one."""
+    """Within the block the garbage collector skips all objects that exist now: libraries, models, data.
+    Scanning them takes 0.3 s, every few rounds and in the middle of one."""
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What memory a run uses, written after each round (`train.record_memory`).
+"""Memory use of a run, written after each round (`train.record_memory`).
 
 memory/round_000003.json     bytes held by role, and the most that the process or device held in each phase
 memory/round_000003.pickle   on CUDA: the allocator's snapshot, for https://docs.pytorch.org/memory_viz
@@ -24,10 +24,10 @@ _HISTORY = 100_000
 
 
 class MemoryRecorder:
-    """Takes notes phase by phase; `write` puts them into a file and starts anew."""
+    """Records memory phase by phase; `write` stores the record of a round and starts a new one."""
 
     def __init__(self, folder: Path, device: torch.device, held: Callable[[], Held]) -> None:
-        """`held` tells what each role holds at the moment."""
+        """`held` returns what each role holds at the moment."""
         self._folder, self._device, self._held = folder, device, held
         self._peaks: dict[str, int] = {}
         if device.type == "cuda":
@@ -35,13 +35,13 @@ class MemoryRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The most memory held within it counts for `name`."""
+        """Record the peak memory within the context under `name`."""
         self._forget_peak()
         yield
         self._peaks[name] = max(self._peaks.get(name, 0), self._peak())
 
     def write(self, round_: int) -> None:
-        """Store the notes of a round. Raises ReportError when they cannot be."""
+        """Store the record of a round. Raises ReportError if it cannot be written."""
         record = {
             "round": round_,
             "device": str(self._device),

@@ -9,10 +9,10 @@ _WINDOW_S = 1.0
 
 
 class KillCount:
-    """Tells whether the kernel has just killed a process for lack of memory, of those that share this one's limit.
+    """Detects whether the kernel has just killed a process of this control group for lack of memory.
 
-    The counter is `oom_kill` of the control group: memory.events in version 2, memory.oom_control in version 1
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html). Without one nothing is ever known.
+    The counter is `oom_kill` of the control group: memory.events in version 2, memory.oom_control in version
+    1 (https://docs.kernel.org/admin-guide/cgroup-v2.html). Without a counter no kill is detected.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -22,7 +22,7 @@ class KillCount:
         self._now_s = time.monotonic()
 
     def update(self) -> None:
-        """Look at the counter; to be called about every half second."""
+        """Read the counter; to be called about every half second."""
         now_s = time.monotonic()
         if now_s - self._now_s >= _WINDOW_S / 2:
             self._before, self._now, self._now_s = self._now, _read(self._file), now_s
@@ -33,7 +33,8 @@ class KillCount:
 
 
 def _own_file() -> Path | None:
-    """Where the counter is. A container often sees its own group as the root, whatever the group's name outside."""
+    """Path of the counter. A container often sees its own group as the root, whatever the group's name
+    outside."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

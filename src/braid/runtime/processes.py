@@ -1,4 +1,4 @@
-"""Processes of this machine, as Linux tells of them in /proc: who started whom, and how they end."""
+"""Processes of this machine, from /proc (Linux): their children, and how to kill them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _LIMIT_S = 5.0
-"""For killed processes to be gone."""
+"""Time for killed processes to disappear."""
 
 
 def children_of() -> dict[int, list[int]]:
-    """The processes of this machine by the one that has started them; empty where that cannot be known."""
+    """The processes of this machine by their parent; empty without /proc."""
     children: dict[int, list[int]] = {}
     for pid, (_, parent, _) in _stats():
         children.setdefault(parent, []).append(pid)
@@ -22,7 +22,7 @@ def children_of() -> dict[int, list[int]]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that `pid` has started, and those that they have, as long as their parents live."""
+    """The descendants of `pid`, as long as their parents are alive."""
     children, found = children_of(), [pid]
     for one in found:
         found += children.get(one, [])
@@ -30,14 +30,15 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Those that are there."""
+    """Those that still exist."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(group: int) -> None:
-    """Kill its processes and remove the shared memory that only they had. The caller itself goes last, if it is of the group."""
+    """Kill the group's processes and remove shared memory that only they used. The caller is killed last, if
+    it belongs to the group."""
     own, deadline = os.getpid(), time.monotonic() + _LIMIT_S
     is_in = os.getpgrp() == group
     is_known, memory = False, _shared_memory([own]) if is_in else set[Path]()
@@ -62,7 +63,7 @@ def kill_group(group: int) -> None:
 
 
 def _shared_memory(pids: Iterable[int]) -> set[Path]:
-    """The files in /dev/shm that these processes have in their memory."""
+    """The files in /dev/shm that these processes have mapped."""
     found: set[Path] = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -157,15 +157,15 @@ class FileReceiver:
         for name, tensor in self.receive(version):
             if name not in targets or targets[name].shape != tensor.shape:
                 raise EngineError(
-                    f"version {version} has {name} of shape {tuple(tensor.shape)}, which engine {self._engine} has not: their "
-                    "models are not the same"
+                    f"version {version} has {name} of shape {tuple(tensor.shape)}, which engine {self._engine} lacks: their "
+                    "models differ"
                 )
             targets[name].detach().copy_(tensor)
             missing.pop(name)
         if missing:
             raise EngineError(
                 f"version {version} came without {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
-                "the trainer's and the engine's model are not the same"
+                "the models of trainer and engine differ"
             )
         assert self._receipt is not None
         return self._receipt

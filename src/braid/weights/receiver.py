@@ -122,7 +122,7 @@ class LinkedReceiver:
             if missing:
                 raise EngineError(
                     f"version {version} came without {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
-                    "the trainer's and the engine's model are not the same"
+                    "the models of trainer and engine differ"
                 )
         except BaseException as error:
             self._drop(str(error))
@@ -233,7 +233,7 @@ class LinkedReceiver:
                 has = f"of shape {tuple(targets[spec.name].shape)}" if spec.name in targets else "not known"
                 raise EngineError(
                     f"the trainer sends {spec.name} of shape {spec.shape}, which in engine {self._engine} is {has}: their "
-                    "models are not the same"
+                    "models differ"
                 )
 
     def _drop(self, why: str) -> None:
