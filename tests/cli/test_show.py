@@ -165,6 +165,15 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_the_sandbox_of_code_rewards_is_shown(tmp_path: Path) -> None:
+    text = "model: {build: {}}\nreward: {parts: [{kind: code}], code: {isolation: process}}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml").config
+    (shown,) = [f for f in figures(config, resolve(config)) if f.name == "sandbox of code rewards"]
+    assert shown.value == "process"
+    assert shown.how.startswith("limits only")
+
+
 def test_json_has_config_origins_plan_and_figures(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)

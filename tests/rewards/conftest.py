@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from braid.config.reward import RewardConfig
+from braid.errors import ConfigError
+from braid.rewards.isolation import find_isolation
 from braid.rewards.scorer import Scorer, build_scorer
 from braid.types import Prompt, Trajectory
+
+
+@pytest.fixture(scope="session")
+def isolation() -> str:
+    """The sandbox for programs where this machine has one."""
+    try:
+        return find_isolation("auto").partition(",")[0]
+    except ConfigError:
+        return "process"
 
 
 @pytest.fixture
@@ -26,11 +37,12 @@ def answered() -> Callable[..., Trajectory]:
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
+def build(tmp_path: Path, isolation: str) -> Iterator[Callable[..., Scorer]]:
     """Builds scorers from parts and settings, and closes them."""
     built: list[Scorer] = []
 
     def build(*parts: dict[str, Any], **settings: Any) -> Scorer:
+        settings = {"code": {"isolation": isolation}, **settings}
         config = RewardConfig.model_validate({"parts": parts, **settings})
         built.append(build_scorer(config, base_dir=tmp_path))
         return built[-1]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from braid.errors import ConfigError
+from braid.rewards.isolation import find_isolation
 from braid.rewards.programs import read_tests
 from braid.types import Trajectory
 
@@ -18,6 +20,49 @@ Answered = Callable[..., Trajectory]
 Score = Callable[..., list[Trajectory]]
 
 DOUBLE = "def double(x):\n    return 2 * x"
+PROCESS = {"isolation": "process"}
+CALLED: list[tuple[str, str]] = [
+    (  # plain values of all kinds, there and back
+        "def same(*args, **kwargs): return args, kwargs",
+        "import datetime\nfrom collections import deque, Counter\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+        "values = [None, True, -3, 10**400, 0.1, float('inf'), 1j, 'a\\ud800\\n', b'x\\0', [1, [2]], (1,), {1, 2}, frozenset([3]), {(1, 2): 'x'},\n"
+        "  range(3), Decimal('1.10'), Fraction(1, 3), deque([1]), Counter('aab'), datetime.date(2020, 1, 2), datetime.timedelta(1)]\n"
+        "got, named = same(*values, key=values)\nassert list(got) == values and named == {'key': values}\n"
+        "assert [type(g) for g in got] == [type(v) for v in values]",
+    ),
+    (  # numpy, and helpers that the tests do not import
+        "import numpy as np\nfrom math import isclose\ndef mean(x): return np.mean(x)\ndef twice(x): return 2 * np.array(x)\n"
+        "def count(x): return np.int64(len(x))",
+        "assert isclose(mean([1, 2]), 1.5)\nassert np.array_equal(twice([1, 2]), [2, 4])\nassert count([1]) == 1\nassert math.isclose(mean([1]), 1)",
+    ),
+    (  # arguments changed in place, functions as arguments and as results
+        "def sort(x): x.sort()\ndef apply(f, x): return f(f(x))\ndef adder(n): return lambda x: x + n\n",
+        "values = [3, 1, 2]\nalias = values\nsort(values)\nassert alias == [1, 2, 3]\nassert apply(lambda x: x * 3, 2) == 18\nassert adder(2)(3) == 5",
+    ),
+    (  # classes
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n    def pop(self): return self.items.pop()\n"
+        "    def __len__(self): return len(self.items)\n"
+        "class V:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n    def __mul__(self, k): return V(self.x * k)\n"
+        "    def __repr__(self): return f'V({self.x})'\n",
+        "s = Stack()\ns.push(4)\ns.push([5])\nassert len(s) == 2 and s.pop() == [5] and s.items == [4]\nassert V(2) * 3 == V(6) and repr(V(1)) == 'V(1)'\n"
+        "assert isinstance(V(1), V) and not isinstance(3, V) and V(1) != V(2)\nv = V(1)\nv.x = 7\nassert v.x == 7",
+    ),
+    (  # errors, of built-in classes and of the program's own
+        "class TooBig(ValueError): pass\ndef check(x):\n    if x > 3: raise TooBig('over', x)\n    return {}['a']",
+        "for kind in (TooBig, ValueError):\n    try: check(4)\n    except kind as error: assert error.args == ('over', 4)\n    else: assert False\n"
+        "try: check(0)\nexcept KeyError: pass\nelse: assert False",
+    ),
+    (  # coroutines, generators, printing, built-ins of the tests
+        "async def later(x): return x + 1\ndef some(n):\n    yield from range(n)\ndef hello(): print('hi')\ndef sorted(x): return 'mine'",
+        "import asyncio, io\nfrom contextlib import redirect_stdout\nassert asyncio.run(later(1)) == 2\nassert list(some(3)) == [0, 1, 2]\n"
+        "with redirect_stdout(io.StringIO()) as out: hello()\nassert out.getvalue() == 'hi\\n'\nassert sorted(some(2)) == [0, 1]",
+    ),
+    (  # as HumanEval has them
+        "def f(x):\n    return x",
+        "METADATA = {}\ndef check(candidate):\n    assert candidate(1) == 1\n    assert candidate('a') == 'a', 'message'\ncheck(f)",
+    ),
+]  # fmt: skip
+"""Programs, and tests that hold."""
 
 
 def fenced(code: str) -> str:
@@ -99,25 +144,28 @@ def test_a_wild_program_has_failed_and_harms_no_other(
     assert (tame.reason, tame.reward) == ("", 1.0)
 
 
-def test_a_program_writes_no_file(answered: Answered, score: Score, tmp_path: Path) -> None:
+def test_without_a_sandbox_a_program_writes_no_file(answered: Answered, score: Score, tmp_path: Path) -> None:
     code = f"with open({str(tmp_path / 'file')!r}, 'w') as file:\n    file.write('x' * 10)"
-    (scored,) = score([answered(fenced(code), tests="assert True")], {"kind": "code"})
+    (scored,) = score([answered(fenced(code), tests="assert True")], {"kind": "code"}, code=PROCESS)
     assert scored.reward == 0.0
     assert (tmp_path / "file").stat().st_size == 0
 
 
-def test_what_a_program_started_ends_with_it(answered: Answered, score: Score, tmp_path: Path) -> None:
+def test_without_a_sandbox_what_a_program_started_ends_with_it(
+    answered: Answered, score: Score, tmp_path: Path
+) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)  # no file may be written, so the child tells its number through a pipe
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     code = (
         "import os, time\n"
         "if os.fork() == 0:\n"
+        "    os.setsid()\n"
         f"    os.write(os.open({str(fifo)!r}, os.O_WRONLY), str(os.getpid()).encode())\n"
         "    time.sleep(1000)\n"
         "time.sleep(0.3)"
     )
-    score([answered(fenced(code), tests="assert True")], {"kind": "code", "test_timeout_s": 1.0})
+    score([answered(fenced(code), tests="assert True")], {"kind": "code"}, code=PROCESS)
     child = int(os.read(reader, 100))
     os.close(reader)
     for _ in range(200):  # until the system has taken note
@@ -126,6 +174,65 @@ def test_what_a_program_started_ends_with_it(answered: Answered, score: Score, t
         time.sleep(0.05)
     else:
         pytest.fail("the child still runs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "sandlock", "process"])
+@pytest.mark.parametrize("number", range(len(CALLED)))
+def test_tests_call_a_program_in_another_process_as_if_it_were_theirs(
+    answered: Answered, score: Score, sandbox: str, number: int
+) -> None:
+    try:
+        find_isolation(sandbox)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    program, tests = CALLED[number]
+    right, wrong = score(
+        [
+            answered(fenced(program), tests=tests),
+            answered(fenced(program), tests=f"{tests}\nassert (1,) == [1]"),
+        ],
+        {"kind": "code", "test_timeout_s": 30},
+        code={"isolation": sandbox},
+    )
+    assert (right.reason, right.reward) == ("", 1.0)
+    assert (wrong.reason, wrong.reward) == ("", 0.0)
+
+
+def test_tests_that_pass_objects_of_their_own_are_no_wrong_answer(answered: Answered, score: Score) -> None:
+    tests = "class Node:\n    pass\nassert double(Node()) is None"
+    (scored,) = score([answered(fenced(DOUBLE), tests=tests)], {"kind": "code"})
+    assert scored.reward is None
+    assert "they pass a Node of their own to the program" in scored.reason
+
+
+def test_a_machine_without_the_sandbox_refuses_code_rewards(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_isolation.cache_clear()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"no sandbox for them \(.*bwrap is not installed.*isolation=process"
+        ):
+            build({"kind": "code"}, code={"isolation": "bubblewrap"})
+    finally:
+        find_isolation.cache_clear()
+    build({"kind": "code"}, code=PROCESS)
+
+
+def test_a_time_limit_that_passes_is_named_by_its_own_key(
+    answered: Answered, score: Score, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("braid.rewards.parts.START_LIMIT_S", 0.01)
+    answer = answered(fenced("while True: pass"), tests="assert True")
+    (scored,) = score(
+        [answer], {"kind": "code", "test_timeout_s": 0.02}, code=PROCESS, timeout_s=30, retries=0
+    )
+    assert scored.reason == (
+        "reward code: no result within 0.03 s: 0.02 s (reward.parts[0].test_timeout_s) and 0.01 s to start, for each "
+        "of 1 tests"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from braid.config.load import load_config
-from braid.config.reward import ModelReward, RewardPart
+from braid.config.reward import CodeConfig, ModelReward, RewardPart
 from braid.rewards.base import Services
 from braid.rewards.scorer import build_scorer
 
@@ -34,12 +34,13 @@ async def _generate(messages: Sequence[Any], **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("text", CONFIGS)
-def test_configs_build(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_build(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str) -> None:
     monkeypatch.setenv("JUDGE_KEY", "key")
     (tmp_path / "my_rewards.py").write_text(PROGRAMS[0])
     (tmp_path / "run.yaml").write_text("model: {build: {}}\n" + text)
     config = load_config(tmp_path / "run.yaml").config.reward
     models = {i: _Classifier() for i, part in enumerate(config.parts) if isinstance(part, ModelReward)}
+    config = config.model_copy(update={"code": CodeConfig.model_validate({"isolation": isolation})})
     build_scorer(config, base_dir=tmp_path, services=Services(models, _generate)).close()
 
 

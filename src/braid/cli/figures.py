@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from braid.config.reward import CodeReward
 from braid.config.rollout import ToolEnv
 from braid.config.schema import RunConfig
+from braid.errors import ConfigError
 from braid.plan import Plan
+from braid.rewards.isolation import find_isolation
 
 UNKNOWN = "not known yet"
 
@@ -23,7 +26,11 @@ class Figure:
 
 def figures(config: RunConfig, plan: Plan) -> list[Figure]:
     """Every derived number, in the order in which a run meets them."""
-    parts = {"train": (_lengths, _rollout, _training, _ends), "sft": (_lengths, _ends), "eval": (_lengths,)}
+    parts = {
+        "train": (_lengths, _rollout, _training, _rewards, _ends),
+        "sft": (_lengths, _ends),
+        "eval": (_lengths, _rewards),
+    }
     return [figure for part in parts[plan.verb] for figure in part(config, plan)]
 
 
@@ -126,6 +133,23 @@ def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     yield Figure("critic", *critic)
     kl = f"algorithm.kl_coef is {plan.recipe.kl_coef:g}"
     yield Figure("reference model", "yes" if plan.needs_reference else "no", kl)
+
+
+def _rewards(config: RunConfig, _: Plan) -> Iterator[Figure]:
+    if any(isinstance(part, CodeReward) for part in config.reward.parts):
+        asked = config.reward.code.isolation
+        try:
+            found = find_isolation(asked)
+        except ConfigError:
+            yield Figure(
+                "sandbox of code rewards", "none", "this machine has none, so the run is refused here"
+            )
+            return
+        is_sandbox = (
+            "" if found != "process" else "limits only: programs can read files and use the network; "
+        )
+        how = "auto: the first that works here" if asked == "auto" else "reward.code.isolation"
+        yield Figure("sandbox of code rewards", found, is_sandbox + how)
 
 
 def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:

@@ -241,6 +241,14 @@ class OverlongConfig(Section):
     """What is taken off at the limit."""
 
 
+class CodeConfig(Section):
+    """How programs of parts of kind code are kept apart from everything else."""
+
+    isolation: Literal["auto", "bubblewrap", "sandlock", "process"] = "auto"
+    """Sandbox of each program: bubblewrap, sandlock, or with auto the first of these that works here. A run without one is
+    refused. process: limits on time, memory and files alone; the program can read files, use the network and kill processes."""
+
+
 class RewardConfig(Section):
     """How trajectories are scored. The parts are summed with their weights, then added to the environment's own. Training sees
     this sum zeroed (`truncated`), penalised (`overlong`), scaled, shifted and clipped, in this order; evaluation and
@@ -264,3 +272,5 @@ class RewardConfig(Section):
     """Further tries after a failed call before the trajectory becomes invalid."""
     concurrency: PositiveInt = 16
     """Calls of functions and processes in flight at a time."""
+    code: CodeConfig = CodeConfig()
+    """Sandbox of programs that are run for rewards."""

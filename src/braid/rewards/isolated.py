@@ -103,7 +103,7 @@ def main() -> None:
     except Exception as error:
         _send(connection, {"error": f"{type(error).__name__}: {error}"})
         return
-    _limit_resources()
+    _limit_resources(may_write=sys.argv[1] == "code")
     _send(connection, {"ready": True})
     while (request := _receive(connection)) is not None:
         timeout_s, arguments = pickle.loads(request)
@@ -118,12 +118,12 @@ def main() -> None:
         _send(connection, reply)
 
 
-def _limit_resources() -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
+def _limit_resources(*, may_write: bool) -> None:
+    """A process that only starts sandboxes may write: what runs in these has limits of its own."""
+    limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
+    if not may_write:
+        limits[resource.RLIMIT_FSIZE] = 0
+    for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 

@@ -30,6 +30,7 @@ from braid.types import Trajectory
 
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
+from .isolation import START_LIMIT_S, Isolation, find_isolation
 from .judge import HttpChat, JudgePart, PolicyChat
 from .processes import ScoringProcesses
 from .programs import read_tests
@@ -38,8 +39,6 @@ from .threads import LoopThread, ReplaceableThreads
 
 OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
 """What a reward function may declare as parameters, beside its own."""
-PROGRAM_START_S = 1.0
-"""Allowed beside a test's own limit for starting and ending its process on a busy machine."""
 TEXT_COMPARING = frozenset({"chain_sum", "products"})
 """reasoning-gym generators whose own scorer does no more than compare short texts (read, not guessed)."""
 
@@ -53,6 +52,7 @@ class Setting:
     base_dir: Path
     seed: int
     services: Services
+    isolation: str = "auto"
 
 
 def build_part(part: RewardPart, number: int, setting: Setting) -> Part | ModelPart:
@@ -76,7 +76,7 @@ def build_part(part: RewardPart, number: int, setting: Setting) -> Part | ModelP
             return LengthPart(part.start, part.end, counts_tokens=part.unit == "tokens")
         case CodeReward():
             extract = Extraction(part.pattern, timeout_s, key=f"{key}.pattern", flags=regex.DOTALL)
-            return CodePart(extract, part, key=key)
+            return CodePart(extract, part, find_isolation(setting.isolation), key=key)
         case ModelReward():
             if number not in setting.services.classifiers:
                 raise _without_service(key, "a reward model")
@@ -123,8 +123,9 @@ class MathPart:
 class CodePart:
     """Runs the code in the answer against the row's tests; see programs.py. An answer without code has failed them."""
 
-    def __init__(self, extract: Extraction, config: CodeReward, *, key: str) -> None:
+    def __init__(self, extract: Extraction, config: CodeReward, isolation: Isolation, *, key: str) -> None:
         self._extract = extract
+        self._isolation = isolation
         self._config = config
         self._key = key
         self._processes = ScoringProcesses("code")
@@ -138,9 +139,14 @@ class CodePart:
         code = self._extract(trajectory.answer_text)
         if code is None:
             return 0.0
-        arguments = (code, tests, config.test_timeout_s, config.memory_bytes, config.score == "all")
-        limit_s = len(tests) * (config.test_timeout_s + PROGRAM_START_S)
-        return partial(self._processes.run, arguments, limit_s)
+        each_s, needs_all = config.test_timeout_s, config.score == "all"
+        arguments = (code, tests, self._isolation, each_s, config.memory_bytes, needs_all)
+        limit_s = len(tests) * (each_s + START_LIMIT_S)
+        limit = (
+            f"{limit_s:g} s: {each_s:g} s ({self._key}.test_timeout_s) and {START_LIMIT_S:g} s to start, for each of "
+            f"{len(tests)} tests"
+        )
+        return partial(self._processes.run, arguments, limit_s, limit)
 
     def close(self) -> None:
         self._processes.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 from braid.errors import RewardError
 
 from .isolated import HEADER
+from .isolation import descendants
 
 START_LIMIT_S = 120.0
 """Within this a new process must have imported its scorer."""
@@ -76,8 +79,12 @@ class _Process:
         return bytes(data)
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """End it at once, with everything that it started."""
+        started = descendants(self._process.pid)
         self._process.kill()
+        for pid in started:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._socket.close()
 
@@ -90,9 +97,9 @@ class ScoringProcesses:
         self._idle: list[_Process] = []
         self._end = weakref.finalize(self, _kill_all, self._idle)
 
-    async def run(self, arguments: tuple[object, ...], timeout_s: float) -> object:
-        """The scorer's value for `arguments`. Raises RewardError when it fails or takes longer than `timeout_s`;
-        starting a process does not count."""
+    async def run(self, arguments: tuple[object, ...], timeout_s: float, limit: str | None = None) -> object:
+        """The scorer's value for `arguments`, which these scorers give from 0 to 1. Raises RewardError when it fails or takes longer
+        than `timeout_s`, which `limit` describes; starting a process does not count."""
         try:
             request = pickle.dumps((timeout_s, arguments))
         except Exception as error:  # whatever a column's own reduce raises
@@ -106,7 +113,7 @@ class ScoringProcesses:
                 reply = await process.ask(request)
             is_well = True
         except TimeoutError as error:
-            raise RewardError(f"no result within reward.timeout_s={timeout_s:g}") from error
+            raise RewardError(f"no result within {limit or f'reward.timeout_s={timeout_s:g}'}") from error
         finally:
             if is_well:
                 self._idle.append(process)
@@ -114,7 +121,8 @@ class ScoringProcesses:
                 process.kill()
         if "error" in reply:
             raise RewardError(str(reply["error"]))
-        return reply.get("value")
+        value = reply.get("value")
+        return min(max(value, 0.0), 1.0) if isinstance(value, int | float) else value
 
     async def _start(self) -> _Process:
         process = _Process(self._scorer)

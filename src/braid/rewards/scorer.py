@@ -62,7 +62,7 @@ def build_scorer(
     `seed` is that of the run, for waits between tries. Raises ConfigError for equal names of parts, for what parts.py
     refuses, and for parts whose service is not among `services`.
     """
-    setting = Setting(config.timeout_s, config.concurrency, base_dir, seed, services)
+    setting = Setting(config.timeout_s, config.concurrency, base_dir, seed, services, config.code.isolation)
     parts: list[_Weighted] = []
     for i, part in enumerate(config.parts):
         name = part.name or part.kind

@@ -1,0 +1,507 @@
+"""What runs inside a sandbox: a model's program, or the tests that call it. Standard library only.
+
+isolation.py passes this file's text to `python -c`, with a role and limits. It writes one line when the limits are set, then
+reads its job, and what follows on standard input belongs to the role:
+
+    program   runs the code as a script; the rest of standard input is the script's
+    answer    runs the code, then answers requests of the tests: call this, read that
+    tests     runs the tests; names that they do not define themselves are looked up in the answer's process
+
+Requests and answers are JSON lines that programs.py passes on between the two processes. Only plain values cross: what the
+program's process says is data, and comparisons with expected values are made where the tests are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import types
+
+TYPE_CHECKING = False  # typing's own takes as long to import as the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+def main() -> None:
+    role, limits = sys.argv[1], json.loads(sys.argv[2])
+    _confine(limits)
+    sys.argv[:] = ["answer.py"]
+    sys.path += limits["path"]
+    os.environ.clear()
+    os.write(1, b"\n")
+    job = _read(int(_read(10)))
+    {"program": run_program, "answer": run_answer, "tests": run_tests}[role](
+        job.decode("utf-8", "surrogatepass")
+    )
+
+
+def _confine(limits: dict[str, Any]) -> None:
+    """Set every limit; with `user`, become that user for good. Without a sandbox the process ends with its parent by itself."""
+    if limits["is_bare"] and sys.platform == "linux":
+        __import__("ctypes").CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    for name, value in limits["resources"].items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    if limits["user"]:
+        os.setgroups([])
+        os.setgid(limits["user"])
+        os.setuid(limits["user"])
+    os.dup2(os.open("/dev/null", os.O_RDWR), 2)
+
+
+def _read(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        chunk = os.read(0, count - len(data))
+        if not chunk:
+            os._exit(1)
+        data += chunk
+    return data
+
+
+def _module(name: str) -> dict[str, Any]:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    return module.__dict__
+
+
+def run_program(code: str) -> None:
+    exec(compile(code, "answer.py", "exec"), _module("__main__"))
+
+
+# ---- plain values as JSON -------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any, export: Callable[[Any], Any]) -> Any:  # noqa: C901  # a line for each type
+    """The value as JSON data; `export` gives the form of what is no plain value."""
+    kind = type(value)
+    if value is None or kind in (bool, str, float):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < 1 << 60 else {"int": hex(value)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, list):
+        return [encode(item, export) for item in list.__iter__(value)]
+    for of in (tuple, set, frozenset):
+        if isinstance(value, of):
+            items: Any = of.__iter__
+            return {of.__name__: [encode(item, export) for item in items(value)]}
+    if isinstance(value, dict):
+        pairs = [[encode(k, export), encode(v, export)] for k, v in dict.items(value)]
+        return {"Counter" if kind.__name__ == "Counter" else "dict": pairs}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": bytes(value).hex()}
+    if kind is range:
+        return {"range": [value.start, value.stop, value.step]}
+    if kind.__name__ in ("Decimal", "Fraction") and kind.__module__ in ("decimal", "_decimal", "fractions"):
+        return {kind.__name__: str(value)}
+    if kind.__name__ == "deque" and kind.__module__ == "collections":
+        return {"deque": [encode(item, export) for item in value]}
+    if kind.__module__ == "datetime" and kind.__name__ in ("date", "datetime", "timedelta"):
+        return {kind.__name__: str(value) if kind.__name__ != "timedelta" else value.total_seconds()}
+    if kind.__module__ == "numpy" and hasattr(value, "tolist") and value.dtype.kind in "biufcU":
+        data = encode(value.tolist(), export)
+        return {"array": [value.dtype.str, data]} if kind.__name__ == "ndarray" else data
+    return export(value)
+
+
+def decode(data: Any, known: Callable[[str, Any], Any]) -> Any:  # noqa: C901
+    """What `encode` made JSON of; `known` gives what stands for an export."""
+    if isinstance(data, list):
+        return [decode(item, known) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, value),) = data.items()
+    if name == "int":
+        return int(value, 16)
+    if name in ("dict", "Counter"):
+        pairs = {decode(k, known): decode(v, known) for k, v in value}
+        return __import__("collections").Counter(pairs) if name == "Counter" else pairs
+    if name in ("tuple", "set", "frozenset"):
+        items = [decode(item, known) for item in value]
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](items)
+    if name in ("bytes", "bytearray"):
+        return (bytes if name == "bytes" else bytearray).fromhex(value)
+    if name in ("complex", "range"):
+        return {"complex": complex, "range": range}[name](*value)
+    if name == "deque":
+        return __import__("collections").deque(decode(item, known) for item in value)
+    if name == "Decimal":
+        return __import__("decimal").Decimal(value)
+    if name == "Fraction":
+        return __import__("fractions").Fraction(value)
+    if name in ("date", "datetime"):
+        return getattr(__import__("datetime"), name).fromisoformat(value)
+    if name == "timedelta":
+        return __import__("datetime").timedelta(seconds=value)
+    if name == "array":
+        kind, items = value
+        if kind.lstrip("<>|=")[:1] not in tuple("biufcU"):
+            raise TypeError(kind)
+        return __import__("numpy").array(decode(items, known), dtype=kind)
+    return known(name, value)
+
+
+def _in_place(old: Any, new: Any) -> None:
+    """Give a list, set, dict or bytearray the contents that the program left in its copy."""
+    if type(old) is not type(new) or old == new:
+        return
+    if isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, (dict, set)):
+        old.clear()
+        old.update(new)
+
+
+class Channel:
+    """Lines of JSON to the other process."""
+
+    def __init__(self) -> None:
+        self._in, self._out = os.dup(0), os.dup(1)
+        null = os.open("/dev/null", os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(null, number)
+        self._rest = b""
+        sys.set_int_max_str_digits(0)
+
+    def say(self, message: Any) -> None:
+        self.write(json.dumps(message).encode() + b"\n")
+
+    def write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._out, data) :]
+
+    def hear(self) -> Any:
+        while b"\n" not in self._rest:
+            chunk = os.read(self._in, 1 << 16)
+            if not chunk:
+                os._exit(1)
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+
+# ---- the answer's side ----------------------------------------------------------------------------------------------------
+
+
+def run_answer(code: str) -> None:
+    """Answer the tests' requests about the program, until they end."""
+    import asyncio
+    import builtins
+    import io
+    import operator
+
+    channel, names = Channel(), _module("answer")
+    objects: list[Any] = []
+
+    def export(value):
+        objects.append(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"exception": [base.__name__ for base in value.__mro__]}
+        if isinstance(value, types.ModuleType):
+            return {"module": value.__name__}
+        return {"object": [len(objects) - 1, asyncio.iscoroutinefunction(value)]}
+
+    def known(name, value):
+        if name == "object":
+            return objects[value]
+        assert name == "function"
+
+        def function(*args, **kwargs):
+            channel.say({"call": value, "args": encode(args, export), "kwargs": encode(kwargs, export)})
+            return decode(channel.hear()["value"], known)
+
+        return function
+
+    def load():
+        exec(compile(code, "answer.py", "exec"), names)
+
+    async def awaited(value):
+        return await value
+
+    does = {name: getattr(operator, name) for name in OPERATORS}
+    does |= {
+        name: getattr(builtins, name)
+        for name in ("len", "iter", "next", "str", "repr", "bool", "getattr", "setattr")
+    }
+    does |= {"load": load, "name": names.__getitem__, "isinstance": isinstance}
+    does |= {
+        "call": lambda f, *args, **kwargs: f(*args, **kwargs),
+        "await": lambda v: asyncio.run(awaited(v)),
+    }
+    while True:
+        message = channel.hear()
+        printed, sys.stdout = sys.stdout, io.StringIO()
+        try:
+            args, kwargs = decode(message["args"], known), decode(message["kwargs"], known)
+            value = does[message["do"]](*args, **kwargs)
+            if isinstance(value, types.CoroutineType):
+                value = asyncio.run(awaited(value))
+            reply: dict[str, Any] = {"value": encode(value, export)}
+            changeable = (list, dict, set, bytearray)
+            reply["args"] = [encode(a, export) if isinstance(a, changeable) else None for a in args]
+        except BaseException as error:
+            reply = {"raised": [base.__name__ for base in type(error).__mro__]}
+            reply["args"] = [encode(a, str) for a in getattr(error, "args", ())]
+        reply["printed"] = sys.stdout.getvalue() if isinstance(sys.stdout, io.StringIO) else ""
+        sys.stdout = printed
+        channel.say(reply)
+
+
+COMPARISONS = ("lt", "le", "gt", "ge")
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+OPERATORS = (*COMPARISONS, *ARITHMETIC, "eq", "neg", "getitem", "setitem", "delitem")
+
+# ---- the tests' side ------------------------------------------------------------------------------------------------------
+
+HELPERS = {
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
+    **dict.fromkeys(("date", "datetime", "timedelta"), "datetime"),
+    **dict.fromkeys(("isclose", "inf", "nan", "pi"), "math"),
+    "Decimal": "decimal",
+    "Fraction": "fractions",
+    **dict.fromkeys(("Any", "Callable", "Dict", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
+}
+"""Names that tests use without importing them because an honest program does; never the program's own."""
+ALIASES = {"np": "numpy", "pd": "pandas"}
+
+
+class Unsupported(Exception):
+    """Tests that cannot be run in this way, whatever the program."""
+
+
+class Answer:
+    """The other process, for the tests."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.functions: list[Any] = []
+        self.exceptions: dict[str, type[Exception]] = {}
+
+    def ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
+        if len(self.functions) > 10_000:
+            raise RuntimeError("too many functions passed to the program")
+        message = {"do": do, "args": encode(list(args), self.export), "kwargs": encode(kwargs, self.export)}
+        self.channel.say(message)
+        reply = self.channel.hear()
+        while "call" in reply:
+            function = self.functions[reply["call"]]
+            called = function(*decode(reply["args"], self.known), **decode(reply["kwargs"], self.known))
+            self.channel.say({"value": encode(called, self.export)})
+            reply = self.channel.hear()
+        sys.stdout.write(str(reply["printed"]))
+        if "raised" in reply:
+            raise self.exception(reply["raised"])(*decode(reply["args"], self.known))
+        for arg, left in zip(args, reply["args"]):  # noqa: B905  # the program may say too few
+            if left is not None:
+                _in_place(arg, decode(left, self.known))
+        return decode(reply["value"], self.known)
+
+    def export(self, value: Any) -> Any:
+        if isinstance(value, Remote):
+            return {"object": object.__getattribute__(value, "_number")}
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
+            self.functions.append(value)
+            return {"function": len(self.functions) - 1}
+        if hasattr(value, "__next__") or isinstance(
+            value, (type({}.keys()), type({}.values()), type({}.items()))
+        ):
+            return encode(list(value), self.export)
+        if type(value).__module__ == "tests":
+            raise Unsupported(
+                f"they pass a {type(value).__name__} of their own to the program, and only plain values can be passed"
+            )
+        raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
+
+    def known(self, name: str, value: Any) -> Any:
+        if name == "exception":
+            return self.exception(value)
+        if name == "module":
+            return __import__("importlib").import_module(value)
+        assert name == "object"
+        number, is_async = value
+        remote = Remote(self, int(number))
+        if not is_async:
+            return remote
+
+        async def function(*args, **kwargs):
+            return remote(*args, **kwargs)
+
+        return function
+
+    def exception(self, names: list[str]) -> type[Exception]:
+        """The class that stands for one of the program's: a built-in one as it is, others by their name and what they derive from."""
+        import builtins
+
+        name = names[0] if names else "Exception"
+        found = getattr(builtins, name, None)
+        if name in ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "BaseException", "object"):
+            return RuntimeError
+        if isinstance(found, type) and issubclass(found, Exception):
+            return found
+        if name not in self.exceptions:
+            self.exceptions[name] = type(str(name), (self.exception(names[1:]),), {})
+        return self.exceptions[name]
+
+
+class Remote:
+    """An object in the program's process. It never equals a plain value, and what arithmetic with it gives is no plain value
+    either: the program is not asked to judge what only the tests know."""
+
+    __slots__ = ("_answer", "_number")
+    __hash__ = object.__hash__
+
+    def __init__(self, answer: Answer, number: int) -> None:
+        object.__setattr__(self, "_answer", answer)
+        object.__setattr__(self, "_number", number)
+
+    def __getattr__(self, name):
+        is_check = any(hasattr(of, name) for of in (str, set, float)) and name.startswith(
+            ("is", "starts", "ends")
+        )
+        if is_check or name.startswith("__"):
+            raise AttributeError(name)
+        return _ask(self, "getattr", name)
+
+    def __setattr__(self, name, value):
+        _ask(self, "setattr", name, value)
+
+    def __call__(self, *args, **kwargs):
+        return _ask(self, "call", *args, **kwargs)
+
+    def __eq__(self, other):
+        return isinstance(other, Remote) and (other is self or _ask(self, "eq", other) is True)
+
+    def __iter__(self):
+        items = _ask(self, "iter")
+        if not isinstance(items, Remote):
+            yield from items
+            return
+        while True:
+            try:
+                item = _ask(items, "next")
+            except StopIteration:
+                return
+            yield item
+
+    def __next__(self):
+        return _ask(self, "next")
+
+    def __await__(self):
+        yield from ()
+        return _ask(self, "await")
+
+    def __bool__(self):
+        return _ask(self, "bool") is True
+
+    def __len__(self):
+        return _ask(self, "len")
+
+    def __str__(self):
+        return _ask(self, "str")
+
+    def __repr__(self):
+        return _ask(self, "repr")
+
+    def __getitem__(self, key):
+        return _ask(self, "getitem", key)
+
+    def __setitem__(self, key, value):
+        _ask(self, "setitem", key, value)
+
+    def __delitem__(self, key):
+        _ask(self, "delitem", key)
+
+    def __instancecheck__(self, value):
+        return isinstance(value, Remote) and _ask(value, "isinstance", self) is True
+
+
+def _ask(remote, do, *args, **kwargs):
+    return object.__getattribute__(remote, "_answer").ask(do, remote, *args, **kwargs)
+
+
+def _comparison(do):
+    def compare(self, other):
+        return _ask(self, do, other) is True if isinstance(other, Remote) else NotImplemented
+
+    return compare
+
+
+def _arithmetic(do, is_swapped=False):
+    def compute(self, *others):
+        operands = (*others, self) if is_swapped else (self, *others)
+        found = object.__getattribute__(self, "_answer").ask(do, *operands)
+        return found if isinstance(found, Remote) else NotImplemented
+
+    return compute
+
+
+for _name in COMPARISONS:
+    setattr(Remote, f"__{_name}__", _comparison(_name))
+for _name in ARITHMETIC:
+    setattr(Remote, f"__{_name}__", _arithmetic(_name))
+    setattr(Remote, f"__r{_name}__", _arithmetic(_name, is_swapped=True))
+setattr(Remote, "__neg__", _arithmetic("neg"))  # noqa: B010
+
+
+class Names(dict):
+    """The tests' names. One that they do not define is a module, a helper, or the program's."""
+
+    def __init__(self, answer: Answer, modules: set[str]) -> None:
+        super().__init__(__name__="tests")
+        self._answer, self._modules = answer, modules
+
+    def __missing__(self, name):
+        import builtins
+
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if name in self._modules:
+            return __import__("importlib").import_module(ALIASES.get(name, name))
+        if name in HELPERS:
+            return getattr(__import__(HELPERS[name]), name)
+        return self._answer.ask("name", name)
+
+
+def run_tests(text: str) -> None:
+    """Run the tests, and say in one line whether they held."""
+    channel = Channel()
+    try:
+        code = compile(text, "tests.py", "exec")
+        answer = Answer(channel)
+        answer.ask("load")
+        names = Names(answer, _modules_in(text))
+        sys.modules["tests"] = types.ModuleType("tests")
+        exec(code, names)
+        verdict = b"passed\n"
+    except Unsupported as error:
+        verdict = b"unsupported " + str(error).encode() + b"\n"
+    except BaseException:
+        verdict = b"failed\n"
+    channel.write(verdict)
+    os._exit(0)
+
+
+def _modules_in(text: str) -> set[str]:
+    """Names that the tests use as modules without importing them: of the standard library, or ALIASES; read by attribute, and
+    never called."""
+    import ast
+
+    nodes = list(ast.walk(ast.parse(text)))
+    read = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    return {name for name in read - called if name in sys.stdlib_module_names or name in ALIASES}
+
+
+if __name__ == "__main__":
+    main()

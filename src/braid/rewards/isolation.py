@@ -1,0 +1,389 @@
+"""Sandboxes for programs that a model wrote: which there are on this machine, and processes inside them.
+
+A program gets a process tree of its own with no environment, no descriptors but its pipes, no network, a read-only view of the
+system's and Python's files, an empty folder of its own, and limits on time, memory, processes and files. bubblewrap does that
+with namespaces, sandlock with Landlock and seccomp; `process` has the limits alone and is no sandbox.
+
+confined.py runs inside; programs.py says what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import math
+import mmap
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, Literal, Self
+
+from braid.errors import ConfigError, Problem
+
+from . import seccomp
+
+Role = Literal["program", "answer", "tests"]
+Isolation = Literal["bubblewrap", "bubblewrap, user namespace", "sandlock", "process"]
+"""As config.reward.CodeConfig.isolation, after a look at the machine. As root, bubblewrap gives each program a user of its own;
+a user namespace of its own otherwise."""
+
+START_LIMIT_S = 20.0
+"""Within this a sandbox must be up. No part of a test's own time."""
+MAX_PROCESSES = 32
+FILE_BYTES = 16 << 20
+"""One file that a program writes, in its own folder."""
+FOLDER_BYTES, MAX_FILES = 64 << 20, 1000
+_OPEN_FILES = 128
+_TICK_S = 0.1
+"""Memory and processes are counted so often, over all of a test's processes."""
+_KILL_S = 5.0
+_CHILD_SUBREAPER = 36
+"""prctl's PR_SET_CHILD_SUBREAPER."""
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "HOME": "/tmp",
+}
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+
+
+class SandboxError(Exception):
+    """The sandbox failed, and not what ran in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one test."""
+
+    timeout_s: float
+    memory_bytes: int
+
+
+@lru_cache
+def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
+    """What a run that asks for `auto`, `bubblewrap`, `sandlock` or `process` gets here. A sandbox is found by starting a process in
+    it. Raises ConfigError when there is none."""
+    if asked == "process":
+        return "process"
+    candidates: dict[str, tuple[Isolation, ...]] = {
+        "bubblewrap": ("bubblewrap", "bubblewrap, user namespace"),
+        "sandlock": ("sandlock",),
+    }
+    reasons: list[str] = []
+    for name in candidates if asked == "auto" else (asked,):
+        for isolation in candidates[name]:
+            if isolation == "bubblewrap" and os.geteuid() != 0:
+                continue
+            try:
+                with Confined("program", isolation, Limits(10.0, 1 << 29)):
+                    return isolation
+            except SandboxError as error:
+                reasons.append(f"{isolation}: {error}")
+    raise ConfigError(
+        [
+            Problem(
+                key,
+                f"code rewards run programs that the model wrote, and this machine has no sandbox for them ({'; '.join(reasons)}). Install "
+                f"bubblewrap (apt-get install bubblewrap) where user namespaces are allowed, or use Linux 6.12 or newer with the package "
+                f"sandlock; {key}=process runs them with limits but without a sandbox",
+            )
+        ]
+    )
+
+
+class Confined:
+    """A process in a sandbox, in a role of confined.py. Its limits are set when this returns; SandboxError when that fails.
+
+    Leaving the `with` block kills it with everything that it started, and removes its folder."""
+
+    def __init__(self, role: Role, isolation: Isolation, limits: Limits) -> None:
+        self._limits = limits
+        self._received, self._to_send = bytearray(), b""
+        self._closes_input = self._is_at_end = False
+        self._next_count_s = math.inf
+        with contextlib.ExitStack() as stack:
+            self._folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="braid-code-", ignore_cleanup_errors=True)
+            )
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            self._process = _start(role, isolation, limits, self._folder, errors)
+            stack.callback(_end, self._process)
+            for stream in (self._process.stdin, self._process.stdout):
+                stack.callback(stream.close)
+                os.set_blocking(stream.fileno(), False)
+            if self.read_line(time.monotonic() + START_LIMIT_S, 1) != b"":
+                errors.seek(0)
+                said = errors.read(4096).decode(errors="replace").strip().splitlines()
+                raise SandboxError(
+                    said[-1] if said else f"no process came up in it within {START_LIMIT_S:g} s"
+                )
+            self._next_count_s = 0.0
+            self._stack = stack.pop_all()
+
+    def send(self, data: bytes, *, is_last: bool = False) -> None:
+        """Add to its standard input, which is written while its output is read."""
+        self._to_send += data
+        self._closes_input = is_last
+
+    def read_line(self, deadline: float, max_bytes: int) -> bytes | None:
+        """Its next line; None when it says none in time, too long a one, or is over its limits."""
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > max_bytes or not self._pump(deadline):
+                return None
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
+
+    def read_all(self, deadline: float, max_bytes: int) -> bytes | None:
+        """Its whole output when it has ended well by itself; None when it fails, prints more, or is over its limits."""
+        while self._pump(deadline):
+            if len(self._received) > max_bytes:
+                return None
+        if not self._is_at_end:
+            return None
+        return bytes(self._received) if _exit_code(self._process, deadline) == 0 else None
+
+    def _pump(self, deadline: float) -> bool:
+        """Move some data. False at the end of its output, when the time is over, and when it is over its limits."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if self._closes_input and not self._to_send and not stdin.closed:
+            stdin.close()
+        readable: list[Any] = []
+        while not readable:
+            left = deadline - time.monotonic()
+            if left <= 0 or self._is_at_end or self._is_over():
+                return False
+            waits = [stdin] if self._to_send else []
+            readable, writable, _ = select.select([stdout], waits, [], min(left, _TICK_S))
+            if writable:
+                try:
+                    self._to_send = self._to_send[os.write(stdin.fileno(), self._to_send) :]
+                except OSError:  # it does not read
+                    self._to_send = b""
+                if not self._to_send:
+                    break
+        if readable:
+            data = stdout.read(1 << 16)
+            self._is_at_end = data == b""
+            self._received += data or b""
+        return not self._is_at_end
+
+    def _is_over(self) -> bool:
+        """Whether a test's processes have more than their limits together, counted now and then."""
+        if (now := time.monotonic()) < self._next_count_s:
+            return False
+        self._next_count_s = now + _TICK_S
+        return _is_over(self._limits, self._folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _start(role: Role, isolation: Isolation, limits: Limits, folder: str, errors: IO[bytes]) -> Any:
+    """The process: a subprocess.Popen, or sandlock's, which has the same streams."""
+    user = 1_900_000_000 + secrets.randbelow(100_000_000) if isolation == "bubblewrap" else 0
+    command = _command(role, isolation, limits, user)
+    try:
+        if isolation == "sandlock":
+            return _start_sandlock(command, limits, folder)
+        if isolation == "process":
+            return _popen(command, errors, env=_ENVIRONMENT, cwd="/")
+        with seccomp.program() as filter_fd:
+            fds = () if filter_fd is None else (filter_fd,)
+            return _popen([*_bubblewrap(user, filter_fd), *command], errors, env={}, pass_fds=fds)
+    except (OSError, RuntimeError, ImportError) as error:
+        raise SandboxError(f"{type(error).__name__}: {error}") from error
+
+
+def _popen(command: Sequence[str], errors: IO[bytes], **options: Any) -> Any:
+    return subprocess.Popen(
+        command,
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        start_new_session=True,
+        **options,
+    )
+
+
+def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> list[str]:
+    """What runs inside: this Python with the text of confined.py."""
+    seconds = math.ceil(limits.timeout_s) + 1
+    resources = {
+        "CPU": seconds,
+        "AS": limits.memory_bytes,
+        "CORE": 0,
+        "NOFILE": _OPEN_FILES,
+        "FSIZE": 0 if isolation == "process" else FILE_BYTES,
+    }
+    if isolation.startswith("bubblewrap"):  # elsewhere it would count this user's other processes
+        resources["NPROC"] = MAX_PROCESSES
+    setting = {"resources": resources, "user": user, "path": _libraries(), "is_bare": isolation == "process"}
+    source = Path(__file__).with_name("confined.py").read_text()
+    return [sys.executable, "-S", "-s", "-P", "-B", "-c", source, role, json.dumps(setting)]
+
+
+def _libraries() -> list[str]:
+    return list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
+
+
+def _python_folders() -> list[str]:
+    """Where this Python and its packages are; those in /usr are there in any case."""
+    executable = os.path.dirname(os.path.realpath(sys.executable))
+    found = ["/usr"]
+    for folder in sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, executable} - {"/"}):
+        if not any(Path(folder).is_relative_to(other) for other in found):
+            found.append(folder)
+    return found[1:]
+
+
+def _bubblewrap(user: int, filter_fd: int | None) -> list[str]:
+    path = shutil.which("bwrap")
+    if path is None:
+        raise SandboxError("bwrap is not installed")
+    command = [
+        path,
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
+    command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+    if user:
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns"]
+    if filter_fd is not None:
+        command += ["--seccomp", str(filter_fd)]
+    for name, value in _ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    for folder in _SYSTEM:
+        if os.path.islink(folder):
+            command += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            command += ["--ro-bind", folder, folder]
+    for folder in (*_python_folders(), "/etc/ld.so.cache"):
+        for parent in reversed(Path(folder).parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind-try", folder, folder]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += [
+        "--perms",
+        "1777",
+        "--size",
+        str(FOLDER_BYTES),
+        "--tmpfs",
+        "/tmp",
+        "--chdir",
+        "/tmp",
+        "--remount-ro",
+        "/",
+    ]
+    return command
+
+
+def _start_sandlock(command: Sequence[str], limits: Limits, folder: str) -> Any:
+    import sandlock
+    from sandlock.sandbox import StdioMode
+
+    readable = [*_SYSTEM, *_python_folders(), "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom"]
+    sandbox = sandlock.Sandbox(
+        fs_readable=[path for path in readable if os.path.exists(path)],
+        fs_writable=[folder, "/dev/null"],
+        clean_env=True,
+        env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+        uid=65534,
+        gid=65534,
+        cwd=folder,
+        max_memory=limits.memory_bytes,
+        max_processes=MAX_PROCESSES,
+        no_coredump=True,
+        extra_deny_syscalls=["memfd_create", "mkdir", "mkdirat"],  # a flat folder is soon counted and removed
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that gid has no effect, and must be given
+        return sandbox.popen(command, stdin=StdioMode.PIPED, stdout=StdioMode.PIPED, stderr=StdioMode.NULL)
+
+
+def _exit_code(process: Any, deadline: float) -> int | None:
+    """Waits for the end of the process; None when it does not end in time."""
+    if not isinstance(process, subprocess.Popen):
+        return process.wait(max(1e-3, deadline - time.monotonic())).exit_code
+    while process.poll() is None:  # Popen's own wait looks every 50 ms
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(1e-3)
+    return process.returncode
+
+
+def _end(process: Any) -> None:
+    """Kill the process and all that it has left behind, which is this process's own by now (adopt_orphans)."""
+    process.kill()
+    _exit_code(process, time.monotonic() + _KILL_S)
+
+
+def adopt_orphans() -> None:
+    """Have processes whose parent has ended become children of this one, so that `kill_children` finds them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1)
+
+
+def kill_children() -> None:
+    """Kill everything that this process has started, and wait for it to be gone."""
+    deadline = time.monotonic() + _KILL_S
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(1e-3)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` has started, and those that they have."""
+    found = [pid]
+    for one in found:
+        for file in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, file.read_text().split())
+    return found[1:]
+
+
+def _is_over(limits: Limits, folder: str) -> bool:
+    """Of all that this process has started: two sandboxes may run at a time."""
+    pids, pages = descendants(os.getpid()), 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    if pages * mmap.PAGESIZE > 2 * limits.memory_bytes or len(pids) > 3 * MAX_PROCESSES:
+        return True
+    with os.scandir(folder) as entries:
+        files = list(itertools.islice(entries, MAX_FILES + 1))
+    written = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            written += file.stat(follow_symlinks=False).st_size
+    return len(files) > MAX_FILES or written > FOLDER_BYTES
