@@ -166,7 +166,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
 
 
 def test_the_sandbox_of_code_rewards_is_shown(tmp_path: Path) -> None:
-    text = "model: {build: {}}\nreward: {parts: [{kind: code}], code: {isolation: process}}\n"
+    text = "model: {build: {}}\nrun: {max_rounds: 1}\ndata: {train: [{kind: procedural, generator: chain_sum, size: 64}]}\nreward: {parts: [{kind: code}], code: {isolation: process}}\n"
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml").config
     (shown,) = [f for f in figures(config, resolve(config)) if f.name == "sandbox of code rewards"]
