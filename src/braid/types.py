@@ -43,12 +43,25 @@ Advantage = Literal["grpo", "gae", "reinforce", "rloo", "remax", "raft", "maxrl"
 AdvantageLevel = Literal["trajectory", "turn"]
 RewardStatistics = Literal["none", "group", "batch", "running"]
 PolicyLoss = Literal[
-    "ppo_clip", "policy_gradient", "cispo", "sapo", "topr", "clip_cov", "kl_cov", "dppo", "cross_entropy"
+    "ppo_clip",
+    "policy_gradient",
+    "importance_sampling",
+    "masked_is",
+    "cispo",
+    "sapo",
+    "topr",
+    "kimi",
+    "clip_cov",
+    "kl_cov",
+    "dppo",
+    "cross_entropy",
 ]
 RatioLevel = Literal["token", "turn", "sequence"]
 Divergence = Literal["tv", "kl"]
 CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geometric"]
-CorrectionMode = Literal["truncate", "mask"]
+CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
+CorrectionMeasure = Literal["ratio", "difference"]
+CorrectionTokens = Literal["all", "kept"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlPlace = Literal["loss", "reward"]
 Aggregation = Literal[
@@ -247,7 +260,7 @@ class Row:
     returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
     any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
-    if there is one.
+    if there is one. `score` is the trajectory's reward before shaping.
     """
 
     inputs: dict[str, NDArray[Any]]
@@ -256,6 +269,7 @@ class Row:
     trajectory: int
     is_terminal: bool = True
     is_truncated: bool = False
+    score: float = 0.0
     baseline: float | None = None
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 

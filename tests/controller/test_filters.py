@@ -46,7 +46,7 @@ def group(*rewards: float | None, uid: str = "", greedy: float | str | None = "n
         ((1.0, None), {}, None),
         ((0.1, 0.1, 0.1), {"min_std": 0.0}, "min_std"),
         ((0.1, 0.1, 0.2), {"min_std": 0.0}, None),
-        ((1.0, None), {"min_std": 0.0}, "min_std"),  # one answer has no spread
+        ((1.0, None), {"min_std": 0.0}, None),  # a single answer has no deviation to judge
         ((1.0, 0.0), {"min_std": 0.8}, "min_std"),  # the unbiased one is 0.707
         ((1.0, 0.0), {"min_std": 0.7}, None),
         ((1.0, 0.0), {"min_mean": 0.5}, "min_mean"),  # at the bound

@@ -525,7 +525,6 @@ def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ("algorithm.loss_tpe=ppo", "unknown key of RLinf, did you mean 'algorithm.loss_type'?"),
         ("sampling_params.top_k=3", "did you mean 'algorithm.sampling_params.top_k'?"),
         ("cluster.node_groups=[{label: a}]", "is not supported: number the devices"),
-        ("algorithm.huber_delta=1", "is not supported: the value loss is squared"),
     ],
 )
 def test_a_wrong_value_says_what_is_allowed(override: str, message: str) -> None:

@@ -447,8 +447,15 @@ def test_engines_are_as_many_as_their_devices_allow(
         ({"max_len_mask": True}, {"mask_truncated": True}),
         ({"enable_old_logprobs_recompute": True}, {"old_logprobs": "recompute"}),
         ({"force_disable_old_logprobs_recompute": True}, {"old_logprobs": "current"}),
-        ({"adv_estimator": "grpo", "reward_clip": 2.0}, {"advantage_clip": 2.0}),
-        ({"adv_estimator": "grpo", "reward_clip": 2.0, "advantage_clip": 1.0}, {"advantage_clip": 1.0}),
+        (
+            {"adv_estimator": "grpo", "reward_clip": 2.0},
+            {"reward_clip": 2.0, "reward_mean": "group", "advantage": "reinforce", "advantage_clip": "off"},
+        ),
+        ({"adv_estimator": "grpo", "advantage_clip": 1.0}, {"advantage_clip": 1.0, "advantage": "grpo"}),
+        ({"reward_clip": 2.0}, {"reward_clip": 2.0, "token_reward_clip": None}),
+        ({"reward_clip": 2.0, "add_token_level_kl": True}, {"reward_clip": 2.0, "token_reward_clip": 2.0}),
+        ({"error_max_len_clip": True, "error_max_len_threshold": 512}, {"mask_long_failures": 512}),
+        ({"error_max_len_clip": False, "error_max_len_threshold": 512}, {"mask_long_failures": "off"}),
     ],
 )
 def test_settings_of_the_algorithm_become_native_parts(
@@ -495,21 +502,18 @@ def test_corrections_of_the_sampler_come_weights_first(tmp_path: Path) -> None:
     assert algorithm.old_logprobs == "recompute"
 
 
-def test_a_filter_on_the_difference_is_refused(tmp_path: Path) -> None:
-    changes = {"train_infer_correction": {"filters": [{"enabled": True, "diff_enabled": True}]}}
-    assert "a filter on the difference of probabilities is not built" in problems(tmp_path, changes)
-
-
-def test_a_reward_clip_that_comes_before_whitening_is_not_supported(tmp_path: Path) -> None:
-    changes = {
-        "adv_estimator": "reinforce",
-        "norm_mean_type": "group",
-        "reward_clip": 5,
-        "whiten_advantages": True,
-    }
-    assert "reward_clip: 5 is not supported" in problems(tmp_path, changes)
-    changes["norm_mean_type"] = None
-    assert read(tmp_path, changes).loaded.config.reward.clip == 5.0
+def test_a_filter_masks_by_ratio_by_difference_or_by_both(tmp_path: Path) -> None:
+    both = {"enabled": True, "agg_type": "sequence", "diff_enabled": True, "diff_low": -0.5}
+    difference = {"enabled": True, "diff_enabled": True, "ratio_enabled": False}
+    algorithm = read(
+        tmp_path, {"train_infer_correction": {"filters": [both, difference]}}
+    ).loaded.config.algorithm
+    made = [(c.level, c.mode, c.measure, c.low, c.high, c.tokens) for c in algorithm.corrections or ()]
+    assert made == [
+        ("sequence", "mask", "ratio", 0.8, 1.2, "all"),
+        ("sequence", "mask", "difference", -0.5, 0.2, "all"),
+        ("token", "mask", "difference", -0.2, 0.2, "all"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,9 @@ _A = "trainer.algorithm"
     [
         (GAE, {"recipe": "ppo", "gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2}),
         ((f"{_A}.advantage_estimator=rloo",), {"recipe": "grpo", "advantage": "rloo"}),
-        ((f"{_A}.advantage_estimator=reinforce++",), {"advantage": "reinforce", "gamma": 1.0}),
+        ((f"{_A}.advantage_estimator=reinforce++",), {"advantage": "reinforce", "whiten_advantages": True}),
+        ((f"{_A}.policy_loss_type=rollout_is",), {"policy_loss": "masked_is", "old_logprobs": "behavior", "clip_low": 0.2}),
+        ((f"{_A}.policy_loss_type=importance_sampling",), {"policy_loss": "importance_sampling"}),
         (("generator.n_samples_per_prompt=1",), {"advantage": "reinforce"}),
         ((f"{_A}.advantage_batch_normalize=true",), {"whiten_advantages": True}),
         ((f"{_A}.grpo_norm_by_std=false",), {"normalize_by_std": False}),
@@ -264,14 +266,30 @@ def test_algorithms_become(file: Path, overrides: tuple[str, ...], values: dict[
 @pytest.mark.parametrize(
     ("overrides", "corrections"),
     [
-        (("tis_ratio_type=token",), [("token", "truncate", 0.0, 2.0)]),
-        (("tis_ratio_type=sequence", "sequence_tis_ratio_clip_high=3"), [("sequence", "truncate", 0.0, 3.0)]),
+        (("tis_ratio_type=token",), [("token", "truncate", 0.0, 2.0, "kept")]),
+        (
+            ("tis_ratio_type=sequence", "sequence_tis_ratio_clip_high=3"),
+            [("sequence", "truncate", 0.0, 3.0, "kept")],
+        ),
         (
             ("tis_ratio_type=token", "sequence_mask_metric=geometric"),
-            [("token", "truncate", 0.0, 2.0), ("geometric", "mask", 0.99, 1.01)],
+            [("token", "truncate", 0.0, 2.0, "kept"), ("geometric", "mask", 0.99, 1.01, "kept")],
         ),
-        (("sequence_mask_metric=product",), [("sequence", "mask", 0.5, 2.0)]),
-        (("token_mask_is_threshold_high=4",), [("token", "mask", 0.0, 4.0)]),
+        (("sequence_mask_metric=product",), [("sequence", "mask", 0.5, 2.0, "kept")]),
+        (("token_mask_is_threshold_high=4",), [("token", "mask", 0.0, 4.0, "all")]),
+        (("outlier_token_is_threshold_low=0.01",), [("token", "mask_sequence", 0.01, "off", "all")]),
+        (
+            (
+                "sequence_mask_metric=geometric",
+                "token_mask_is_threshold_low=0.5",
+                "outlier_token_is_threshold_high=9",
+            ),
+            [
+                ("token", "mask_sequence", 0.0, 9.0, "all"),
+                ("token", "mask", 0.5, "off", "all"),
+                ("geometric", "mask", 0.99, 1.01, "kept"),
+            ],
+        ),
     ],
 )
 def test_off_policy_corrections_become(
@@ -280,7 +298,7 @@ def test_off_policy_corrections_become(
     found = read(file, *(f"{_A}.off_policy_correction.{override}" for override in overrides))
     made = found.loaded.config.algorithm.corrections
     assert made is not None
-    assert [(c.level, c.mode, c.low, c.high) for c in made] == corrections
+    assert [(c.level, c.mode, c.low, c.high, c.tokens) for c in made] == corrections
     assert found.loaded.config.algorithm.old_logprobs == "recompute"
 
 

@@ -58,6 +58,47 @@ def test_truncation_at_2_of_tokens_and_of_the_sequence():
     torch.testing.assert_close(factor, torch.full((3,), 2.718282), **CLOSE)
 
 
+def test_without_an_upper_bound_nothing_is_too_large():
+    weight = torch.tensor([0.4, 1.0, 1e8])
+    factor, is_outside = correction_factor(weight, mode="truncate", low=0.5, high=None)
+    assert factor.tolist() == [0.5, 1.0, 1e8]
+    assert is_outside.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("level", "over", "expected"),
+    [
+        # e^-1 - e^-1.2, 0, e^-1 - e^-0.9
+        ("token", None, [0.066685, 0.0, -0.038690]),
+        ("sequence", ONE_ROW, [0.027995] * 3),
+        ("geometric", ONE_ROW, [0.009332] * 3),
+    ],
+)
+def test_differences_of_probabilities_equal_hand_computed_values(level, over, expected):
+    weight = sampling_weight(OLD, BEHAVIOR, over, level=level, measure="difference")
+    torch.testing.assert_close(weight, torch.tensor(expected), **CLOSE)
+
+
+def test_a_weight_over_the_kept_tokens_leaves_the_others_out():
+    kept = ONE_ROW.within(torch.tensor([False, True, True]))
+    # of 0.2, 0, -0.1 the last two: their mean is -0.05, their sum -0.1
+    weight = sampling_weight(OLD, BEHAVIOR, kept, level="geometric")
+    torch.testing.assert_close(weight, torch.full((3,), 0.951229), **CLOSE)
+    weight = sampling_weight(OLD, BEHAVIOR, kept, level="sequence")
+    torch.testing.assert_close(weight, torch.full((3,), 0.904837), **CLOSE)
+    # of no token at all: e^0
+    nothing = ONE_ROW.within(torch.zeros(3, dtype=torch.bool))
+    assert sampling_weight(OLD, BEHAVIOR, nothing, level="geometric").tolist() == [1.0, 1.0, 1.0]
+
+
+def test_one_token_beyond_the_bounds_leaves_its_sequence_out_and_no_other():
+    rows = segments(torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 1]), "sequence")
+    weight = torch.tensor([1.0, 2.1, 9.0, 1.0])  # the 9 is no token of the policy
+    factor, is_outside = correction_factor(weight, mode="mask_sequence", low=0.5, high=2.0, sequences=rows)
+    assert factor.tolist() == [0, 0, 1, 1]
+    assert is_outside.tolist() == [True, True, False, False]
+
+
 def test_a_mask_leaves_out_what_lies_beyond_its_bounds():
     weight = torch.tensor([0.4, 0.5, 1.0, 2.0, 2.1])
     factor, is_outside = correction_factor(weight, mode="mask", low=0.5, high=2.0)

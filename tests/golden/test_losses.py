@@ -11,7 +11,10 @@ from braid.algorithms.policy_loss import (
     cross_entropy,
     dppo,
     importance_ratio,
+    importance_sampling,
+    kimi,
     kl_cov,
+    masked_is,
     policy_gradient,
     ppo_clip,
     sapo,
@@ -198,3 +201,52 @@ def test_value_loss_equals_hand_computed_values():
     assert value_loss(values, old, returns, clip=None).tolist() == [0.5, 0.125, 4.5]
     # kept within 0.5 of 1: 1.5, 0.5, 1.5; their losses 1.5^2 / 2, 0.125, 1.5^2 / 2; the larger ones
     assert value_loss(values, old, returns, clip=0.5).tolist() == [1.125, 0.125, 4.5]
+
+
+def test_huber_value_loss_equals_hand_computed_values():
+    values, old, returns = torch.tensor([2.0, 0.5, 3.0]), torch.ones(3), torch.tensor([3.0, 1.0, 0.0])
+    # errors -1, -0.5, 3 with d = 0.75: 0.75 - 0.75^2 / 2, 0.5^2 / 2, 2.25 - 0.75^2 / 2
+    huber = value_loss(values, old, returns, clip=None, huber_delta=0.75)
+    assert huber.tolist() == [0.46875, 0.125, 1.96875]
+    # kept within 0.5 of 1 the errors are -1.5, -0.5, 1.5: 1.125 - 0.28125 in place of 0.46875
+    clipped = value_loss(values, old, returns, clip=0.5, huber_delta=0.75)
+    assert clipped.tolist() == [0.84375, 0.125, 1.96875]
+
+
+@pytest.mark.parametrize("huber_delta", [None, 0.75])
+def test_bounds_of_the_value_loss_are_in_units_of_the_deviation(huber_delta):
+    values, old, returns = torch.tensor([2.0, 0.5, 3.0]), torch.ones(3), torch.tensor([3.0, 1.0, 0.0])
+    plain = value_loss(values, old, returns, clip=0.5, huber_delta=huber_delta)
+    moved = [x * 64.0 + 100.0 for x in (values, old, returns)]  # exact in float32
+    deviation = torch.full((3,), 64.0)
+    scaled = value_loss(*moved, clip=0.5, huber_delta=huber_delta, deviation=deviation)
+    assert (scaled / 64.0**2).tolist() == plain.tolist()
+
+
+def test_masked_is_equals_hand_computed_values():
+    # ratios 0.5, 1, 10: only 1 is within (0.8, 1.2); -w A log pi = 1 * -1
+    loss, diagnostics = masked_is(importance_ratio(NEW, OLD, None), NEW, A, clip_low=0.2, clip_high=0.2)
+    torch.testing.assert_close(loss, torch.tensor([0.0, -1.0, 0.0]), **CLOSE)
+    assert diagnostics["clip_fraction"].tolist() == [1, 0, 1]
+
+
+def test_importance_sampling_equals_hand_computed_values():
+    # -rho A: -0.5, 1, 40
+    loss, _ = importance_sampling(importance_ratio(NEW, OLD, None), A)
+    torch.testing.assert_close(loss, torch.tensor([-0.5, 1.0, 40.0]), rtol=1e-5, atol=0)  # exp in float32
+
+
+def test_kimi_equals_hand_computed_values():
+    # moved by ln 1/2, 0, ln 10: penalties 0.05 * (0.480453, 0, 5.301898); -A log pi: 1.693147, -1, -2.789660
+    loss, diagnostics = kimi(NEW, OLD, A, tau=0.1)
+    torch.testing.assert_close(loss, torch.tensor([1.717170, -1.0, -2.524565]), **CLOSE)
+    torch.testing.assert_close(diagnostics["penalty"], torch.tensor([0.024023, 0.0, 0.265095]), **CLOSE)
+
+
+def test_log_ratios_are_clamped_before_the_ratio_and_have_no_gradient_beyond():
+    logprobs = NEW.clone().requires_grad_()
+    # ln 1/2 = -0.69 and ln 10 = 2.30 are clamped to -0.5 and 1
+    ratio = importance_ratio(logprobs, OLD, None, log_min=-0.5, log_max=1.0)
+    torch.testing.assert_close(ratio.detach(), torch.tensor([0.606531, 1.0, 2.718282]), **CLOSE)
+    (gradient,) = torch.autograd.grad(ratio.sum(), logprobs)
+    assert gradient.tolist() == [0.0, 1.0, 0.0]

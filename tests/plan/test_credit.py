@@ -29,11 +29,6 @@ def test_other_advantages_take_single_answers(recipe: str) -> None:
             "0; raise it to 2 or more, or set algorithm.reward_mean=batch",
         ),
         (
-            ["algorithm.recipe=remax", "rollout.filter.min_std=0", "rollout.group_size=1"],
-            "rollout.filter.min_std: with rollout.group_size=1 no group's rewards have a spread, so every group is dropped; "
-            "leave it out, or raise group_size",
-        ),
-        (
             ["algorithm.recipe=remax", "rollout.sampling.greedy=true"],
             "rollout.sampling.greedy: remax compares sampled answers with the greedy one, and these are the same; set it to "
             "false",

@@ -268,6 +268,36 @@ def test_a_masked_trajectory_counts_in_its_groups_baseline() -> None:
     assert all(is_trained(row, GRPO) for row in rows)
 
 
+def test_only_long_failures_are_masked() -> None:
+    recipe = replace(GRPO, mask_long_failures=4)
+    rows = [
+        text(("", reward), tokens=tokens, score=reward)
+        for reward, tokens in [(0.0, 3), (0.0, 4), (1.0, 9), (-1.0, 9), (0.5, 9)]
+    ]
+    assert [is_trained(row, recipe) for row in rows] == [True, False, True, False, True]
+    assert all(is_trained(row, GRPO) for row in rows)
+
+
+def test_the_reward_clip_comes_after_statistics_and_before_kl_and_the_token_clip_after_it() -> None:
+    recipe = replace(
+        GRPO,
+        advantage="reinforce",
+        reward_mean="group",
+        reward_clip=0.4,
+        kl_coef=1.0,
+        kl_in="reward",
+        kl_estimator="k1",
+    )
+    expected = {None: [[0.3, 0.4 - 1.0], [-0.1, -0.4]], 0.5: [[0.3, -0.5], [-0.1, -0.4]]}
+    for bound, rewards in expected.items():
+        rows = answers(2.0, 0.0)  # centred: 1 and -1, clipped to 0.4 and -0.4
+        for row, kl in zip(rows, ([-0.3, 1.0], [0.1, 0.0]), strict=True):
+            row.fields["old_logprobs"] = np.array([0.0, *kl], np.float32)
+            row.fields["ref_logprobs"] = np.zeros(3, np.float32)
+        assign_credit(rows, replace(recipe, token_reward_clip=bound))
+        close([row.fields["rewards"][1:].tolist() for row in rows], rewards)
+
+
 def test_whitening_is_over_what_is_trained_on() -> None:
     recipe = replace(GRPO, advantage="reinforce", whiten_advantages=True, mask_truncated=True)
     with_cut, without = _cut([1.0, 9.0, 0.0], [False, True, False]), answers(1.0, 0.0)

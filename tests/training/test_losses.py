@@ -227,7 +227,8 @@ def test_the_critics_loss_is_weighted_and_its_clipping_counted() -> None:
     recipe = replace(GRPO, value_clip=0.5, value_loss_coef=0.1)
     values = torch.tensor([9.0, 2.0, 1.0], requires_grad=True)
     batch = _batch(values=[1.0, 1.0], returns=[3.0, 1.0])
-    loss, diagnostics = value_loss_of(recipe).compute({"values": values}, batch)
+    outputs = {"values": values, "value_deviation": torch.ones(3)}
+    loss, diagnostics = value_loss_of(recipe).compute(outputs, batch)
     # kept within 0.5 of 1: 1.5, so half of 1.5^2 instead of half of 1
     assert loss.item() == pytest.approx(0.1 * 0.5 * 1.125)
     assert _means(diagnostics) == pytest.approx(
@@ -235,9 +236,35 @@ def test_the_critics_loss_is_weighted_and_its_clipping_counted() -> None:
     )
 
 
+def test_a_critic_with_normalized_values_is_clipped_in_units_of_its_deviation() -> None:
+    recipe = replace(GRPO, value_clip=0.5)
+    batch = _batch(values=[10.0, 10.0], returns=[30.0, 10.0])
+    outputs = {"values": torch.tensor([90.0, 20.0, 11.0]), "value_deviation": torch.full((3,), 10.0)}
+    loss, diagnostics = value_loss_of(recipe).compute(outputs, batch)
+    # kept within 5 of 10: 15, so half of 15^2 instead of half of 10^2; and half of 1
+    assert loss.item() == pytest.approx(0.5 * (112.5 + 0.5))
+    assert _means(diagnostics)["critic/clip_fraction"] == 0.5
+
+
+def test_a_geometric_mask_after_a_token_mask_is_over_the_tokens_that_it_kept() -> None:
+    """The first token's ratio is e^1, the second's 1: their geometric mean e^0.5 is outside [0.9, 1.1], that of the second alone
+    is not."""
+    masks = (
+        Correction(level="token", mode="mask", low=0.0, high=2.0),
+        Correction(level="geometric", mode="mask", low=0.9, high=1.1),
+    )
+    fields = {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0], "behavior_logprobs": [-2.0, -1.0]}
+    for tokens, expected in (("all", 0.0), ("kept", -0.5)):
+        recipe = replace(GRPO, corrections=(masks[0], replace(masks[1], tokens=tokens)))
+        loss, _, diagnostics = _policy(recipe, [-1.0, -1.0], **fields)
+        assert loss.item() == pytest.approx(expected)
+        assert _means(diagnostics)["policy/correction_masked_fraction"] == (1.0 if tokens == "all" else 0.5)
+
+
 def test_without_a_value_clip_nothing_is_counted_as_clipped() -> None:
     batch = _batch(values=[1.0, 1.0], returns=[3.0, 1.0])
-    _, diagnostics = value_loss_of(replace(GRPO, value_clip=None)).compute({"values": torch.ones(3)}, batch)
+    outputs = {"values": torch.ones(3), "value_deviation": torch.ones(3)}
+    _, diagnostics = value_loss_of(replace(GRPO, value_clip=None)).compute(outputs, batch)
     assert "critic/clip_fraction" not in diagnostics.means
 
 

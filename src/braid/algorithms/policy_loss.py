@@ -28,17 +28,24 @@ Surrogate = tuple[PerToken, dict[str, PerToken]]
 """The loss of each token, and diagnostics by name."""
 
 
-def importance_ratio(logprobs: PerToken, old_logprobs: PerToken, over: Segments | None) -> PerToken:
+def importance_ratio(
+    logprobs: PerToken,
+    old_logprobs: PerToken,
+    over: Segments | None,
+    *,
+    log_min: float | None = None,
+    log_max: float | None = None,
+) -> PerToken:
     """How much likelier the policy makes a token, or its turn or sequence, than the old policy did.
 
         rho_t = exp(d_t)                             d_t = logprobs_t - old_logprobs_t; over None
         rho_t = exp(d_t - sg(d_t) + sg(mean_s d))    s the segment of t
 
     The second is GSPO-token (Zheng et al. 2025, arXiv 2507.18071): all tokens of a segment have its geometric mean ratio,
-    and each token keeps a gradient of its own, rho_t grad logprobs_t. Log-ratios are bounded at +-20; within, the value is
-    exact, beyond, the gradient is 0.
+    and each token keeps a gradient of its own, rho_t grad logprobs_t. Log-ratios are bounded by `log_min` and `log_max`, and
+    at +-20 always; within, the value is exact, beyond, the gradient is 0.
 
-    RLinf has token ratios, and bounds the log-ratio only when told to. ROLL takes the mean over a sequence, or over a turn
+    RLinf has token ratios, and bounds the log-ratio by clip_log_ratio_min and clip_log_ratio_max alone. ROLL takes the mean over a sequence, or over a turn
     in its agentic pipeline, and lets the gradient through the mean: the same gradient as long as A and the weight are the
     same over the segment. SkyRL: sequences, in this form, bounded at 10 above.
     """
@@ -46,7 +53,9 @@ def importance_ratio(logprobs: PerToken, old_logprobs: PerToken, over: Segments 
     if over is not None:
         moved = log_ratio.detach()
         log_ratio = (log_ratio - moved) + over.mean(moved)
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    low = -LOG_RATIO_BOUND if log_min is None else max(log_min, -LOG_RATIO_BOUND)
+    high = LOG_RATIO_BOUND if log_max is None else min(log_max, LOG_RATIO_BOUND)
+    return log_ratio.clamp(low, high).exp()
 
 
 def ppo_clip(
@@ -83,6 +92,31 @@ def policy_gradient(logprobs: PerToken, advantages: PerToken) -> Surrogate:
     ROLL calls it vanilla; the nearest of RLinf and SkyRL multiply by the ratio to the old policy.
     """
     return -advantages * logprobs, {}
+
+
+def importance_sampling(ratio: PerToken, advantages: PerToken) -> Surrogate:
+    """-rho A: the policy gradient of tokens that the old policy wrote, unbiased and without any clip.
+
+    Its variance grows with the distance of the policies: for few steps per round, or beside corrections. RLinf and ROLL:
+    PPO's with bounds that never bind. SkyRL (and Tinker): the same, summed over tokens in place of its reduction.
+    """
+    return -ratio * advantages, {}
+
+
+def masked_is(
+    ratio: PerToken, logprobs: PerToken, advantages: PerToken, *, clip_low: float, clip_high: float
+) -> Surrogate:
+    """cispo with tokens left out where it would clip their weight (GLM-5, 2026, after IcePop, arXiv 2510.18855).
+
+        loss = -sg(rho 1[1 - clip_low < rho < 1 + clip_high]) A log pi
+
+    Meant for ratios to the sampler (old_logprobs=behavior). A token that is left out stays in the denominators.
+
+    Diagnostics: `clip_fraction`, 1 where a token is left out. RLinf and ROLL have none. SkyRL: the same, as rollout_is.
+    """
+    weight = ratio.detach()
+    is_inside = ((weight > 1.0 - clip_low) & (weight < 1.0 + clip_high)).to(weight.dtype)
+    return -(is_inside * weight * advantages) * logprobs, {"clip_fraction": 1.0 - is_inside}
 
 
 def cispo(
@@ -142,6 +176,22 @@ def topr(
     weight = _by_sign(advantages, positive_weight, negative_weight) * bounded
     is_clipped = (advantages < 0) & (rho > 1.0)
     return -(weight * advantages) * logprobs, {"clip_fraction": is_clipped.to(rho.dtype)}
+
+
+def kimi(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, tau: float) -> Surrogate:
+    """A policy gradient without ratio, held to the old policy by a square (Kimi 2025, arXiv 2501.12599, equation 3).
+
+        loss = -A log pi + tau / 2 (log pi - log old)^2
+
+    Beyond a distance of 20 the penalty goes on linearly, so that nothing overflows. The paper's log-probs are of whole
+    answers, here of tokens: the penalty of an answer is then a sum of squares in place of the square of a sum.
+
+    Diagnostics: `penalty`. RLinf and SkyRL have none. ROLL: the same, as pg_variant kimi15; its tau is always 0.1.
+    """
+    penalty = tau * torch.nn.functional.huber_loss(
+        logprobs, old_logprobs, reduction="none", delta=LOG_RATIO_BOUND
+    )
+    return penalty - advantages * logprobs, {"penalty": penalty.detach()}
 
 
 def clip_cov(
@@ -253,6 +303,11 @@ POLICY_LOSSES: Mapping[PolicyLoss, Callable[[Recipe, Tokens], Surrogate]] = {
         t.ratio, t.advantages, clip_low=r.clip_low, clip_high=r.clip_high, dual_clip=r.dual_clip
     ),
     "policy_gradient": lambda _, t: policy_gradient(t.logprobs, t.advantages),
+    "importance_sampling": lambda _, t: importance_sampling(t.ratio, t.advantages),
+    "masked_is": lambda r, t: masked_is(
+        t.ratio, t.logprobs, t.advantages, clip_low=r.clip_low, clip_high=r.clip_high
+    ),
+    "kimi": lambda r, t: kimi(t.logprobs, t.old_logprobs, t.advantages, tau=r.kimi_tau),
     "cispo": lambda r, t: cispo(
         t.ratio, t.logprobs, t.advantages, clip_low=r.clip_low, clip_high=r.clip_high
     ),

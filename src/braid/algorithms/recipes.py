@@ -15,7 +15,9 @@ from braid.types import (
     AdvantageLevel,
     Aggregation,
     CorrectionLevel,
+    CorrectionMeasure,
     CorrectionMode,
+    CorrectionTokens,
     Divergence,
     KlEstimator,
     KlPlace,
@@ -28,12 +30,14 @@ from braid.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """One correction of the loss by w = exp(old - behavior). See config.algorithm.CorrectionConfig."""
+    """One correction of the loss by w = exp(old - behavior). See config.algorithm.CorrectionConfig; high None is no bound."""
 
     level: CorrectionLevel
     mode: CorrectionMode
     low: float
-    high: float
+    high: float | None
+    measure: CorrectionMeasure = "ratio"
+    tokens: CorrectionTokens = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +56,17 @@ class Recipe:
     gae_lambda: float
     episode_weight: float
     turn_weight: float
+    reward_clip: float | None
+    token_reward_clip: float | None
     whiten_rewards: bool
     whiten_advantages: bool
     advantage_clip: float | None
     mask_truncated: bool
+    mask_long_failures: int | None
     policy_loss: PolicyLoss
     ratio_level: RatioLevel
+    log_ratio_min: float | None
+    log_ratio_max: float | None
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -65,6 +74,7 @@ class Recipe:
     sapo_tau_negative: float
     topr_positive_weight: float
     topr_negative_weight: float
+    kimi_tau: float
     cov_fraction: float
     cov_low: float
     cov_high: float
@@ -84,6 +94,7 @@ class Recipe:
     entropy_coef: float
     supervised_coef: float
     value_clip: float | None
+    huber_delta: float | None
     value_loss_coef: float
 
 
@@ -100,12 +111,17 @@ _GRPO = Recipe(
     gae_lambda=1.0,
     episode_weight=1.0,
     turn_weight=1.0,
+    reward_clip=None,
+    token_reward_clip=None,
     whiten_rewards=False,
     whiten_advantages=False,
     advantage_clip=None,
     mask_truncated=False,
+    mask_long_failures=None,
     policy_loss="ppo_clip",
     ratio_level="token",
+    log_ratio_min=None,
+    log_ratio_max=None,
     clip_low=0.2,
     clip_high=0.2,
     dual_clip=None,
@@ -113,6 +129,7 @@ _GRPO = Recipe(
     sapo_tau_negative=1.05,
     topr_positive_weight=1.0,
     topr_negative_weight=1.0,
+    kimi_tau=0.1,
     cov_fraction=0.0002,
     cov_low=1.0,
     cov_high=5.0,
@@ -132,6 +149,7 @@ _GRPO = Recipe(
     entropy_coef=0.0,
     supervised_coef=0.0,
     value_clip=0.2,
+    huber_delta=None,
     value_loss_coef=1.0,
 )
 
@@ -195,15 +213,19 @@ RECIPES: Mapping[RecipeName, Recipe] = {
     "gigpo": replace(_GRPO, advantage="gigpo", gamma=0.95),
 }
 
+_RATIO_KEYS = frozenset({"ratio_level", "log_ratio_min", "log_ratio_max"})
 POLICY_LOSS_KEYS: Mapping[PolicyLoss, frozenset[str]] = {
-    "ppo_clip": frozenset({"ratio_level", "clip_low", "clip_high", "dual_clip"}),
+    "ppo_clip": _RATIO_KEYS | {"clip_low", "clip_high", "dual_clip"},
     "policy_gradient": frozenset(),
-    "cispo": frozenset({"ratio_level", "clip_low", "clip_high"}),
-    "sapo": frozenset({"ratio_level", "sapo_tau_positive", "sapo_tau_negative"}),
-    "topr": frozenset({"ratio_level", "topr_positive_weight", "topr_negative_weight"}),
-    "clip_cov": frozenset({"ratio_level", "clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"}),
-    "kl_cov": frozenset({"ratio_level", "cov_fraction", "cov_coef"}),
-    "dppo": frozenset({"ratio_level", "clip_low", "clip_high", "dppo_divergence"}),
+    "importance_sampling": _RATIO_KEYS,
+    "masked_is": _RATIO_KEYS | {"clip_low", "clip_high"},
+    "cispo": _RATIO_KEYS | {"clip_low", "clip_high"},
+    "sapo": _RATIO_KEYS | {"sapo_tau_positive", "sapo_tau_negative"},
+    "topr": _RATIO_KEYS | {"topr_positive_weight", "topr_negative_weight"},
+    "kimi": frozenset({"kimi_tau"}),
+    "clip_cov": _RATIO_KEYS | {"clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"},
+    "kl_cov": _RATIO_KEYS | {"cov_fraction", "cov_coef"},
+    "dppo": _RATIO_KEYS | {"clip_low", "clip_high", "dppo_divergence"},
     "cross_entropy": frozenset(),
 }
 """The parts of a recipe that some policy losses read and others do not."""

@@ -35,6 +35,15 @@ class Segments:
         """The same with the mean over the segment."""
         return (self._totals(values) / self.size).to(values.dtype)
 
+    def within(self, mask: Bool[Tensor, "T"]) -> Segments:
+        """The same segments without the positions that `mask` leaves out."""
+        kept = self.mask & mask
+        return Segments(kept, self.index, _sum_by(self.index, kept.double()).clamp(min=1.0))
+
+    def any(self, mask: Bool[Tensor, "T"]) -> Bool[Tensor, "T"]:
+        """Whether `mask` holds at any position of the segment that each position is in."""
+        return _sum_by(self.index, (self.mask & mask).double()) > 0
+
     def _totals(self, values: Tensor) -> Tensor:
         return _sum_by(self.index, torch.where(self.mask, values, 0.0).double())
 

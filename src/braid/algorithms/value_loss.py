@@ -1,4 +1,4 @@
-"""Value losses: how far a critic is from the returns, per token."""
+"""Value losses: per-token distance between a critic's values and the returns."""
 
 from __future__ import annotations
 
@@ -13,17 +13,37 @@ def value_loss(
     returns: Float[Tensor, "T"],
     *,
     clip: float | None,
+    huber_delta: float | None = None,
+    deviation: Float[Tensor, "T"] | float = 1.0,
 ) -> Float[Tensor, "T"]:
-    """Half the squared error, the larger one of the value and of the value kept within `clip` of the old one.
+    """The larger of the losses of the value and of the value kept within `clip` of the old one.
 
-        loss = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2);  clip None: 1/2 (V - R)^2
+        loss = max(h(V - R), h(V_old + clip(V - V_old, -c, c) - R))        clip None: h(V - R)
+        h(e) = e^2 / 2,  with huber_delta: d |e| - d^2 / 2 where |e| > d
 
-    A value that has moved further than `clip` towards its return gets no gradient; one that has moved away
-    keeps it. From the code of Schulman et al. 2017 (see Engstrom et al. 2020, arXiv 2005.12729). ROLL and
-    SkyRL: the same. RLinf takes a Huber loss in place of the square.
+    `clip` and `huber_delta` are in units of `deviation`, the deviation of returns that a critic with normalized values
+    predicts in: c = clip * deviation, d = huber_delta * deviation. So the loss is deviation^2 times the loss of normalized
+    values and returns, and a clip of 0.2 allows the same relative move whatever the scale of rewards. 1 for a critic that
+    does not normalize: then both are in units of reward.
+
+    A value that has moved further than the clip towards its return gets no gradient; one that has moved away keeps it. From
+    the code of Schulman et al. 2017 (see Engstrom et al. 2020, arXiv 2005.12729); Huber 1964. RLinf: Huber, clipped. ROLL
+    and SkyRL: squares, clipped. All three in units of reward; none normalizes values (SkyRL's normalize_reward divides by a
+    deviation that stays at 1).
     """
-    error = (values - returns).square()
+    bound = None if huber_delta is None else huber_delta * deviation
+    loss = _distance(values - returns, bound)
     if clip is not None:
-        kept = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (kept - returns).square())
-    return 0.5 * error
+        reach = clip * deviation
+        kept = old_values + (values - old_values).clamp(-reach, reach)
+        loss = torch.maximum(loss, _distance(kept - returns, bound))
+    return loss
+
+
+def _distance(error: Tensor, bound: Tensor | float | None) -> Tensor:
+    """h(e) of value_loss: q (|e| - q / 2) with q = min(|e|, d)."""
+    if bound is None:
+        return 0.5 * error.square()
+    size = error.abs()
+    near = size.clamp(max=bound)
+    return near * (size - 0.5 * near)

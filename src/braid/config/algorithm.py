@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from braid.types import (
     Advantage,
     AdvantageLevel,
     Aggregation,
     CorrectionLevel,
+    CorrectionMeasure,
     CorrectionMode,
+    CorrectionTokens,
     Divergence,
     KlEstimator,
     KlPlace,
@@ -31,16 +33,31 @@ class CorrectionConfig(Section):
     """What w is taken over: each token; the product over a turn or a sequence; or the geometric mean over a turn
     (turn_geometric) or a sequence (geometric)."""
     mode: CorrectionMode = "truncate"
-    """truncate: the loss is multiplied by w clamped to [low, high]. mask: tokens with w outside them are left out."""
-    low: NonNegativeFloat = 0.0
+    """truncate: the loss is multiplied by w clamped to [low, high]. mask: tokens with w outside them are left out.
+    mask_sequence: a sequence with any such token is left out whole."""
+    low: float = 0.0
     """Lower bound of w."""
-    high: PositiveFloat = 2.0
-    """Upper bound of w."""
+    high: float | Literal["off"] = 2.0
+    """Upper bound of w; off for none."""
+    measure: CorrectionMeasure = "ratio"
+    """ratio: w as above. difference, for masks: the difference of the two probabilities of a token, old - behavior, summed
+    over the turn or sequence, or its mean where the level is geometric."""
+    tokens: CorrectionTokens = "all"
+    """Tokens that w of a turn or a sequence is taken over: all of them, or those that the masks before this one kept."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> CorrectionConfig:
-        if self.low > self.high:
+    def _bounds(self) -> CorrectionConfig:
+        if self.high != "off" and self.low > self.high:
             raise ValueError(f"low={self.low:g} is more than high={self.high:g}; lower it")
+        if self.measure == "ratio" and self.low < 0:
+            raise ValueError(f"low={self.low:g} is negative, and a ratio is not; set it to 0 or more")
+        if self.measure == "ratio" and self.high != "off" and self.high <= 0:
+            raise ValueError(f"high={self.high:g} leaves no ratio; set it above 0, or to off")
+        if self.measure == "difference" and self.mode == "truncate":
+            raise ValueError(
+                "measure=difference bounds a difference of probabilities, which is no weight; set mode to mask or "
+                "mask_sequence"
+            )
         return self
 
 
@@ -68,6 +85,10 @@ class AlgorithmConfig(Section):
     """gigpo: weight of the part that compares trajectories."""
     turn_weight: NonNegativeFloat | None = None
     """gigpo: weight of the part that compares turns from the same state."""
+    reward_clip: PositiveFloat | Literal["off"] | None = None
+    """Bound on the absolute value of a trajectory's reward, after reward_mean and reward_std and before KL; off for none."""
+    token_reward_clip: PositiveFloat | Literal["off"] | None = None
+    """Bound on the absolute value of each position's reward, after KL and before whiten_rewards; off for none."""
     whiten_rewards: bool | None = None
     """Shift and scale per-position rewards to mean 0 and variance 1 over the round's valid positions."""
     whiten_advantages: bool | None = None
@@ -77,6 +98,9 @@ class AlgorithmConfig(Section):
     mask_truncated: bool | None = None
     """Leave trajectories that a limit cut off out of the loss and its denominators (they still count in their group's
     statistics)."""
+    mask_long_failures: PositiveInt | Literal["off"] | None = None
+    """Leave trajectories of at least this many policy tokens whose reward, before shaping, is 0 or less out of the loss and
+    its denominators (they still count in their group's statistics); off for none."""
     reward_level: Literal["chunk", "action"] = "chunk"
     """Robots: rewards and advantages per chunk of actions, or per action."""
     logprob_level: Literal["token", "action", "chunk"] = "token"
@@ -87,10 +111,16 @@ class AlgorithmConfig(Section):
     """Surrogate."""
     ratio_level: RatioLevel | None = None
     """What a ratio is of: a token, or the geometric mean over its turn or its sequence (GSPO)."""
+    log_ratio_min: Annotated[float, Field(le=0.0)] | Literal["off"] | None = None
+    """Lower bound on the log of a ratio, before any clipping; below it a token has no gradient. off for -20."""
+    log_ratio_max: NonNegativeFloat | Literal["off"] | None = None
+    """Upper bound on the log of a ratio, before any clipping; above it a token has no gradient. off for 20."""
     clip_low: NonNegativeFloat | None = None
-    """Ratios below 1 - clip_low are clipped. dppo: the bound on the divergence where the ratio falls."""
+    """Ratios below 1 - clip_low are clipped (masked_is: left out). dppo: the bound on the divergence where the ratio
+    falls."""
     clip_high: NonNegativeFloat | None = None
-    """Ratios above 1 + clip_high are clipped. dppo: the bound on the divergence where the ratio rises."""
+    """Ratios above 1 + clip_high are clipped (masked_is: left out). dppo: the bound on the divergence where the ratio
+    rises."""
     dual_clip: Annotated[float, Field(gt=1.0)] | Literal["off"] | None = None
     """Bound c > 1 on the ratio where the advantage is negative; off for none."""
     sapo_tau_positive: PositiveFloat | None = None
@@ -101,6 +131,8 @@ class AlgorithmConfig(Section):
     """topr: weight of tokens with a positive advantage."""
     topr_negative_weight: NonNegativeFloat | None = None
     """topr: weight of the others."""
+    kimi_tau: NonNegativeFloat | None = None
+    """kimi: weight of the squared distance from the old log-prob."""
     cov_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
     """clip_cov, kl_cov: share of the tokens whose covariance of advantage and log-prob is acted upon."""
     cov_low: float | None = None
@@ -138,7 +170,10 @@ class AlgorithmConfig(Section):
     supervised_coef: NonNegativeFloat | None = None
     """Weight of the cross-entropy of trajectories whose reward is at least eval.success_reward."""
     value_clip: PositiveFloat | Literal["off"] | None = None
-    """Bound on how far a value moves from the old one before its loss is clipped; off for none."""
+    """Bound on how far a value moves from the old one before its loss is clipped; off for none. In units of the deviation of
+    returns with critic.normalize_values, else of reward."""
+    huber_delta: PositiveFloat | Literal["off"] | None = None
+    """Errors of values beyond this count linearly, in the units of value_clip; off for squared errors throughout."""
     value_loss_coef: PositiveFloat | None = None
     """Weight of the value loss."""
     old_logprobs: Literal["auto", "current", "recompute", "behavior"] = "auto"

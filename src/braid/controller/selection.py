@@ -22,9 +22,10 @@ full. The others are keys of the filter."""
 
 
 def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
-    """None for a group worth training on. The standard deviation is the unbiased one, 0 for a single trajectory.
+    """None for a group worth training on. The standard deviation is the unbiased one; a single trajectory has none, so that
+    min_std does not judge it, as in ROLL and SkyRL.
 
-    ROLL lets groups of one pass. RLinf keeps a mean that is exactly at a bound.
+    RLinf keeps a mean that is exactly at a bound.
     """
     rewards = np.array([t.training_reward for t in group.valid])
     if not len(rewards):
@@ -32,7 +33,7 @@ def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
     if group.greedy is not None and not group.greedy.is_valid:
         return "baseline"
     above = rewards - rewards.min()  # so that equal rewards are exactly 0 apart
-    if config.min_std is not None and (len(above) == 1 or above.std(ddof=1) <= config.min_std):
+    if config.min_std is not None and len(above) > 1 and above.std(ddof=1) <= config.min_std:
         return "min_std"
     if config.min_mean is not None and rewards.mean() <= config.min_mean:
         return "min_mean"

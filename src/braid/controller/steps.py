@@ -193,7 +193,7 @@ def credit(parts: Parts, selection: Selection) -> list[RowFacts]:
             if parts.plan.recipe.supervised_coef > 0:
                 _mark_successes(parts, selection.kept, rows)
         trained = [row for row in rows if is_trained(row, parts.plan.recipe)]
-        if parts.plan.recipe.mask_truncated:
+        if parts.plan.recipe.mask_truncated or parts.plan.recipe.mask_long_failures is not None:
             parts.metrics.add("rollout/masked_trajectories", len(rows) - len(trained))
     _count_empty_rounds(parts, selection, trained)
     return trained
@@ -232,8 +232,9 @@ def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowFa
     why = selection.describe() if selection.reasons else ""
     if selection.kept:
         why += (
-            " and " if why else ""
-        ) + "every trajectory left is truncated, which algorithm.mask_truncated keeps out of the loss"
+            (" and " if why else "")
+            + "algorithm.mask_truncated or mask_long_failures keeps every trajectory that is left out of the loss"
+        )
     if progress.empty_rounds >= MAX_EMPTY_ROUNDS:
         raise TrainingError(
             f"{progress.empty_rounds} rounds in a row, up to round {progress.round}, had nothing to train on. In the last one "

@@ -46,6 +46,8 @@ def _advantage(_: str, source: Source) -> Became:
         native["algorithm.advantage"] = "gae" if facts.has_critic(source) else "reinforce"
         has_group = kind == "reinpp" and source.get("algorithm.use_reinpp_baseline") is True
         native["algorithm.reward_mean"] = "group" if has_group else "none"
+    if kind == "reinpp":
+        native["algorithm.whiten_advantages"] = True
     if kind == "gae" and not facts.has_critic(source):
         native |= {"algorithm.gamma": 1.0}
         return Became(
@@ -77,12 +79,12 @@ def _loss(value: str, source: Source) -> Became:
 
 def _decoupled(high: float | None) -> list[dict[str, Any]]:
     """The surrogate times w, and nothing where w is above the threshold."""
-    return [_correction("truncate", high), _correction("mask", high)]
+    weight = _correction("truncate", high)
+    return [weight] if high is None else [weight, _correction("mask", high)]
 
 
 def _correction(mode: str, high: float | None) -> dict[str, Any]:
-    bound = {} if high is None else {"high": high}
-    return {"level": "token", "mode": mode, **bound}
+    return {"level": "token", "mode": mode, "high": "off" if high is None else high}
 
 
 def _threshold(value: float, source: Source) -> Became:
@@ -199,6 +201,17 @@ def _values(source: Source) -> str:
     return "" if facts.has_critic(source) else "no values are learned: gamma = lambda = 1"
 
 
+def _whitened(value: bool, source: Source) -> Any:
+    if not value and facts.advantage(source) == "reinpp":
+        return no_effect("algorithm.adv_type=reinpp whitens its advantages by itself")
+    return value
+
+
+def _without_decoupling(source: Source) -> str:
+    is_so = source.get("algorithm.loss_type") == "decoupled_actor_critic"
+    return "algorithm.loss_type=decoupled_actor_critic does not read it" if is_so else ""
+
+
 def _level(value: str, _: Source) -> str:
     return value.removesuffix("_level")
 
@@ -251,9 +264,9 @@ RULES: tuple[Rule, ...] = (
         when(_reinpp, then=mapped({True: "group", False: "none"})),
     ),
     Apply(
-        "algorithm.normalize_advantages", "algorithm.whiten_advantages", BOOL, default=True,
+        "algorithm.normalize_advantages", "algorithm.whiten_advantages", BOOL, _whitened, default=True,
         note="(A - mean) / std over all valid tokens of the round, after adv_type's own; once, where RLinf's Megatron "
-        "actor does it twice",
+        "actor does it twice. reinpp whitens by itself, whatever this says",
     ),
     Apply("algorithm.gamma", "algorithm.gamma", SHARE, when(_values)),
     Apply("algorithm.gae_lambda", "algorithm.gae_lambda", SHARE, when(_values),
@@ -290,14 +303,19 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.importance_sampling_fix", "", BOOL, _importance_fix,
           note="the loss times min(exp(recomputed - engine's log-prob), importance_sampling_clip)"),
     Apply("algorithm.importance_sampling_clip", "", POSITIVE, _importance_fix),
-    Apply("algorithm.behave_weight_threshold", "", POSITIVE, _threshold),
+    Apply("algorithm.behave_weight_threshold", "", nullable(POSITIVE), _threshold, default=None,
+          note="of decoupled_actor_critic: tokens with exp(old - engine's log-prob) above it are left out; they stay in the "
+          "denominator here. null: weights without a bound"),
     Apply("algorithm.value_clip", "algorithm.value_clip", POSITIVE, when(_values)),
     Apply("algorithm.critic_warmup_steps", "critic.warmup_rounds", integer(0), when(_values)),
-    Unsupported("algorithm.huber_delta", "the value loss is squared, clipped by algorithm.value_clip"),
     *(Unsupported(f"algorithm.drpo_{key}", "of algorithm.loss_type=drpo, which is not supported") for key in
         ("lambda", "tau", "beta", "delta", "kl_type")),
-    Unsupported("algorithm.clip_log_ratio_min", "algorithm.clip_ratio_low"),
-    Unsupported("algorithm.clip_log_ratio_max", "algorithm.clip_ratio_c"),
+    Apply("algorithm.huber_delta", "algorithm.huber_delta", POSITIVE, when(_values),
+          note="errors of values beyond it count linearly"),
+    Apply("algorithm.clip_log_ratio_min", "algorithm.log_ratio_min", nullable(number(-20.0, 0.0)),
+          when(_without_decoupling, then=null_as("off")), note="log-ratios are clamped before the clip"),
+    Apply("algorithm.clip_log_ratio_max", "algorithm.log_ratio_max", nullable(NON_NEGATIVE),
+          when(_without_decoupling, then=null_as("off")), note="log-ratios are clamped before the clip"),
     Unsupported("algorithm.loss_scales", "algorithm.loss_agg_func"),
     Unsupported("algorithm.staleness_threshold", "rounds are sampled by the policy that they train"),
     Unsupported("algorithm.on_policy_min_ratio", "rounds are sampled by the policy that they train"),

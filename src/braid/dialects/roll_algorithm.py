@@ -10,7 +10,6 @@ from .table import (
     Apply,
     Became,
     Implied,
-    NoEffect,
     Rule,
     Source,
     implied,
@@ -70,36 +69,13 @@ def _normalised(index: int) -> Any:
     return convert
 
 
-def _advantage_clip(source: Source) -> float | str:
-    """The bound on advantages; that on normalised rewards is one too where an advantage is such a reward."""
-    bounds = [source.get("advantage_clip")]
-    if _clips_advantages(source):
-        bounds.append(source.get("reward_clip"))
-    return min((bound for bound in bounds if bound is not None), default="off")
-
-
-def _is_normalised(source: Source) -> bool:
-    return source.get("adv_estimator") == "grpo" or facts.normalisation(source) != ("none", "none")
-
-
-def _clips_advantages(source: Source) -> bool:
-    """An advantage is the normalised reward itself: nothing is added, discounted or whitened in between."""
-    added = facts.kl_place(source) == "reward" or facts.has_critic(source) or source.get("gamma") != 1
-    return _is_normalised(source) and not (
-        added or source.get("whiten_rewards") or source.get("whiten_advantages")
-    )
-
-
 def _reward_clip(value: float | None, source: Source) -> Became:
+    """Bounds the normalised reward of an answer, and then each token's, which is another number only where KL is in it."""
     if value is None:
         return implied("no bound")
-    if not _is_normalised(source):
-        return Became({"reward.clip": value})
-    if _clips_advantages(source):
-        return Became({"algorithm.advantage_clip": _advantage_clip(source)})
-    return unsupported(
-        "ROLL bounds rewards after normalising them, and what comes of them is whitened, discounted or joined with KL "
-        "here; use advantage_clip"
+    has_kl = facts.kl_place(source) == "reward"
+    return Became(
+        {"algorithm.reward_clip": value} | ({"algorithm.token_reward_clip": value} if has_kl else {})
     )
 
 
@@ -176,14 +152,11 @@ def _corrections(_: Any, source: Source) -> Became:
     for filtered in source.get("train_infer_correction.filters") or []:
         if not filtered.get("enabled", False):
             continue
-        if filtered.get("diff_enabled", False) or not filtered.get("ratio_enabled", True):
-            raise ValueError(
-                "a filter on the difference of probabilities is not built; use one on the ratio (ratio_enabled: true, "
-                "ratio_low, ratio_high)"
-            )
-        low, high = filtered.get("ratio_low", 0.8), filtered.get("ratio_high", 1.2)
         level = LEVELS[filtered.get("agg_type", "token")]
-        made.append({"level": level, "mode": "mask", "low": low, "high": high})
+        for name, measure, is_on, low, high in _FILTER_KINDS:
+            if filtered.get(f"{name}_enabled", is_on):
+                bounds = {"low": filtered.get(f"{name}_low", low), "high": filtered.get(f"{name}_high", high)}
+                made.append({"level": level, "mode": "mask", "measure": measure, **bounds})
     if not made:
         return implied("no correction")
     return Became({"algorithm.corrections": made, "algorithm.old_logprobs": "recompute"})
@@ -194,6 +167,8 @@ def _no_weight(source: Source) -> str:
     return "" if is_on else "train_infer_correction.is_weight.enabled is false"
 
 
+_FILTER_KINDS = (("ratio", "ratio", True, 0.8, 1.2), ("diff", "difference", False, -0.2, 0.2))
+"""(prefix of the keys, native measure, whether it is on unless set, default bounds) of ROLL's two kinds of filters."""
 _FILTERS = mapping_of(ANY, {"enabled": True}, {"enabled": True, "ratio_high": 1.5}, {"enabled": False})
 _FILTER_KEYS = {
     "enabled", "agg_type", "ratio_enabled", "ratio_low", "ratio_high", "diff_enabled", "diff_low", "diff_high"
@@ -219,6 +194,8 @@ _FILTER_TAKES = {
     "agg_type": choice(*LEVELS),
     "ratio_low": NON_NEGATIVE,
     "ratio_high": POSITIVE,
+    "diff_low": NUMBER,
+    "diff_high": NUMBER,
 }
 
 
@@ -232,6 +209,12 @@ def _difficulty_mask(value: bool, source: Source) -> Became:
             "rollout.filter.then": "mask",
         }
     )
+
+
+def _long_failures(_: Any, source: Source) -> Became:
+    is_on = source.get("error_max_len_clip")
+    limit = source.get("error_max_len_threshold")
+    return Became({"algorithm.mask_long_failures": limit if is_on else "off"})
 
 
 _no_difficulty_mask = facts.only_where("difficulty_mask", True, "difficulty_mask is off")
@@ -261,15 +244,16 @@ ALGORITHM: tuple[Rule, ...] = (
         "norm_std_type", "algorithm.reward_std", nullable(choice("batch", "group", "running")), _normalised(1),
         default=None, note="divides by the unbiased deviation + 1e-6",
     ),
-    Apply("reward_clip", "reward.clip", nullable(POSITIVE), _reward_clip, note="ROLL bounds normalised rewards"),
+    Apply("reward_clip", "algorithm.reward_clip", nullable(POSITIVE), _reward_clip,
+          note="of an answer's reward after it is normalised, and of each token's after the KL is taken off"),
     Apply("whiten_rewards", "algorithm.whiten_rewards", BOOL, default=False, note="over the tokens of the round"),
     Apply(
         "whiten_advantages", "algorithm.whiten_advantages", BOOL, default=False,
         note="over the valid tokens of the round; ROLL takes each domain apart",
     ),
     Apply(
-        "advantage_clip", "algorithm.advantage_clip", nullable(POSITIVE), lambda _, s: _advantage_clip(s),
-        default=None, note="after whitening",
+        "advantage_clip", "algorithm.advantage_clip", nullable(POSITIVE), null_as("off"), default=None,
+        note="after whitening",
     ),
     Apply(
         "critic_warmup", "critic.warmup_rounds", NATURAL, when(facts.no_values), default=0,
@@ -331,15 +315,20 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("train_infer_correction.is_weight.detach", "", BOOL,
           only(True, "a weight has no gradient here", "a weight has no gradient")),
     Apply("train_infer_correction.filters", "algorithm.corrections", list_of(_FILTERS), _filters,
-          note="tokens with a ratio outside [ratio_low, ratio_high] are left out; with token-mean ROLL's change nothing"),
+          note="tokens with a ratio outside [ratio_low, ratio_high], or a difference of probabilities outside [diff_low, "
+          "diff_high], are left out; with token-mean ROLL's change nothing"),
     Apply("max_len_mask", "algorithm.mask_truncated", BOOL, default=False,
           note="answers that the length cut off are not learned from; they count in their group's statistics"),
     Apply("difficulty_mask", "rollout.filter.min_mean", BOOL, _difficulty_mask,
           note="groups count when low < mean reward < high"),
     Apply("difficulty_low_threshold", "rollout.filter.min_mean", NUMBER, when(_no_difficulty_mask), default=0.0),
     Apply("difficulty_high_threshold", "rollout.filter.max_mean", NUMBER, when(_no_difficulty_mask), default=1.0),
-    Apply("error_max_len_clip", "", BOOL, only(False, "use max_len_mask, or a length reward")),
-    NoEffect("error_max_len_threshold", COUNT, "error_max_len_clip is not built"),
+    Apply("error_max_len_clip", "algorithm.mask_long_failures", BOOL, _long_failures, default=False,
+          note="answers of at least error_max_len_threshold tokens with a score of 0 are not learned from. ROLL drops scores "
+          "other than 0 and 1 too"),
+    Apply("error_max_len_threshold", "algorithm.mask_long_failures", COUNT,
+          when(facts.only_where("error_max_len_clip", True, "error_max_len_clip is off"), then=_long_failures),
+          default=9_999_999_999),
     Apply("difficulty_loss_weight", "", BOOL, only(False, "weights of samples are not built; use difficulty_mask")),
     Apply("length_loss_weight", "", BOOL, only(False, "weights of samples are not built; use loss_agg_mode")),
     Apply("max_grad_norm", "train.max_grad_norm", NON_NEGATIVE,

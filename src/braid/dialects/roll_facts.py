@@ -163,13 +163,14 @@ def kl_place(source: Source) -> str | None:
 
 
 def is_plain_grpo(source: Source) -> bool:
-    """`grpo` is there the return of rewards that are normalised in their group. With one reward at the end, gamma 1 and no KL
-    in it, it is the advantage `grpo` here."""
+    """`grpo` is there the return of rewards that are normalised in their group. With one reward at the end, gamma 1, no KL in
+    it and no bound on it, it is the advantage `grpo` here."""
     return (
         source.get("adv_estimator") == "grpo"
         and source.get("gamma") == 1
         and kl_place(source) != "reward"
         and not source.get("whiten_rewards")
+        and source.get("reward_clip") is None
     )
 
 

@@ -283,14 +283,13 @@ def _data_of(role: str) -> tuple[Rule, ...]:
 def _variant(value: str, source: Source) -> Any:
     if facts.variant(source) != value:
         return no_effect("it needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, in ROLL too")
-    if value == "kimi15":
-        return unsupported("use vanilla with use_kl_loss")
     losses = {
         "vanilla": "policy_gradient",
         "ppo": "ppo_clip",
         "tis": "cispo",
         "topr": "topr",
         "cispo": "cispo",
+        "kimi15": "kimi",
     }
     made: dict[str, Any] = {"algorithm.policy_loss": losses[value]}
     if value in ("tis", "cispo"):
@@ -327,7 +326,7 @@ ACTOR_TRAIN: tuple[Rule, ...] = (
     Apply("actor_train.pg_variant", "algorithm.policy_loss",
           choice("vanilla", "ppo", "tis", "topr", "cispo", "kimi15"), _variant,
           note="vanilla -A log p; tis -sg(clip(ratio, 0, 1)) A log p; cispo the same with [0.9, 1.1]; topr no ratio where the "
-          "advantage is positive, clip(ratio, 0, 1) elsewhere"),
+          "advantage is positive, clip(ratio, 0, 1) elsewhere; kimi15 -A log p + 0.05 (log p - old log p)^2"),
     Apply("actor_train.topr_positive_weight", "algorithm.topr_positive_weight", NON_NEGATIVE, when(_no_topr),
           default=1.0),
     Apply("actor_train.topr_negative_weight", "algorithm.topr_negative_weight", NON_NEGATIVE, when(_no_topr),

@@ -32,8 +32,6 @@ from .values import (
 )
 
 _AT = "trainer.algorithm"
-UNBOUNDED = 1e30
-"""Stands for a bound that is not there, where the native key takes a number."""
 _REPORTS = "it sets algorithm.kl_coef and algorithm.kl_in"
 
 
@@ -55,7 +53,8 @@ def _estimator(value: str, source: Source) -> Became:
         )
     if value == "reinforce++":
         return Became(
-            {"algorithm.advantage": "reinforce"}, note="discounted suffix sums of rewards, then whitened"
+            {"algorithm.advantage": "reinforce", "algorithm.whiten_advantages": True},
+            note="discounted suffix sums of rewards, then whitened",
         )
     if value == "grpo" and source.get("generator.n_samples_per_prompt") == 1:
         return Became(
@@ -133,6 +132,8 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "kl_cov": {"algorithm.policy_loss": "kl_cov"},
     "dppo": {"algorithm.policy_loss": "dppo", "algorithm.old_logprobs": "behavior"},
     "cross_entropy": {"algorithm.policy_loss": "cross_entropy"},
+    "rollout_is": {"algorithm.policy_loss": "masked_is", "algorithm.old_logprobs": "behavior"},
+    "importance_sampling": {"algorithm.policy_loss": "importance_sampling"},
 }
 _LOSS_NOTES = {
     "regular": "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)",
@@ -144,20 +145,16 @@ _LOSS_NOTES = {
     "kl_cov": "-r*A, plus |logp - old logp| on the share of tokens of the highest covariance",
     "dppo": "-r*A where the token's probability has not moved too far from the sampler's",
     "cross_entropy": "-logp",
+    "rollout_is": "-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
+    "importance_sampling": "-r*A; a sum over tokens there, reduced by loss_reduction here",
 }  # fmt: skip
-_MISSING_LOSSES = {
-    "rollout_is": "take regular with off_policy_correction.tis_ratio_type=token",
-    "importance_sampling": "take regular with wide eps_clip_low and eps_clip_high",
-}
 
 
 def _loss(value: str, _: Source) -> Became:
-    if value in _MISSING_LOSSES:
-        return unsupported(_MISSING_LOSSES[value])
     return Became(_LOSSES[value], note=_LOSS_NOTES[value])
 
 
-_CLIPPED = not_loss("regular", "dual_clip", "gspo", "clip_cov")
+_CLIPPED = not_loss("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
 
 
 def _anchor(value: str, _: Source) -> Became:
@@ -206,26 +203,27 @@ _FIX = f"{_AT}.off_policy_correction"
 
 
 def corrections(source: Source) -> list[dict[str, Any]]:
-    """Native corrections, w = exp(old - rollout log-prob), in the order in which SkyRL takes them."""
+    """Native corrections, w = exp(old - rollout log-prob), in the order in which SkyRL takes them: each over the tokens that
+    those before it kept."""
 
     def get(name: str) -> Any:
         return source.get(f"{_FIX}.{name}")
 
     out = []
+    for mode, name in (("mask_sequence", "outlier_token_is"), ("mask", "token_mask_is")):
+        low, high = get(f"{name}_threshold_low"), get(f"{name}_threshold_high")
+        if low is not None or high is not None:
+            bounds = {"low": low or 0.0, "high": "off" if high is None else high}
+            out.append({"level": "token", "mode": mode, **bounds})
     kind = get("tis_ratio_type") or ("token" if source.get(f"{_AT}.use_tis") else None)
     if kind is not None:
         is_old = source.get(f"{_AT}.use_tis") and get("tis_ratio_type") is None
         cap = source.get(f"{_AT}.tis_imp_ratio_cap") if is_old else get(f"{kind}_tis_ratio_clip_high")
-        out.append({"level": kind, "mode": "truncate", "low": 0.0, "high": float(cap)})
+        out.append({"level": kind, "mode": "truncate", "low": 0.0, "high": float(cap), "tokens": "kept"})
     if (metric := get("sequence_mask_metric")) is not None:
         name, level = ("product", "sequence") if metric == "product" else ("geo", "geometric")
         bounds = {"low": float(get(f"{name}_mask_low")), "high": float(get(f"{name}_mask_high"))}
-        out.append({"level": level, "mode": "mask", **bounds})
-    low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
-    if low is not None or high is not None:
-        out.append(
-            {"level": "token", "mode": "mask", "low": low or 0.0, "high": UNBOUNDED if high is None else high}
-        )
+        out.append({"level": level, "mode": "mask", **bounds, "tokens": "kept"})
     return out
 
 
@@ -249,14 +247,6 @@ def _correction_read(name: str, *wanted: Any) -> Any:
 def _use_tis(value: Any, source: Source) -> Became:
     is_on = source.get(f"{_AT}.use_tis") and source.get(f"{_FIX}.tis_ratio_type") is None
     return _corrected(value, source) if is_on else no_effect("off_policy_correction decides")
-
-
-def _outliers(value: float | None, _: Source) -> Became:
-    return (
-        implied("no sequence is left out for one token")
-        if value is None
-        else unsupported("take sequence_mask_metric or token_mask_is_threshold_*")
-    )
 
 
 # --- filters -----------------------------------------------------------------------------------------------------
@@ -290,6 +280,8 @@ def _max_batches(value: int, _: Source) -> Became:
 def _zero_variance(value: bool, source: Source) -> Became:
     if not value:
         return no_effect("groups with equal rewards stay; their advantages are 0")
+    if source.get("generator.n_samples_per_prompt") == 1:
+        return no_effect("groups of one are kept")
     return Became({"rollout.filter.min_std": _tolerance(source)})
 
 
@@ -303,7 +295,7 @@ def _penalty(value: float, source: Source) -> Became:
 
 
 _ESTIMATORS = choice("grpo", "gae", "rloo", "reinforce++", "maxrl")
-_LOSS_NAMES = choice(*_LOSSES, *_MISSING_LOSSES)
+_LOSS_NAMES = choice(*_LOSSES)
 _BOUND = nullable(POSITIVE)
 _K3 = (
     "k3 = exp(-d) - 1 + d, false: k1 = d, with d = logp - ref logp; k3 is bounded at 10 as in later releases"
@@ -389,7 +381,8 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply(f"{_FIX}.sequence_tis_ratio_clip_high", "algorithm.corrections", POSITIVE,
         _correction_read("tis_ratio_type", "sequence"), default=5.0),
     Apply(f"{_FIX}.sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
-        default=None, note="sequences with w outside the bounds are left out"),
+        default=None, note="sequences with w outside the bounds are left out; w is over the tokens that the outlier and token "
+        "masks kept"),
     Apply(f"{_FIX}.geo_mask_low", "algorithm.corrections", NON_NEGATIVE,
         _correction_read("sequence_mask_metric", "geometric"), default=0.99),
     Apply(f"{_FIX}.geo_mask_high", "algorithm.corrections", POSITIVE,
@@ -400,8 +393,10 @@ ALGORITHM: tuple[Rule, ...] = (
         _correction_read("sequence_mask_metric", "product"), default=2.0),
     Apply(f"{_FIX}.token_mask_is_threshold_low", "algorithm.corrections", _BOUND, _corrected),
     Apply(f"{_FIX}.token_mask_is_threshold_high", "algorithm.corrections", _BOUND, _corrected),
-    Apply(f"{_FIX}.outlier_token_is_threshold_low", "", _BOUND, _outliers),
-    Apply(f"{_FIX}.outlier_token_is_threshold_high", "", _BOUND, _outliers),
+    Apply(f"{_FIX}.outlier_token_is_threshold_low", "algorithm.corrections", _BOUND, _corrected,
+        note="a sequence with a token of w below it is left out"),
+    Apply(f"{_FIX}.outlier_token_is_threshold_high", "algorithm.corrections", _BOUND, _corrected,
+        note="a sequence with a token of w above it is left out"),
     Apply(f"{_AT}.use_tis", "algorithm.corrections", BOOL, _use_tis, default=False,
         note="older spelling of off_policy_correction.tis_ratio_type=token"),
     Apply(f"{_AT}.tis_imp_ratio_cap", "algorithm.corrections", either(POSITIVE, choice(-1.0, -1)), _use_tis,

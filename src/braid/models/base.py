@@ -12,7 +12,7 @@ from .batch import PackedBatch
 from .flops import Flops
 from .value_head import ValueHead
 
-Output = Literal["logprobs", "entropy", "values"]
+Output = Literal["logprobs", "entropy", "values", "value_deviation"]
 
 
 class TrainableModel(Protocol):
@@ -20,7 +20,8 @@ class TrainableModel(Protocol):
 
     `forward` returns a [T] tensor for each output asked for, aligned as types.Row says: index t speaks of the token or
     action at t given what came before. Entries where `batch.mask` is False are 0 and carry no gradient,
-    except that a simulator's "values" also covers the final observation.
+    except that a simulator's "values" also covers the final observation. "value_deviation" is the unit that the value head
+    predicts in (ValueHead.deviation), the same at every position.
     """
 
     @property

@@ -152,10 +152,11 @@ class MlpValue:
         """See TrainableModel; it has them all."""
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`values` [T] of every observation, the final one included."""
-        if unknown := outputs - {"values"}:
+        """`values` and `value_deviation` [T] of every observation, the final one included."""
+        if unknown := outputs - {"values", "value_deviation"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
-        return {"values": self._module(batch.inputs["observations"])}
+        computed = self._head.outputs(self._module(batch.inputs["observations"]))
+        return {name: values for name, values in computed.items() if name in outputs}
 
 
 class _Net(nn.Module):

@@ -75,11 +75,12 @@ class ValueModel:
         """See TrainableModel; it has them all."""
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`values` [T] in float32 (see TrainableModel)."""
-        if unknown := outputs - {"values"}:
+        """`values` and `value_deviation` [T] in float32 (see TrainableModel)."""
+        if unknown := outputs - {"values", "value_deviation"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
         states, written = states_before(self._backbone, batch, self.attention)
-        return {"values": spread(self._head(states), written, batch)}
+        computed = self._head.outputs(spread(self._head(states), written, batch))
+        return {name: values for name, values in computed.items() if name in outputs}
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
         """See TrainableModel."""

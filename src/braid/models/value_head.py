@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from braid.errors import ModelError
+
+if TYPE_CHECKING:
+    from .base import Output
 
 RATE = 0.01
 """Share of the newest returns in the running moments. Corrected for their start (arXiv 1602.07714, section 2.2), so that
@@ -56,6 +60,15 @@ class ValueHead(nn.Linear):
             return 0.0, 1.0
         mean, square = mean / gathered, square / gathered
         return mean, max(MIN_DEVIATION, math.sqrt(max(0.0, square - mean * mean)))
+
+    @property
+    def deviation(self) -> float:
+        """Reward units per unit of a normalized value; 1 for a head that does not normalize."""
+        return self.moments_of_returns[1]
+
+    def outputs(self, values: Tensor) -> dict[Output, Tensor]:
+        """What a critic can be asked for, given its `values`."""
+        return {"values": values, "value_deviation": torch.full_like(values, self.deviation)}
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, D] -> values [N] in float32."""

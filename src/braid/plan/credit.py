@@ -40,12 +40,6 @@ def _groups(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             "algorithm.reward_mean=group takes the group's mean off, so with group_size=1 every reward is 0; raise it to 2 or "
             "more, or set algorithm.reward_mean=batch",
         )
-    if config.rollout.filter.min_std is not None:
-        yield (
-            "rollout.filter.min_std",
-            "with rollout.group_size=1 no group's rewards have a spread, so every group is dropped; leave it out, or raise "
-            "group_size",
-        )
 
 
 def _advantages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -148,7 +142,12 @@ IDLE: tuple[Idle, ...] = (
     (
         "the advantage has no critic",
         lambda _, plan: not plan.needs_critic,
-        ("algorithm.gae_lambda", "algorithm.value_clip", "algorithm.value_loss_coef"),
+        (
+            "algorithm.gae_lambda",
+            "algorithm.value_clip",
+            "algorithm.huber_delta",
+            "algorithm.value_loss_coef",
+        ),
     ),
     ("only gae, reinforce and gigpo discount", _unless("gae", "reinforce", "gigpo"), ("algorithm.gamma",)),
     (
@@ -181,6 +180,11 @@ IDLE: tuple[Idle, ...] = (
         "algorithm.kl_target is off",
         lambda _, plan: plan.recipe.kl_target is None,
         ("algorithm.kl_horizon",),
+    ),
+    (
+        "rollout.group_size is 1, and rewards of one trajectory have no deviation",
+        lambda config, _: config.rollout.group_size == 1,
+        ("rollout.filter.min_std",),
     ),
     (
         "rollout.filter.then is not resample",

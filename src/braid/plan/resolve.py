@@ -6,9 +6,10 @@ Nothing later changes the config or the plan. Whether the keys fit each other is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recipe
 from braid.config.algorithm import AlgorithmConfig
@@ -58,8 +59,12 @@ def merge_recipe(config: AlgorithmConfig) -> Recipe:
     names = {field.name for field in fields(Recipe)}
     given = {name: value for name, value in config if name in names and value is not None}
     if config.corrections is not None:
-        given["corrections"] = tuple(Correction(**dict(correction)) for correction in config.corrections)
-    return replace(RECIPES[config.recipe], **{k: None if v == "off" else v for k, v in given.items()})
+        given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in config.corrections)
+    return replace(RECIPES[config.recipe], **_without_off(given))
+
+
+def _without_off(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value == "off" else value for name, value in given.items()}
 
 
 def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:

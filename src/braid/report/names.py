@@ -65,7 +65,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/batches", "", "Batches of prompts drawn (rollout.filter.then=resample)."),
     Metric("rollout/dropped_groups/<reason>", "", "Groups kept out of training: by min_std, min_mean or max_mean of rollout.filter; surplus in a full round; baseline (remax) or every answer invalid."),
     Metric("rollout/replaced_groups", "", "Copies of kept groups in place of dropped ones (rollout.filter.then=replace)."),
-    Metric("rollout/masked_trajectories", "", "Truncated trajectories kept out of the loss (algorithm.mask_truncated)."),
+    Metric("rollout/masked_trajectories", "", "Trajectories kept out of the loss by algorithm.mask_truncated or mask_long_failures."),
     Metric("rollout/empty_rounds", "", "1 for a round with nothing to train on."),
     Metric("status/<status>", "", "Trajectories that ended finished, truncated or invalid."),
     Metric("invalid/<boundary>", "", "Invalid trajectories by what failed: environment, engine or reward."),

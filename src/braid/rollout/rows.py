@@ -48,7 +48,8 @@ def _row_of(trajectory: Trajectory) -> Row:
         row = _simulator_row(trajectory.env_steps, is_terminal=not is_truncated)
     else:
         row = _text_row(trajectory.turns)
-    row.is_truncated = is_truncated
+    assert trajectory.reward is not None, "a valid trajectory has been scored"
+    row.is_truncated, row.score = is_truncated, trajectory.reward
     rewards = row.fields["rewards"]
     if trajectory.shaped is not None:
         rewards *= np.float32(trajectory.shaped.factor)

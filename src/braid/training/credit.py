@@ -4,13 +4,16 @@ Owns the order of things, cutting rows into turns, and the table from an advanta
 formulas are in algorithms/.
 
     rewards - center, / scale      reward_mean, reward_std, of each trajectory's sum
+    clipped                        reward_clip, of each trajectory's sum
     rewards - kl_coef KL           kl_in: reward
+    clipped                        token_reward_clip, of each position
     whitened                       whiten_rewards
     advantages                     the table
     whitened, clipped              whiten_advantages, advantage_clip
 
 Statistics are of all rows of the round, in float64, so they do not depend on how it is cut into steps. A trajectory that
-mask_truncated keeps out of the loss counts in them, but for whiten_advantages, which is over what is trained on.
+mask_truncated or mask_long_failures keeps out of the loss counts in them, but for whiten_advantages, which is over what is
+trained on.
 """
 
 from __future__ import annotations
@@ -57,6 +60,9 @@ def assign_credit(
     _normalize(rows, recipe, RunningMoments() if running is None else running)
     if recipe.kl_coef > 0 and recipe.kl_in == "reward":
         facts["reward/kl"] = _subtract_kl(rows, recipe, recipe.kl_coef if kl_coef is None else kl_coef)
+    if (bound := recipe.token_reward_clip) is not None:
+        for row in rows:
+            row.fields["rewards"] = row.fields["rewards"].clip(-bound, bound)
     if recipe.whiten_rewards:
         mask = _flat([row.mask for row in rows])
         _unflatten(rows, "rewards", whiten(_flat([row.fields["rewards"] for row in rows]), mask))
@@ -77,12 +83,19 @@ class Cut(Protocol):
 
     @property
     def is_truncated(self) -> bool: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def score(self) -> float: ...
 
 
 def is_trained(row: Cut, recipe: Recipe) -> bool:
-    """Whether a row is in the loss. With mask_truncated a truncated trajectory is in neither numerator nor denominator; its
-    reward counts in the statistics of its group all the same."""
-    return not (recipe.mask_truncated and row.is_truncated)
+    """Whether a row is in the loss. With mask_truncated a truncated trajectory is in neither numerator nor denominator, and
+    with mask_long_failures one of at least so many tokens whose score is 0 or less; its reward counts in the statistics of
+    its group all the same."""
+    limit = recipe.mask_long_failures
+    is_long_failure = limit is not None and row.score <= 0 and row.num_tokens >= limit
+    return not (is_long_failure or (recipe.mask_truncated and row.is_truncated))
 
 
 def _trained(rows: Sequence[Row], recipe: Recipe) -> Tensor:
@@ -91,9 +104,19 @@ def _trained(rows: Sequence[Row], recipe: Recipe) -> Tensor:
 
 def _normalize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> None:
     """Every reward of a row is divided by its scale, and the centre comes off at the policy's last position: there a single
-    reward at the end simply becomes (r - center) / scale, and with gamma = 1 the return of every position falls alike."""
-    if recipe.reward_mean == recipe.reward_std == "none":
-        return
+    reward at the end simply becomes (r - center) / scale, and with gamma = 1 the return of every position falls alike. Then
+    what brings the row's sum within reward_clip comes off, or is added, at that position."""
+    if recipe.reward_mean != "none" or recipe.reward_std != "none":
+        _standardize(rows, recipe, running)
+    if (bound := recipe.reward_clip) is not None:
+        totals = _totals(rows)
+        for row, excess in zip(rows, (totals - totals.clamp(-bound, bound)).tolist(), strict=True):
+            row.fields["rewards"][np.flatnonzero(row.mask)[-1]] -= excess
+            if row.baseline is not None:
+                row.baseline = min(max(row.baseline, -bound), bound)
+
+
+def _standardize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> None:
     totals = _totals(rows)
     if "running" in (recipe.reward_mean, recipe.reward_std):
         running.update(totals)

@@ -36,6 +36,7 @@ class RowFacts:
     group: int
     trajectory: int
     is_truncated: bool
+    score: float
 
     def __len__(self) -> int:
         return self.length
@@ -54,7 +55,7 @@ class Experience:
         which worker made which."""
         self._rows = sorted((row for piece in pieces for row in piece), key=lambda row: row.trajectory)
         return [
-            RowFacts(i, len(row), row.num_tokens, row.group, row.trajectory, row.is_truncated)
+            RowFacts(i, len(row), row.num_tokens, row.group, row.trajectory, row.is_truncated, row.score)
             for i, row in enumerate(self._rows)
         ]
 

@@ -41,8 +41,9 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
-    """value_loss_coef * the critic's loss. Reads the fields `values` (of the critic before the update) and `returns`."""
-    return Loss(frozenset({"values"}), partial(_value_loss, recipe))
+    """value_loss_coef * the critic's loss. Reads the fields `values` (of the critic before the update) and `returns`. Its
+    bounds are in units of the critic's deviation."""
+    return Loss(frozenset({"values", "value_deviation"}), partial(_value_loss, recipe))
 
 
 def supervised_loss() -> Loss:
@@ -55,7 +56,13 @@ def _policy_loss(
 ) -> tuple[Tensor, Diagnostics]:
     logprobs, entropy, fields = outputs["logprobs"], outputs["entropy"], batch.fields
     old = fields.get("old_logprobs", logprobs.detach())
-    ratio = importance_ratio(logprobs, old, _segments(batch, recipe.ratio_level))
+    ratio = importance_ratio(
+        logprobs,
+        old,
+        _segments(batch, recipe.ratio_level),
+        log_min=recipe.log_ratio_min,
+        log_max=recipe.log_ratio_max,
+    )
     is_chosen = fields["is_chosen"] if recipe.policy_loss in CHOOSING_LOSSES else torch.zeros_like(old)
     tokens = Tokens(logprobs, old, fields["advantages"], ratio, is_chosen)
     per_token, means = POLICY_LOSSES[recipe.policy_loss](recipe, tokens)
@@ -106,28 +113,41 @@ def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tenso
     assert "behavior_logprobs" in batch.fields, "a correction needs the sampler's log-probs"
     behavior = batch.fields["behavior_logprobs"]
     product = torch.ones_like(old)
-    is_bound = {mode: torch.zeros_like(batch.mask) for mode in ("truncate", "mask")}
+    sequences = segments(batch.mask, batch.row, "sequence")
+    is_truncated, kept = torch.zeros_like(batch.mask), batch.mask
     for correction in recipe.corrections:
         over = _segments(batch, correction.level)
-        weight = sampling_weight(old, behavior, over, level=correction.level)
+        if over is not None and correction.tokens == "kept":
+            over = over.within(kept)
+        weight = sampling_weight(old, behavior, over, level=correction.level, measure=correction.measure)
         factor, is_outside = correction_factor(
-            weight, mode=correction.mode, low=correction.low, high=correction.high
+            weight,
+            mode=correction.mode,
+            low=correction.low,
+            high=correction.high,
+            sequences=sequences,
         )
         product = product * factor
-        is_bound[correction.mode] |= is_outside
+        if correction.mode == "truncate":
+            is_truncated |= is_outside
+        else:
+            kept = kept & ~is_outside
     return product, {
         "correction_mean": product,
-        "correction_truncated_fraction": is_bound["truncate"].to(product.dtype),
-        "correction_masked_fraction": is_bound["mask"].to(product.dtype),
+        "correction_truncated_fraction": is_truncated.to(product.dtype),
+        "correction_masked_fraction": (~kept).to(product.dtype),
     }
 
 
 def _value_loss(recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:
     values, old, returns = outputs["values"], batch.fields["values"], batch.fields["returns"]
-    per_token = recipe.value_loss_coef * value_loss(values, old, returns, clip=recipe.value_clip)
+    deviation = outputs["value_deviation"]
+    per_token = recipe.value_loss_coef * value_loss(
+        values, old, returns, clip=recipe.value_clip, huber_delta=recipe.huber_delta, deviation=deviation
+    )
     means = {"value_mean": values.detach(), "return_mean": returns}
     if recipe.value_clip is not None:
-        means["clip_fraction"] = ((values.detach() - old).abs() > recipe.value_clip).float()
+        means["clip_fraction"] = ((values.detach() - old).abs() > recipe.value_clip * deviation).float()
     return _reduced(per_token, batch), _diagnostics("critic", batch.mask, means)
 
 

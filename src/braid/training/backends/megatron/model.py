@@ -11,7 +11,7 @@ transformers computes, so that every scaling of them that is fixed beforehand is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -334,7 +334,7 @@ class Decoder(GPTModel):
                     hidden, tensor_parallel_output_grad=False
                 )
             values = self.value_head(hidden.squeeze(1).index_select(0, here))
-            computed: dict[Output, Tensor | None] = {"values": values}
+            computed: Mapping[Output, Tensor | None] = self.value_head.outputs(values)
         else:
             computed = self._logprobs(hidden, here, batch.inputs["input_ids"].index_select(0, own), outputs)
         flat = {name: spread(computed[name], own, batch) for name in outputs}
