@@ -14,7 +14,7 @@ def value_loss(
     *,
     clip: float | None,
     huber_delta: float | None = None,
-    deviation: Float[Tensor, "T"] | float = 1.0,
+    deviation: Float[Tensor, "T"] | None = None,
 ) -> Float[Tensor, "T"]:
     """The larger of the losses of the value and of the value kept within `clip` of the old one.
 
@@ -23,24 +23,25 @@ def value_loss(
 
     `clip` and `huber_delta` are in units of `deviation`, the deviation of returns that a critic with normalized values
     predicts in: c = clip * deviation, d = huber_delta * deviation. So the loss is deviation^2 times the loss of normalized
-    values and returns, and a clip of 0.2 allows the same relative move whatever the scale of rewards. 1 for a critic that
-    does not normalize: then both are in units of reward.
+    values and returns, and a clip of 0.2 allows the same relative move whatever the scale of rewards. None, or 1, for a critic
+    that does not normalize: then both are in units of reward.
 
     A value that has moved further than the clip towards its return gets no gradient; one that has moved away keeps it. From
     the code of Schulman et al. 2017 (see Engstrom et al. 2020, arXiv 2005.12729); Huber 1964. RLinf: Huber, clipped. ROLL
     and SkyRL: squares, clipped. All three in units of reward; none normalizes values (SkyRL's normalize_reward divides by a
     deviation that stays at 1).
     """
-    bound = None if huber_delta is None else huber_delta * deviation
+    unit = torch.ones_like(values) if deviation is None else deviation
+    bound = None if huber_delta is None else huber_delta * unit
     loss = _distance(values - returns, bound)
     if clip is not None:
-        reach = clip * deviation
+        reach = clip * unit
         kept = old_values + (values - old_values).clamp(-reach, reach)
         loss = torch.maximum(loss, _distance(kept - returns, bound))
     return loss
 
 
-def _distance(error: Tensor, bound: Tensor | float | None) -> Tensor:
+def _distance(error: Tensor, bound: Tensor | None) -> Tensor:
     """h(e) of value_loss: q (|e| - q / 2) with q = min(|e|, d)."""
     if bound is None:
         return 0.5 * error.square()
