@@ -33,6 +33,13 @@ def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
             found = getattr(found, name)
     except _NotFound as problem:
         raise ConfigError([Problem(key, str(problem), "config")]) from problem.__cause__
+    if isinstance(found, type):
+        instance = found.__name__.lower()
+        message = (
+            f"{path!r} is a class, not a function; name a function, or an instance of it: write `{instance} = "
+            f"{found.__name__}()` beside it and give {path.removesuffix(found.__name__)}{instance}"
+        )
+        raise ConfigError([Problem(key, message, "config")])
     if not callable(found):
         raise ConfigError([Problem(key, f"{path!r} is a {type(found).__name__}, not a function", "config")])
     return found

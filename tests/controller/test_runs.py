@@ -117,6 +117,17 @@ def test_a_failing_reward_leaves_its_trajectories_out_and_the_run_goes_on(load_t
         assert line["status/finished"] + line["status/truncated"] == 24
 
 
+AFTER_ONE = """
+calls = []
+
+def broken(text):
+    calls.append(text)
+    if len(calls) == 1:  # the call on an example before the run
+        return 0.0
+    %s
+"""
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -132,7 +143,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
     part = "reward.parts=[{kind: function, path: 'rewards.py:broken'}]"
     loaded = load_tiny(
         part, "reward.timeout_s=0.2", "reward.retries=0", "eval.before=false", "rollout.prompts_per_round=2",
-        "rollout.group_size=2", rewards=f"def broken(text):\n    {body}\n",
+        "rollout.group_size=2", rewards=AFTER_ONE % body,
     )  # fmt: skip
     with pytest.raises(TrainingError, match=r"max_invalid_fraction") as caught:
         commands.train(loaded)
@@ -144,7 +155,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
 
 def test_a_round_without_any_valid_answer_ends_the_run_even_when_allowed(load_tiny: LoadTiny) -> None:
     part = "reward.parts=[{kind: function, path: 'rewards.py:broken'}]"
-    rewards = "def broken(text):\n    raise ValueError('broken')\n"
+    rewards = AFTER_ONE % "raise ValueError('broken')"
     loaded = load_tiny(part, "rollout.max_invalid_fraction=1.0", "eval.before=false", rewards=rewards)
     with pytest.raises(TrainingError, match=r"no trajectory to train on"):
         commands.train(loaded)

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import braid
-from braid.errors import BraidError, ConfigError, RunInterrupted, suggest
+from braid.errors import (
+    BraidError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RunInterrupted,
+    WorkerError,
+    suggest,
+)
 from braid.runtime.interrupts import stop_signals
 
 if TYPE_CHECKING:
@@ -37,7 +45,8 @@ verbs:
   train   CONFIG.yaml [key=value ...]   reinforcement learning, after supervised learning where `sft` is set
   sft     CONFIG.yaml [key=value ...]   supervised learning alone
   eval    CONFIG.yaml|RUN [key=value ...]   score a model, or a run's newest checkpoint, on data.eval
-  show    CONFIG.yaml [key=value ...]   every value with where it came from, and every number that follows
+  show    CONFIG.yaml [key=value ...]   every value with where it came from, and every number that follows; --check: also
+                                        data, rewards, models and packages, before a run needs them
   explain THEIRS.yaml [key=value ...]   what each key of an RLinf, ROLL or SkyRL config became; --key KEY: one key
   convert THEIRS.yaml [key=value ...]   such a config in braid's own language
   export  RUN [--output DIR]            a checkpoint as a Hugging Face folder
@@ -53,7 +62,8 @@ where to look:
   docs/dialects.md    other systems      RUN/samples/       what the model wrote
   examples/           configs to copy    braid VERB --help  options of a verb
 
-exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, 3 eval.target was not reached, 130 interrupted
+exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, or data or a model that it names,
+3 eval.target was not reached, 130 interrupted
 """
 
 
@@ -89,6 +99,11 @@ def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
             error if loaded is None else ConfigError([loaded.placed(problem) for problem in error.problems])
         )
         return _say(USAGE, str(placed), args)
+    except (DataError, ModelError) as error:
+        return _say(USAGE, str(error), args)
+    except WorkerError as error:
+        is_config = isinstance(error.raised, ConfigError | DataError | ModelError)
+        return _say(USAGE if is_config else FAILED, f"{type(error).__name__}: {error}", args)
     except BraidError as error:
         return _say(FAILED, f"{type(error).__name__}: {error}", args)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
@@ -147,6 +162,11 @@ def _show(args: argparse.Namespace) -> int:
     loaded = _read(args).loaded
     verb = args.verb or ("sft" if loaded.config.sft and not loaded.config.data.train else "train")
     plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
+    if args.check:
+        args.loaded = loaded
+        from braid.controller.preflight import check
+
+        plan = check(loaded, verb)
     if args.json:
         sys.stdout.write(show.as_json(loaded, plan))
     else:
@@ -297,6 +317,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         verbs, "show", _show, "What a config means: values, origins, derived numbers, memory, warnings."
     )
     show.add_argument("--all", action="store_true", help="show defaults too")
+    show.add_argument(
+        "--check",
+        action="store_true",
+        help="also read the data, call each reward on an example, and look for models and packages, as train does first",
+    )
     show.add_argument("--json", action="store_true", help="print JSON")
     show.add_argument("--for", dest="verb", choices=("train", "sft", "eval"), help="the verb to plan for")
     explain = _add_run_verb(

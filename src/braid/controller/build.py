@@ -16,7 +16,7 @@ from braid.report.reporter import Reporter
 from braid.runtime.memory_record import MemoryRecorder
 
 from .costs import held_bytes
-from .inputs import TextInputs, check_sources, read_inputs
+from .inputs import TextInputs, read_inputs
 from .parts import Parts
 from .roles import device_of
 
@@ -35,8 +35,6 @@ def build(
     cluster: Cluster | None = None,
 ) -> Parts:
     """All parts of a run, in the state that a fresh start has. A `cluster` that is open, and has no workers yet, is used."""
-    if inputs is not None and plan.verb == "train":
-        check_sources(loaded, inputs)
     if inputs is not None and plan.layout.mode != "in_process":
         from .on_workers import build_on_workers
 

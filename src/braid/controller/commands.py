@@ -34,7 +34,6 @@ from braid.errors import (
 from braid.models.base import copy_weights
 from braid.models.tokenizer import load_tokenizer
 from braid.plan import Verb, resolve
-from braid.plan.available import missing_packages
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Tracker
@@ -46,6 +45,7 @@ from braid.runtime.memory import keep_freed_memory, settled
 
 from . import build, imitation, on_policy, steps
 from .parts import Parts
+from .preflight import check_inputs
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -184,8 +184,7 @@ def _run_in_folder(
     inputs = build.read_inputs(loaded, verb)
     num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
     plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
-    if missing := [Problem(key, why, loaded.origin(key)) for key, why in missing_packages(config, plan)]:
-        raise ConfigError(missing)
+    check_inputs(loaded, plan, inputs)
     run_dir = RunDir.open(
         Path(config.run.output_dir),
         config.run.name,

@@ -69,7 +69,7 @@ def missing_sections(config: RunConfig) -> dict[str, str]:
 
 
 def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(key, message) of every package that a run needs and this installation has not. A config can be looked at without."""
+    """(key, message) of every package that a run needs and this installation lacks. A config can be looked at without."""
     for key, train in _train_sections(config, plan):
         package = _PACKAGES.get(train.backend)
         if package is not None and not _is_installed(package):
@@ -87,6 +87,23 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
             f"{engine} needs the package {engine}, which is not installed; run: pip install 'braid-rl[{engine}]'{on_cpu}, "
             f"give rollout.{engine}.servers, or set it to native",
         )
+    for key, package, extra, is_used in _EXTRAS:
+        if is_used(config) and not _is_installed(package):
+            yield key, f"needs the package {package}, which is not installed; run: pip install {extra}, or leave it out"
+
+
+_EXTRAS: tuple[tuple[str, str, str, Callable[[RunConfig], bool]], ...] = (
+    ("report.wandb", "wandb", "'braid-rl[wandb]'", lambda config: config.report.wandb is not None),
+    ("report.swanlab", "swanlab", "'braid-rl[swanlab]'", lambda config: config.report.swanlab is not None),
+    ("train.liger_kernels", "liger_kernel", "'braid-rl[liger]'", lambda config: config.train.liger_kernels),
+    (
+        "model.attention",
+        "flash_attn",
+        "flash-attn",
+        lambda config: config.model.attention == "flash_attention_2",
+    ),
+)
+"""(key, package, what to install, whether a run imports it)."""
 
 
 def _is_installed(package: str) -> bool:

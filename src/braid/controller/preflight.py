@@ -1,0 +1,197 @@
+"""What is found wrong with a config once its data is read and before anything is built: prompts without what the rewards compare
+with, rewards that cannot be called, models and packages that are not there. `braid show --check` runs this alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from transformers import PreTrainedTokenizerBase
+
+from braid.config.load import Loaded
+from braid.config.reward import (
+    ChoiceReward,
+    CodeReward,
+    ExactReward,
+    JudgeReward,
+    MathReward,
+    ModelReward,
+    ReasoningGymReward,
+    RewardConfig,
+    RewardPart,
+)
+from braid.config.schema import RunConfig
+from braid.errors import ConfigError, ModelError, Problem, RewardError
+from braid.models.folders import check_folder, expand
+from braid.plan import Plan, Verb, resolve
+from braid.plan.available import missing_packages
+from braid.rewards.base import Generate, Later, Part, Services, column_of, references_of
+from braid.rewards.classifier import ModelPart
+from braid.rewards.judge import fill_template, read_template
+from braid.rewards.parts import FunctionPart, Setting, build_part
+from braid.rewards.programs import read_tests
+from braid.rewards.scorer import as_score
+from braid.runtime.environment import environment
+from braid.types import Prompt, Trajectory, Turn
+
+from .inputs import TextInputs, check_sources, read_inputs
+
+_MAX_EXAMPLES = 4
+"""Prompts on which a reward function is tried until it returns a score."""
+
+
+def check(loaded: Loaded, verb: Verb) -> Plan:
+    """The plan of a run, with all that can be checked without building it. Raises ConfigError, DataError and ModelError."""
+    with environment(loaded.config.cluster.env):
+        inputs = read_inputs(loaded, verb)
+        plan = resolve(
+            loaded.config, _num_prompts(inputs, verb), verb=verb, origin_of=loaded.origin
+        )
+        check_inputs(loaded, plan, inputs)
+    return plan
+
+
+def _num_prompts(inputs: TextInputs | None, verb: Verb) -> int | None:
+    return len(inputs.train.prompts) if inputs is not None and verb == "train" else None
+
+
+def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
+    """Raise ConfigError with every problem of packages, model folders and rewards."""
+    config = loaded.config
+    problems = [Problem(key, why) for key, why in missing_packages(config, plan)]
+    problems += _missing_folders(config, plan)
+    if inputs is not None and plan.verb != "sft":
+        if plan.verb == "train":
+            check_sources(loaded, inputs)
+        prompts = (*inputs.train.prompts, *inputs.eval.prompts)
+        for i, part in enumerate(config.reward.parts):
+            covered = [p for p in prompts if not part.sources or p.source in part.sources]
+            if covered:
+                setting = _setting(config.reward, loaded, config.run.seed)
+                problems += _part_problems(part, i, covered, setting, inputs.tokenizer)
+    if problems:
+        raise ConfigError([loaded.placed(problem) for problem in problems])
+
+
+def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
+    """Models beside the policy's, whose folder the tokenizer has been read with."""
+    folders = {
+        "critic.path": config.critic.path if plan.needs_critic else None,
+        "reference.path": config.reference.path if plan.needs_reference else None,
+    }
+    if plan.verb != "sft":
+        parts = enumerate(config.reward.parts)
+        folders |= {f"reward.parts[{i}].path": part.path for i, part in parts if isinstance(part, ModelReward)}
+    for key, path in folders.items():
+        try:
+            if path is not None:
+                check_folder(expand(path), key, needs_weights=True)
+        except ModelError as error:
+            yield Problem(key, str(error))
+
+
+def _setting(config: RewardConfig, loaded: Loaded, seed: int) -> Setting:
+    generate: Generate = _no_policy
+    return Setting(config.timeout_s, config.concurrency, loaded.base_dir, seed, Services({}, generate))
+
+
+async def _no_policy(*_: object, **__: object) -> str:
+    raise AssertionError("no judge is asked before a run")
+
+
+def _part_problems(
+    part: RewardPart, number: int, prompts: Sequence[Prompt], setting: Setting, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Problem]:
+    key = f"reward.parts[{number}]"
+    if isinstance(part, ModelReward):
+        return
+    try:
+        built = build_part(part, number, setting)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    try:
+        yield from _unscorable(part, key, prompts, setting)
+        if isinstance(built, FunctionPart):
+            yield from _failed_call(built, f"{key}.path", prompts, setting.timeout_s, tokenizer)
+    finally:
+        built.close()
+
+
+def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: Setting) -> Iterator[Problem]:
+    """Prompts that lack what the part reads of them. One problem tells of all."""
+
+    def read(prompt: Prompt) -> None:
+        trajectory = Trajectory(prompt, 0)
+        match part:
+            case MathReward() | ExactReward() | ChoiceReward():
+                references_of(trajectory)
+            case CodeReward():
+                column_of(trajectory, part.tests_key, key=f"{key}.tests_key")
+            case ReasoningGymReward():
+                if "reasoning_gym" not in prompt.fields:
+                    raise RewardError(f"source {prompt.source!r} is not procedural; name others in {key}.sources")
+            case JudgeReward():
+                template = read_template(part.prompt, setting.base_dir, key=f"{key}.prompt")
+                fill_template(template, trajectory, key=f"{key}.prompt")
+            case _:
+                pass
+
+    failed = []
+    for prompt in prompts:
+        try:
+            read(prompt)
+        except RewardError as error:
+            failed.append((prompt, error))
+    if failed:
+        (first, why), count = failed[0], len(failed)
+        yield Problem(
+            key,
+            f"{part.kind} cannot score {count:,} of {len(prompts):,} prompts, the first of them {first.uid}: {why}",
+        )
+    elif isinstance(part, CodeReward):
+        try:
+            read_tests(prompts[0].fields[part.tests_key])
+        except ValueError as error:
+            yield Problem(f"{key}.tests_key", f"column {part.tests_key!r} of {prompts[0].uid}: {error}")
+
+
+def _failed_call(
+    part: FunctionPart, key: str, prompts: Sequence[Prompt], timeout_s: float, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Problem]:
+    """The function called on an example: a prompt, answered with its own reference. What raises there is tried on others, since a
+    function may refuse some; a service that is away or slow is up to the run."""
+    examples = prompts[:: max(1, len(prompts) // _MAX_EXAMPLES)][:_MAX_EXAMPLES]
+    first = ""
+    with ThreadPoolExecutor(1) as pool:  # with an event loop of its own, also where one is running already
+        for prompt in examples:
+            trajectory = _example(prompt, tokenizer)
+            try:
+                as_score(pool.submit(asyncio.run, _call(part(trajectory))).result())
+                return
+            except RewardError as error:
+                cause = error.__cause__
+                if isinstance(cause, ConnectionError | TimeoutError) or "reward.timeout_s" in str(error):
+                    return
+                first = first or f"called on {prompt.uid} with {trajectory.answer_text!r} as the answer: {error}"
+    tried = "" if len(examples) == 1 else f", and likewise on {len(examples) - 1} others"
+    yield Problem(
+        key, f"{first}{tried}; it must return a number (an exception makes the trajectory invalid)"
+    )
+
+
+async def _call(later: Later) -> object:
+    return await later()
+
+
+def _example(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+    """A trajectory of one turn whose answer is the reference, or empty where there is none."""
+    try:
+        text = references_of(Trajectory(prompt, 0))[0]
+    except RewardError:
+        text = ""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+    turn = Turn(list(prompt.token_ids), ids, [0.0] * len(ids), "stop", 0)
+    return Trajectory(prompt, 0, turns=[turn], text=text, answer_text=text)
