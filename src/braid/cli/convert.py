@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from braid.config.base import Section
-from braid.config.load import DEFAULT, Loaded, leaves, path_text, plain_data, yaml_text
+from braid.config.load import DEFAULT, Loaded, leaves, path_text, plain_data, with_references, yaml_text
 from braid.config.schema import RunConfig
 from braid.config.shape import shape_of
 from braid.config.source import KeyPath, child, place
@@ -41,7 +41,7 @@ def native_text(read: Read, folder: Path | None) -> str:
 def _said(loaded: Loaded) -> dict[str, Any]:
     """The config without the values that nobody set, and without foreign defaults that are braid's too."""
     tree: dict[str, Any] = {}
-    for path, value in leaves(plain_data(loaded.config)):
+    for path, value in leaves(with_references(plain_data(loaded.config), loaded.references)):
         origin = loaded.origins[path_text(path)]
         is_foreign = origin.endswith(WHOLE) or DEFAULT_OF in origin
         if origin == DEFAULT or (is_foreign and _is_default(path, value)):

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.config.explain import show_value
-from braid.config.load import DEFAULT, Loaded, leaves, path_text, plain_data
+from braid.config.load import DEFAULT, Loaded, leaves, path_text
 from braid.config.schema import RunConfig
+from braid.config.secrets import distinct, hidden
 from braid.config.source import OVERRIDE, KeyPath
 from braid.plan import Plan, idle_keys, merge_recipe
 
@@ -29,9 +30,9 @@ _VALUE_WIDTH, _ORIGIN_WIDTH = 28, 20
 def as_json(loaded: Loaded, plan: Plan) -> str:
     """Everything that `print_plan` shows, as JSON text."""
     data = {
-        "config": plain_data(loaded.config),
+        "config": loaded.to_show(),
         "origins": dict(loaded.origins),
-        "plan": plan.to_json(),
+        "plan": hidden(plan.to_json(), distinct(loaded.secrets)),
         "figures": [asdict(figure) for figure in figures(loaded.config, plan)],
     }
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -109,7 +110,7 @@ def short_origin(origin: str, room: int) -> str:
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
     """(key path, value, origin) of every leaf, a list of plain values being one."""
     entries = (
-        (path, value, loaded.origins[path_text(path)]) for path, value in leaves(plain_data(loaded.config))
+        (path, value, loaded.origins[path_text(path)]) for path, value in leaves(loaded.to_show())
     )
     for (path, is_item), group in groupby(entries, key=_line_of):
         found = list(group)

@@ -34,8 +34,9 @@ class ClusterConfig(Section):
     the policy, not named, on all devices (with the backend single on device 0). See placement.md."""
     group_names: dict[Role, str] = Field(default_factory=dict)
     """Names of the worker groups in messages and process titles; the role's own when absent."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of every worker, and of this process and those that score in it."""
+    env: dict[str, Annotated[str | None, BeforeValidator(_as_text)]] = Field(default_factory=dict)
+    """Environment variables of every worker, and of this process and those that score in it; null leaves one as it is. A run's
+    config.yaml has `${oc.env:NAME,null}` in place of each value."""
     start_timeout_s: PositiveFloat = 600.0
     """Limit for all workers to be up."""
     call_timeout_s: PositiveFloat = 3600.0

@@ -29,9 +29,19 @@ from braid.errors import ConfigError, Problem, suggest
 from .base import Section
 from .explain import explain, unlike_numbers
 from .resolvers import RESOLVERS, register_resolvers
+from .secrets import Reference, distinct, environment_values, hidden, plain_secrets, reference_for
 from .schema import RunConfig
 from .shape import Shape, shape_of
-from .source import KeyPath, Written, apply_override, parse_path, path_text, plain_scalar, read_file
+from .source import (
+    KeyPath,
+    Written,
+    apply_override,
+    child,
+    parse_path,
+    path_text,
+    plain_scalar,
+    read_file,
+)
 
 DEFAULT = "default"
 """Origin of values that the user did not write."""
@@ -46,6 +56,7 @@ class Loaded:
     `origins` has every leaf of the config: key path -> "file.yaml:12", "override" or "default". `base_dir` is what
     relative paths of data files and functions start from. `path` is the file, None when there was none. `kept` are texts that a
     run's folder keeps beside the config, by file name: of a config in another language, its source and what became of it.
+    `references` and `secrets` are those of what was written (source.Written).
     """
 
     config: RunConfig
@@ -53,6 +64,18 @@ class Loaded:
     base_dir: Path
     path: Path | None = None
     kept: Mapping[str, str] = field(default_factory=dict, repr=False)
+    references: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def to_show(self) -> dict[str, Any]:
+        """The config as plain data that may be written down: references stand in place of what came from environment variables,
+        and of what `cluster.env` sets."""
+        data = with_references(plain_data(self.config), self.references)
+        env = data["cluster"]["env"]
+        for name, value in env.items():
+            if value is not None and not isinstance(value, Reference):
+                env[name] = Reference(f"${{oc.env:{name},null}}")
+        return data
 
     def origin(self, key: str) -> str:
         """Where `key` was written; for a part of the config, the first of its values that the user wrote; for a key that
@@ -72,7 +95,8 @@ class Loaded:
     def placed(self, problem: Problem) -> Problem:
         """The problem with the place where its key was written, if it was; for parts that know keys but no places."""
         origin = self.origin(problem.key)
-        return problem if origin == DEFAULT else replace(problem, origin=origin)
+        message = hidden(problem.message, distinct(self.secrets))
+        return replace(problem, message=message, origin=problem.origin if origin == DEFAULT else origin)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
@@ -95,18 +119,34 @@ def validate(written: Written, file: Path | None) -> Loaded:
     """
     tree = written.tree
     config = _validate(tree, written)
+    if config is not None:
+        written.problems += [
+            Problem(key, message, _origin_of(written.origins, parse_path(key)))
+            for key, message in plain_secrets(config, written.references)
+        ]
     if written.problems or config is None:
-        raise ConfigError(sorted(written.problems, key=_line))
+        problems = [
+            replace(problem, message=hidden(problem.message, distinct(written.secrets)))
+            for problem in sorted(written.problems, key=_line)
+        ]
+        raise ConfigError(problems)
     folder = Path.cwd() if file is None else file.resolve().parent
     given = {path_text(path): _origin_of(written.origins, path) for path, _ in leaves(tree)}
     names = [path_text(path) for path, _ in leaves(plain_data(config))]
     origins = {name: given.get(name, DEFAULT) for name in names}
-    return Loaded(config, origins, folder / (config.run.base_dir or ""), file)
+    return Loaded(
+        config,
+        origins,
+        folder / (config.run.base_dir or ""),
+        file,
+        references=written.references,
+        secrets=written.secrets,
+    )
 
 
 def to_yaml(loaded: Loaded) -> str:
     """The whole config with all defaults as YAML text that loads as the same config, wherever it is put."""
-    data = plain_data(loaded.config)
+    data = loaded.to_show()
     data["run"]["base_dir"] = str(loaded.base_dir)
     return yaml_text(data)
 
@@ -125,6 +165,17 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_data(v) for v in value]
     return value
+
+
+def with_references(data: Any, references: Mapping[str, Any], path: str = "") -> Any:
+    """Plain data with what stands in place of the values at some key paths."""
+    if path in references:
+        return references[path]
+    if isinstance(data, dict):
+        return {key: with_references(item, references, child(path, key)) for key, item in data.items()}
+    if isinstance(data, list):
+        return [with_references(item, references, child(path, i)) for i, item in enumerate(data)]
+    return data
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -163,6 +214,8 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
         return written.tree
     register_resolvers()
     tree = written.tree
+    secrets = environment_values(text for _, text in pending)
+    written.secrets |= secrets
     problems = {}
     for path, text in pending:
         try:
@@ -178,7 +231,14 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
         if path in problems:
             continue
         try:
-            tree = _replaced(tree, path, _resolve(context, path))
+            value = _resolve(context, path)
+            tree = _replaced(tree, path, value)
+            if (kept := reference_for(text, value, secrets)) != value or isinstance(kept, Reference):
+                written.references |= {
+                    path_text((*path, *below)): item
+                    for below, item in leaves(kept)
+                    if isinstance(item, Reference)
+                }
         except (OmegaConfBaseException, RecursionError) as error:
             problems[path] = _interpolation_message(error, text, context)
     written.problems += [
@@ -277,6 +337,8 @@ def _escape(value: Any) -> Any:
         return {k: _escape(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_escape(v) for v in value]
+    if isinstance(value, Reference):
+        return str(value)
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

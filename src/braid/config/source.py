@@ -30,11 +30,14 @@ KeyPath = tuple[str | int, ...]
 @dataclass(slots=True)
 class Written:
     """What the user wrote. `tree` is plain data; `origins` tells for each key path where it was written
-    ("file.yaml:12" or "override"); `problems` are the mistakes found while reading."""
+    ("file.yaml:12" or "override"); `problems` are the mistakes found while reading. `references` has what is written in place of
+    values that came from environment variables, by key path; `secrets` these values themselves, with their references."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    references: dict[str, Any] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 def child(path: str, key: str | int) -> str:

@@ -20,6 +20,7 @@ from braid.checkpoint.store import CheckpointStore
 from braid.config.changes import changes
 from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.schema import RunConfig
+from braid.config.secrets import distinct, hidden
 from braid.errors import (
     CheckpointError,
     ConfigError,
@@ -201,9 +202,9 @@ def _run_in_folder(
             _refuse_checkpoints_of_others(store)
         else:
             _compare(loaded, store, run_dir)
-        run_dir.describe(to_yaml(loaded), plan.to_json(), loaded.kept)
+        run_dir.describe(to_yaml(loaded), hidden(plan.to_json(), distinct(loaded.secrets)), loaded.kept)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
-        sinks = build_sinks(run_dir, **_sink_settings(config, run_dir.path.name))
+        sinks = build_sinks(run_dir, **_sink_settings(loaded, run_dir.path.name))
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
         if inputs is not None:
             reporter.decode = inputs.decode
@@ -219,9 +220,8 @@ def _run_in_folder(
     return Outcome(run_dir.path, missed is None)
 
 
-def _sink_settings(config: RunConfig, name: str) -> dict[str, Any]:
-    report = config.report
-    shown = config.model_dump(mode="json")
+def _sink_settings(loaded: Loaded, name: str) -> dict[str, Any]:
+    report, shown = loaded.config.report, loaded.to_show()
     trackers = {"wandb": report.wandb, "swanlab": report.swanlab}
     return {
         "folder": None if report.dir is None else Path(report.dir),

@@ -10,6 +10,7 @@ from typing import Literal
 
 from braid.config.load import Loaded, interpolate, load_config, validate
 from braid.config.schema import RunConfig
+from braid.config.secrets import distinct, hidden
 from braid.config.source import OVERRIDE, Written, read_file
 from braid.errors import ConfigError, Problem
 from braid.plan import derive, idle_keys
@@ -72,7 +73,9 @@ def read_config(
         allowed=allowed,
     )
     if translation.written.problems:
-        raise Refused(translation.written.problems, language, translation.ledger)
+        secrets = distinct(translation.written.secrets)
+        problems = [replace(p, message=hidden(p.message, secrets)) for p in translation.written.problems]
+        raise Refused(problems, language, translation.ledger)
     try:
         loaded = validate(translation.written, path)
     except ConfigError as error:

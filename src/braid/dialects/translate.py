@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from braid.config.explain import show_value
-from braid.config.source import Written, child, parse_path, place
+from braid.config.load import leaves as config_leaves
+from braid.config.secrets import Reference, distinct, hidden
+from braid.config.source import Written, child, parse_path, path_text, place
 from braid.errors import Problem, suggest
 
 from .table import (
@@ -57,13 +59,17 @@ def translate(
     out. Problems, those of `foreign` among them, are in the result's `written.problems`.
     """
     leaves = list(_leaves(foreign.tree, dialect))
-    native = Written(problems=list(foreign.problems))
+    native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
     values = _by_name(leaves, dialect, foreign, native.problems)
     native.problems += _refused(leaves, dialect, foreign)
     if native.problems:
         return Translation(native, _ledger_of_refused(leaves, values, foreign, dialect, native.problems))
     below = foreign.tree.get(NATIVE)
     own = dict(_plain_leaves(below)) if isinstance(below, dict) else {}
+    prefix = f"{NATIVE}."
+    native.references |= {
+        path.removeprefix(prefix): kept for path, kept in foreign.references.items() if path.startswith(prefix)
+    }
     source = Source(dialect, values, backend, engine, own)
     writer = _Writer(native, dialect)
     ledger = []
@@ -79,8 +85,8 @@ def translate(
             native.problems.append(
                 Problem(path, f"{message}; to run without it: --allow-unsupported {path}", entry.origin)
             )
-        ledger.append(entry)
         writer.put(entry.native, f"{entry.origin} {path}")
+        ledger.append(_without_secrets(entry, foreign, native))
     for path, became in _defaults(source, native.problems):
         writer.fill(became.native, f"{dialect.title}{DEFAULT_OF}{path}")
     writer.fill(dialect.base(source), f"{dialect.title}{WHOLE}")
@@ -94,6 +100,30 @@ def translate(
     if not native.problems:
         native.problems.extend(placed)
     return Translation(native, tuple(ledger))
+
+
+def _without_secrets(entry: Entry, foreign: Written, native: Written) -> Entry:
+    """The row with references in place of what came from environment variables, or is one; those of native values are noted."""
+    secrets: dict[str, str] = {}
+    if any(overlap(entry.path, path) for path in foreign.references):
+        secrets |= foreign.secrets
+    for path, value in entry.native.items():
+        if path.startswith("cluster.env.") and isinstance(value, str):
+            secrets[value] = f"${{oc.env:{path.removeprefix('cluster.env.')},null}}"
+        elif path == "cluster.env" and isinstance(value, dict):
+            secrets |= {text: f"${{oc.env:{name},null}}" for name, text in value.items() if text}
+    if not secrets:
+        return entry
+    kept = {path: hidden(value, secrets) for path, value in entry.native.items()}
+    native.references |= {
+        path_text((*parse_path(path), *below)): item
+        for path, value in kept.items()
+        for below, item in config_leaves(value)
+        if isinstance(item, Reference)
+    }
+    return replace(
+        entry, value=hidden(entry.value, secrets), native=kept, note=hidden(entry.note, distinct(secrets))
+    )
 
 
 def _ledger_of_refused(
@@ -113,11 +143,12 @@ def _ledger_of_refused(
         origin = _origin(foreign, path)
         if path not in why:
             try:
-                ledger.append(_entry(path, value, source, origin))
+                ledger.append(_without_secrets(_entry(path, value, source, origin), foreign, Written()))
                 continue
             except ValueError as error:
                 why[path] = str(error)
-        ledger.append(Entry(path, value, "refused", {}, why[path], origin))
+        row = Entry(path, value, "refused", {}, why[path], origin)
+        ledger.append(_without_secrets(row, foreign, Written()))
     return tuple(ledger)
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, pieces: Iterable[str | bytes]) -> None:
+def write_atomically(path: Path, pieces: Iterable[str | bytes], *, is_private: bool = False) -> None:
     """Replace the file at `path` by `pieces` of text (UTF-8) or bytes, one after the other. On an OSError, which is passed on,
-    the old file stays."""
+    the old file stays. A private file is readable by its owner alone."""
     beside = path.with_name(f".{path.name}.new")
     try:
-        with beside.open("wb") as file:
+        mode = 0o600 if is_private else 0o666
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: PTH123  # for opener
             for piece in pieces:
                 file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()

@@ -171,7 +171,7 @@ class RunDir:
 
     def _write(self, path: Path, text: str) -> None:
         try:
-            write_atomically(path, [text])
+            write_atomically(path, [text], is_private=path != self.metrics)
         except OSError as error:
             raise ReportError(f"cannot write {path}: {error.strerror}; the file is as it was") from error
 

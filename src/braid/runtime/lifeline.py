@@ -392,7 +392,7 @@ def _written() -> logging.Handler:
 
 def _write_to(log: Path) -> None:
     """Have standard output and error of this process, and of those that it starts, go to the file."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

@@ -43,6 +43,7 @@ class Child:
             environment = {**environment, FOLDER: str(folder)}
         guard = [] if pass_fds else [sys.executable, "-m", "braid.rollout.engines.guard"]
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch(mode=0o600)  # what an engine says may hold what it was given
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [*guard, *command],

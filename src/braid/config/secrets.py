@@ -1,0 +1,75 @@
+"""Values that must not be written down: those of environment variables, which stay `${oc.env:NAME}` in everything that is kept."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from .reward import JudgeReward
+from .schema import RunConfig
+
+_ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
+_NAMED = re.compile(r"(.*[_-])?(api[_-]?key|secret|password|authorization|(access|auth)[_-]?token)", re.IGNORECASE)
+_MIN_LENGTH = 4
+"""Characters of a secret that is recognised in texts that do not name its variable."""
+
+
+class Reference(str):
+    """An interpolation that stands for a value, and is written as it is."""
+
+    __slots__ = ()
+
+
+def environment_values(texts: Iterable[str]) -> dict[str, str]:
+    """Value -> reference of each environment variable that the texts of a config name and that is set."""
+    names = dict.fromkeys(name for text in texts for name in _ENV.findall(text))
+    return {value: f"${{oc.env:{name}}}" for name in names if (value := os.environ.get(name))}
+
+
+def reference_for(text: str, value: Any, secrets: Mapping[str, str]) -> Any:
+    """What is written in place of `value`, which the interpolation `text` came to; `value` itself where no secret is in it."""
+    if "oc.env" not in text:
+        return hidden(value, distinct(secrets))
+    kept = hidden(value, secrets)
+    is_plain = not isinstance(value, dict | list)
+    return Reference(text) if is_plain and (not _ENV.sub("", text).count("${") or kept == value) else kept
+
+
+def distinct(secrets: Mapping[str, str]) -> dict[str, str]:
+    """The secrets that are told by themselves in any text."""
+    return {secret: reference for secret, reference in secrets.items() if len(secret) >= _MIN_LENGTH}
+
+
+def hidden(value: Any, secrets: Mapping[str, str]) -> Any:
+    """A value with references in place of the secrets in its texts."""
+    if isinstance(value, dict):
+        return {key: hidden(item, secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [hidden(item, secrets) for item in value]
+    if not isinstance(value, str) or isinstance(value, Reference):
+        return value
+    text = value
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, secrets[secret])
+    return value if text == value else Reference(text)
+
+
+def plain_secrets(config: RunConfig, references: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, message) of what a judge is sent that holds a secret by its name, and stands in the config itself."""
+    for i, part in enumerate(config.reward.parts):
+        if not isinstance(part, JudgeReward):
+            continue
+        key = f"reward.parts[{i}]"
+        sent = {f"{key}.body.{name}": name for name, value in part.body.items() if isinstance(value, str)}
+        query = [name for name, _ in parse_qsl(part.url.partition("?")[2])]
+        sent |= {f"{key}.url": name for name in query if _NAMED.fullmatch(name)}
+        for path, name in sent.items():
+            if _NAMED.fullmatch(name) and path not in references:
+                yield (
+                    path,
+                    f"{name} holds a secret, which would be written to the run's folder; put it into an environment variable, "
+                    "and write ${oc.env:NAME} in its place",
+                )
