@@ -248,8 +248,7 @@ def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
     args.loaded, args.language, loaded = read.loaded, read.language, read.loaded
     if verb == "train" and loaded.config.run.eval_only:
         verb = "eval"
-    given = {name: value for name, value in loaded.config.cluster.env.items() if value is not None}
-    os.environ.update(given)  # before torch is imported, which reads some
+    os.environ.update(loaded.config.cluster.variables)  # before torch is imported, which reads some
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
     return loaded

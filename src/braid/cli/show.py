@@ -109,9 +109,7 @@ def short_origin(origin: str, room: int) -> str:
 
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
     """(key path, value, origin) of every leaf, a list of plain values being one."""
-    entries = (
-        (path, value, loaded.origins[path_text(path)]) for path, value in leaves(loaded.to_show())
-    )
+    entries = ((path, value, loaded.origins[path_text(path)]) for path, value in leaves(loaded.to_show()))
     for (path, is_item), group in groupby(entries, key=_line_of):
         found = list(group)
         values = [_value(value) for _, value, _ in found]

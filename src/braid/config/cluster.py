@@ -42,6 +42,11 @@ class ClusterConfig(Section):
     call_timeout_s: PositiveFloat = 3600.0
     """Limit for one call of a role."""
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that are to be set."""
+        return {name: value for name, value in self.env.items() if value is not None}
+
 
 class InferenceConfig(Section):
     """The workers that compute log-probs before the update, where `cluster.placement` gives them devices of their own."""

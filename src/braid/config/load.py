@@ -29,8 +29,8 @@ from braid.errors import ConfigError, Problem, suggest
 from .base import Section
 from .explain import explain, unlike_numbers
 from .resolvers import RESOLVERS, register_resolvers
-from .secrets import Reference, distinct, environment_values, hidden, plain_secrets, reference_for
 from .schema import RunConfig
+from .secrets import Reference, distinct, environment_values, hidden, plain_secrets, reference_for
 from .shape import Shape, shape_of
 from .source import (
     KeyPath,

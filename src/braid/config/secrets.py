@@ -12,7 +12,9 @@ from .reward import JudgeReward
 from .schema import RunConfig
 
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
-_NAMED = re.compile(r"(.*[_-])?(api[_-]?key|secret|password|authorization|(access|auth)[_-]?token)", re.IGNORECASE)
+_NAMED = re.compile(
+    r"(.*[_-])?(api[_-]?key|secret|password|authorization|(access|auth)[_-]?token)", re.IGNORECASE
+)
 _MIN_LENGTH = 4
 """Characters of a secret that is recognised in texts that do not name its variable."""
 

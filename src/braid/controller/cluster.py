@@ -54,7 +54,7 @@ def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
         return
     if missing := [Problem(key, why, loaded.origin(key)) for key, why in missing_packages(config, plan)]:
         raise ConfigError(missing)
-    with environment(config.cluster.env):
+    with environment(config.cluster.variables):
         cluster = Cluster.open(config, plan.layout)
         try:
             yield cluster

@@ -170,7 +170,7 @@ def _run(
     disable_progress_bar()
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
-    with environment(config.cluster.env), stop_signals() as stop:
+    with environment(config.cluster.variables), stop_signals() as stop:
         return _run_in_folder(loaded, verb, loop, cluster, stop)
 
 

@@ -27,8 +27,7 @@ from braid.errors import ConfigError, ModelError, Problem, RewardError
 from braid.models.folders import check_folder, expand
 from braid.plan import Plan, Verb, resolve
 from braid.plan.available import missing_packages
-from braid.rewards.base import Generate, Later, Part, Services, column_of, references_of
-from braid.rewards.classifier import ModelPart
+from braid.rewards.base import Generate, Later, Services, column_of, references_of
 from braid.rewards.judge import fill_template, read_template
 from braid.rewards.parts import FunctionPart, Setting, build_part
 from braid.rewards.programs import read_tests
@@ -44,11 +43,9 @@ _MAX_EXAMPLES = 4
 
 def check(loaded: Loaded, verb: Verb) -> Plan:
     """The plan of a run, with all that can be checked without building it. Raises ConfigError, DataError and ModelError."""
-    with environment(loaded.config.cluster.env):
+    with environment(loaded.config.cluster.variables):
         inputs = read_inputs(loaded, verb)
-        plan = resolve(
-            loaded.config, _num_prompts(inputs, verb), verb=verb, origin_of=loaded.origin
-        )
+        plan = resolve(loaded.config, _num_prompts(inputs, verb), verb=verb, origin_of=loaded.origin)
         check_inputs(loaded, plan, inputs)
     return plan
 
@@ -83,7 +80,9 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
     }
     if plan.verb != "sft":
         parts = enumerate(config.reward.parts)
-        folders |= {f"reward.parts[{i}].path": part.path for i, part in parts if isinstance(part, ModelReward)}
+        folders |= {
+            f"reward.parts[{i}].path": part.path for i, part in parts if isinstance(part, ModelReward)
+        }
     for key, path in folders.items():
         try:
             if path is not None:
@@ -102,7 +101,11 @@ async def _no_policy(*_: object, **__: object) -> str:
 
 
 def _part_problems(
-    part: RewardPart, number: int, prompts: Sequence[Prompt], setting: Setting, tokenizer: PreTrainedTokenizerBase
+    part: RewardPart,
+    number: int,
+    prompts: Sequence[Prompt],
+    setting: Setting,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Problem]:
     key = f"reward.parts[{number}]"
     if isinstance(part, ModelReward):
@@ -115,7 +118,7 @@ def _part_problems(
     try:
         yield from _unscorable(part, key, prompts, setting)
         if isinstance(built, FunctionPart):
-            yield from _failed_call(built, f"{key}.path", prompts, setting.timeout_s, tokenizer)
+            yield from _failed_call(built, f"{key}.path", prompts, tokenizer)
     finally:
         built.close()
 
@@ -132,7 +135,9 @@ def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: 
                 column_of(trajectory, part.tests_key, key=f"{key}.tests_key")
             case ReasoningGymReward():
                 if "reasoning_gym" not in prompt.fields:
-                    raise RewardError(f"source {prompt.source!r} is not procedural; name others in {key}.sources")
+                    raise RewardError(
+                        f"source {prompt.source!r} is not procedural; name others in {key}.sources"
+                    )
             case JudgeReward():
                 template = read_template(part.prompt, setting.base_dir, key=f"{key}.prompt")
                 fill_template(template, trajectory, key=f"{key}.prompt")
@@ -159,7 +164,10 @@ def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: 
 
 
 def _failed_call(
-    part: FunctionPart, key: str, prompts: Sequence[Prompt], timeout_s: float, tokenizer: PreTrainedTokenizerBase
+    part: FunctionPart,
+    key: str,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Problem]:
     """The function called on an example: a prompt, answered with its own reference. What raises there is tried on others, since a
     function may refuse some; a service that is away or slow is up to the run."""
@@ -175,11 +183,11 @@ def _failed_call(
                 cause = error.__cause__
                 if isinstance(cause, ConnectionError | TimeoutError) or "reward.timeout_s" in str(error):
                     return
-                first = first or f"called on {prompt.uid} with {trajectory.answer_text!r} as the answer: {error}"
+                first = (
+                    first or f"called on {prompt.uid} with {trajectory.answer_text!r} as the answer: {error}"
+                )
     tried = "" if len(examples) == 1 else f", and likewise on {len(examples) - 1} others"
-    yield Problem(
-        key, f"{first}{tried}; it must return a number (an exception makes the trajectory invalid)"
-    )
+    yield Problem(key, f"{first}{tried}; it must return a number (an exception makes the trajectory invalid)")
 
 
 async def _call(later: Later) -> object:

@@ -68,7 +68,9 @@ def translate(
     own = dict(_plain_leaves(below)) if isinstance(below, dict) else {}
     prefix = f"{NATIVE}."
     native.references |= {
-        path.removeprefix(prefix): kept for path, kept in foreign.references.items() if path.startswith(prefix)
+        path.removeprefix(prefix): kept
+        for path, kept in foreign.references.items()
+        if path.startswith(prefix)
     }
     source = Source(dialect, values, backend, engine, own)
     writer = _Writer(native, dialect)

@@ -89,7 +89,10 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         )
     for key, package, extra, is_used in _EXTRAS:
         if is_used(config) and not _is_installed(package):
-            yield key, f"needs the package {package}, which is not installed; run: pip install {extra}, or leave it out"
+            yield (
+                key,
+                f"needs the package {package}, which is not installed; run: pip install {extra}, or leave it out",
+            )
 
 
 _EXTRAS: tuple[tuple[str, str, str, Callable[[RunConfig], bool]], ...] = (

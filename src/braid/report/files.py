@@ -18,7 +18,7 @@ def write_atomically(path: Path, pieces: Iterable[str | bytes], *, is_private: b
     beside = path.with_name(f".{path.name}.new")
     try:
         mode = 0o600 if is_private else 0o666
-        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: PTH123  # for opener
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             for piece in pieces:
                 file.write(piece.encode() if isinstance(piece, str) else piece)
             file.flush()

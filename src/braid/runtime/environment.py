@@ -8,14 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set `variables` for this process and those that it starts, except those that are None, and restore them in the end.
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` for this process and those that it starts, and restore them in the end.
 
     What a library reads when it is imported, such as OMP_NUM_THREADS, has to be set before.
     """
-    given = {name: value for name, value in variables.items() if value is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

@@ -175,9 +175,10 @@ class RayGroup:
         self._asked = ["nothing"] * self.size
         self._lines = _lines()
         self._hosts: list[Any] = []
+        given = config.variables
         try:
             for seat in self._seats or [None] * self.size:
-                where, env = machines.spot(seat, config.env) if machines and seat else ("DEFAULT", config.env)
+                where, env = machines.spot(seat, given) if machines and seat else ("DEFAULT", given)
                 self._hosts.append(host.options(scheduling_strategy=where).remote({**_THREADS, **env}))
             for h in self._hosts:
                 h.read.remote(reads)  # a module that cannot be read is told when it is missed
