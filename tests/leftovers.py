@@ -18,8 +18,9 @@ from tempfile import gettempdir
 import psutil
 import pytest
 
-LIMIT_S = 60.0
-"""For processes to come up or end; far above what they need, since other tests run beside."""
+LIMIT_S = 300.0
+"""For anything that a test waits for. Only a failure reaches it; a loaded machine can take a hundred times as
+long as an idle one."""
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from tests.leftovers import LIMIT_S
 
 from braid.cli.main import guarded, main
 from braid.config.json_schema import schema_text
@@ -220,7 +221,7 @@ def test_sigterm_counts_as_ctrl_c() -> None:
         "from braid.cli.main import guarded\n"
         "def wait():\n"
         "    print('waiting', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(1000)\n"
         "sys.exit(guarded(wait, argparse.Namespace(debug=False)))\n"
     )
     with subprocess.Popen(
@@ -229,7 +230,7 @@ def test_sigterm_counts_as_ctrl_c() -> None:
         assert run.stdout is not None
         assert run.stdout.readline() == "waiting\n"
         run.send_signal(signal.SIGTERM)
-        _, err = run.communicate(timeout=30)
+        _, err = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 130
     assert err == "braid: interrupted before the run began; nothing was written\n"
 

@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 import torch
+from tests.leftovers import LIMIT_S
 
 from braid.config.model import ModelConfig
 from braid.config.rollout import VllmConfig
@@ -47,7 +48,7 @@ MODEL = ModelConfig.model_validate(
     }
 )
 MAX_TOKENS = 128
-SENDING = SendOptions(transport="shared_memory", bucket_bytes=2**14, timeout_s=60.0)
+SENDING = SendOptions(transport="shared_memory", bucket_bytes=2**14, timeout_s=LIMIT_S)
 
 
 @contextmanager
@@ -81,8 +82,8 @@ def vllm(lm: CausalLM, folder: Path, **options: Any) -> Iterator[VllmEngine]:
         folder=Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_")),
         environment=environment(config),
         sending=SENDING,
-        start_timeout_s=100.0,
-        timeout_s=60.0,
+        start_timeout_s=LIMIT_S,
+        timeout_s=LIMIT_S,
     )
     with closing(engine):
         yield engine
@@ -115,12 +116,12 @@ def vllm_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(url, server, log)
-        engine = VllmServer(url, max_tokens=MAX_TOKENS, sending=SENDING, timeout_s=60.0)
+        engine = VllmServer(url, max_tokens=MAX_TOKENS, sending=SENDING, timeout_s=LIMIT_S)
         with closing(engine):
             yield engine
     finally:
         os.killpg(server.pid, signal.SIGKILL)
-        server.wait(10)
+        server.wait(LIMIT_S)
 
 
 @contextmanager
@@ -128,8 +129,8 @@ def sglang_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
     server_lm = load_policy(MODEL, temperature=1.0, seed=7, device=torch.device("cpu"))
     decode: Any = load_tokenizer(MODEL).decode
     with SglangLike(server_lm, decode) as server:
-        sending = SendOptions(transport="files", bucket_bytes=2**14, timeout_s=60.0, folder=str(folder))
-        engine = SglangServer(server.url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=60.0)
+        sending = SendOptions(transport="files", bucket_bytes=2**14, timeout_s=LIMIT_S, folder=str(folder))
+        engine = SglangServer(server.url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=LIMIT_S)
         with closing(engine):
             yield engine
 
@@ -148,7 +149,6 @@ def engine_params() -> list[Any]:
     has_vllm = find_spec("vllm") is not None
     slow = [
         pytest.mark.slow,
-        pytest.mark.timeout(240),
         pytest.mark.skipif(not has_vllm, reason="vLLM is not installed: make vllm"),
     ]
     return [
@@ -173,7 +173,7 @@ def free_port() -> int:
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 150.0
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
             if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:

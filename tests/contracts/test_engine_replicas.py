@@ -18,7 +18,6 @@ from .test_engine import generate, prompt, scale, trainer_greedy
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.xdist_group("vllm")
 @WITH_VLLM
 def test_every_replica_has_the_trainers_tokens_after_each_publication_in_tensor_parallel_too(

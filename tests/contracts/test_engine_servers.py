@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.leftovers import LIMIT_S
 
 from braid.config.rollout import SglangConfig
 from braid.controller.engines import EngineLink
@@ -55,9 +56,9 @@ def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @contextmanager
 def connected(
-    url: str, folder: Path, timeout_s: float = 30.0, protocol: Protocol = "sglang"
+    url: str, folder: Path, timeout_s: float = LIMIT_S, protocol: Protocol = "sglang"
 ) -> Iterator[ServerEngine]:
-    sending = SendOptions(transport="files", bucket_bytes=2**20, timeout_s=30.0, folder=str(folder))
+    sending = SendOptions(transport="files", bucket_bytes=2**20, timeout_s=LIMIT_S, folder=str(folder))
     engine = ENGINES[protocol](url, max_tokens=MAX_TOKENS, sending=sending, timeout_s=timeout_s)
     with closing(engine):
         yield engine
@@ -65,7 +66,7 @@ def connected(
 
 @contextmanager
 def unruly(
-    protocol: Protocol, folder: Path, timeout_s: float = 10.0
+    protocol: Protocol, folder: Path, timeout_s: float = LIMIT_S
 ) -> Iterator[tuple[UnrulyServer, ServerEngine]]:
     """A server that answers, and an engine that has given it weights."""
     with UnrulyServer(protocol) as server, connected(server.url, folder, timeout_s, protocol) as engine:
@@ -88,7 +89,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, protocol: Protocol)
     url = f"http://127.0.0.1:{free_port()}"
     with (
         pytest.raises(EngineError, match=f"{url} failed on GET .* \\(4 tries\\)"),
-        connected(url, tmp_path, 5.0, protocol),
+        connected(url, tmp_path, LIMIT_S, protocol),
     ):
         pass
 
@@ -121,7 +122,7 @@ def test_a_request_outlives_what_may_pass(tmp_path: Path, protocol: Protocol, fa
         (["garbage"] * 4, r"\(4 tries\): answered what is no JSON"),
         (["cut"] * 4, r"\(4 tries\): RemoteProtocolError"),
         (["400"], r"failed on POST /\S+: answered 400"),
-        (["hang"], r"failed on POST /\S+: did not answer in time \(limit 1 s\)"),
+        (["hang"], r"failed on POST /\S+: did not answer in time \(limit 3 s\)"),
         (["drip"], r"failed on POST /\S+: did not answer in time"),
         (["503", "hang"], r"\(2 tries\): did not answer in time .*; before: answered 503"),
     ],
@@ -129,7 +130,7 @@ def test_a_request_outlives_what_may_pass(tmp_path: Path, protocol: Protocol, fa
 def test_a_server_that_goes_on_failing_is_an_error_that_says_what_it_did(
     tmp_path: Path, protocol: Protocol, faults: list[str], told: str
 ) -> None:
-    limit_s = 1.0 if "hang" in faults or "drip" in faults else 30.0
+    limit_s = 3.0 if "hang" in faults or "drip" in faults else LIMIT_S
     with unruly(protocol, tmp_path, limit_s) as (server, engine):
         server.faults = list(faults)
         (error,) = ask(engine, REQUEST)
@@ -191,7 +192,7 @@ def test_a_server_that_comes_back_within_the_tries_answers(
 def test_a_publication_that_a_server_does_not_answer_ends_in_time_and_leaves_no_version(
     tmp_path: Path, protocol: Protocol
 ) -> None:
-    with unruly(protocol, tmp_path, timeout_s=1.0) as (server, engine):
+    with unruly(protocol, tmp_path, timeout_s=3.0) as (server, engine):
         server.greeting = "hang"
         with pytest.raises(EngineError, match="did not answer in time"):
             engine.load_weights(2, [("w", torch.ones(2))])
@@ -293,7 +294,7 @@ def start_sglang(lm: CausalLM, folder: Path, **options: Any) -> SglangEngine:
         seed=0,
     )
     sending = SendOptions(
-        transport="files", bucket_bytes=2**20, timeout_s=30.0, folder=str(folder / "weights")
+        transport="files", bucket_bytes=2**20, timeout_s=LIMIT_S, folder=str(folder / "weights")
     )
     return SglangEngine(
         arguments,
@@ -301,8 +302,8 @@ def start_sglang(lm: CausalLM, folder: Path, **options: Any) -> SglangEngine:
         log=folder / "engine.log",
         max_tokens=MAX_TOKENS,
         sending=sending,
-        start_timeout_s=60.0,
-        timeout_s=30.0,
+        start_timeout_s=LIMIT_S,
+        timeout_s=LIMIT_S,
     )
 
 
@@ -325,7 +326,7 @@ def test_a_server_of_the_run_is_started_told_apart_when_it_dies_and_ended(
         (error,) = ask(engine, REQUEST)
         assert "SGLang engine 0 ended (killed by SIGKILL)" in str(error)
         assert "fired up" in str(error), "its log ends the message"
-    assert not psutil.wait_procs(list(started), timeout=5)[1]
+    assert not psutil.wait_procs(list(started), timeout=LIMIT_S)[1]
 
 
 def test_a_server_that_does_not_come_up_is_an_error_with_the_end_of_its_log(
@@ -351,4 +352,4 @@ def test_a_process_with_a_guard_ends_with_the_one_that_started_it(tmp_path: Path
         started = psutil.Process(parent.pid).children(recursive=True)
         assert len(started) == 2
         parent.kill()
-    assert not psutil.wait_procs(started, timeout=5)[1]
+    assert not psutil.wait_procs(started, timeout=LIMIT_S)[1]

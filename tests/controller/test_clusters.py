@@ -18,6 +18,7 @@ import ray  # noqa: TID251
 import yaml
 from ray._raylet import GcsClient  # noqa: TID251  # pyright: ignore[reportAttributeAccessIssue]
 from ray.cluster_utils import Cluster  # noqa: TID251
+from tests.leftovers import LIMIT_S
 
 import braid
 from braid.config.cluster import ClusterConfig
@@ -28,11 +29,9 @@ from braid.plan.layout import Worker
 from braid.runtime.ray import Machines, RayGroup, connect, disconnect
 from braid.runtime.workers import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 _SIZE: dict[str, Any] = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 * 2**20}
-_LIMIT_S = 60.0
-"""For processes to come up or end; far above what they need, since other tests run beside."""
 
 Settings = dict[str, Any]
 
@@ -173,7 +172,7 @@ def test_ctrl_c_takes_the_workers_of_a_run_from_the_cluster_and_nothing_else(
             _await((tmp_path / "run/checkpoints/step_2").exists, "the run never saved")
             assert len(_workers()) == 3, "policy, rollout and rows are processes of the cluster"
             os.killpg(driver.pid, signal.SIGINT)
-            _, said = driver.communicate(timeout=_LIMIT_S)
+            _, said = driver.communicate(timeout=LIMIT_S)
             assert driver.returncode == 130, said
         finally:
             driver.kill()
@@ -239,7 +238,7 @@ def _assert_as_before(cluster: Cluster) -> None:
 
 
 def _await(is_so: Callable[[], bool], message: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
     while not is_so():
         assert time.monotonic() < deadline, message
         time.sleep(0.05)

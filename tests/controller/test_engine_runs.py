@@ -17,7 +17,6 @@ REPOSITORY = HERE.parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "engine",
     [

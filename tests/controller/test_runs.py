@@ -129,21 +129,21 @@ def broken(text):
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("body", "reason", "timeout_s"),
     [
-        ("raise ValueError('broken')", "ValueError: broken"),
-        ("return float('nan')", "nan"),
-        ("return 'good'", "good"),
-        ("import time; time.sleep(60)", "0.2"),
+        ("raise ValueError('broken')", "ValueError: broken", 300),
+        ("return float('nan')", "nan", 300),
+        ("return 'good'", "good", 300),
+        ("import time; time.sleep(60)", "0.2", 0.2),
     ],
 )
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
-    load_tiny: LoadTiny, body: str, reason: str
+    load_tiny: LoadTiny, body: str, reason: str, timeout_s: float
 ) -> None:
     part = "reward.parts=[{kind: function, path: 'rewards.py:broken'}]"
     loaded = load_tiny(
-        part, "reward.timeout_s=0.2", "reward.retries=0", "eval.before=false", "rollout.prompts_per_round=2",
-        "rollout.group_size=2", rewards=AFTER_ONE % body,
+        part, f"reward.timeout_s={timeout_s}", "reward.retries=0", "eval.before=false",
+        "rollout.prompts_per_round=2", "rollout.group_size=2", rewards=AFTER_ONE % body,
     )  # fmt: skip
     with pytest.raises(TrainingError, match=r"max_invalid_fraction") as caught:
         commands.train(loaded)

@@ -16,7 +16,7 @@ from braid.dialects.load import read_config
 
 from .conftest import IN_ONE_PROCESS, SEEDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 LETTERS = "abcdefgh"
 DIGITS = "0123"

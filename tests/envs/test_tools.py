@@ -63,7 +63,7 @@ def test_a_tool_that_hangs_is_a_failure_of_the_environment() -> None:
 
 
 def test_a_tool_that_raises_is_a_failure_of_the_environment() -> None:
-    env = ToolConversation({"bad": _raising}, max_turns=3, timeout_s=1.0)
+    env = ToolConversation({"bad": _raising}, max_turns=3, timeout_s=60.0)
     with pytest.raises(EnvError, match="tool 'bad' raised KeyError: 'x' on 'x'"):
         asyncio.run(env.reply("<bad>x</bad>"))
 

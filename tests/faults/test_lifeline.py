@@ -16,11 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.leftovers import LIMIT_S
 
 from braid.runtime.lifeline import Lifelines, Member, Ticket
 from braid.runtime.oom import KillCount
 
-_LIMIT_S = 30.0
 """For processes to start or end; far above what they need, since other tests run beside."""
 
 WORKER = """
@@ -29,7 +29,7 @@ from braid.runtime.lifeline import Lifeline, give_up
 
 lifeline = Lifeline(pickle.loads(bytes.fromhex(sys.argv[1])))
 exec(sys.argv[2])
-time.sleep(100)
+time.sleep(1000)
 """
 
 
@@ -64,7 +64,7 @@ def _start(workers: list[subprocess.Popen[bytes]], ticket: Ticket, code: str) ->
 
 
 def _await(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = time.monotonic() + LIMIT_S
     while not is_so():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -75,7 +75,7 @@ def test_a_worker_that_is_killed_is_lost_and_memory_is_blamed_only_where_the_ker
 ) -> None:
     team = Team()
     _start(workers, lines.ticket(Member(team, 1), None), "os.kill(os.getpid(), signal.SIGKILL)")
-    loss = lines.first_loss(_LIMIT_S)
+    loss = lines.first_loss(LIMIT_S)
     assert loss is not None
     assert (str(loss.member), loss.said, loss.is_oom) == ("policy worker 1 of 2", None, False)
     lines.forget(team)
@@ -84,7 +84,7 @@ def test_a_worker_that_is_killed_is_lost_and_memory_is_blamed_only_where_the_ker
     counter = tmp_path / "memory.events"
     code = f"open({str(counter)!r}, 'w').write('oom_kill 4'); os.kill(os.getpid(), signal.SIGKILL)"
     _start(workers, lines.ticket(Member(team, 0), None), code)
-    loss = lines.first_loss(_LIMIT_S)
+    loss = lines.first_loss(LIMIT_S)
     assert loss is not None
     assert loss.is_oom
 
@@ -93,7 +93,7 @@ def test_a_worker_that_gives_up_is_lost_with_its_reason_while_its_process_lives(
     lines: Lifelines, workers: list[subprocess.Popen[bytes]]
 ) -> None:
     process = _start(workers, lines.ticket(Member(Team(), 0), None), "give_up('no engine')")
-    loss = lines.first_loss(_LIMIT_S)
+    loss = lines.first_loss(LIMIT_S)
     assert loss is not None
     assert (loss.said, process.poll()) == ("no engine", None)
 
@@ -155,7 +155,7 @@ subprocess.run([sys.executable, "-c", WORKER, pickle.dumps(ticket).hex(), start]
         assert {process.pid for process in started} >= {int(up.read_text())}
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
-        _, left = psutil.wait_procs(started, _LIMIT_S)
+        _, left = psutil.wait_procs(started, LIMIT_S)
         assert not left
     finally:
         driver.kill()
@@ -165,7 +165,7 @@ subprocess.run([sys.executable, "-c", WORKER, pickle.dumps(ticket).hex(), start]
 def test_who_does_not_know_the_word_is_not_heard(lines: Lifelines) -> None:
     ticket = lines.ticket(Member(Team(), 0), None)
     for said in (b'{"word": "guess"}\n{"failed": "ha"}\n', b"no json\n", b'{"failed": "ha"}\n'):
-        with socket.create_connection((ticket.host, ticket.port), _LIMIT_S) as connection:
+        with socket.create_connection((ticket.host, ticket.port), LIMIT_S) as connection:
             connection.sendall(said)
             while connection.recv(16):
                 pass

@@ -32,7 +32,7 @@ from braid.controller import commands
 from braid.errors import WorkerError
 from braid.report.reporter import Reporter
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 _ROUNDS = 3
 _SOAK = os.environ.get("BRAID_SOAK") == "1"
@@ -138,7 +138,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(commands.export(folder / "run", output=folder / "export") / "model.safetensors")
 
 
-@pytest.mark.timeout(3000 if _SOAK else 600)
+@pytest.mark.timeout(3000 if _SOAK else 900)
 def test_a_run_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_run_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
 
 
 @WITH_VLLM
-@pytest.mark.timeout(3000 if _SOAK else 600)
+@pytest.mark.timeout(3000 if _SOAK else 900)
 def test_an_engine_that_is_killed_while_it_rests_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_process(
     # A session of its own, as in a terminal: Ctrl-C there reaches every process of the group.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as driver:
         try:
-            deadline = time.monotonic() + 2 * LIMIT_S
+            deadline = time.monotonic() + LIMIT_S
             while not (tmp_path / "run/checkpoints/step_1").exists():
                 assert driver.poll() is None, driver.communicate()[1]
                 assert time.monotonic() < deadline, "the run never saved"

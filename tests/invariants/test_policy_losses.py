@@ -29,8 +29,8 @@ from braid.training.step_fields import write_step_fields
 from braid.types import CorrectionLevel, CorrectionMode, PolicyLoss, RatioLevel, Row
 
 TOLERANCE = rounding(105)
-"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients are sums over the 105
-positions of all rows, in an order that changes."""
+"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients
+are sums over the 105 positions of all rows, in an order that changes."""
 
 CPU = torch.device("cpu")
 BASE = replace(

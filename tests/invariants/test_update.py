@@ -35,8 +35,8 @@ from braid.types import ActionSpace, Aggregation, Row
 VOCAB, CONSTANT, TEMPERATURE = 64, 40.0, 0.8
 LENGTHS = (9, 23, 4, 17, 2, 31, 12, 12, 6, 20)
 TOLERANCE = rounding(sum(LENGTHS))
-"""Of each tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients are sums over the
-positions of all rows, in an order that changes."""
+"""Of each tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients
+are sums over the positions of all rows, in an order that changes."""
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 

@@ -28,7 +28,6 @@ def work_or_guess(row: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.xdist_group("ray")
 @WITH_VLLM
 def test_the_quickstart_learns_with_two_fsdp2_ranks_and_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:

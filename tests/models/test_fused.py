@@ -29,7 +29,7 @@ def test_every_rms_norm_of_every_architecture_is_replaced_and_nothing_changes(
     for net in (plain, model):
         net.train()
         net(input_ids=ids).logits.square().mean().backward()
-    # The longest sums are over 96 tokens of the vocabulary, 48 elements of the feed-forward layers and 40 positions; 3 layers.
+    # 3 layers, whose longest sums are over 96 tokens of the vocabulary, 48 features and 40 positions.
     tolerance = rounding(3 * (96 + 48 + 40))
     with torch.no_grad():
         assert_near(model(input_ids=ids).logits, plain(input_ids=ids).logits, tolerance)

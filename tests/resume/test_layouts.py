@@ -33,7 +33,7 @@ from braid.training.shards import read_whole
 from braid.training.worker import _WRAPS
 from braid.types import Row
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from tests.leftovers import LIMIT_S
 
 from braid.rewards.isolated import HEADER
 from braid.types import Trajectory
@@ -62,7 +63,7 @@ def test_an_answer_that_keeps_sympy_busy_is_invalid_and_holds_up_no_other(
     answered: Answered, score: Score, text: str
 ) -> None:
     busy, *others = [answered(text, answer="5"), *(answered("5", answer="5") for _ in range(8))]
-    score([busy, *others], {"kind": "math"}, timeout_s=1.0, retries=0)
+    score([busy, *others], {"kind": "math"}, timeout_s=5.0, retries=0)
     assert busy.reward is None
     assert busy.reason.startswith("reward math: ")
     assert [t.reward for t in others] == [1.0] * 8
@@ -74,7 +75,7 @@ def test_a_scoring_process_ends_itself_when_nobody_is_left_to_kill_it() -> None:
     with ours, theirs, subprocess.Popen(command, stdin=theirs.fileno()) as process:
         request = pickle.dumps((0.2, ("9^9^9^9", "5")))
         ours.sendall(HEADER.pack(len(request)) + request)
-        assert process.wait(timeout=60) == -signal.SIGALRM
+        assert process.wait(timeout=LIMIT_S) == -signal.SIGALRM
 
 
 @pytest.mark.parametrize(

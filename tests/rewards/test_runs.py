@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.leftovers import LIMIT_S
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from braid.config.load import Loaded, load_config
@@ -184,9 +185,9 @@ def test_ctrl_c_ends_a_run_that_waits_for_its_judge(load: Load, tmp_path: Path) 
             command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         ) as process:  # fmt: skip
-            assert arrived.wait(60)
+            assert arrived.wait(LIMIT_S)
             process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=30)  # the judge would have let it wait for 1000 s
+            output, _ = process.communicate(timeout=LIMIT_S)  # the judge would have let it wait for 1000 s
     assert process.returncode == 130, output
     assert "interrupted; the run is in" in output
     assert "Traceback" not in output

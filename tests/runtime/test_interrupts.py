@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.leftovers import LIMIT_S
 
 from braid.runtime.interrupts import interrupts_held
 
@@ -48,9 +49,9 @@ def test_an_interrupt_while_ray_starts_leaves_nothing_of_it(after_s: float) -> N
     assert child.stdout.readline() == "starting\n"
     time.sleep(after_s)
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=60)
+    child.communicate(timeout=LIMIT_S)
     assert child.returncode in (130, 0), "0 when Ray was there already"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left

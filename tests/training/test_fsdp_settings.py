@@ -88,6 +88,5 @@ def _check(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_key_is_in_what_torch_has_wrapped(tmp_path: Path) -> None:
     mp.spawn(_check, (tmp_path,), 2)

@@ -41,7 +41,7 @@ def ranks() -> Iterator[RayGroup]:
 @pytest.fixture(scope="module")
 def receiver(ranks: RayGroup) -> Iterator[Receiver]:
     ticket = ranks.call("open_sender", ["engine"], SendOptions("shared_memory", 2**14, 60.0))[0]
-    receiver = open_receiver(Ticket(**ticket), engine="engine", timeout_s=60.0)
+    receiver = open_receiver(Ticket(**ticket), engine="engine", timeout_s=300.0)
     yield receiver
     receiver.close()
 
@@ -65,7 +65,7 @@ def _published(ranks: RayGroup, receiver: Receiver, config: RunConfig, *, merged
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(ranks.call, "send_weights", "policy", 0, merged)
         taken = {name: tensor.clone() for name, tensor in receiver.receive(0)}
-        sent.result(timeout=60)
+        sent.result(timeout=300)
     ranks.call("drop", "policy")
     return taken
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from tests.leftovers import LIMIT_S
 from torch import Tensor
 
 from braid.errors import EngineError
@@ -57,7 +58,7 @@ def _options(transport: str, folder: Path | None = None, **other: Any) -> SendOp
     options = SendOptions(
         transport=transport,  # pyright: ignore[reportArgumentType]
         bucket_bytes=BUCKET_BYTES,
-        timeout_s=20.0,
+        timeout_s=LIMIT_S,
         folder=None if folder is None else str(folder),
     )
     return replace(options, **other)
@@ -85,7 +86,7 @@ def _start(
 
     def run() -> list[dict[str, Tensor]]:
         receiver = open_receiver(
-            Ticket(**json.loads(json.dumps(ticket.as_dict()))), engine=engine, timeout_s=20.0
+            Ticket(**json.loads(json.dumps(ticket.as_dict()))), engine=engine, timeout_s=LIMIT_S
         )
         try:
             return [take(receiver, version) for version in versions]
@@ -122,7 +123,7 @@ def make_sender() -> Iterator[Callable[..., Sender]]:
 def make_receiver() -> Iterator[Callable[..., Receiver]]:
     made: list[Receiver] = []
 
-    def make(ticket: Ticket, engine: str = "a", timeout_s: float = 20.0) -> Receiver:
+    def make(ticket: Ticket, engine: str = "a", timeout_s: float = LIMIT_S) -> Receiver:
         made.append(open_receiver(ticket, engine=engine, timeout_s=timeout_s))
         return made[-1]
 
@@ -143,7 +144,7 @@ def test_every_engine_gets_the_weights_of_each_version(transport: str, make_send
     ]
     receipts = [sender.send(version, _weights(version).items()) for version in range(3)]
     for engine in engines:
-        for version, taken in enumerate(engine.result(timeout=30)):
+        for version, taken in enumerate(engine.result(timeout=LIMIT_S)):
             _assert_equal(taken, _weights(version))
     assert len({receipt.fingerprint for receipt in receipts}) == 3
     assert receipts[0].num_bytes == sum(t.nbytes for t in _weights(0).values())
@@ -176,7 +177,7 @@ def test_weights_travel_in_the_type_that_is_asked_for(make_sender: MakeSender) -
     sender = make_sender(("a",), _options("shared_memory", dtype=torch.bfloat16))
     engine = _start(sender.ticket, "a", range(1))
     sender.send(0, _weights(0).items())
-    (taken,) = engine.result(timeout=30)
+    (taken,) = engine.result(timeout=LIMIT_S)
     for name, tensor in _weights(0).items():
         _assert_equal(
             {name: taken[name]}, {name: tensor.bfloat16() if tensor.is_floating_point() else tensor}
@@ -197,7 +198,9 @@ def test_weights_are_converted_to_what_they_are_written_into(make_sender: MakeSe
 
     engine = _start(sender.ticket, "a", range(1), take)
     sender.send(0, weights.items())
-    _assert_equal(engine.result(timeout=30)[0], {name: tensor.double() for name, tensor in weights.items()})
+    _assert_equal(
+        engine.result(timeout=LIMIT_S)[0], {name: tensor.double() for name, tensor in weights.items()}
+    )
 
 
 def test_tensors_that_an_engine_keeps_stay_as_they_are(make_sender: MakeSender) -> None:
@@ -205,7 +208,7 @@ def test_tensors_that_an_engine_keeps_stay_as_they_are(make_sender: MakeSender) 
     engine = _start(sender.ticket, "a", range(4), lambda receiver, version: dict(receiver.receive(version)))
     for version in range(4):
         sender.send(version, _weights(version).items())
-    for version, taken in enumerate(engine.result(timeout=30)):
+    for version, taken in enumerate(engine.result(timeout=LIMIT_S)):
         _assert_equal(taken, _weights(version))
 
 
@@ -260,7 +263,7 @@ def test_damage_on_the_way_is_noticed_and_the_next_version_arrives(
         ):
             take(receiver, 1)
         with pytest.raises(EngineError, match=r"engine a failed.*bucket") as error:
-            sent.result(timeout=30)
+            sent.result(timeout=LIMIT_S)
         assert "version 1 was not published" in str(error.value)
         pool.submit(sender.send, 2, _weights(2).items())
         _assert_equal(take(receiver, 2), _weights(2))
@@ -320,7 +323,7 @@ def test_a_version_that_was_not_waited_for_is_refused(make_sender: MakeSender) -
     ):
         sender.send(6, _weights(6).items())
     with pytest.raises(EngineError, match="one of them has missed a round"):
-        engine.result(timeout=30)
+        engine.result(timeout=LIMIT_S)
 
 
 def test_other_models_on_the_two_sides_are_named(
@@ -347,8 +350,8 @@ def test_other_models_on_the_two_sides_are_named(
 def test_waiting_ends_at_the_deadline_and_names_who_did_not_come(
     make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
-    sender = make_sender(("a", "b"), _options("shared_memory", timeout_s=0.3))
-    receiver = make_receiver(sender.ticket, "a", 0.2)
+    sender = make_sender(("a", "b"), _options("shared_memory", timeout_s=2.0))
+    receiver = make_receiver(sender.ticket, "a", 2.0)
     with pytest.raises(EngineError, match="did not answer in time while asked for version 0"):
         list(receiver.receive(0))
     with pytest.raises(EngineError, match="engine b did not come for version 0"):
@@ -356,12 +359,12 @@ def test_waiting_ends_at_the_deadline_and_names_who_did_not_come(
 
 
 def test_an_engine_that_stops_reading_is_named_at_the_deadline(make_sender: MakeSender) -> None:
-    sender = make_sender(("a",), _options("shared_memory", timeout_s=1.0))
+    sender = make_sender(("a",), _options("shared_memory", timeout_s=5.0))
     go_on = threading.Event()
 
     def take(receiver: Receiver, version: int) -> dict[str, Tensor]:
         for _ in receiver.receive(version):
-            go_on.wait(20.0)
+            go_on.wait(LIMIT_S)
         return {}
 
     engine = _start(sender.ticket, "a", range(1), take)
@@ -371,7 +374,7 @@ def test_an_engine_that_stops_reading_is_named_at_the_deadline(make_sender: Make
     finally:
         go_on.set()
     with pytest.raises(EngineError, match="the trainer"):
-        engine.result(timeout=30)
+        engine.result(timeout=LIMIT_S)
 
 
 def test_weights_are_read_to_their_end_when_publishing_fails(make_sender: MakeSender) -> None:
@@ -391,27 +394,27 @@ def test_a_second_engine_of_a_name_takes_its_place_or_is_refused(
     existing: Literal["replace", "refuse"], make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
     sender = make_sender(("a",), _options("shared_memory", existing=existing))
-    first, second = (make_receiver(sender.ticket, "a", 10.0) for _ in range(2))
+    first, second = (make_receiver(sender.ticket, "a", LIMIT_S) for _ in range(2))
     with ThreadPoolExecutor(2) as pool:
         sent = pool.submit(sender.send, 0, _weights(0).items())
         refused, served = (second, first) if existing == "refuse" else (first, second)
         taken = pool.submit(_take, served, 0)
         with pytest.raises(EngineError, match=r"already connected|has taken its place"):
             _take(refused, 0)
-        _assert_equal(taken.result(timeout=30), _weights(0))
-        assert isinstance(sent.result(timeout=30), Receipt)
+        _assert_equal(taken.result(timeout=LIMIT_S), _weights(0))
+        assert isinstance(sent.result(timeout=LIMIT_S), Receipt)
 
 
 def test_strangers_are_not_let_in(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:
     sender = make_sender(("a",), _options("shared_memory"))
     ticket = sender.ticket
-    stranger = make_receiver(replace(ticket, secret="guess"), "a", 10.0)
-    other = make_receiver(ticket, "z", 10.0)
+    stranger = make_receiver(replace(ticket, secret="guess"), "a", LIMIT_S)
+    other = make_receiver(ticket, "z", LIMIT_S)
     with socket.create_connection((ticket.host, ticket.port)) as noise:
         noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
         engine = _start(ticket, "a", range(1))
         sender.send(0, _weights(0).items())
-    _assert_equal(engine.result(timeout=30)[0], _weights(0))
+    _assert_equal(engine.result(timeout=LIMIT_S)[0], _weights(0))
     with pytest.raises(EngineError, match="is gone"):
         list(stranger.receive(0))
     with pytest.raises(EngineError, match=r"engine z is none of those that this sender serves \(a\)"):
@@ -454,7 +457,7 @@ def test_an_engine_killed_in_the_midst_is_named_and_leaves_no_memory(
     before = set(SHM.glob("braid-weights-*"))
     sender = make_sender(("a",), _options(transport))
     code = """
-        receiver = open_receiver(Ticket(**json.loads(sys.argv[1])), engine="a", timeout_s=60.0)
+        receiver = open_receiver(Ticket(**json.loads(sys.argv[1])), engine="a", timeout_s=300.0)
         for version in range(2):
             for _ in receiver.receive(version):
                 pass
@@ -514,7 +517,7 @@ def test_memory_of_dead_owners_is_cleared(make_sender: MakeSender) -> None:
         sender = make_sender(("a",), _options("shared_memory"))
         engine = _start(sender.ticket, "a", range(1))
         sender.send(0, _weights(0).items())
-        engine.result(timeout=30)
+        engine.result(timeout=LIMIT_S)
         assert not dead.exists()
         assert live.exists()
     live.unlink()

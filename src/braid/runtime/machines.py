@@ -17,12 +17,15 @@ import signal
 import socket
 import struct
 import sys
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray  # noqa: TID251
 from ray import _raylet  # noqa: TID251  # pyright: ignore[reportAttributeAccessIssue]
+from ray._private.node import Node  # noqa: TID251
 from ray._private.services import canonicalize_bootstrap_address  # noqa: TID251
 from ray.exceptions import RayError  # noqa: TID251
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: TID251
@@ -34,6 +37,7 @@ from braid.errors import ConfigError, Problem, WorkerError
 from .interrupts import interrupts_held
 from .workers import Seat
 
+logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 """Time for a cluster to accept a connection and answer. Ray itself tries for minutes."""
 _SETTINGS = b"\x04"
@@ -41,6 +45,14 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 """The preface of HTTP/2, which Ray speaks: a line and a SETTINGS frame; the server answers with one too (RFC
 9113, 3.4)."""
 _OBJECT_BYTES = 512 * 2**20
+_START_ATTEMPTS = 5
+_START_LIMITS = {
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+"""Ray's own limits for its processes to come up; 30 to 60 s by default, which a loaded machine exceeds."""
 _SIOCGIFADDR = 0x8915
 """Linux: the address of a network interface (netdevice(7))."""
 
@@ -48,7 +60,8 @@ _SIOCGIFADDR = 0x8915
 def connect(config: ClusterConfig, *, num_processes: int) -> bool:
     """Join the cluster of `cluster.address` (else of RAY_ADDRESS), or start one here for so many worker
     processes. Does nothing when connected. Returns whether this call connected. Raises ConfigError where no
-    cluster answers, or one that cannot be joined."""
+    cluster answers, or one that cannot be joined, WorkerError where Ray does not start within
+    `cluster.start_timeout_s`."""
     if ray.is_initialized():
         return False
     # Ray would otherwise report usage over the network, give workers way to whatever else runs (niceness 15;
@@ -57,13 +70,15 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for name, limit in _START_LIMITS.items():
+        os.environ.setdefault(name, limit)
     if config.num_nodes > 1 and not is_joined(config):
         raise _problem("cluster.num_nodes", f"{config.num_nodes} machines are wanted, and {_ALONE}")
     with interrupts_held() as caught:  # half of Ray's start leaves processes behind, or crashes
         if is_joined(config):
             _join(_asked(config))
         else:
-            _start(num_processes)
+            _start(num_processes, config.start_timeout_s, caught)
     if caught:
         leave()
         signal.raise_signal(caught[0])
@@ -91,28 +106,62 @@ def _forget_secret() -> None:
         loader.instance().reset_cache()
 
 
-def _start(num_processes: int) -> None:
+def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
+    """Start a cluster on this machine. A start that fails is repeated until one succeeds, `timeout_s` has
+    passed, or a signal was `caught`."""
     if not {_SECRET, f"{_SECRET}_PATH"} & os.environ.keys():
         # Otherwise Ray keeps one in the home folder, which may be missing or not writable.
         _secrets.append(secrets.token_hex(32))
         os.environ[_SECRET] = _secrets[0]
         _forget_secret()
-    try:
-        ray.init(
-            address=_HERE,
-            num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_BYTES,
-        )
-    except OSError as error:
-        leave()
-        raise _problem(
-            "cluster",
-            f"Ray cannot start here ({error}). Its files go to RAY_TMPDIR ({os.environ.get('RAY_TMPDIR', 'unset')}), else to "
-            "/tmp: name a folder there that can be written to, has room and a short path",
-        ) from error
+    begin = time.monotonic()
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        try:
+            _init(num_processes)
+            return
+        except Exception as error:  # Ray raises Exception itself when one of its processes is late
+            _end_processes(error)
+            why = " ".join(str(error).split())
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                leave()
+                folder = os.environ.get("RAY_TMPDIR", "unset")
+                raise _problem(
+                    "cluster",
+                    f"Ray cannot start here ({why}). Its files go to RAY_TMPDIR ({folder}), else to /tmp: "
+                    "name a folder there that can be written to, has room and a short path",
+                ) from error
+            if caught:
+                return  # the caller raises the signal again
+            spent = time.monotonic() - begin
+            if attempt == _START_ATTEMPTS or spent >= timeout_s:
+                leave()
+                raise WorkerError(
+                    f"Ray did not start on this machine in {attempt} attempts over {spent:.0f} s ({why})",
+                    "the machine may be overloaded or short of memory; end other work on it, or raise "
+                    f"cluster.start_timeout_s ({timeout_s:g}) if Ray only needs longer. Ray's logs are in "
+                    "RAY_TMPDIR, else in /tmp/ray",
+                ) from error
+            logger.warning("Ray did not start (%s); trying again", why)
+
+
+def _init(num_processes: int) -> None:
+    ray.init(
+        address=_HERE,
+        num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=_OBJECT_BYTES,
+    )
+
+
+def _end_processes(error: Exception) -> None:
+    """End the processes of a start that failed. `ray.shutdown` ends those of a node that was up; a node that
+    failed earlier is found only in the frames of the error."""
+    ray.shutdown()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(node := frame.f_locals.get("self"), Node):
+            node.kill_all_processes(check_alive=False, wait=True)
 
 
 def is_joined(config: ClusterConfig) -> bool:
