@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.data.sampler import PromptSampler
+from braid.data.sampler import MixedSampler, PromptSampler
 from braid.errors import DataError
 
 TAKES = st.lists(st.integers(1, 12), min_size=1, max_size=8)
@@ -55,3 +55,32 @@ def test_no_prompts_or_other_data_than_before_are_refused() -> None:
     state = PromptSampler(5, seed=0, shuffle=True).state()
     with pytest.raises(DataError, match="saved with 5 training prompts, the data now has 6"):
         PromptSampler(6, seed=0, shuffle=True).load(state)
+
+
+GROUPS = [(range(10), 0.5), (range(10, 13), 0.3), (range(13, 20), 0.2), (range(20, 25), 0.0)]
+
+
+@given(takes=TAKES)
+def test_shares_hold_at_every_place_whatever_the_sizes_and_the_cut(takes: list[int]) -> None:
+    sampler = MixedSampler(GROUPS, seed=0, shuffle=True)
+    drawn = [i for k in takes for i in sampler.take(k)]
+    for indices, share in GROUPS:
+        assert abs(sum(i in indices for i in drawn) - share * len(drawn)) <= 1.5  # each group is due in turn
+    assert drawn == MixedSampler(GROUPS, seed=0, shuffle=True).take(sum(takes))
+
+
+@given(before=TAKES, after=TAKES)
+def test_a_mix_goes_on_where_it_was_and_refuses_other_groups(before: list[int], after: list[int]) -> None:
+    unbroken, resumed = (MixedSampler(GROUPS, seed=1, shuffle=True) for _ in range(2))
+    for k in before:
+        unbroken.take(k)
+    resumed.load(unbroken.state())
+    assert [unbroken.take(k) for k in after] == [resumed.take(k) for k in after]
+    with pytest.raises(DataError, match=r"saved with 3 shares in data\.mix, which has 2 now"):
+        MixedSampler([(range(20), 0.5), (range(20, 25), 0.5)], seed=1, shuffle=True).load(unbroken.state())
+
+
+def test_small_groups_start_over_and_have_each_row_once_before() -> None:
+    drawn = MixedSampler([(range(3), 1.0), (range(3, 100), 1.0)], seed=0, shuffle=True).take(12)
+    small = [i for i in drawn if i < 3]
+    assert sorted(small[:3]) == sorted(small[3:6]) == [0, 1, 2]

@@ -152,6 +152,34 @@ def test_roll_s_rlvr_file_learns(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     check(learned("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch))
 
 
+def test_roll_s_domains_have_their_shares_of_every_round(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"instruction": k, "ground_truth": "2", "tag": "few" if k == "a" else "many"} for k in LETTERS]
+    _write_lines(home / "domains.json", rows, whole=True)
+    worker = "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"
+    overrides = [
+        f"output_dir={home}/domains",
+        f"pretrain={home}/model",
+        f"actor_train.data_args.file_name={home}/domains.json",
+        "+actor_train.data_args.domain_interleave_probs={math_rule: 0.75, general: 0.25}",
+        f"+rewards={{math_rule: {{worker_cls: {worker}, tag_included: [few, absent]}}, "
+        f"general: {{worker_cls: {worker}, tag_included: [many]}}}}",
+        "max_steps=2",
+        "rollout_batch_size=8",
+        "prompt_length=8",
+        "response_length=8",
+        "actor_train.device_mapping=[0]",
+        "actor_train.training_args.per_device_train_batch_size=8",
+        "actor_train.training_args.gradient_accumulation_steps=8",
+        "actor_train.training_args.warmup_steps=0",
+        "braid.report.samples_every_rounds=1",
+    ]
+    run_dir = trained("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch, **IN_ONE_PROCESS)
+    for number in (1, 2):
+        lines = (run_dir / "samples" / f"round_{number:06d}.jsonl").read_text().splitlines()
+        sources = [json.loads(line)["source"] for line in lines]
+        assert sources.count("few") == 3 * sources.count("many") > 0
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_skyrl_s_file_learns_with_grpo_and_with_a_critic(
     estimator: str, home: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,22 @@ def test_every_source_is_scored_by_a_part() -> None:
     ]
 
 
+def test_shares_are_of_sources_that_the_data_has_and_leave_none_out() -> None:
+    two = "data.mix=[{sources: [chain_sum], share: 0.7}, {sources: [gsm8k], share: 0.3}]"
+    plan_of("[{kind: exact}]", two)
+    mixes = {
+        "[{sources: [chain_sum], share: 1}]": "data.mix: the source 'gsm8k' has no share; add it to the sources of one, or "
+        "with share: 0 to leave it out",
+        "[{sources: [chain_sum, gsm8k], share: 1}, {sources: [law], share: 1}]": "data.mix[1].sources: no training prompts "
+        "are of law; there are chain_sum, gsm8k",
+        "[{sources: [chain_sum, gsm8k], share: 1}, {sources: [gsm8k], share: 1}]": "data.mix: the source 'gsm8k' has two "
+        "shares; keep one",
+        "[{sources: [chain_sum, gsm8k], share: 0}]": "data.mix: every share is 0, so no prompt would be drawn; raise one",
+    }
+    for mix, complaint in mixes.items():
+        assert complaints("[{kind: exact}]", f"data.mix={mix}") == [complaint]
+
+
 def test_sources_that_rows_name_are_known_when_they_are_read() -> None:
     by_row = "data.train=[{kind: file, path: mixed.jsonl, source_key: domain}]"
     plan_of("[{kind: exact, sources: [law]}, {kind: math, sources: [aime]}]", by_row)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from .base import Section
 
@@ -94,11 +94,23 @@ def _clean(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "", name)
 
 
+class MixShare(Section):
+    """Sources that have a share of the training prompts together."""
+
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Their names, as in metrics; within them prompts come in proportion to their numbers."""
+    share: NonNegativeFloat
+    """Their part of all shares; 0 leaves them out."""
+
+
 class DataConfig(Section):
     """Training and evaluation prompts."""
 
     train: tuple[Source, ...] = ()
-    """Sources of training prompts, mixed in proportion to their sizes."""
+    """Sources of training prompts, mixed in proportion to their sizes, or as `mix` says."""
+    mix: tuple[MixShare, ...] = ()
+    """Shares of sources in every stretch of the training prompts, whatever their sizes; each source once. The prompts of a
+    source that has had all its rows start over."""
     eval: tuple[Source, ...] = ()
     """Sources of evaluation prompts, each with metrics of its own."""
     max_prompt_tokens: PositiveInt = 1024

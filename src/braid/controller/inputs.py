@@ -11,12 +11,12 @@ from braid.config.load import Loaded
 from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
-from braid.data.sampler import PromptSampler
+from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import Example, load_examples
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import load_tokenizer
 from braid.plan import Verb
-from braid.plan.rewards import source_problems
+from braid.plan.rewards import mix_problems, source_problems
 from braid.rollout.collector import Use
 from braid.types import Prompt
 
@@ -58,13 +58,27 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
 
 
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
-    """Raise ConfigError when the sources that reward parts name are not those of the data, now that all of it is read."""
+    """Raise ConfigError when the sources that reward parts and data.mix name are not those of the data, now that all of it is
+    read."""
     known = {prompt.source for prompt in (*inputs.train.prompts, *inputs.eval.prompts)}
-    if found := list(source_problems(loaded.config.reward.parts, known)):
+    trained = {prompt.source for prompt in inputs.train.prompts}
+    data = loaded.config.data
+    by_row = any(source.source_key is not None for source in (*data.train, *data.eval))
+    found = [
+        *source_problems(loaded.config.reward.parts, known, by_row=by_row),
+        *mix_problems(data.mix, trained),
+    ]
+    if found:
         raise ConfigError([loaded.placed(Problem(key, message)) for key, message in found])
 
 
-def prompt_sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
-    """The order in which so many prompts are taken."""
+def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Sequence[Prompt] = ()) -> PromptSampler:
+    """The order in which so many prompts are taken, by the shares of data.mix where it has any."""
     seed = config.run.seed if config.data.seed is None else config.data.seed
-    return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
+    if not config.data.mix or not prompts:
+        return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
+    groups = [
+        ([i for i, prompt in enumerate(prompts) if prompt.source in of.sources], of.share)
+        for of in config.data.mix
+    ]
+    return MixedSampler(groups, seed=seed, shuffle=config.data.shuffle)

@@ -83,4 +83,4 @@ def sampler_of(
     """What the verb takes its rows from: examples, or prompts."""
     if plan.verb == "sft" and supervised:
         return supervised.sampler
-    return prompt_sampler(config, max(1, len(inputs.train.prompts)))
+    return prompt_sampler(config, max(1, len(inputs.train.prompts)), inputs.train.prompts)

@@ -117,6 +117,13 @@ def _scale_window(value: int, source: Source) -> Any:
     return Became(native | ({} if megatron(source) else {"train.megatron.dynamic_loss_scale_window": value}))
 
 
+def _loss_scale(value: float | None, source: Source) -> Any:
+    why = megatron_file(source) or (
+        "" if facts.precision(source) == "fp16" else "of fp16; actor.model.precision is not"
+    )
+    return no_effect(why or "null: the default") if why or value is None else float(value)
+
+
 def _amp(_: Any, source: Source) -> Became:
     return Became({"train.autocast": _autocast(source)})
 
@@ -365,7 +372,8 @@ RULES: tuple[Rule, ...] = (
           note="global norm; 0: none"),
     Apply("actor.optim.loss_scale_window", "", COUNT, _scale_window, default=1000,
           note="fp16: finite steps after which the loss scale doubles"),
-    Unsupported("actor.optim.loss_scale", "the loss scale is dynamic: actor.optim.loss_scale_window"),
+    Apply("actor.optim.loss_scale", "train.grad_scaler.init_scale", nullable(POSITIVE), _loss_scale,
+          note="fp16: the scale at the start, doubled and halved from there; RLinf's stays. It changes no gradient"),
     _megatron("optim.use_distributed_optimizer", "distributed_optimizer", BOOL),
     _megatron("optim.overlap_grad_reduce", "overlap_grad_reduce", BOOL),
     _megatron("optim.overlap_param_gather", "overlap_param_gather", BOOL),

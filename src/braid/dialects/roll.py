@@ -25,6 +25,7 @@ from .roll_data import (
     part,
     samples_for_itself,
     sampling,
+    scored,
     worker_of,
 )
 from .roll_facts import STRATEGY
@@ -262,7 +263,7 @@ def _domains(source: Source) -> Findings:
     for name in names:
         if worker_of(source, name) not in PARTS and not source.get(f"rewards.{name}.worker_cls"):
             yield f"rewards.{name}.worker_cls", "name the reward worker of the domain"
-        if worker_of(source, name) == "LLMJudgeRewardWorker":
+        if name in scored(source) and worker_of(source, name) == "LLMJudgeRewardWorker":
             for key in ("judge_api_url", "judge_model_name"):
                 if not source.get(f"rewards.{name}.{key}"):
                     yield (

@@ -43,7 +43,15 @@ CHATML = (
 )
 OWN_TEMPLATES = ("native", "qwen2_5", "qwen3")
 """Names by which ROLL takes the tokenizer's own template."""
-_OTHER_TEMPLATES = ("native_nonthinking", "base", "longCOT_qwen2.5", "longcot_V3")
+_OTHER_TEMPLATES = (
+    "native_nonthinking",
+    "base",
+    "longCOT_qwen2.5",
+    "longcot_V3",
+    "qwen3_coder",
+    "qwen3_nothink",
+    "qwen2-vl",
+)
 
 
 def _template(value: str, _: Source) -> Any:
@@ -71,10 +79,16 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
             return implied("the other of prompt and messages")
         return Became({f"{native}.prompt_key": column_of(source, role)})
 
-    def interleave(value: dict[str, float], _: Source) -> Any:
-        if sum(share > 0 for share in value.values()) <= 1:
+    def interleave(value: dict[str, float], source: Source) -> Any:
+        if role == "validation":
+            return no_effect("evaluation takes every prompt")
+        if len(value) <= 1:
             return implied("one domain")
-        return unsupported("sources are mixed by their sizes; repeat the rows of a domain")
+        mix = [
+            {"sources": source.get(f"rewards.{name}.tag_included") or [name], "share": float(share)}
+            for name, share in value.items()
+        ]
+        return Became({"data.mix": mix})
 
     return (
         Apply(f"{data}.file_name", f"{native}.path", either(TEXT, list_of(TEXT)), when(*idle),
@@ -87,7 +101,9 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
         Apply(f"{data}.tag", f"{native}.source_key", nullable(TEXT),
               when(*idle, lambda s: "" if len(facts.domains(s)) > 1 else "there is one domain of rewards")),
         Apply(f"{data}.domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})),
-              when(*idle, then=lambda v, s: interleave(v or {}, s))),
+              when(*idle, then=lambda v, s: interleave(v or {}, s)),
+              note="share of each domain's tags in the prompts, kept over every stretch of them; ROLL rounds "
+              "int(share * rollout_batch_size) down in each round, and gives the last domain the rest"),
         Implied(f"{data}.dataset_type", either(TEXT, list_of(TEXT)), "the file's name ends with it"),
         NoEffect(f"{data}.preprocessing_num_workers", nullable(COUNT), "tokenizers use all cores"),
         NoEffect(f"{data}.id", TEXT, "a prompt is known by its source and row"),
@@ -252,11 +268,23 @@ def worker_of(source: Source, domain: str) -> str:
     return given.rpartition(".")[2] if given else _BY_NAME.get(domain, "")
 
 
+def scored(source: Source) -> list[str]:
+    """Domains that a part of braid's scores, in the file's order: the others' workers are unsupported."""
+
+    def has_part(domain: str) -> bool:
+        is_server = (source.get(f"rewards.{domain}.judge_model_type") or "api") == "api"
+        worker = worker_of(source, domain)
+        return worker in PARTS and (is_server or worker != "LLMJudgeRewardWorker")
+
+    return [domain for domain in facts.domains(source) if has_part(domain)]
+
+
 def part(source: Source, domain: str) -> dict[str, Any]:
-    """Native path -> value of a domain's reward part."""
-    prefix = f"reward.parts[{facts.domains(source).index(domain)}]"
-    named = {"name": domain} | PARTS.get(worker_of(source, domain), {})
-    return {f"{prefix}.{name}": value for name, value in named.items()}
+    """Native path -> value of a domain's reward part; nothing where no part scores it."""
+    if domain not in (names := scored(source)):
+        return {}
+    named = {"name": domain} | PARTS[worker_of(source, domain)]
+    return {f"reward.parts[{names.index(domain)}].{name}": value for name, value in named.items()}
 
 
 def _domain(source: Source) -> str:
@@ -268,14 +296,18 @@ def _worker_class(value: str, source: Source) -> Any:
         return unsupported(
             "write a function (braid.reward.parts, kind function), or take one of docs/rewards.md"
         )
-    return Became(part(source, _domain(source)))
+    native = part(source, _domain(source))
+    return (
+        Became(native) if native else no_effect("judge_model_type is unsupported, so the domain has no score")
+    )
 
 
 def _tags(value: list[str], source: Source) -> Any:
     if len(facts.domains(source)) == 1:
         return no_effect("one domain scores every row")
-    index = facts.domains(source).index(_domain(source))
-    return Became({f"reward.parts[{index}].sources": value})
+    if (domain := _domain(source)) not in (names := scored(source)):
+        return no_effect("the domain's worker is unsupported, so it has no score")
+    return Became({f"reward.parts[{names.index(domain)}].sources": value})
 
 
 def _judge(name: str) -> Convert:
@@ -283,9 +315,10 @@ def _judge(name: str) -> Convert:
 
     def convert(value: str, source: Source) -> Any:
         domain = _domain(source)
-        if worker_of(source, domain) != "LLMJudgeRewardWorker":
-            return no_effect("of a judge")
-        return Became({f"reward.parts[{facts.domains(source).index(domain)}].{name}": value})
+        names = scored(source)
+        if worker_of(source, domain) != "LLMJudgeRewardWorker" or domain not in names:
+            return no_effect("of a judge behind a server (judge_model_type: api)")
+        return Became({f"reward.parts[{names.index(domain)}].{name}": value})
 
     return convert
 
@@ -333,7 +366,7 @@ REWARDS: tuple[Rule, ...] = (
           only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
     Apply("rewards.*.judge_api_url", "", TEXT, _judge("url"), note="base URL of an OpenAI-compatible server"),
     Apply("rewards.*.judge_model_name", "", TEXT, _judge("model")),
-    Apply("rewards.*.judge_model_type", "", choice("api", "inference"), only("api", _LOCAL_JUDGE, "a server's")),
+    Apply("rewards.*.judge_model_type", "", choice("api", "inference", "cluster"), only("api", _LOCAL_JUDGE, "a server's")),
     NoEffect("rewards.*.judge_prompt", TEXT,
           "it names a text of ROLL's; the judge is asked whether the answer agrees with the reference"),
     Unsupported("rewards.*.judge_api_key",

@@ -77,7 +77,7 @@ def _tracker(value: str, _: Source) -> Became:
         case "wandb" | "swanlab":
             online = {"wandb": "online", "swanlab": "cloud"}[value]
             return Became(sinks | {f"report.{value}.mode": online})
-        case "trackio":
+        case "trackio" | "ml_tracker":
             return unsupported("use tensorboard, wandb or swanlab")
     return Became(sinks)
 
@@ -135,10 +135,11 @@ PIPELINE: tuple[Rule, ...] = (
         note="as it is; ROLL puts the time behind it, so that a resume looks in another folder",
     ),
     NoEffect("checkpoint_config.async_upload", BOOL, "checkpoints are written where they stay"),
+    NoEffect("checkpoint_config.use_hard_links", BOOL, "checkpoints are written where they stay"),
     NoEffect("checkpoint_config.keep_local_file", BOOL, "checkpoints are written where they stay"),
     Apply("resume_from_checkpoint", "run.resume", either(BOOL, PATH), _resume, default=False),
     Apply(
-        "track_with", "report.tensorboard", choice("tensorboard", "wandb", "swanlab", "trackio", "stdout"),
+        "track_with", "report.tensorboard", choice("tensorboard", "wandb", "swanlab", "trackio", "stdout", "ml_tracker"),
         _tracker, default="tensorboard", note="metrics.jsonl and the console are always there",
     ),
     Apply(

@@ -143,6 +143,8 @@ def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
                 "ckpt_d2h_non_blocking": "checkpoints are written where they stay",
                 "compile_warmup": "see braid.train.compile",
                 "moe_router_dtype": "the router computes in fp32",
+                "bf16": "model_args.dtype says it, in ROLL too",
+                "use_batched_model_update": "weights travel in buckets of model_update_buffer_size_mb",
             }.items()
         ),
         *(
@@ -290,6 +292,8 @@ ENGINES: tuple[Rule, ...] = (
             "sleep_level": "a sleeping engine gives up weights and cache",
             "logprobs_mode": "log-probs are those of the distribution sampled from",
             "swap_space": "vLLM's own choice",
+            "optimization_level": "how vLLM compiles its graphs; see enforce_eager",
+            "disable_mm_preprocessor_cache": "prompts are text",
             "seed": "the run's seed",
             "enable_memory_saver": "a sleeping engine gives up weights and cache",
             "grpc_mode": "the engine is a part of the run",

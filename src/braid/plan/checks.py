@@ -503,6 +503,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
             "rollout.check_weights",
             "checkpoint.export_every_rounds",
             "critic.path",
+            "data.mix",
             "data.max_prompt_tokens",
             "data.overlong",
             "data.use_chat_template",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from braid.config.data import source_name
+from braid.config.data import MixShare, source_name
 from braid.config.reward import JudgeReward, RewardPart
 from braid.config.schema import RunConfig
 from braid.errors import suggest
@@ -17,6 +17,7 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     sources = (*config.data.train, *config.data.eval)
     if sources and all(source.source_key is None for source in sources):
         yield from source_problems(config.reward.parts, [source_name(source) for source in sources])
+        yield from mix_problems(config.data.mix, {source_name(source) for source in config.data.train})
     limit = None if plan.model_size is None else plan.model_size.max_positions
     for i, part in enumerate(config.reward.parts):
         if not isinstance(part, JudgeReward) or part.url != "policy":
@@ -29,11 +30,37 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             )
 
 
-def source_problems(parts: Sequence[RewardPart], known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(key, message) of sources that parts name and the data does not have, and of those that no part scores."""
+def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(key, message) of sources in data.mix that the training data does not have, and of those without a share."""
+    if not mix or not known:
+        return
+    named = [name for of in mix for name in of.sources]
+    names = ", ".join(sorted(known))
+    for i, of in enumerate(mix):
+        if not set(of.sources) & set(known):
+            yield (
+                f"data.mix[{i}].sources",
+                f"no training prompts are of {', '.join(of.sources)}; there are {names}",
+            )
+    for name in sorted({name for name in named if named.count(name) > 1}):
+        yield "data.mix", f"the source {name!r} has two shares; keep one"
+    for name in sorted(set(known) - set(named)):
+        yield (
+            "data.mix",
+            f"the source {name!r} has no share; add it to the sources of one, or with share: 0 to leave it out",
+        )
+    if not sum(of.share for of in mix):
+        yield "data.mix", "every share is 0, so no prompt would be drawn; raise one"
+
+
+def source_problems(
+    parts: Sequence[RewardPart], known: Collection[str], *, by_row: bool = False
+) -> Iterator[tuple[str, str]]:
+    """(key, message) of sources that parts name and the data does not have, and of those that no part scores. Where rows name
+    their sources, a part may list more than this data has, as long as it has one of them."""
     for i, part in enumerate(parts):
         for j, name in enumerate(part.sources):
-            if name not in known:
+            if name not in known and not (by_row and set(part.sources) & set(known)):
                 names = ", ".join(sorted(set(known)))
                 yield (
                     f"reward.parts[{i}].sources[{j}]",
