@@ -56,7 +56,8 @@ PolicyLoss = Literal[
     "dppo",
     "cross_entropy",
 ]
-RatioLevel = Literal["token", "turn", "sequence"]
+RatioLevel = Literal["token", "turn", "sequence", "turn_product", "sequence_product"]
+TurnWeighting = Literal["tokens", "turns"]
 Divergence = Literal["tv", "kl"]
 CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geometric"]
 CorrectionMode = Literal["truncate", "mask", "mask_sequence"]

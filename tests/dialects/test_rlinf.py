@@ -400,6 +400,47 @@ def test_corrections_for_what_separates_engine_and_trainer() -> None:
     assert found == [("token", "truncate", 4.0), ("token", "mask", 4.0)]
 
 
+def test_decoupled_ppo_without_a_threshold_weighs_without_a_bound() -> None:
+    for threshold in ([], ["algorithm.behave_weight_threshold=null"]):
+        overrides = ["algorithm.adv_type=gae", "algorithm.loss_type=decoupled_actor_critic", *threshold]
+        algorithm = here(*overrides).loaded.config.algorithm
+        assert [(c.level, c.mode, c.high) for c in algorithm.corrections or ()] == [
+            ("token", "truncate", "off")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.adv_type=reinpp", "algorithm.normalize_advantages=false"], {"whiten_advantages": True}),
+        (["algorithm.adv_type=grpo", "algorithm.normalize_advantages=false"], {"whiten_advantages": False}),
+        (
+            ["algorithm.adv_type=gae", "algorithm.loss_type=actor_critic", "algorithm.huber_delta=10"],
+            {"huber_delta": 10.0},
+        ),
+        (
+            ["algorithm.clip_log_ratio_min=-1", "algorithm.clip_log_ratio_max=2"],
+            {"log_ratio_min": -1.0, "log_ratio_max": 2.0},
+        ),
+        (
+            [
+                "algorithm.loss_agg_func=seq-mean-token-mean",
+                "algorithm.loss_scales=[group_level, agent_level]",
+            ],
+            {"turn_weighting": "turns", "aggregation": "sequence_mean_token_mean"},
+        ),
+    ],
+)
+def test_parts_of_the_losses(overrides: list[str], expected: dict[str, Any]) -> None:
+    algorithm = here(*overrides).loaded.config.algorithm
+    assert {name: getattr(algorithm, name) for name in expected} == expected
+
+
+def test_loss_scales_that_weigh_otherwise_are_refused() -> None:
+    (found,) = problems("algorithm.loss_scales=[group_level]")
+    assert "algorithm.loss_agg_func=seq-mean-token-mean" in found
+
+
 @pytest.mark.parametrize(("value", "native"), [("1000000", 0), ("-1", 0), ("0", 0), ("50", 50)])
 def test_a_very_large_top_k_is_none(value: str, native: int) -> None:
     assert here(f"algorithm.sampling_params.top_k={value}").loaded.config.rollout.sampling.top_k == native

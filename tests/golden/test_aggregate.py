@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from braid.algorithms.aggregate import aggregate, row_weights
+from braid.algorithms.aggregate import aggregate, row_weights, turn_factors
+from braid.algorithms.segments import segments
 
 # Row  prompt  losses of policy tokens   sum   tokens
 #  0     7     4                           4     1
@@ -85,3 +86,12 @@ def test_reductions_of_two_rows_equal_hand_computed_values(losses, mode, expecte
     values = torch.tensor([loss for row in losses for loss in row])
     total = aggregate(values, torch.ones(len(values), dtype=torch.bool), per_position)
     torch.testing.assert_close(total, torch.tensor(expected), atol=1e-6, rtol=0)  # float32 sums of five
+
+
+def test_turn_factors_let_the_turns_of_a_row_count_alike():
+    # Row 0: turns of 1 and 3 tokens, so 4 / (2 * 1) and 4 / (2 * 3). Row 1: one turn of 2 tokens, 2 / (1 * 2).
+    mask = torch.tensor([False, True, False, True, True, True, False, True, True])
+    row = torch.tensor([0] * 6 + [1] * 3)
+    factors = turn_factors(segments(mask, row, "turn"), segments(mask, row, "sequence"))
+    expected = torch.tensor([2.0, 2 / 3, 2 / 3, 2 / 3, 1.0, 1.0])
+    torch.testing.assert_close(factors[mask], expected, atol=1e-6, rtol=0)  # float32

@@ -243,6 +243,15 @@ def test_kimi_equals_hand_computed_values():
     torch.testing.assert_close(diagnostics["penalty"], torch.tensor([0.024023, 0.0, 0.265095]), **CLOSE)
 
 
+def test_the_product_ratio_of_a_segment_is_that_of_its_probabilities():
+    row = segments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), "sequence")
+    logprobs = NEW.clone().requires_grad_()
+    ratio = importance_ratio(logprobs, OLD, row, is_product=True)
+    torch.testing.assert_close(ratio.detach(), torch.full((3,), 5.0), rtol=1e-5, atol=0)  # 1/2 * 1 * 10
+    (gradient,) = torch.autograd.grad(ratio.sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.full((3,), 5.0), rtol=1e-5, atol=0)  # each token its own
+
+
 def test_log_ratios_are_clamped_before_the_ratio_and_have_no_gradient_beyond():
     logprobs = NEW.clone().requires_grad_()
     # ln 1/2 = -0.69 and ln 10 = 2.30 are clamped to -0.5 and 1

@@ -71,6 +71,7 @@ CASES: dict[str, Recipe] = {
         corrections=(*_corrected("token", "truncate").corrections, *_corrected("turn", "mask").corrections),
     ),
     "dppo, kl": replace(BASE, policy_loss="dppo", dppo_divergence="kl", **BOUNDS["dppo"]),
+    "turns alike": replace(BASE, turn_weighting="turns", aggregation="sequence_mean_token_mean"),
     "prompt_mean": replace(BASE, aggregation="prompt_mean"),
     "log ratio": replace(BASE, log_ratio_min=-0.1, log_ratio_max=0.2, clip_low=0.05, clip_high=0.1),
     "mask difference": _masks(

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from braid.types import Aggregation
 
+from .segments import Segments
+
 
 def row_weights(
     token_counts: Sequence[int],
@@ -68,6 +70,19 @@ def row_weights(
                 return 1.0 / (num_prompts * tokens_of_group[group])
 
     return [weight(count, group) for count, group in zip(token_counts, groups, strict=True)]
+
+
+def turn_factors(turns: Segments, sequences: Segments) -> Float[Tensor, "T"]:
+    """What a position's weight is multiplied by so that the turns of a row count alike, with the row's total unchanged:
+
+        n_b / (K_b n_turn)        n_b, K_b positions and turns of the row, n_turn positions of the turn
+
+    With sequence_mean_token_mean each position then weighs 1 / (B K_b n_turn). RLinf: the same for one agent, by
+    loss_scales group_level and agent_level with seq-mean-token-mean; with turn_level too, tokens count alike again. ROLL and
+    SkyRL have none (SkyRL's step-wise trajectories are rows of their own).
+    """
+    num_turns = sequences.sum(1.0 / turns.size).clamp(min=1.0)
+    return (sequences.size / (num_turns * turns.size)).float()
 
 
 def aggregate(

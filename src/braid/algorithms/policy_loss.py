@@ -33,6 +33,7 @@ def importance_ratio(
     old_logprobs: PerToken,
     over: Segments | None,
     *,
+    is_product: bool = False,
     log_min: float | None = None,
     log_max: float | None = None,
 ) -> PerToken:
@@ -41,18 +42,19 @@ def importance_ratio(
         rho_t = exp(d_t)                             d_t = logprobs_t - old_logprobs_t; over None
         rho_t = exp(d_t - sg(d_t) + sg(mean_s d))    s the segment of t
 
-    The second is GSPO-token (Zheng et al. 2025, arXiv 2507.18071): all tokens of a segment have its geometric mean ratio,
+    With `is_product` the sum over s stands in place of the mean: the ratio of the segment's probabilities, whose variance grows
+    with its length. The mean is GSPO-token (Zheng et al. 2025, arXiv 2507.18071): all tokens of a segment have its geometric mean ratio,
     and each token keeps a gradient of its own, rho_t grad logprobs_t. Log-ratios are bounded by `log_min` and `log_max`, and
     at +-20 always; within, the value is exact, beyond, the gradient is 0.
 
-    RLinf has token ratios, and bounds the log-ratio by clip_log_ratio_min and clip_log_ratio_max alone. ROLL takes the mean over a sequence, or over a turn
+    RLinf has token ratios for text (for robots those of an action or a chunk, products), and bounds the log-ratio by clip_log_ratio_min and clip_log_ratio_max alone. ROLL takes the mean over a sequence, or over a turn
     in its agentic pipeline, and lets the gradient through the mean: the same gradient as long as A and the weight are the
     same over the segment. SkyRL: sequences, in this form, bounded at 10 above.
     """
     log_ratio = logprobs - old_logprobs
     if over is not None:
         moved = log_ratio.detach()
-        log_ratio = (log_ratio - moved) + over.mean(moved)
+        log_ratio = (log_ratio - moved) + (over.sum(moved) if is_product else over.mean(moved))
     low = -LOG_RATIO_BOUND if log_min is None else max(log_min, -LOG_RATIO_BOUND)
     high = LOG_RATIO_BOUND if log_max is None else min(log_max, LOG_RATIO_BOUND)
     return log_ratio.clamp(low, high).exp()

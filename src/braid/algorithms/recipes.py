@@ -25,6 +25,7 @@ from braid.types import (
     RatioLevel,
     RecipeName,
     RewardStatistics,
+    TurnWeighting,
 )
 
 
@@ -84,6 +85,7 @@ class Recipe:
     corrections: tuple[Correction, ...]
     aggregation: Aggregation
     aggregation_constant: float | None
+    turn_weighting: TurnWeighting
     policy_loss_coef: float
     kl_coef: float
     kl_estimator: KlEstimator
@@ -139,6 +141,7 @@ _GRPO = Recipe(
     corrections=(),
     aggregation="token_mean",
     aggregation_constant=None,
+    turn_weighting="tokens",
     policy_loss_coef=1.0,
     kl_coef=0.0,
     kl_estimator="k3",

@@ -21,6 +21,7 @@ from braid.types import (
     RatioLevel,
     RecipeName,
     RewardStatistics,
+    TurnWeighting,
 )
 
 from .base import Section
@@ -110,7 +111,8 @@ class AlgorithmConfig(Section):
     policy_loss: PolicyLoss | None = None
     """Surrogate."""
     ratio_level: RatioLevel | None = None
-    """What a ratio is of: a token, or the geometric mean over its turn or its sequence (GSPO)."""
+    """What a ratio is of: a token; the geometric mean over its turn or its sequence (GSPO); or the product over them, the ratio
+    of the whole turn or sequence (turn_product, sequence_product)."""
     log_ratio_min: Annotated[float, Field(le=0.0)] | Literal["off"] | None = None
     """Lower bound on the log of a ratio, before any clipping; below it a token has no gradient. off for -20."""
     log_ratio_max: NonNegativeFloat | Literal["off"] | None = None
@@ -151,6 +153,8 @@ class AlgorithmConfig(Section):
     """How per-token losses become one number; denominators count the whole optimizer step."""
     aggregation_constant: PositiveFloat | None = None
     """token_sum_constant: divisor per sequence; the longest possible response when null."""
+    turn_weighting: TurnWeighting | None = None
+    """How the turns of a trajectory count in the policy's loss: by their tokens, or all alike (turns)."""
     policy_loss_coef: NonNegativeFloat | None = None
     """Weight of the surrogate and of the KL term beside the entropy and supervised terms."""
     kl_coef: NonNegativeFloat | None = None

@@ -9,7 +9,7 @@ from .conversions import mapped, null_as, opposite, unless_null, when
 from .rlinf_facts import fixed_batches, robots_only, text_only
 from .rlinf_run import eval_prompts, logprob_rows
 from .table import Apply, Became, Implied, NoEffect, Rule, Source, Unsupported, no_effect, unsupported
-from .values import BOOL, COUNT, NON_NEGATIVE, POSITIVE, SHARE, choice, integer, nullable, number
+from .values import BOOL, COUNT, NON_NEGATIVE, POSITIVE, SHARE, choice, integer, list_of, nullable, number
 
 _RECIPES = {
     "grpo": "grpo",
@@ -201,6 +201,22 @@ def _values(source: Source) -> str:
     return "" if facts.has_critic(source) else "no values are learned: gamma = lambda = 1"
 
 
+_SCALES = list_of(choice("group_level", "agent_level", "turn_level"))
+
+
+def _loss_scales(value: list[str], source: Source) -> Any:
+    levels = {("group_level", "agent_level"): "turns", ("group_level", "agent_level", "turn_level"): "tokens"}
+    weighting = levels.get(tuple(value))
+    if not value:
+        return Became({"algorithm.turn_weighting": "tokens"})
+    if weighting is None or source.get("algorithm.loss_agg_func") != "seq-mean-token-mean":
+        return unsupported(
+            "[group_level, agent_level] or [group_level, agent_level, turn_level], with "
+            "algorithm.loss_agg_func=seq-mean-token-mean"
+        )
+    return Became({"algorithm.turn_weighting": weighting})
+
+
 def _whitened(value: bool, source: Source) -> Any:
     if not value and facts.advantage(source) == "reinpp":
         return no_effect("algorithm.adv_type=reinpp whitens its advantages by itself")
@@ -316,7 +332,9 @@ RULES: tuple[Rule, ...] = (
           when(_without_decoupling, then=null_as("off")), note="log-ratios are clamped before the clip"),
     Apply("algorithm.clip_log_ratio_max", "algorithm.log_ratio_max", nullable(NON_NEGATIVE),
           when(_without_decoupling, then=null_as("off")), note="log-ratios are clamped before the clip"),
-    Unsupported("algorithm.loss_scales", "algorithm.loss_agg_func"),
+    Apply("algorithm.loss_scales", "algorithm.turn_weighting", _SCALES, _loss_scales,
+          note="with seq-mean-token-mean and one agent: group_level and agent_level count the turns of a trajectory alike, "
+          "turn_level beside them its tokens"),
     Unsupported("algorithm.staleness_threshold", "rounds are sampled by the policy that they train"),
     Unsupported("algorithm.on_policy_min_ratio", "rounds are sampled by the policy that they train"),
     # KL and entropy

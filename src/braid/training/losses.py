@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from braid.algorithms.aggregate import aggregate
+from braid.algorithms.aggregate import aggregate, turn_factors
 from braid.algorithms.corrections import correction_factor, sampling_weight
 from braid.algorithms.kl import kl_estimate
 from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
@@ -60,6 +60,7 @@ def _policy_loss(
         logprobs,
         old,
         _segments(batch, recipe.ratio_level),
+        is_product=recipe.ratio_level.endswith("product"),
         log_min=recipe.log_ratio_min,
         log_max=recipe.log_ratio_max,
     )
@@ -92,6 +93,10 @@ def _policy_loss(
         behavior = fields["behavior_logprobs"]
         means["logprob_mismatch_kl"] = kl_estimate(behavior, old, estimator="k3", clamp=None)
         maxima["logprob_mismatch_max"] = (old - behavior).abs()
+    if recipe.turn_weighting == "turns":
+        per_token = per_token * turn_factors(
+            segments(batch.mask, batch.row, "turn"), segments(batch.mask, batch.row, "sequence")
+        )
     loss, diagnostics = _reduced(per_token, batch), _diagnostics("policy", batch.mask, means, maxima)
     if recipe.supervised_coef:
         weights = fields["supervised_weights"]
