@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from tests.rounding import assert_near, rounding
 from torch import Tensor
 
 from braid.models.logprobs import Head, token_logprobs
@@ -52,8 +53,7 @@ def _outputs(compiles: bool, *, softcap: float | None, chunk_bytes: int) -> list
 def test_compiling_changes_no_number(softcap: float | None, chunk_bytes: int) -> None:
     plain, compiled = (_outputs(c, softcap=softcap, chunk_bytes=chunk_bytes) for c in (False, True))
     for one, other in zip(plain, compiled, strict=True):
-        # other exp and log, and sums in another order: some roundings of fp32
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+        assert_near(other, one, rounding(300 + 70))  # sums over 300 tokens of the vocabulary and 70 rows
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install() -> None:
