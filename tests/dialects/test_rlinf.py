@@ -33,6 +33,26 @@ def config(*overrides: str, path: Path = MATH_003) -> RunConfig:
     return read_config(path, overrides).loaded.config
 
 
+def test_a_critic_s_own_settings_are_its_own_and_the_rest_is_the_actor_s() -> None:
+    with_critic = ("algorithm.adv_type=gae", "critic.use_critic_model=true", "actor.optim.lr=1e-5")
+    shared = config(*with_critic)
+    assert shared.critic.train is None
+    own = config(
+        *with_critic,
+        "+critic.optim.lr=1e-4",
+        "+critic.optim.adam_beta2=0.9",
+        "+critic.lr_sched.lr_decay_style=linear",
+        "+critic.tokenizer.use_fast=false",
+    )
+    assert own.train == shared.train
+    assert own.critic.train is not None
+    optimizer = own.critic.train.optimizer
+    assert (optimizer.lr, optimizer.betas[1], optimizer.schedule.decay) == (1e-4, 0.9, "linear")
+    same = {"lr", "betas", "schedule"}
+    assert optimizer.model_dump(exclude=same) == own.train.optimizer.model_dump(exclude=same)
+    assert own.critic.train.model_dump(exclude={"optimizer"}) == own.train.model_dump(exclude={"optimizer"})
+
+
 def row(read: Read, path: str) -> Entry:
     (found,) = [entry for entry in read.ledger if entry.path == path]
     return found

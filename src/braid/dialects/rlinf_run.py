@@ -310,6 +310,7 @@ RULES: tuple[Rule, ...] = (
     *(NoEffect(f"cluster.{key}", ANY, "of cluster.auto_scheduler") for key in (
         "assign_policy", "use_pre_process_policy", "rollout_use_all_gpus", "monitor_interval", "preprocess_threshold",
         "migrate_out_max_bs", "use_wait_before_last_iter_policy", "fuse_rollout_inference_only", "recreate_nccl_groups")),
+    NoEffect("profile_data.*", ANY, "of RLinf's search for a placement"),
     # runner
     Apply(
         "runner.task_type", "",
