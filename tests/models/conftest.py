@@ -40,6 +40,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5, "tie_word_embeddings": False},
     "granite": {"logits_scaling": 3.0},
     "cohere": {"logit_scale": 0.4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
 }
 
 

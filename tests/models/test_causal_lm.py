@@ -180,11 +180,11 @@ def test_checkpointing_can_be_switched_off_again(tiny_model: Make) -> None:
     assert not any("forward" in vars(m) for m in lm.model.modules())
 
 
-def test_layers_that_attend_in_chunks_are_refused(tiny_model: Make) -> None:
+def test_layers_of_an_unknown_type_are_refused(tiny_model: Make) -> None:
     model = tiny_model("qwen3")
-    model.config.layer_types = ["chunked_attention"] * 3
+    model.config.layer_types = ["indexed_attention"] * 3
     with pytest.raises(
-        ModelError, match="Qwen3ForCausalLM has layers of type chunked_attention; braid runs models"
+        ModelError, match="Qwen3ForCausalLM has layers of type indexed_attention; braid trains models"
     ):
         CausalLM(model)
 

@@ -14,6 +14,7 @@ from braid.errors import ModelError
 from braid.models.attention import IMPLEMENTATION
 from braid.models.causal_lm import CausalLM
 from braid.models.selfcheck import check_against_plain
+from braid.rollout.engines.native.selfcheck import check_decoding
 
 Make = Callable[..., PreTrainedModel]
 
@@ -31,10 +32,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 OTHERS: dict[str, dict[str, Any]] = {
+    "diffllama": {},  # its layers attend twice each
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {},
     "phi3": {},
     "olmo2": {},
+    "nemotron": {"head_dim": 8},  # its layers hand on no keyword arguments
     "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
 }
 
@@ -47,12 +50,15 @@ def _other(architecture: str, **more: Any) -> PreTrainedModel:
 def test_the_known_architectures_pass(architecture: str, tiny_model: Make) -> None:
     lm = CausalLM(tiny_model(architecture))
     check_against_plain(lm)
+    check_decoding(lm)
     assert lm.model.config._attn_implementation == IMPLEMENTATION
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_architectures_that_nothing_was_written_for_pass_too(architecture: str) -> None:
-    check_against_plain(CausalLM(_other(architecture, **OTHERS[architecture])))
+    lm = CausalLM(_other(architecture, **OTHERS[architecture]))
+    check_against_plain(lm)
+    check_decoding(lm)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -64,40 +70,80 @@ def test_the_rounding_of_half_precision_is_allowed_for(
 
 def test_layers_with_a_state_of_their_own_are_refused() -> None:
     with pytest.raises(
-        ModelError, match="MambaForCausalLM has layers of type linear_attention; braid runs models whose"
+        ModelError, match="MambaForCausalLM has layers of type linear_attention; braid trains"
     ):
         CausalLM(_other("mamba"))
 
 
 def test_layers_with_attention_code_of_their_own_are_refused() -> None:
-    lm = CausalLM(_other("bloom"))
     with pytest.raises(
-        ModelError, match=r"BloomForCausalLM: 2 of 2 layers \(the first is layer 0\) do not attend through"
+        ModelError,
+        match=r"BloomForCausalLM cannot run with packed rows: .* its layers do not attend through transformers'",
     ):
-        check_against_plain(lm)
-
-
-def test_layers_that_keep_keyword_arguments_to_themselves_are_refused() -> None:
-    lm = CausalLM(_other("nemotron", head_dim=8))
-    with pytest.raises(
-        ModelError, match="NemotronAttention did not pass attention_context on to its attention; this"
-    ):
-        check_against_plain(lm)
-
-
-def test_attention_sinks_are_refused() -> None:
-    lm = CausalLM(_other("gpt_oss", head_dim=8, num_local_experts=4))
-    with pytest.raises(
-        ModelError, match="GptOssAttention uses attention with s_aux, which braid does not know"
-    ):
-        check_against_plain(lm)
+        check_against_plain(CausalLM(_other("bloom")))
 
 
 def test_attention_in_both_directions_is_refused() -> None:
-    lm = CausalLM(_other("bert"))
     with pytest.raises(
-        ModelError, match="BertLMHeadModel gives other log-probs for packed rows than by its own forward"
+        ModelError, match="BertLMHeadModel cannot run with packed rows: log-probs differ by up to"
     ):
+        check_against_plain(CausalLM(_other("bert")))
+
+
+def _rotary(kind: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "rope_theta": 10_000.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    if kind != "dynamic":
+        rope["original_max_position_embeddings"] = 64
+    return {"rope_parameters": rope, "max_position_embeddings": 64 if kind == "dynamic" else 256}
+
+
+@pytest.mark.parametrize("check", [check_against_plain, check_decoding])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_change_with_a_batchs_longest_row_run_up_to_that_length(
+    kind: str, check: Callable[[CausalLM, int], None]
+) -> None:
+    lm = CausalLM(_other("llama", **_rotary(kind)))
+    check(lm, 64)
+    with pytest.raises(
+        ModelError, match=r"once a row is longer than 64 tokens, its \w*max_position_embeddings"
+    ):
+        check(lm, 65)
+
+
+def test_rotary_positions_that_are_scaled_once_and_for_all_run_at_any_length() -> None:
+    lm = CausalLM(_other("llama", **_rotary("yarn")))
+    check_against_plain(lm)
+    check_decoding(lm)
+
+
+def test_a_window_that_is_in_the_mask_alone_is_refused_where_rows_pass_it() -> None:
+    lm = CausalLM(_other("phimoe", num_local_experts=4, sliding_window=50))
+    check_against_plain(lm, 50)
+    with pytest.raises(
+        ModelError,
+        match="PhimoeForCausalLM is computed wrongly by packed rows once a row is longer than 50 tok",
+    ):
+        check_against_plain(lm, 51)
+
+
+def test_what_the_native_engine_cannot_decode_is_refused_with_another_engine() -> None:
+    lm = CausalLM(_other("llama", **_rotary("dynamic")))
+    with pytest.raises(
+        ModelError, match=r"computed wrongly by the native engine .* set rollout\.engine=vllm"
+    ):
+        check_decoding(lm)
+
+
+def test_large_logits_in_bf16_hide_no_difference(tiny_model: Make) -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(30.0)  # pyright: ignore[reportOptionalMemberAccess]
+    lm = CausalLM(model.to(torch.bfloat16))  # pyright: ignore[reportArgumentType]
+    check_against_plain(lm)
+    lm._logit_scale = 1.05  # log-probs of -100 are 5 nats off
+    with pytest.raises(ModelError, match="with these weights gives other log-probs by packed rows"):
         check_against_plain(lm)
 
 
@@ -114,7 +160,7 @@ def test_logits_changed_by_code_of_its_own_are_refused() -> None:
     config = AutoConfig.for_model("qwen3", head_dim=8, **SIZES)
     config._attn_implementation = "eager"
     with pytest.raises(
-        ModelError, match="_LouderQwen gives other log-probs for packed rows than by its own forward"
+        ModelError, match="_LouderQwen cannot run with packed rows: log-probs differ by up to"
     ):
         check_against_plain(CausalLM(_LouderQwen(config)))
 
@@ -124,7 +170,7 @@ def test_a_sliding_layer_that_hides_its_window_is_refused(tiny_model: Make) -> N
     lm = CausalLM(model)
     model.get_submodule("model.layers.2.self_attn").sliding_window = None  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
-        ModelError, match="layer 2 is of type sliding_attention but attends with sliding_window=None"
+        ModelError, match="Gemma2ForCausalLM with these weights gives other log-probs by packed rows"
     ):
         check_against_plain(lm)
 

@@ -12,7 +12,7 @@ import pytest
 from braid.config.load import load_config
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
-from braid.plan import Plan, resolve
+from braid.plan import Plan, longest_row, resolve
 
 BASE = [
     "model.build={}",
@@ -58,6 +58,12 @@ def test_token_bounds_of_a_single_turn() -> None:
     assert found.eval_max_trajectory_tokens == 120
     longer = plan("data.max_prompt_tokens=100", "eval.sampling.max_new_tokens=50")
     assert longer.eval_max_trajectory_tokens == 150
+
+
+def test_the_longest_row_is_that_of_training_and_evaluation() -> None:
+    settings = ("data.max_prompt_tokens=100", "rollout.sampling.max_new_tokens=20")
+    assert longest_row(config(*settings)) == 120
+    assert longest_row(config(*settings, "eval.sampling.max_new_tokens=50")) == 150
 
 
 def test_token_bounds_of_a_conversation_are_its_context() -> None:

@@ -40,6 +40,8 @@ _MORE: dict[str, dict[str, Any]] = {
         **_SLIDING,
     },
     "gemma3_text": {"query_pre_attn_scalar": 8, **_SLIDING},
+    "gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1, **_SLIDING},
+    "diffllama": {},
 }
 
 

@@ -18,7 +18,7 @@ from braid.envs.text.build import text_env_maker
 from braid.models.causal_lm import CausalLM
 from braid.models.mlp import MlpPolicy
 from braid.models.roles import make_policy
-from braid.plan import Plan
+from braid.plan import Plan, longest_row
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
@@ -28,6 +28,7 @@ from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.runtime.workers import Place
 from braid.types import Prompt, ShapedReward, Trajectory
 from braid.weights.receiver import Receiver, open_receiver
@@ -89,7 +90,8 @@ class NativeLink:
 
 
 def native_engine(config: RunConfig, inputs: TextInputs, lm: CausalLM) -> NativeEngine:
-    """The native engine, which samples with `lm`."""
+    """The native engine, which samples with `lm`. Raises ModelError when it decodes this architecture wrongly."""
+    check_decoding(lm, longest_row(config))
     return NativeEngine(
         lm,
         decode=inputs.decode,

@@ -34,7 +34,7 @@ from braid.errors import (
 )
 from braid.models.base import copy_weights
 from braid.models.tokenizer import load_tokenizer
-from braid.plan import Verb, resolve
+from braid.plan import Verb, longest_row, resolve
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Tracker
@@ -108,7 +108,13 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
         )
     disable_progress_bar()
     weights, _ = _weights_of(run_dir, step)
-    lm = load_policy(model, temperature=1.0, seed=loaded.config.run.seed, device=torch.device("cpu"))
+    lm = load_policy(
+        model,
+        temperature=1.0,
+        seed=loaded.config.run.seed,
+        device=torch.device("cpu"),
+        longest=longest_row(loaded.config),
+    )
     copy_weights(weights, lm.named_weights())
     folder = output or run_dir / "export"
     export_model(lm, load_tokenizer(model), folder)

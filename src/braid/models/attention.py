@@ -1,15 +1,16 @@
-"""Attention and cache for every Hugging Face decoder, through transformers' own attention interface.
+"""Attention for every Hugging Face decoder, through transformers' own attention interface.
 
-A model switched to the implementation "braid" calls `_attend` in each attention layer, which hands the layer's
-queries, keys and values to the context given to the forward call: `model(input_ids, position_ids=...,
-attention_context=context)`. Training and prefill use `PackedAttention`; the native engine brings contexts that also
-keep a cache. No architecture needs code of its own; one whose layers do not go through the interface is found out by
-`models.selfcheck` when it is loaded.
+A model switched to the implementation "braid" calls `_attend` in each attention layer, which hands the layer's queries,
+keys and values to the context of the forward pass: `with attending(context): model(input_ids, position_ids=...)`. Training
+and prefill use `PackedAttention`; the native engine brings contexts that also keep a cache. No architecture needs code of
+its own; `models.selfcheck` finds those whose layers do something else, when a model is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,24 +26,44 @@ IMPLEMENTATION = "braid"
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one attention layer asks for beside its tensors."""
+    """One attention layer's options. `sinks` [Hq] are logits that join each head's softmax without a value of their own
+    (gpt-oss, arXiv 2309.17453)."""
 
     layer: int
     scaling: float
     sliding_window: int | None
     softcap: float | None
+    sinks: Tensor | None = None
 
 
 AttentionKernel = Callable[[LayerCall, Tensor, Tensor, Tensor], Tensor]
-"""Attention over right-padded rows, as causal_attention does it."""
+"""Attention over right-padded rows; see causal_attention."""
 
 
 class AttentionContext(Protocol):
-    """Decides which positions attend to which, and keeps keys and values where it needs to."""
+    """Decides which positions attend to which, and keeps keys and values where it needs to. One context serves one forward
+    pass."""
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, Hq, d], key and value [T, Hkv, d] -> [T, Hq, d]."""
         ...
+
+
+_CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention context", default=None)
+
+
+@contextmanager
+def attending(context: AttentionContext | None) -> Generator[None]:
+    """Attention layers that run within it use `context`."""
+    token = _CONTEXT.set(context)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+def current_context() -> AttentionContext | None:
+    return _CONTEXT.get()
 
 
 def _attend(  # noqa: PLR0913  # the signature is transformers'
@@ -50,31 +71,29 @@ def _attend(  # noqa: PLR0913  # the signature is transformers'
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  # the context knows better
+    attention_mask: Tensor | None,  # noqa: ARG001  # the context decides
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    attention_context: AttentionContext | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if attention_context is None:
+    context = current_context()
+    assert context is not None, "the forward pass runs within `attending`"
+    if kwargs.get("position_bias") is not None:
         raise ModelError(
-            f"{type(module).__name__} did not pass attention_context on to its attention; "
-            "this architecture does not forward keyword arguments and cannot be used with braid"
+            f"{type(module).__name__} adds a position_bias to its attention, which braid does not support"
         )
-    for name in ("s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} uses attention with {name}, which braid does not know")
     if dropout:
         raise ModelError(
             f"attention dropout {dropout} makes log-probs random; set attention_dropout to 0 in config.json"
         )
-    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    layer: int = getattr(module, "layer_idx", -1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attention_context.attend(
-        LayerCall(layer, scale, sliding_window, softcap),
+    out = context.attend(
+        LayerCall(layer, scale, sliding_window, softcap, s_aux),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -149,30 +168,76 @@ class PackedAttention:
 
 def causal_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention over right-padded rows: [B, L, Hq, d], [B, L, Hkv, d] -> [B, L, Hq, d]."""
+    if call.softcap is not None:
+        return eager_attention(call, query, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     groups = q.shape[1] // k.shape[1]
     # CPU kernels share a key head among query heads for less time than copies of it take; not all CUDA kernels can.
-    is_shared = groups > 1 and q.device.type == "cpu" and call.softcap is None
+    is_shared = groups > 1 and q.device.type == "cpu"
     if groups > 1 and not is_shared:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    width = q.shape[2]
+    width, size = v.shape[2:]
     window = call.sliding_window if call.sliding_window and call.sliding_window < width else None
-    if call.softcap is None and window is None:
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=call.scaling, enable_gqa=is_shared
-        )
-        return out.transpose(1, 2)
-    place = torch.arange(width, device=q.device)
+    if call.sinks is not None:
+        q, k, v = _with_sink_key(call.sinks / call.scaling, q, k, v)
+    visible = None
+    if window is not None:
+        visible = visible_keys(v.shape[2], window, q.device)
+        if call.sinks is not None:
+            visible[:, 0] = True
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, is_causal=visible is None, scale=call.scaling, enable_gqa=is_shared
+    )
+    if call.sinks is not None:
+        out = out[:, :, 1:, :size]
+    return out.transpose(1, 2)
+
+
+def eager_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """See causal_attention: softmax(scale q k + mask) v, with the softmax in float32."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    width = q.shape[2]
+    visible = visible_keys(width, call.sliding_window or width, q.device)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = softmax_with_sinks(scores, None if call.sinks is None else call.sinks[:, None, None])
+    return (weights.to(v.dtype) @ v).transpose(1, 2)
+
+
+def visible_keys(width: int, window: int, device: torch.device) -> Tensor:
+    """Which of `width` keys (columns) each query sees: its own and at most `window` - 1 before it."""
+    place = torch.arange(width, device=device)
     behind = place[:, None] - place[None, :]
-    visible = (behind >= 0) & (behind < (window or width))
-    if call.softcap is None:
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=call.scaling, enable_gqa=is_shared
-        )
-        return out.transpose(1, 2)
-    scores = torch.tanh(q @ k.transpose(-1, -2) * (call.scaling / call.softcap)) * call.softcap
-    weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(v.dtype)
-    return (weights @ v).transpose(1, 2)
+    return (behind >= 0) & (behind < window)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax [..., K] in float32 of `scores` [..., K] and one more logit, `sinks` [..., 1], whose share is left out."""
+    scores = scores.float()
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.float().expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+
+
+def _with_sink_key(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The sink as one more key in front, with value 0, and a query in front that sees it alone: a causal mask stays
+    causal, so that every kernel can be used. [B, H, L, d] -> [B, H, L + 1, d + 8]; kernels like multiples of 8.
+
+    The sink's key is 1 in a dimension in which the other keys are 0, and the queries have `sinks` [Hq] there."""
+    place = F.pad(q.new_ones(1), (0, 7))
+    of_queries = (sinks.to(q.dtype)[:, None] * place)[:, None].expand(*q.shape[:2], q.shape[2] + 1, 8)
+    is_first = torch.arange(k.shape[2] + 1, device=k.device) == 0
+    of_keys = (is_first[:, None] * place).expand(*k.shape[:2], -1, 8)
+    front = (0, 0, 1, 0)
+    return (
+        torch.cat((F.pad(q, front), of_queries), dim=-1),
+        torch.cat((F.pad(k, front), of_keys), dim=-1),
+        F.pad(v, (0, q.shape[3] + 8 - v.shape[3], 1, 0)),
+    )
 
 
 class _Lay(torch.autograd.Function):

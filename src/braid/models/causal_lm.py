@@ -80,7 +80,9 @@ class CausalLM:
     @property
     def backbone(self) -> PreTrainedModel:
         """The model below its head: token ids to hidden states."""
-        return cast("PreTrainedModel", self.model.base_model)
+        base = self.model.base_model
+        # The language part of a larger architecture (Llama 4) has no such property of its own.
+        return cast("PreTrainedModel", getattr(base, "model", base) if base is self.model else base)
 
     @property
     def vocab_size(self) -> int:
@@ -171,12 +173,8 @@ def hidden_states(
     backbone: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext
 ) -> Tensor:
     """[T], [T] -> [T, D]: the backbone over one flat line of tokens, all attention left to `context`."""
-    out = backbone(
-        input_ids=input_ids.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        use_cache=False,
-        attention_context=context,
-    )
+    with attention.attending(context):
+        out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
     return out.last_hidden_state[0]
 
 
@@ -214,14 +212,23 @@ def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch every attention layer to the context given with each call. Raises ModelError when layers want a kind of mask
-    that a context cannot know about."""
+    """Switch every attention layer to the context of the forward pass. Raises ModelError when layers are of a kind that does
+    not compute with it. `chunked_attention` is computed as full attention, which models.selfcheck lets pass for rows within
+    one chunk."""
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    known = ("full_attention", "sliding_attention", "chunked_attention")
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(known))
     if kinds:
+        is_linear = "linear_attention" in kinds
         raise ModelError(
-            f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))}; "
-            "braid runs models whose layers are all full_attention or sliding_attention"
+            f"{type(model).__name__} has layers of type {', '.join(kinds)}; "
+            f"braid trains models whose layers are all {' or '.join(known[:2])}, since "
+            + (
+                "a linear layer's state would run from one packed row into the next"
+                if is_linear
+                else "it packs rows"
+            )
+            + "; choose another model (docs/models.md)"
         )
     attention.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
@@ -254,7 +261,15 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = partial(type(layer).forward, layer)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    context = attention.current_context()
+
+    def in_context(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # the backward pass computes it again, maybe in another thread
+        with attention.attending(context):
+            return forward(*args, **kwargs)
+
+    return checkpoint(in_context, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _use_sparse_embedding_gradient(model: PreTrainedModel, head: nn.Linear) -> None:

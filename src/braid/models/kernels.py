@@ -18,7 +18,7 @@ from torch import Tensor
 
 from braid.errors import ModelError
 
-from .attention import AttentionKernel, LayerCall, PackedAttention, causal_attention
+from .attention import AttentionKernel, LayerCall, PackedAttention, causal_attention, eager_attention
 from .batch import PackedBatch
 
 AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "eager"]
@@ -45,26 +45,13 @@ def check_attention(kind: AttentionKind, device: torch.device) -> None:
         )
 
 
-def eager_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """See causal_attention: softmax(scale q k + mask) v, with the softmax in float32."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    place = torch.arange(q.shape[2], device=q.device)
-    behind = place[:, None] - place[None, :]
-    visible = (behind >= 0) & (behind < (call.sliding_window or q.shape[2]))
-    weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(v.dtype)
-    return (weights @ v).transpose(1, 2)
-
-
 def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """See causal_attention. Layers that compute in fp32 (without autocast) fall back on it: flash-attn has no such kernel."""
+    """See causal_attention, which computes layers in fp32 (without autocast) and those with sinks: flash-attn has no kernel
+    for either."""
     from flash_attn import flash_attn_func  # a CUDA extension that few machines have
 
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in (torch.float16, torch.bfloat16) or call.sinks is not None:
         return causal_attention(call, query, key, value)
     return flash_attn_func(
         *(x.to(dtype) for x in (query, key, value)),

@@ -47,10 +47,13 @@ def load_policy(
     train: TrainConfig | None = None,
     key: str = "model",
     rank: int | None = None,
+    longest: int | None = None,
 ) -> CausalLM:
     """The language model that `config` names, checked, on `device`. `seed` is that of random weights (`build`, `lora`); `key`
     is the section of the run's config that errors should name; `train` says which kernels compute what (the schema's defaults
     when None).
+
+    `longest` is the run's longest row in tokens, any length when None: beyond it, nothing about the model is checked.
 
     With a `rank` the model is to be shared out among ranks, and still in host memory. With `low_memory_load` rank 0 alone
     reads the files; what the others have for weights takes no memory until it is written.
@@ -72,7 +75,6 @@ def load_policy(
         model = _pretrained(config, f"{key}.path", home, is_hollow=is_hollow)
         _set_config_tokens(model, config)
         _note_dropout(model)
-        _note_rotary(model)
     _check_architecture(model, config.architecture, key)
     if not train.liger_kernels:
         fuse(model)
@@ -87,7 +89,7 @@ def load_policy(
         compiles=train.compile,
     )
     if not is_hollow:
-        check_against_plain(lm)
+        check_against_plain(lm, longest)
     if train.liger_kernels:  # which cannot run where the weights may still be
         use_liger_kernels(model)
     return lm
@@ -166,22 +168,4 @@ def _note_dropout(model: PreTrainedModel) -> None:
         _log.info(
             "the model's %s stays off: log-probs must not be random",
             ", ".join(f"{k}={v}" for k, v in rates.items()),
-        )
-
-
-def _note_rotary(model: PreTrainedModel) -> None:
-    """Warn of rotary positions whose frequencies follow the longest position in a call: past a length, a row's numbers
-    depend on the rows packed with it."""
-    config = model.config.get_text_config(decoder=True)
-    settings: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    of_layers = [value for value in settings.values() if isinstance(value, dict)] or [settings]
-    for kind in {"dynamic", "longrope"} & {value.get("rope_type") for value in of_layers}:
-        original = settings.get("original_max_position_embeddings") if kind == "longrope" else None
-        _log.warning(
-            "the model's %s rotary positions depend on the longest row of a batch once that has more than %s tokens; "
-            "keep prompt and answer together below that",
-            kind,
-            original
-            or getattr(config, "original_max_position_embeddings", None)
-            or config.max_position_embeddings,
         )

@@ -9,6 +9,7 @@ import torch
 
 from braid.config.roles import train_config
 from braid.config.schema import RunConfig
+from braid.plan import longest_row
 
 from .adapter_reference import AdapterReference
 from .causal_lm import CausalLM
@@ -26,6 +27,7 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         device=device,
         train=train,
         rank=rank,
+        longest=longest_row(config),
     )
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
     return lm
@@ -41,7 +43,16 @@ def make_critic(
         of = policy or make_policy(config, device, rank=rank)
     else:
         model = config.model.model_copy(update={"path": config.critic.path, "build": None, "lora": None})
-        of = load_policy(model, temperature=1.0, seed=0, device=device, train=train, key="critic", rank=rank)
+        of = load_policy(
+            model,
+            temperature=1.0,
+            seed=0,
+            device=device,
+            train=train,
+            key="critic",
+            rank=rank,
+            longest=longest_row(config),
+        )
     if of is policy or of.has_adapters:
         critic = ValueModel.copy_of(of, **head)
     else:  # nobody else's
@@ -73,6 +84,7 @@ def make_reference(
             train=train,
             key="reference",
             rank=rank,
+            longest=longest_row(config),
         )
     reference.module.requires_grad_(False)
     return reference

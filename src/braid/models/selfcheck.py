@@ -1,87 +1,244 @@
-"""Proof, once per load, that a model under packed attention is the model its authors wrote.
+"""Proof, once per load, that a model under packed attention is the model that transformers computes.
 
 Any decoder of transformers may be loaded; this is what stands between a silent difference (a layer that keeps a state of its
-own, positions that are counted rather than given, a mask that braid does not know) and a training run.
+own, positions that are counted rather than given, a mask that braid does not see, rotary positions that change with the
+longest row) and a training run. A tiny copy of the architecture is compared in float32, with rows beyond every window and
+length that the run can pass; then the model itself, with its own weights in its own type.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from braid.errors import ModelError
 
 from .attention import IMPLEMENTATION, AttentionContext, LayerCall, PackedAttention
+from .batch import PackedBatch
 from .causal_lm import CausalLM
+from .tiny import length_keys, tiny_model
 
-_LENGTHS = (19, 12)
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Allowed difference of log-probs, relative to 1 + the largest logit: some hundred roundings of each type."""
+_log = logging.getLogger(__name__)
+
+_LENGTHS = (24, 17, 7)
+"""Of the rows: ragged, two beyond tiny.SHORT and one below it."""
+_NUM_SHARED = 8
+"""Tokens that the second row begins with as the first does."""
+_LEAST = 2e-5
+"""Allowed difference in nats: some roundings of log-probs of size 10 in float32,"""
+_OF_LARGEST, _OF_MEAN = 8.0, 3.0
+"""and so many times the plain module's own rounding error: both sum the same terms in different orders, and means over many
+terms vary less than the largest. A wrong mask moves log-probs by 0.1 and more."""
+
+Logprobs = Callable[[CausalLM, Sequence[Tensor]], list[Tensor]]
+"""Log-probs [n, V] at the last n positions of each row of tokens [L]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A way to compute log-probs, how errors call it, and their advice when it is wrong for a model."""
+
+    logprobs: Logprobs
+    what: str
+    instead: str
+
+
+def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
+    """Compare packed rows with the model's own forward pass over each row (eager attention, no cache).
+
+    `longest` is the length of the run's longest row in tokens: what happens beyond it does not matter. None stands for any
+    length. Raises ModelError, naming the architecture and what about it differs.
+    """
+    check_tiny_copy(lm, PACKED_ROWS, longest)
+    check_own_weights(lm, PACKED_ROWS, longest)
 
 
 @torch.no_grad()
-def check_against_plain(lm: CausalLM) -> None:
-    """Compare two short random segments, packed, with the model's own forward over each (eager attention).
-
-    Raises ModelError, naming the architecture, when log-probs differ or when not every layer calls braid's attention
-    with what its config says.
-    """
-    architecture = type(lm.model).__name__
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(lm.vocab_size, (n,), generator=generator).to(lm.device) for n in _LENGTHS]
-    plain = _plain_logits(lm, rows)
-    recorder = _Recorder(PackedAttention(_LENGTHS, lm.device))
-    positions = torch.cat([torch.arange(n, device=lm.device) for n in _LENGTHS])
+def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
+    """Whether a tiny copy could be built and gives the same. Raises ModelError when it does not, or when it could not be built
+    and the run's rows may pass a length at which it may differ."""
+    name, lengths = type(lm.model).__name__, length_keys(lm.model.config)
+    passed = frozenset(key for key, length in lengths.items() if longest is None or longest > length)
     try:
-        packed = lm.logits(lm.hidden(torch.cat(rows), positions, recorder))
-    except TypeError as error:
+        difference = _difference(lm, check, passed)
+    except _NotBuiltError as error:
+        if passed:
+            key = min(passed, key=lambda k: lengths[k])
+            raise ModelError(
+                f"{name}: braid could not build a tiny copy to check {check.what} beyond {key}={lengths[key]} ({error}); keep "
+                f"prompt and answer together within {lengths[key]} tokens, or {check.instead}"
+            ) from error
+        _log.info("%s has no tiny copy (%s); its own weights are checked alone", name, error)
+        return False
+    if difference is None:
+        return True
+    for key in sorted(passed, key=lambda k: lengths[k]):
+        if _difference(lm, check, passed - {key}) is None:
+            raise ModelError(
+                f"{name} is computed wrongly by {check.what} once a row is longer than {lengths[key]} tokens, its {key} "
+                f"({difference}); keep prompt and answer together within that, or {check.instead}"
+            )
+    raise ModelError(f"{name} cannot run with {check.what}: {difference}; {check.instead}")
+
+
+@torch.no_grad()
+def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
+    """Compare on the model itself. The plain module's rounding error is its difference from the same module computed in a wider
+    type. Means, since rounding may choose another expert at a few positions. Raises ModelError."""
+    model, rows = lm.model, _random_rows(lm, longest)
+    with _plain_attention(model):
+        plain = _plain_logprobs(model, rows)
+        rounding = _rounding(model, rows, plain)
+    error = _errors(check.logprobs(lm, rows), plain).mean().item()
+    allowed = _OF_MEAN * rounding.mean().item() + _LEAST
+    if not error <= allowed:
         raise ModelError(
-            f"{architecture} does not take what packed rows need ({error}); braid cannot run this architecture"
-        ) from error
-    _check_layers(lm, architecture, recorder.calls)
-    difference = (plain.log_softmax(-1) - packed.log_softmax(-1)).abs().max().item()
-    allowed = _TOLERANCE.get(lm.model.dtype, 1e-4) * (1 + plain.abs().max().item())
-    if not difference <= allowed:
-        raise ModelError(
-            f"{architecture} gives other log-probs for packed rows than by its own forward pass: they differ by up to "
-            f"{difference:.2g}, allowed is {allowed:.2g}. Its layers mix tokens in a way braid does not know, and training "
-            "on it would be wrong; choose another architecture (Llama, Qwen, Gemma and Mistral are known to work)"
+            f"{type(model).__name__} with these weights gives other log-probs by {check.what} than by its own forward pass: they "
+            f"differ by {error:.2g} nats, of which rounding explains {allowed:.2g}; {check.instead}"
         )
+
+
+class _NotBuiltError(Exception):
+    pass
+
+
+def _difference(lm: CausalLM, check: Check, passed: frozenset[str]) -> str | None:
+    """What differs in a tiny copy, if anything does."""
+    try:
+        model = tiny_model(type(lm.model), lm.model.config, passed)
+        rows = _random_rows(tiny := CausalLM(deepcopy(model)))
+        plain = _plain_logprobs(model, rows, fresh=True)
+    except Exception as error:  # whatever transformers' code raises for sizes that it does not expect
+        raise _NotBuiltError(f"{type(error).__name__}: {error}") from error
+    try:
+        ours = check.logprobs(tiny, rows)
+    except ModelError as error:
+        return str(error)
+    except Exception as error:  # the same for calls that it does not expect
+        return f"its code raises {type(error).__name__}: {error}"
+    worst = _errors(ours, plain).max().item()
+    if (
+        worst <= _LEAST
+        or worst <= _LEAST + _OF_LARGEST * _rounding(model, rows, plain, fresh=True).max().item()
+    ):
+        return None
+    return (
+        f"log-probs differ by up to {worst:.2g} nats from its own forward pass{_silent_layers(tiny, rows[0])}"
+    )
+
+
+def _random_rows(lm: CausalLM, longest: int | None = None) -> list[Tensor]:
+    """Tokens of three rows of up to `longest`, of which the second begins as the first does."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(length, longest or length) for length in _LENGTHS]
+    rows = [torch.randint(lm.vocab_size, (n,), generator=generator).to(lm.device) for n in lengths]
+    rows[1][:_NUM_SHARED] = rows[0][: min(_NUM_SHARED, lengths[1])]
+    return rows
+
+
+def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Tensor], *, fresh: bool = False) -> list[Tensor]:
+    """[L, V] of each row by itself; by a `fresh` copy of the model each, since some keep something of what they saw."""
+    out: list[Tensor] = []
+    for row in rows:
+        logits = (deepcopy(model) if fresh else model)(input_ids=row[None], use_cache=False).logits[0]
+        out.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+    return out
+
+
+def _packed_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
+    """[L, V] of each row in one packed forward pass, in which the second row's first tokens are those of the first."""
+    shared = ((0, 0), (0, min(_NUM_SHARED, len(rows[1]) - 1)), (0, 0))
+    stored = [row[num:] for row, (_, num) in zip(rows, shared, strict=True)]
+    ids = torch.cat(stored)
+    batch = PackedBatch({}, torch.ones_like(ids, dtype=torch.bool), tuple(map(len, rows)), shared=shared)
+    hidden = lm.hidden(ids, batch.positions, PackedAttention(batch.lengths, lm.device, shared))
+    parts = lm.logits(hidden).log_softmax(-1).split([len(part) for part in stored])
+    return [torch.cat((parts[source][:num], part)) for part, (source, num) in zip(parts, shared, strict=True)]
+
+
+PACKED_ROWS = Check(
+    _packed_logprobs, "packed rows", "choose another model; docs/models.md lists the architectures that run"
+)
+
+
+@contextmanager
+def _plain_attention(model: PreTrainedModel) -> Generator[None]:
+    """Within it the model attends as its authors wrote."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _rounding(
+    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], *, fresh: bool = False
+) -> Tensor:
+    """Errors of `plain`, the log-probs of `rows`: against the same module computed in a wider type; where
+    its code cannot compute in that, some roundings of log-probs of size 10."""
+    try:
+        with _Wider(model.dtype):
+            return _errors(plain, _plain_logprobs(model, rows, fresh=fresh))
+    except Exception as error:  # whatever an architecture's code raises for a type that it does not expect
+        _log.info("%s does not compute in a wider type: %s", type(model).__name__, error)
+        return torch.tensor(10 * torch.finfo(model.dtype).eps)
+
+
+class _Wider(TorchFunctionMode):
+    """Computes in float32 what models of `dtype` compute, or in float64 what those of float32 do. The inputs of one function at
+    a time are cast, so that no second copy of the weights exists."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._narrow, self._wide = dtype, torch.float64 if dtype == torch.float32 else torch.float32
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+            return func(
+                *args, **kwargs
+            )  # asks for a shape and the like, or writes to a tensor, which keeps its type
+        try:
+            return func(*_cast(args, self._wide), **_cast(kwargs, self._wide))
+        except RuntimeError:  # a kernel for narrow types alone
+            return func(*_cast(args, self._narrow), **_cast(kwargs, self._narrow))
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
+
+
+def _errors(ours: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
+    """Differences of log-probs [T, V] at the positions that `ours` has."""
+    return torch.cat([(a - b[-len(a) :]).abs() for a, b in zip(ours, plain, strict=True)])
 
 
 class _Recorder:
-    """Notes which layers call, and with what."""
+    """Notes which layers call."""
 
     def __init__(self, inner: AttentionContext) -> None:
         self._inner = inner
-        self.calls: dict[int, LayerCall] = {}
+        self.layers: set[int] = set()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.calls[call.layer] = call
+        self.layers.add(call.layer)
         return self._inner.attend(call, query, key, value)
 
 
-def _plain_logits(lm: CausalLM, rows: list[Tensor]) -> Tensor:
-    """[T, V] in float32, each row by itself through the Hugging Face forward."""
-    lm.model.set_attn_implementation("eager")
-    try:
-        return torch.cat(
-            [lm.model(input_ids=row.unsqueeze(0), use_cache=False).logits[0].float() for row in rows]
-        )
-    finally:
-        lm.model.set_attn_implementation(IMPLEMENTATION)
-
-
-def _check_layers(lm: CausalLM, architecture: str, calls: dict[int, LayerCall]) -> None:
-    num_layers: int = lm.config.num_hidden_layers
-    if silent := sorted(set(range(num_layers)) - set(calls)):
-        raise ModelError(
-            f"{architecture}: {len(silent)} of {num_layers} layers (the first is layer {silent[0]}) do not attend through "
-            "transformers' attention interface; braid cannot run this architecture"
-        )
-    for layer, kind in enumerate(getattr(lm.config, "layer_types", None) or ()):
-        if (kind == "sliding_attention") != (calls[layer].sliding_window is not None):
-            raise ModelError(
-                f"{architecture}: layer {layer} is of type {kind} but attends with "
-                f"sliding_window={calls[layer].sliding_window}; braid cannot run this architecture"
-            )
+def _silent_layers(lm: CausalLM, row: Tensor) -> str:
+    """For an error: which layers bypass transformers' attention interface."""
+    recorder = _Recorder(PackedAttention([len(row)], lm.device))
+    lm.hidden(row, torch.arange(len(row), device=lm.device), recorder)
+    if recorder.layers:
+        return "; its layers may count positions themselves, or have a mask of their own"
+    return ", since its layers do not attend through transformers' attention interface"

@@ -10,7 +10,7 @@ ranks of the group, so that losses over whole rows are as they are on one rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,8 @@ class _ExchangingAttention:
             )
         if size > kv_heads:  # each rank needs one of its own
             key, value = (x.repeat_interleave(size // kv_heads, dim=1) for x in (key, value))
+        if call.sinks is not None:
+            call = replace(call, sinks=call.sinks.chunk(size)[self.ranks.rank])
         group, total = self.ranks.group, self.num_positions
         parts = [_ToHeads.apply(x, group)[:total] for x in (query, key, value)]
         out = self.context.attend(call, *parts)

@@ -196,6 +196,14 @@ def _token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | No
     return min(new, max(total - 1, 0)), total
 
 
+def longest_row(config: RunConfig) -> int | None:
+    """The most tokens that a row has in training or evaluation; None where nothing bounds them (worked examples)."""
+    samplings = (config.rollout.sampling, config.eval.sampling or config.rollout.sampling)
+    totals = [_token_bounds(config, sampling)[1] for sampling in samplings]
+    bounds = [total for total in totals if total is not None]
+    return max(bounds) if bounds and config.sft is None else None
+
+
 def _policy_size(config: RunConfig) -> ModelSize | None:
     if config.model.build is not None:
         return size_of_spec(config.model.build)

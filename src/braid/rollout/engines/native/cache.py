@@ -2,7 +2,9 @@
 
 Sequence number s keeps its keys and values in slot s of one tensor [slots, Hkv, length, d] per layer. Running sequences
 stay compact in the first slots, so that decoding reads plain views: nothing is gathered, nothing is repeated.
-Layers are allocated when they first bring keys, so no model configuration is read.
+Layers are allocated when they first bring keys, so no model configuration is read. A layer here is the n-th call of
+attention in a forward pass: some architectures call one attention module several times (DiffLlama), and each call has
+keys and values of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from braid.models.attention import LayerCall, causal_attention
+from braid.models.attention import LayerCall, causal_attention, softmax_with_sinks
 
 _LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
 _ROW_MULTIPLE, _MIN_ROWS, _PROMPT_MULTIPLE = 4, 16, 16
@@ -140,9 +142,11 @@ class PrefillAttention:
             self._blocks.append((width, first_slot, copies))
             first_slot += sum(copies)
         self._sizes = [width * len(copies) for width, _, copies in self._blocks]
+        self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See models.attention.AttentionContext."""
+        layer = next(self._next_layer)
         outs: list[Tensor] = []
         parts = zip(*(x.split(self._sizes) for x in (query, key, value)), strict=True)
         for (width, slot, copies), qkv in zip(self._blocks, parts, strict=True):
@@ -151,7 +155,7 @@ class PrefillAttention:
             if len(copies) < sum(copies):
                 index = [row for row, num in enumerate(copies) for _ in range(num)]
                 k, v = k[index], v[index]
-            self._cache.write_prompts(call.layer, slot, k.transpose(1, 2), v.transpose(1, 2))
+            self._cache.write_prompts(layer, slot, k.transpose(1, 2), v.transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -167,22 +171,26 @@ class DecodeAttention:
         self._cache, self._positions, self._width = cache, positions, width
         self._masks: dict[int | None, Tensor] = {}
         self._places: dict[int, Tensor] = {}
+        self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See models.attention.AttentionContext."""
         rows, heads, _ = key.shape
-        stores = self._cache.layer(call.layer)
+        stores = self._cache.layer(next(self._next_layer))
         place = self._place(heads, key.device)
         for store, new in zip(stores, (key, value), strict=True):
             store.view(-1, store.shape[3]).index_copy_(0, place, new.reshape(rows * heads, -1))
         k, v = (store[:rows, :, : self._width] for store in stores)
         q = query.unflatten(1, (heads, -1))
         mask = self._mask(call.sliding_window, q.dtype)
-        if call.softcap is None:
+        if call.softcap is None and call.sinks is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scaling)
         else:
-            scores = torch.tanh(q @ k.transpose(2, 3) * (call.scaling / call.softcap)) * call.softcap
-            out = (scores + mask).float().softmax(-1).to(v.dtype) @ v
+            scores = q @ k.transpose(2, 3) * call.scaling
+            if call.softcap is not None:
+                scores = torch.tanh(scores / call.softcap) * call.softcap
+            sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1)
+            out = softmax_with_sinks(scores + mask, sinks).to(v.dtype) @ v
         return out.reshape(rows, query.shape[1], -1)
 
     def _place(self, heads: int, device: torch.device) -> Tensor:

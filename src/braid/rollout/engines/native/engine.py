@@ -6,7 +6,7 @@ function of the order of requests alone; what a request gets is a function of it
 * Random numbers come from the request's key and the token's place (rollout.random).
 * On CPU in fp32 every number of a sequence has the same bits whatever runs beside it, wherever the matrix library
   treats 16 rows and more alike: seen for models of hidden size up to 512; with several threads, larger products
-  (896 x 4864) were seen to differ.
+  (896 x 4864) were seen to differ, and an expert of a mixture computes as many rows as choose it.
 * Elsewhere numbers agree up to rounding. A token changes where a uniform falls within that rounding of the border
   between two tokens, and the rest of the answer with it: rarely in fp32; in bf16 it was seen within 150 tokens.
 """

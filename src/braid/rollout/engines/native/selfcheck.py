@@ -1,0 +1,54 @@
+"""Proof that the native engine's cache gives a model the log-probs that it has for whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from braid.models.causal_lm import CausalLM
+from braid.models.selfcheck import Check, check_own_weights, check_tiny_copy
+
+from .cache import KVCache, PrefillAttention, padded_prompt
+from .decoder import Decoder
+
+_MOST_DECODED = 6
+
+
+def check_decoding(lm: CausalLM, longest: int | None = None) -> None:
+    """Compare ragged prompts and tokens decoded after them, in one batch, with the model's own forward pass over each whole
+    row. See models.selfcheck.check_against_plain."""
+    if not check_tiny_copy(lm, _DECODING, longest):
+        check_own_weights(lm, _DECODING, longest)
+
+
+@torch.no_grad()
+def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
+    """[n + 1, V] for the last n tokens of each row and the token after: the first by prefill, the others by decoding. Rows
+    go from the longest to the shortest."""
+    shortest_first, num_rows = list(rows)[::-1], len(rows)
+    num_decoded = min(_MOST_DECODED, len(rows[-1]) - 1)
+    ends = [len(row) - num_decoded for row in shortest_first]
+    widths = [padded_prompt(end) for end in ends]
+    cache = KVCache(num_rows * 64, num_rows)
+    cache.reserve(num_rows, max(map(len, rows)), 0)
+    prompts = [F.pad(row[:e], (0, w - e)) for row, e, w in zip(shortest_first, ends, widths, strict=True)]
+    positions = [F.pad(torch.arange(e), (0, w - e)) for e, w in zip(ends, widths, strict=True)]
+    attention = PrefillAttention(cache, 0, [(width, 1) for width in widths])
+    hidden = lm.hidden(torch.cat(prompts), torch.cat(positions).to(lm.device), attention)
+    last = [sum(widths[:i]) + end - 1 for i, end in enumerate(ends)]
+    steps = [lm.logits(hidden[last])]
+    decoder = Decoder(lm, cache, lm.device, cuda_graphs=False)
+    padding = (0, decoder.rows(num_rows) - num_rows)
+    for step in range(num_decoded):
+        tokens = F.pad(
+            torch.stack([row[e + step] for row, e in zip(shortest_first, ends, strict=True)]), padding
+        )
+        places = F.pad(torch.tensor([end + step for end in ends]), padding)
+        steps.append(decoder.logits(tokens, places, int(places.max()) + 1)[:num_rows].clone())
+    return list(torch.stack(steps, dim=1).log_softmax(-1).flip(0))
+
+
+_DECODING = Check(_decoded_logprobs, "the native engine", "set rollout.engine=vllm")
