@@ -98,9 +98,13 @@ def tiny_model(
     config = tiny_config(config, passed)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind._from_config(deepcopy(config), **options).parameters())
+        size = sum(
+            parameter.numel() for parameter in kind._from_config(deepcopy(config), **options).parameters()
+        )
     if size > _MOST_PARAMETERS:
-        raise ValueError(f"its config names sizes in words of its own, so that a small copy has {size:,} parameters")
+        raise ValueError(
+            f"its config names sizes in words of its own, so that a small copy has {size:,} parameters"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind._from_config(config, **options)
