@@ -261,7 +261,7 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ),
         (
             "algorithm.corrections=[{high: -1}]",
-            "algorithm.corrections[0].high: -1 is not a number above 0 [override]",
+            "algorithm.corrections[0].high: -1 is not a number above 0, or 'off' [override]",
         ),
         (
             "train.optimizer.betas=[0.9]",

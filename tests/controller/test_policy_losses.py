@@ -44,6 +44,33 @@ def test_a_recipe_trains_and_tells_what_it_did(load_tiny: LoadTiny, recipe: str,
         assert line["policy/ratio_mean"] == pytest.approx(1.0, abs=0.2)  # two small steps
 
 
+@pytest.mark.parametrize(
+    ("overrides", "metrics"),
+    [
+        (["policy_loss=kimi", "kimi_tau=0.5", "reward_clip=0.3"], {"policy/penalty"}),
+        (
+            ["policy_loss=masked_is", "old_logprobs=behavior", "log_ratio_max=1", "turn_weighting=turns"],
+            {"policy/clip_fraction"},
+        ),
+        (
+            [
+                "policy_loss=importance_sampling",
+                "ratio_level=sequence_product",
+                "mask_long_failures=1000",
+                "corrections=[{mode: mask_sequence, high: off}, {mode: mask, measure: difference, low: -0.5, high: 0.5}]",
+            ],
+            {"policy/correction_masked_fraction", "rollout/masked_trajectories"},
+        ),
+    ],
+)
+def test_parts_without_a_recipe_train(load_tiny: LoadTiny, overrides: list[str], metrics: set[str]) -> None:
+    overrides = [f"algorithm.{override}" for override in overrides]
+    run = commands.train(load_tiny("run.max_rounds=2", "train.steps_per_pass=2", *overrides)).run_dir
+    for line in _lines(run)[1:]:
+        assert metrics <= line.keys()
+        assert line["policy/skipped_steps"] == 0
+
+
 def test_kl_cov_acts_on_the_share_of_tokens_that_was_asked_for(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("algorithm.recipe=kl_cov", "algorithm.cov_fraction=0.25")).run_dir
     for line in _lines(run)[1:]:

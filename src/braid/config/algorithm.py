@@ -38,7 +38,7 @@ class CorrectionConfig(Section):
     mask_sequence: a sequence with any such token is left out whole."""
     low: float = 0.0
     """Lower bound of w."""
-    high: float | Literal["off"] = 2.0
+    high: PositiveFloat | Literal["off"] = 2.0
     """Upper bound of w; off for none."""
     measure: CorrectionMeasure = "ratio"
     """ratio: w as above. difference, for masks: the difference of the two probabilities of a token, old - behavior, summed
@@ -52,8 +52,6 @@ class CorrectionConfig(Section):
             raise ValueError(f"low={self.low:g} is more than high={self.high:g}; lower it")
         if self.measure == "ratio" and self.low < 0:
             raise ValueError(f"low={self.low:g} is negative, and a ratio is not; set it to 0 or more")
-        if self.measure == "ratio" and self.high != "off" and self.high <= 0:
-            raise ValueError(f"high={self.high:g} leaves no ratio; set it above 0, or to off")
         if self.measure == "difference" and self.mode == "truncate":
             raise ValueError(
                 "measure=difference bounds a difference of probabilities, which is no weight; set mode to mask or "

@@ -195,7 +195,7 @@ _FILTER_TAKES = {
     "ratio_low": NON_NEGATIVE,
     "ratio_high": POSITIVE,
     "diff_low": NUMBER,
-    "diff_high": NUMBER,
+    "diff_high": POSITIVE,
 }
 
 

@@ -79,6 +79,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/clip_fraction", "", "Share of tokens where the bound of the policy loss binds (a clipped ratio; dppo: a token left out)."),
     Metric("policy/dual_clip_fraction", "", "Share of tokens where the dual clip binds."),
     Metric("policy/chosen_fraction", "", "Share of tokens that clip_cov or kl_cov acts upon."),
+    Metric("policy/penalty", "", "Mean penalty of the policy loss kimi, per token."),
     Metric("policy/correction_mean", "", "Mean factor by which corrections for the sampler multiply a token's loss."),
     Metric("policy/correction_truncated_fraction", "", "Share of tokens whose weight a correction truncated."),
     Metric("policy/correction_masked_fraction", "", "Share of tokens that a correction left out."),
