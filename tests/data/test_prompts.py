@@ -135,6 +135,13 @@ def test_a_chat_template_writes_the_only_start_token(load_chat: Loader) -> None:
     assert prompts.prompts[0].messages[0] == {"role": "system", "content": "Add."}
 
 
+def test_further_variables_reach_the_chat_template(load_chat: Loader) -> None:
+    load_chat.tokenizer.chat_template += "{% if not thinking | default(true) %}<no>{% endif %}"
+    assert load_chat.texts(load_chat(ROWS))[0] == "<s><user>1+2<assistant>"
+    told = load_chat(ROWS, chat_template_kwargs={"thinking": False})
+    assert load_chat.texts(told)[0] == "<s><user>1+2<assistant><no>"
+
+
 def test_chat_messages_go_through_the_template_as_they_are(load_chat: Loader) -> None:
     chat = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
     prompts = load_chat([{"prompt": chat, "answer": "", "more": 1}])

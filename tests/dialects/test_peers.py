@@ -135,6 +135,7 @@ SKYRL: dict[str, tuple[Any, str]] = {
     "generator.fully_sharded_loras": (False, NOTHING),
     "generator.enable_ray_prometheus_stats": (False, NOTHING),
     "generator.engine_init_kwargs": ({}, NOTHING),
+    "generator.chat_template_kwargs": ({"reasoning_effort": "low"}, APPLIED),
     "generator.rope_scaling": ("${trainer.rope_scaling}", NOTHING),
     "generator.rope_theta": ("${trainer.rope_theta}", NOTHING),
 }
@@ -162,6 +163,13 @@ def test_a_key_of_an_example_file_becomes_what_its_table_says(reader: Reader, na
     read = read_config(laid_over(reader, name), dialect=seed.dialect, allowed=["*"])
     found = {entry.path: entry.disposition for entry in read.ledger}
     assert {key: found.get(key) for key in table} == {key: expected for key, (_, expected) in table.items()}
+
+
+def test_an_override_may_be_a_mapping_without_spaces_as_in_hydra(reader: Reader) -> None:
+    read = reader.read(
+        FILES["skyrl"][0], ["+generator.chat_template_kwargs={reasoning_effort:low,url:http://a:1}"]
+    )
+    assert read.loaded.config.data.chat_template_kwargs == {"reasoning_effort": "low", "url": "http://a:1"}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -119,6 +119,8 @@ class DataConfig(Section):
     """What to do with longer ones (always counted)."""
     use_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: apply the tokenizer's template when it has one, or when the prompt is chat messages."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as {enable_thinking: false}."""
     shuffle: bool = True
     """Draw training prompts in an order given by the seed, a new one in each epoch."""
     seed: NonNegativeInt | None = None

@@ -116,7 +116,7 @@ def encode(
     for index in range(len(source.rows)):
         of_row, is_chat = _messages(source, index)
         use_template = _use_chat_template(source, index, is_chat, config, tokenizer)
-        text = _render(source, index, of_row, tokenizer) if use_template else of_row[-1]["content"]
+        text = _render(source, index, of_row, config, tokenizer) if use_template else of_row[-1]["content"]
         messages.append(of_row)
         texts.append(text)
         is_templated.append(use_template)
@@ -232,13 +232,21 @@ def _use_chat_template(
 
 
 def _render(
-    source: SourceRows, index: int, messages: tuple[Message, ...], tokenizer: PreTrainedTokenizerBase
+    source: SourceRows,
+    index: int,
+    messages: tuple[Message, ...],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> str:
     import jinja2
 
     try:
         conversation: Any = [dict(message) for message in messages]
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+            )
+        )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise DataError(
             f"{_where(source, index)}: the chat template refuses the messages (roles "

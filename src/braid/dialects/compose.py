@@ -25,6 +25,8 @@ from braid.errors import Problem, suggest
 DEFAULTS = "defaults"
 SEARCHPATH = "hydra.searchpath"
 _SELF = "_self_"
+_FLOW = re.compile(r"([{,]\s*[\w.-]+):(?=[^\s])")
+"""Keys of a mapping as Hydra lets them be written, without a space: `{a:1,b:2}`."""
 _FLAGS = re.compile(r"^(?:(?:override|optional)\s+)+")
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)\s*$", re.MULTILINE)
 
@@ -48,7 +50,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
                 Problem(name, f"the file's defaults list has no such entry{suggest(name, keys)}", OVERRIDE)
             )
         else:
-            values.append(text)
+            values.append(_FLOW.sub(r"\1: ", text) if option.startswith("{") else text)
     composed = presets.compose(written, _Place(), chosen)
     for text in values:
         apply_override(composed, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from .conversions import mapped, only, opposite, when
+from .conversions import mapped, only, opposite, unless_null, when
 from .skyrl_facts import (
     always,
     engine,
@@ -42,6 +42,7 @@ from .values import (
     choice,
     either,
     list_of,
+    mapping_of,
     nullable,
     number,
     text,
@@ -378,8 +379,9 @@ SAMPLING: tuple[Rule, ...] = (
         note="they still count in their group's statistics"),
     Apply(f"{_AT}.chat_template.name_or_path", "model.chat_template", nullable(TEXT), _template),
     NoEffect(f"{_AT}.chat_template.source", choice("name", "file"), "says what name_or_path is"),
-    Apply(f"{_AT}.chat_template_kwargs", "", nullable(ANY),
-        off_only("the template as it is", "a template with the values written in (chat_template.name_or_path)")),
+    Apply(f"{_AT}.chat_template_kwargs", "data.chat_template_kwargs",
+        nullable(mapping_of(ANY, {"enable_thinking": False}, {"reasoning_effort": "low"})),
+        unless_null(why="the template as it is")),
     *(
         Apply(f"{_AT}.{key}", "", BOOL, off_only("trajectories are trained whole", "train them whole"))
         for key in ("step_wise_trajectories", "merge_stepwise_output")

@@ -507,6 +507,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
             "data.max_prompt_tokens",
             "data.overlong",
             "data.use_chat_template",
+            "data.chat_template_kwargs",
             "train.logprob_chunk_bytes",
             "train.gradient_checkpointing",
             "model.tokenizer",
@@ -577,7 +578,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
     (
         "data.use_chat_template=never",
         lambda config, _: config.data.use_chat_template == "never",
-        ("model.chat_template",),
+        ("model.chat_template", "data.chat_template_kwargs"),
     ),
     (
         "a round has fewer trajectories than that",
