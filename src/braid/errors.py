@@ -41,6 +41,10 @@ class Problem:
         return f"{self.key}: {self.message}" + (f" [{self.origin}]" if self.origin else "")
 
 
+_MAX_TOLD = 50
+"""Problems that the message of a ConfigError has."""
+
+
 class ConfigError(BraidError, ValueError):
     """One or more problems of a config, reported together."""
 
@@ -48,7 +52,9 @@ class ConfigError(BraidError, ValueError):
         self.problems = (Problem("config", problems),) if isinstance(problems, str) else tuple(problems)
         lines = [str(p) for p in self.problems]
         head = f"{len(lines)} problems in the config:\n  - " if len(lines) > 1 else ""
-        super().__init__(head + "\n  - ".join(lines))
+        left = len(lines) - _MAX_TOLD
+        rest = [f"and {left:,} more"] if left > 0 else []
+        super().__init__(head + "\n  - ".join([*lines[:_MAX_TOLD], *rest]))
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)

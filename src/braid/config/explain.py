@@ -17,6 +17,8 @@ from .shape import allowed, allowed_item, fields_of, kind_of, shape_of
 from .source import ROOT, child
 
 _ABSENT = object()
+MAX_HINTS = 50
+"""Problems with a hint of what may be meant; looking for one takes time."""
 
 
 def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -24,8 +26,12 @@ def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[s
     seen = set()
     for detail in error.errors(include_url=False):
         spot = _locate(detail["loc"], tree)
-        if spot.key not in seen:
-            seen.add(spot.key)
+        if spot.key in seen:
+            continue
+        seen.add(spot.key)
+        if len(seen) > MAX_HINTS and detail["type"] == "extra_forbidden":
+            yield spot.key, "unknown key"
+        else:
             yield spot.key or ROOT, _message(detail["type"], detail.get("ctx", {}), spot)
 
 

@@ -28,7 +28,7 @@ from braid.errors import ConfigError, Problem, suggest
 
 from .base import Section
 from .explain import explain, unlike_numbers
-from .resolvers import RESOLVERS, register_resolvers
+from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers
 from .schema import RunConfig
 from .secrets import Reference, distinct, environment_values, hidden, plain_secrets, reference_for
 from .shape import Shape, shape_of
@@ -45,6 +45,8 @@ from .source import (
 
 DEFAULT = "default"
 """Origin of values that the user did not write."""
+_MAX_SHOWN = 200
+"""Characters of an interpolation in messages."""
 MANDATORY = "???"
 """A value that says: to be given on the command line."""
 
@@ -226,12 +228,15 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
                 f"{text!r} is no interpolation: {what}; write ${{key}}, or \\${{ for the characters themselves"
             )
             tree = _replaced(tree, path, None)
-    context = OmegaConf.create(context_of(tree))
+    context = _context(context_of(tree))
     for path, text in pending:
         if path in problems:
             continue
         try:
             value = _resolve(context, path)
+            if any(isinstance(item, int) and abs(item) > MAX_NUMBER for _, item in leaves(value)):
+                problems[path] = f"{text} is a whole number above {MAX_NUMBER:.0e}, which no key takes"
+                continue
             tree = _replaced(tree, path, value)
             if (kept := reference_for(text, value, secrets)) != value or isinstance(kept, Reference):
                 written.references |= {
@@ -246,6 +251,19 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
         for path, message in problems.items()
     ]
     return tree
+
+
+def _context(tree: dict[str, Any]) -> Any:
+    """What interpolations are resolved in, without texts that are none."""
+    try:
+        return OmegaConf.create(tree)
+    except GrammarParseError:
+        for path, text in list(leaves(tree)):
+            try:
+                OmegaConf.create({"value": text})
+            except GrammarParseError:
+                tree = _replaced(tree, path, None)
+        return OmegaConf.create(tree)
 
 
 def _resolve(context: Any, path: KeyPath) -> Any:
@@ -287,6 +305,7 @@ def _filled(value: Any, shape: Shape) -> Any:
 
 def _interpolation_message(error: Exception, text: str, context: Any) -> str:
     """Why `text` stands for nothing."""
+    text = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
     first = str(error).splitlines()[0]
     quoted = re.findall(r"'([^']*)'", first)
     if isinstance(error, RecursionError) or "ecursi" in first or "parent node" in first:

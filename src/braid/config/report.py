@@ -15,7 +15,7 @@ from .train import OptimizerConfig
 class RunSection(Section):
     """Name, place, length and seed of the run."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
+    name: str = Field(default="run", pattern=r"^\.*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
     """Folder name of the run."""
     output_dir: str = "runs"
     """Parent of the run's folder."""

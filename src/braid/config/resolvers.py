@@ -10,6 +10,8 @@ from operator import add, floordiv, mul, sub, truediv
 from omegaconf import OmegaConf
 
 Number = int | float
+MAX_NUMBER = 1e308
+"""Greatest absolute value: whole numbers above it are no floats."""
 
 
 def _number(value: object) -> Number:
@@ -22,7 +24,13 @@ def _over(operation: Callable[[Number, Number], Number]) -> Callable[..., Number
     def compute(*values: object) -> Number:
         if len(values) < 2:
             raise ValueError(f"needs two or more numbers, got {len(values)}")
-        return reduce(operation, [_number(v) for v in values])
+        return reduce(bounded, [_number(v) for v in values])
+
+    def bounded(first: Number, second: Number) -> Number:
+        result = operation(first, second)
+        if abs(result) > MAX_NUMBER:
+            raise ValueError(f"the result is above {MAX_NUMBER:.0e}")
+        return result
 
     return compute
 

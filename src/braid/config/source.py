@@ -22,6 +22,12 @@ OVERRIDE = "override"
 """Origin of values given on the command line."""
 MAX_DEPTH = 50
 """Mappings and lists within each other."""
+MAX_VALUES = 20_000
+"""Keys and values of a file, aliases put in their place."""
+MAX_BYTES = 2**20
+"""Size of a file."""
+MAX_DIGITS = 308
+"""Digits of a whole number: more than that is no float."""
 _TOO_DEEP = f"more than {MAX_DEPTH} mappings and lists within each other; no config needs so many"
 KeyPath = tuple[str | int, ...]
 """A key's path in parts: ("data", "train", 0)."""
@@ -57,6 +63,8 @@ def read_file(path: Path) -> Written:
         raise ConfigError([_syntax_problem(error, path.name, text)]) from None
     except RecursionError:
         raise ConfigError([Problem(ROOT, _TOO_DEEP, path.name)]) from None
+    except ValueError as error:  # PyYAML's own, of characters that cannot be
+        raise ConfigError([Problem(ROOT, f"not valid YAML: {error}", path.name)]) from None
     written = Written()
     if root is None:
         return written
@@ -117,6 +125,8 @@ def plain_scalar(text: str) -> Any:
     """What an unquoted YAML scalar means: null, a boolean, a number, or the text itself."""
     if text in _WORDS:
         return _WORDS[text]
+    if len(text) > MAX_DIGITS and _DIGITS.fullmatch(text):
+        return text  # which source files refuse
     if _INT.fullmatch(text):
         return int(text.replace("_", ""))
     if _BASED_INT.fullmatch(text):
@@ -135,6 +145,7 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys((".nan", ".NaN", ".NAN"), math.nan),
 }
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_DIGITS = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
 _BASED_INT = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
@@ -148,9 +159,20 @@ class _Builder:
     def __init__(self, file: str, written: Written) -> None:
         self._file = file
         self._written = written
+        self._num_values = 0
+
+    def _count(self, node: yaml.Node, path: str) -> None:
+        """Raise ConfigError when aliases make a short file a long one."""
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            message = (
+                f"more than {MAX_VALUES:,} keys and values once each alias (*name) is put in its place; no config needs so many"
+            )
+            raise ConfigError([Problem(path or ROOT, message, self._where(node))])
 
     def value(self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> Any:
         """The data of `node`, which stands at key `path` below `parents`."""
+        self._count(node, path)
         if any(node is parent for parent in parents):
             return self._problem(
                 path, node, "an alias (*name) to a part that contains it never ends; remove it"
@@ -165,6 +187,12 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             return [self._entry(item, child(path, i), item, parents) for i, item in enumerate(node.value)]
         is_plain = isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _TEXT
+        if is_plain and len(node.value) > MAX_DIGITS and _DIGITS.fullmatch(node.value):
+            return self._problem(
+                path,
+                node,
+                f"a whole number of {len(node.value):,} digits; a config takes at most {MAX_DIGITS} of them",
+            )
         return plain_scalar(node.value) if is_plain else node.value
 
     def _entry(self, node: yaml.Node, path: str, at: yaml.Node, parents: tuple[yaml.Node, ...]) -> Any:
@@ -185,6 +213,7 @@ class _Builder:
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, item in node.value:
+            self._count(key, path)
             if not isinstance(key, yaml.ScalarNode):
                 self._problem(path or ROOT, key, "a key must be plain text")
             elif key.value == "<<" and key.style is None:
@@ -219,6 +248,9 @@ def _text_of(path: Path) -> str:
         have = f"; it has {', '.join(names[:5])}" if names else ""
         raise ConfigError([Problem(ROOT, f"{path} is a folder; give a .yaml file{have}", "command line")])
     try:
+        if path.stat().st_size > MAX_BYTES:
+            message = f"the file has {path.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}"
+            raise ConfigError([Problem(ROOT, message, path.name)])
         return path.read_text("utf-8")
     except FileNotFoundError:
         near = suggest(path.name, [p.name for p in path.parent.glob("*.y*ml")])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
-from braid.config.explain import show_value
+from braid.config.explain import MAX_HINTS, show_value
 from braid.config.load import leaves as config_leaves
 from braid.config.secrets import Reference, distinct, hidden
 from braid.config.source import Written, child, parse_path, path_text, place
@@ -212,12 +213,16 @@ def _by_name(
 
 def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written) -> Iterator[Problem]:
     """What the table has against single leaves: unknown keys and values that a key does not take."""
+    num_unknown = 0
     for path, value in leaves:
         rule = dialect.rule_of(dialect.aliases.get(path, path))
         if rule is None:
             is_section = _is_section(path, dialect)
             if not (is_section and _is_empty(value)):
-                message = _unknown(path, value, dialect, is_section=is_section)
+                num_unknown += 1
+                message = f"unknown key of {dialect.title}"
+                if num_unknown <= MAX_HINTS:
+                    message = _unknown(path, value, dialect, is_section=is_section)
                 yield Problem(path, message, _origin(foreign, path))
         elif not rule.takes.accepts(value):
             yield Problem(path, f"{show_value(value)} is not {rule.takes.words}", _origin(foreign, path))
@@ -230,14 +235,16 @@ def _takes_mapping(path: str, dialect: Dialect) -> bool:
 
 
 def _is_section(path: str, dialect: Dialect) -> bool:
-    name = dialect.aliases.get(path, path)
-    depth = name.count(".") + 1
-    heads = (
-        known.split(".")[:depth] for known in (*dialect.rules, *dialect.aliases) if known.count(".") >= depth
-    )
-    return any(
-        all(known in (part, "*") for known, part in zip(head, name.split("."), strict=True)) for head in heads
-    )
+    heads = _heads((*dialect.rules, *dialect.aliases))
+    parts = tuple(dialect.aliases.get(path, path).split("."))
+    return parts in heads or any((*parts[:i], "*", *parts[i + 1 :]) in heads for i in range(len(parts)))
+
+
+@cache
+def _heads(paths: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
+    """The parts of a dialect's files that have keys below them; `*` stands for any name."""
+    split = [tuple(path.split(".")) for path in paths]
+    return frozenset(parts[:end] for parts in split for end in range(1, len(parts)))
 
 
 def _is_empty(value: Any) -> bool:
