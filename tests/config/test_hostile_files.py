@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -78,13 +78,9 @@ def mutated(text: str, draw: random.Random) -> str:
     return text
 
 
-def read(path: Path, dialect: str | None = None) -> None:
-    with no_longer_than(MAX_CPU_S):
-        try:
-            config = read_config(path, dialect=dialect).loaded.config  # pyright: ignore[reportArgumentType]
-            resolve(config, num_prompts=10)
-        except BraidError as error:
-            assert str(error)
+def read(path: Path) -> None:
+    with no_longer_than(MAX_CPU_S), suppress(BraidError):
+        resolve(read_config(path).loaded.config, num_prompts=10)
 
 
 @pytest.mark.slow
@@ -116,7 +112,7 @@ HOSTILE = {
     "a decoded number": (f"run: {{seed: '${{oc.decode:\"{'9' * 400}\"}}'}}\n", "is a whole number above 1e+308"),
     "unknown keys": ("run: {}\n" + "".join(f"key{i}: 1\n" for i in range(5000)), "and 4,95"),
     "a large file": ("# " + "x" * 2**20 + "\n", "bytes; a config has at most 1,048,576"),
-    "a name that leads out": ("run: {name: ..}\n", "run.name: '..' is not text matching"),
+    "a name that leads out": ("run: {name: ..}\n", "run.name: '..' is no folder below run.output_dir"),
     "no interpolation": ("run: {seed: '${.}', name: '${}'}\n", "is no interpolation"),
 }  # fmt: skip
 

@@ -234,7 +234,7 @@ def test_a_hanging_call_does_not_keep_the_process_from_ending(tmp_path: Path) ->
             [sys.executable, "-c", textwrap.dedent(script), name],
             cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True,
         )  # fmt: skip
-        assert done.stdout == "reward function: no result within reward.timeout_s=0.2\n"
+        assert done.stdout == f"reward {name}: no result within reward.timeout_s=0.2\n"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from braid.errors import suggest
 
 from .base import Section
+from .habits import HABITS
 from .schema import RunConfig
 from .shape import allowed, allowed_item, fields_of, kind_of, shape_of
 from .source import ROOT, child
@@ -23,14 +24,15 @@ MAX_HINTS = 50
 
 def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, message) of each thing that the schema has against `tree`; one per key."""
-    seen = set()
+    seen: set[str] = set()
+    listed: set[type[Section]] = set()
     for detail in error.errors(include_url=False):
         spot = _locate(detail["loc"], tree)
         if spot.key in seen:
             continue
         seen.add(spot.key)
-        if len(seen) > MAX_HINTS and detail["type"] == "extra_forbidden":
-            yield spot.key, "unknown key"
+        if detail["type"] == "extra_forbidden":
+            yield spot.key, "unknown key" + (_meant(spot, listed) if len(seen) <= MAX_HINTS else "")
         else:
             yield spot.key or ROOT, _message(detail["type"], detail.get("ctx", {}), spot)
 
@@ -108,8 +110,6 @@ def _locate(loc: tuple[str | int, ...], tree: Any) -> _Spot:
 def _message(kind: str, context: Mapping[str, Any], spot: _Spot) -> str:
     if kind == "value_error":
         return str(context["error"])
-    if kind == "extra_forbidden":
-        return _unknown(spot)
     if spot.field is None:
         return _not_allowed(spot.value, "a mapping of keys to values")
     if spot.value is _ABSENT:
@@ -125,22 +125,35 @@ def _message(kind: str, context: Mapping[str, Any], spot: _Spot) -> str:
     return _not_allowed(spot.value, words)
 
 
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+"""torch's names of types -> those of a config."""
+
+
 def _not_allowed(value: Any, words: str) -> str:
     needs_quotes = words.startswith("text") and isinstance(value, bool | int | float)
-    return f"{show_value(value)} is not {words}" + ("; put it in quotes" if needs_quotes else "")
+    hint = "; put it in quotes" if needs_quotes else ""
+    if isinstance(value, str) and (dtype := _DTYPES.get(value.removeprefix("torch."))) and dtype in words:
+        hint = f"; write {dtype}"
+    return f"{show_value(value)} is not {words}{hint}"
 
 
-def _unknown(spot: _Spot) -> str:
+def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
+    """What may be meant by an unknown key. The keys of a section are listed once; `listed` has those that were."""
     name = spot.key.rpartition(".")[2]
     own = list(spot.section.model_fields)
+    if name in HABITS:
+        return f"; here it is {HABITS[name]}"
     if near := suggest(name, own):
-        return f"unknown key{near}"
+        return near
     if others := [str(kind_of(s)) for s in spot.kinds if name in s.model_fields]:
-        return f"unknown key for kind {kind_of(spot.section)}; it belongs to kind {' and '.join(others)}"
+        return f" for kind {kind_of(spot.section)}; it belongs to kind {' and '.join(others)}"
     homes = sorted({path for path, _ in fields_of(RunConfig) if path.rpartition(".")[2] == name}, key=len)
     if homes:
-        return f"unknown key here; there is {' and '.join(homes[:2])}"
-    return f"unknown key; known here: {', '.join(own)}"
+        return f" here; there is {' and '.join(homes[:2])}"
+    if spot.section in listed:
+        return ""
+    listed.add(spot.section)
+    return f"; known here: {', '.join(own)}"
 
 
 def _first_sentence(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
 from .base import Section
 from .data import Source
@@ -15,7 +15,7 @@ from .train import OptimizerConfig
 class RunSection(Section):
     """Name, place, length and seed of the run."""
 
-    name: str = Field(default="run", pattern=r"^\.*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Folder name of the run."""
     output_dir: str = "runs"
     """Parent of the run's folder."""
@@ -47,6 +47,15 @@ class RunSection(Section):
     environment, a service, or the network."""
     base_dir: str | None = None
     """Folder that relative paths of data files and functions start from; that of the config file when null."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_way_out(cls, name: str) -> str:
+        if not name.strip("."):
+            raise ValueError(
+                f"{name!r} is no folder below run.output_dir; give a name with a letter or a digit"
+            )
+        return name
 
 
 class EvalTarget(Section):

@@ -12,7 +12,7 @@ from .base import Section
 
 class _Part(Section):
     name: str = ""
-    """Names the part in metrics; its kind when empty."""
+    """Names the part in metrics (`reward/part/NAME`); its kind when empty, or the function's name."""
     weight: float = 1.0
     """Factor in the sum."""
     sources: tuple[str, ...] = ()

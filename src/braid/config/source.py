@@ -165,9 +165,7 @@ class _Builder:
         """Raise ConfigError when aliases make a short file a long one."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            message = (
-                f"more than {MAX_VALUES:,} keys and values once each alias (*name) is put in its place; no config needs so many"
-            )
+            message = f"more than {MAX_VALUES:,} keys and values once each alias (*name) is put in its place; no config needs so many"
             raise ConfigError([Problem(path or ROOT, message, self._where(node))])
 
     def value(self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> Any:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from braid.config.reward import (
     CodeReward,
+    FunctionReward,
     JudgeReward,
     MathReward,
     ReasoningGymReward,
@@ -65,13 +67,20 @@ def build_scorer(
     setting = Setting(config.timeout_s, config.concurrency, base_dir, seed, services, config.code.isolation)
     parts: list[_Weighted] = []
     for i, part in enumerate(config.parts):
-        name = part.name or part.kind
+        name = part_name(part)
         if any(name == other.name for other in parts):
             problem = f"another part is named {name!r} already; give this one its own"
             raise ConfigError([Problem(f"reward.parts[{i}].name", problem, "config")])
         built = build_part(part, i, setting)
         parts.append(_Weighted(name, part.weight, frozenset(part.sources), built, *_limits(part, config)))
     return Scorer(parts, concurrency=config.concurrency)
+
+
+def part_name(part: RewardPart) -> str:
+    """What metrics call a part: its own name, else that of its function or its kind."""
+    if isinstance(part, FunctionReward) and not part.name:
+        return re.split(r"[.:]", part.path)[-1] or part.kind
+    return part.name or part.kind
 
 
 def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:

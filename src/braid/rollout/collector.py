@@ -8,12 +8,12 @@ status, rewards and lengths. Tokens leave only as rows for training, or as whole
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
+from braid.runtime.loops import Loop
 from braid.types import Group, Lengths, Prompt, Row, ShapedReward, Status, Trajectory
 
 from .drivers.base import Driver
@@ -94,7 +94,7 @@ class Collector:
         weights; None if the engine shares the trainer's tensors."""
         self._prompts, self._drivers, self._greedy = prompts, drivers, greedy
         self._scorer, self._shape, self._link = scorer, shape, link
-        self._loop = asyncio.Runner()
+        self._loop = Loop()
         self._groups: dict[int, Group] = {}
         self._unscored: list[Group] = []
 

@@ -13,12 +13,13 @@ calls its one worker directly, so that a debugger steps into it; runtime.ray has
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from .loops import Loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +120,14 @@ class InProcessGroup:
     def __init__(self, role: str, factory: Factory) -> None:
         self.role = role
         self._worker = factory(Place(0, 1))
-        self._loop: asyncio.Runner | None = None
+        self._loop: Loop | None = None
         self._is_closed = False
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """See WorkerGroup."""
         value = getattr(self._worker, method)(*args)
         if inspect.iscoroutine(value):
-            self._loop = self._loop or asyncio.Runner()
+            self._loop = self._loop or Loop()
             value = self._loop.run(value)
         return [value]
 
