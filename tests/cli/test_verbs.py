@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,38 @@ def test_missing_data_ends_with_2_and_names_the_file(config: str, capsys: pytest
     err = capsys.readouterr().err
     assert err.startswith("braid: data.train[0]")
     assert "nope.jsonl" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("target", ["/dev/full", "summary.json"])
+def test_a_run_whose_lines_cannot_be_written_ends_with_its_result(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    run = tmp_path / "runs/tiny"
+    if target == "summary.json":
+        (run / ".summary.json.new").mkdir(parents=True)  # in the way of the file that is written beside
+    with open("/dev/full", "w") as full:
+        if target == "/dev/full":
+            monkeypatch.setattr("sys.stdout", full)
+        assert main(["train", config, "report.console=plain"]) == 0
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (run / "checkpoints/step_2").exists()
+
+
+def test_what_a_reward_prints_is_in_the_runs_log_and_not_on_the_console(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talks.py").write_text("def score(text):\n    print('scoring')\n    return 1.0\n")
+    part = "reward.parts=[{kind: function, path: %s}]" % (tmp_path / "talks.py:score")
+    assert main(["train", config, part, "report.console=plain", "run.max_rounds=1"]) == 0
+    out = capsys.readouterr().out
+    log = tmp_path / "runs/tiny/logs/rewards.log"
+    assert set(log.read_text().splitlines()) == {"scoring"}
+    assert out.count("a reward prints") == 1
+    assert "scoring" not in out
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from braid.config.load import load_config
 from braid.controller import commands
 from braid.errors import CheckpointError, ConfigError
 
@@ -127,3 +129,28 @@ def test_a_run_saves_by_time_where_no_cadence_is_set(
     ]
     run = commands.train(load_tiny(never, "checkpoint.every_s=0", "run.name=c")).run_dir
     assert not list(run.glob("checkpoints/step_*"))
+
+
+def test_a_run_is_evaluated_exported_and_resumed_from_any_directory(
+    load_tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = commands.train(load_tiny(ONE)).run_dir
+    commands.export(first, output=tmp_path / "model")
+    config = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+    config["model"] = {"path": "model"}
+    config["run"]["name"] = "second"
+    (tmp_path / "second.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = commands.train(load_config(tmp_path / "second.yaml", [ONE])).run_dir
+    assert run == tmp_path / "runs/second"
+    (tmp_path / "nowhere").mkdir()
+    monkeypatch.chdir(tmp_path / "nowhere")
+    stored = load_config(run / "config.yaml")
+    assert stored.config.model.path == str(tmp_path / "model")
+    commands.evaluate(stored, run_dir=run)
+    assert (commands.export(run) / "model.safetensors").exists()
+    commands.train(load_config(tmp_path / "second.yaml", ["run.resume=latest"]))
+    commands.train(load_config(run / "config.yaml", ["run.resume=latest", "run.max_rounds=4"]))
+    assert json.loads((run / "summary.json").read_text())["round"] == 4
+    assert not list(Path.cwd().iterdir())

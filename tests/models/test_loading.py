@@ -102,7 +102,7 @@ def test_a_missing_folder_is_named_with_its_nearest_neighbour(folder: Path) -> N
 def test_a_hub_name_that_cannot_be_fetched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ModelError, match="is no local folder and could not be loaded as a causal language model from the"
+        ModelError, match="there is no such folder, and no such model can be had from the Hugging Face hub"
     ):
         _load("nobody/no-such-model")
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,7 +27,8 @@ from braid.errors import (
     WorkerError,
     suggest,
 )
-from braid.runtime.interrupts import stop_signals
+from braid.report.streams import forgiven
+from braid.runtime.interrupts import NUMBERS, stop_signals
 
 if TYPE_CHECKING:
     from braid.config.load import Loaded
@@ -67,16 +70,36 @@ exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, or d
 """
 
 
+_RUNS = ("train", "sft", "eval")
+"""Verbs that are there for what they do; the others for what they print."""
 _BEFORE = "interrupted before the run began; nothing was written"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    try:
-        args = _parse(sys.argv[1:] if argv is None else argv)
-    except SystemExit as end:  # argparse has said why
-        return end.code if isinstance(end.code, int) else USAGE
-    return guarded(lambda: args.run(args), args)
+    with forgiven("stderr"):
+        try:
+            args = _parse(sys.argv[1:] if argv is None else argv)
+        except SystemExit as end:  # argparse has said why
+            return end.code if isinstance(end.code, int) else USAGE
+        with forgiven("stdout", only_encoding=args.verb_name not in _RUNS):
+            code = guarded(lambda: args.run(args), args)
+    return code if argv is not None else _leave(code, args)
+
+
+def _leave(code: int, args: argparse.Namespace) -> int:
+    """The exit code of this process, whose end nothing disturbs any more: neither a signal nor an output that cannot be written.
+    A run has ended as it has, whether that could be printed or not; the other verbs are there for what they print."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if stream is sys.stdout and args.verb_name not in _RUNS and code == OK:
+                return _say(FAILED, f"standard output cannot be written: {error.strerror}", args)
+    return code
 
 
 def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
@@ -109,6 +132,10 @@ def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        if args.verb_name in _RUNS or error.filename is not None or error.errno not in (ENOSPC, EIO):
+            raise
+        return _say(FAILED, f"standard output cannot be written: {error.strerror}", args)
     except RuntimeError as error:  # Python 3.11 makes one of what comes while a class is being made
         if isinstance(error.__cause__, KeyboardInterrupt):
             return _say(INTERRUPTED, _BEFORE, args)

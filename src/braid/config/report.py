@@ -18,7 +18,8 @@ class RunSection(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Folder name of the run."""
     output_dir: str = "runs"
-    """Parent of the run's folder."""
+    """Parent of the run's folder. As all paths of a config, it starts from the config's folder, or from where `braid` is run when it
+    is given on the command line."""
     seed: NonNegativeInt = 0
     """Seed of everything drawn at random."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -46,7 +47,7 @@ class RunSection(Section):
     """Times that a run goes on by itself from its newest checkpoint after a failure that may pass: of a worker, the engine, an
     environment, a service, or the network."""
     base_dir: str | None = None
-    """Folder that relative paths of data files and functions start from; that of the config file when null."""
+    """Folder that relative paths in the config file start from; that of the file when null."""
 
     @field_validator("name")
     @classmethod

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from braid.config.load import Loaded
+from braid.config.paths import with_absolute_paths
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, Problem
@@ -47,6 +48,7 @@ _READS = {"rollout": "braid.controller.collectors", ROWS: "braid.training.experi
 def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
     """The processes of a run on workers, started, and ended at the latest with the block; None for a run in one process. Raises
     ConfigError when a package is missing that they need."""
+    loaded = with_absolute_paths(loaded)
     config = loaded.config
     plan = resolve(config, verb=verb, origin_of=loaded.origin)
     if plan.layout.mode == "in_process":

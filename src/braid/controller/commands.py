@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from braid.checkpoint.store import CheckpointStore
 from braid.config.changes import changes
 from braid.config.load import Loaded, load_config, to_yaml
+from braid.config.paths import with_absolute_paths
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.errors import (
@@ -40,6 +41,7 @@ from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
+from braid.report.streams import reward_prints_in
 from braid.runtime.environment import environment
 from braid.runtime.interrupts import StopSignals, stop_signals
 from braid.runtime.memory import keep_freed_memory, settled
@@ -72,6 +74,7 @@ def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
     """`braid train`: reinforcement learning, after supervised learning where the config has it. With run.eval_only, the
     evaluation of the config's model, or of the checkpoint that run.resume names. On the processes of `cluster`, where they
     have been launched already."""
+    loaded = with_absolute_paths(loaded)
     run = loaded.config.run
     if not run.eval_only:
         return _run(loaded, "train", on_policy.run, cluster)
@@ -83,7 +86,7 @@ def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
 
 def sft(loaded: Loaded) -> Outcome:
     """`braid sft`: supervised learning alone."""
-    return _run(loaded, "sft", imitation.run)
+    return _run(with_absolute_paths(loaded), "sft", imitation.run)
 
 
 def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | None = None) -> Outcome:
@@ -91,7 +94,7 @@ def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | 
 
     Writes a run folder of its own, named after the run with `-eval`.
     """
-    return _evaluate(loaded, cluster, None if run_dir is None else _weights_of(run_dir))
+    return _evaluate(with_absolute_paths(loaded), cluster, None if run_dir is None else _weights_of(run_dir))
 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
@@ -202,6 +205,7 @@ def _run_in_folder(
     with (
         nullcontext() if verb == "eval" else store.held(),
         Console(config.report.console, title=f"{verb} {run_dir.path.name}", folder=run_dir.path) as console,
+        reward_prints_in(run_dir.path / "logs" / "rewards.log"),
     ):
         if config.run.resume == "none":
             run_dir.forget_id()

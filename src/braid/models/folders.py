@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from huggingface_hub import model_info, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +14,7 @@ from braid.errors import ModelError, suggest
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_HUB_TIMEOUT_S = 10.0
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 """What transformers raises over a folder that it cannot use."""
 
@@ -29,6 +31,7 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
         raise ModelError(f"{key}={path} is a file; give the folder that it is in")
     if not folder.is_dir():
         if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
+            _check_hub_name(path, key)
             return
         beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ModelError(f"{key}={path}: there is no such folder{suggest(folder.name, beside)}")
@@ -42,6 +45,21 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
         raise ModelError(
             f"{key}={path} is no Hugging Face model folder: it lacks {' and '.join(missing)}; it has {has}"
         )
+
+
+def _check_hub_name(name: str, key: str) -> None:
+    """Raise for a name that is neither in the hub's cache here nor on the hub: at once, where its clients would try for a minute."""
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        return
+    try:
+        model_info(name, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # of the hub's client and of its HTTP library
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ModelError(
+            f"{key}={name}: there is no such folder, and no such model can be had from the Hugging Face hub ({reason}). "
+            "Give an existing folder (relative paths start from the config's folder), or a hub name while online"
+        ) from error
 
 
 def unusable(path: str, key: str, kind: str, error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -51,7 +51,7 @@ class Reporter:
     """Tells what a run does. Built before the run's parts, so that they can tell of themselves.
 
     `decode` turns token ids into the text of stored samples; it may be set once there is a tokenizer. A sink that fails
-    is reported once and left out from there on; metrics.jsonl and summary.json raise ReportError.
+    is reported once and left out from there on; so is a summary that cannot be written. metrics.jsonl raises ReportError.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Reporter:
         self._is_begun = False
         self._num_restarts = 0
         self._evaluated: Path | None = None
+        self._is_summary_late = False
 
     @contextmanager
     def phase(self, verb: str) -> Iterator[None]:
@@ -123,7 +124,12 @@ class Reporter:
                 self._first_eval = self._last_eval
         for sink in tuple(self._sinks):
             self._try(sink, lambda sink=sink: sink.log(round_, step, flat))
-        self._summarize("running")
+        try:
+            self._summarize("running")
+        except ReportError as failure:
+            if not self._is_summary_late:
+                logger.warning("%s; the run goes on without", failure)
+            self._is_summary_late = True
 
     def store_samples(self, name: str, groups: Sequence[Group], rows: Sequence[Row] = ()) -> None:
         """Keep trajectories, with what training made of them, as samples/`name`.jsonl. A full disk is told, no more."""
@@ -181,20 +187,18 @@ class Reporter:
         self._begin(state["stored_round"])
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
-        """Write the last summary, close every sink and show what came of the run. After an error of the run, one of
-        writing its summary is told, not raised."""
+        """Write the last summary, close every sink and show what came of the run. A summary that cannot be written, or shown,
+        is logged: the run is what it is."""
         try:
             self._summarize(status, error)
         except ReportError as failure:
-            if error is None:
-                raise
             logger.error("%s", failure)
-        finally:
-            for sink in tuple(self._sinks):
-                self._try(sink, sink.close)
-            self._sinks = []
+        for sink in tuple(self._sinks):
+            self._try(sink, sink.close)
+        self._sinks = []
         if self.console.mode != "none":
-            self.console.screen.print(self._closing(status))
+            with suppress(OSError, UnicodeError):
+                self.console.screen.print(self._closing(status))
         self.run_dir.close()
 
     @property

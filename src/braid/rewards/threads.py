@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from braid.errors import RewardError
+from braid.report.streams import REWARD_THREADS
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Callable[[], object], Future[Outcome]] | None] = SimpleQueue()
-        Thread(target=self._serve, name="braid-reward", daemon=True).start()
+        Thread(target=self._serve, name=REWARD_THREADS, daemon=True).start()
 
     def _serve(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -151,7 +152,7 @@ def _started_loop() -> asyncio.AbstractEventLoop:
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
 
-    Thread(target=serve, name="braid-reward-loop", daemon=True).start()
+    Thread(target=serve, name=f"{REWARD_THREADS}-loop", daemon=True).start()
     return loop
 
 

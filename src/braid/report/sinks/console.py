@@ -6,6 +6,7 @@ Owns what is shown while a run goes on. What is shown at its end is closing.py's
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import unicodedata
 from collections import deque
@@ -75,7 +76,8 @@ class Console:
     name = "the console"
 
     def __init__(self, mode: Mode, *, title: str, folder: Path, screen: RichConsole | None = None) -> None:
-        self.screen = screen or RichConsole(highlight=False)
+        # the stream as it is now: what the screen shows is not taken for what rewards print (report.streams)
+        self.screen = screen or RichConsole(highlight=False, file=sys.stdout)
         self.title = title
         self.num_rounds: int | None = None
         self.counted = "tokens"

@@ -1,0 +1,88 @@
+"""Paths of a config, made absolute: those in a file start from its folder (or run.base_dir), those given on the command line from
+the working directory.
+
+A model's or a data set's name on the Hugging Face hub stays as it is, unless there is such a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .base import Section
+from .load import Loaded, leaves, plain_data
+from .source import OVERRIDE, KeyPath, path_text
+
+_FOLDERS = re.compile(
+    r"run\.output_dir|checkpoint\.(export_)?dir|report\.dir|rollout\.check_weights_dir"
+    r"|model\.lora\.path|train\.megatron\.checkpoint\.(load_path|hf_path|cache_dir)"
+)
+_CHECKPOINT = re.compile(r"run\.resume")
+_HUB_NAMES = re.compile(
+    r"model\.path|model\.tokenizer|critic\.path|reference\.path|reward\.parts\[\d+\]\.(path|tokenizer)"
+)
+_FILES_OR_TEXT = re.compile(r"model\.chat_template|reward\.parts\[\d+\]\.template")
+_DATA = re.compile(r"(data\.(train|eval)|sft\.data)\[\d+\]\.path(\[\d+\])?")
+_FUNCTIONS = re.compile(
+    r"reward\.parts\[\d+\]\.path|(data\.(train|eval)|sft\.data)\[\d+\]\.response_function"
+)
+
+
+def with_absolute_paths(loaded: Loaded) -> Loaded:
+    """The config with all its paths absolute, so that it means the same in every working directory."""
+    config = loaded.config
+    for path, value in leaves(plain_data(config)):
+        name = path_text(path)
+        if isinstance(value, str) and value:
+            start = Path.cwd() if loaded.origins.get(name) == OVERRIDE else loaded.base_dir
+            kind = _value_at(config, path[:-1], "kind")
+            if (found := _absolute(name, value, start, kind)) != value:
+                config = _replaced(config, path, found)
+    return replace(loaded, config=config)
+
+
+def _absolute(name: str, value: str, start: Path, kind: object) -> str:
+    path = start / Path(value).expanduser()
+    if _FOLDERS.fullmatch(name) or (_CHECKPOINT.fullmatch(name) and value not in ("none", "latest")):
+        return str(path)
+    if _FUNCTIONS.fullmatch(name) and kind != "model":
+        file, colon, names = value.rpartition(":")
+        return f"{start / Path(file).expanduser()}:{names}" if colon else value
+    if _FILES_OR_TEXT.fullmatch(name):
+        return str(path) if value.endswith(".jinja") else value
+    if _DATA.fullmatch(name) and kind == "file":
+        return str(path)
+    if _HUB_NAMES.fullmatch(name) or _DATA.fullmatch(name):
+        return str(path) if path.exists() or _is_surely_local(value, start) else value
+    return value
+
+
+def _is_surely_local(value: str, start: Path) -> bool:
+    """Whether what is not there can be no hub name: it is not of the form NAME or OWNER/NAME, or the folder OWNER is there."""
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", value):
+        return True
+    owner, slash, _ = value.partition("/")
+    return bool(slash) and (start / owner).is_dir()
+
+
+def _value_at(node: Any, path: KeyPath, name: str) -> object:
+    """The attribute `name` of the section around the value at `path`, past the list that it may stand in."""
+    for key in path:
+        node = getattr(node, key) if isinstance(key, str) and isinstance(node, Section) else node[key]
+        if isinstance(node, Section) and hasattr(node, name):
+            return getattr(node, name)
+    return None
+
+
+def _replaced(node: Any, path: KeyPath, value: Any) -> Any:
+    """A copy of the section or tuple with `value` at `path`."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(node, Section):
+        return node.model_copy(update={str(key): _replaced(getattr(node, str(key)), rest, value)})
+    items = list(node)
+    items[int(key)] = _replaced(items[int(key)], rest, value)
+    return tuple(items)

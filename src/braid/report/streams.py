@@ -1,0 +1,87 @@
+"""Standard output and error of a run: nothing that cannot be printed ends it, and what rewards print goes to a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+logger = logging.getLogger(__name__)
+
+REWARD_THREADS = "braid-reward"
+"""Threads that run users' rewards have names that begin so."""
+
+
+class Forgiving:
+    """A text stream that drops what it cannot write: its disk is full, its terminal or pipe is closed. Characters that its
+    encoding lacks become question marks."""
+
+    def __init__(self, stream: TextIO, *, only_encoding: bool = False) -> None:
+        """With `only_encoding` it forgives characters alone."""
+        self._stream = stream
+        self._forgiven = () if only_encoding else (OSError, ValueError)  # ValueError: the stream is closed
+
+    def write(self, text: str) -> int:
+        with suppress(*self._forgiven):
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(*self._forgiven):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def forgiven(name: Literal["stdout", "stderr"], *, only_encoding: bool = False) -> Iterator[None]:
+    """Within the block, this standard stream is Forgiving. One that was closed before the process began is the null device."""
+    before = getattr(sys, name)
+    with nullcontext(before) if before is not None else open(os.devnull, "w", encoding="utf-8") as stream:
+        setattr(sys, name, Forgiving(stream, only_encoding=only_encoding))
+        try:
+            yield
+        finally:
+            setattr(sys, name, before)
+
+
+class _Sorted:
+    """A text stream from which what threads of rewards write goes to the file `log`; the first time is told."""
+
+    def __init__(self, stream: Any, log: Path) -> None:
+        self._stream, self._log, self._is_told = stream, log, False
+
+    def write(self, text: str) -> int:
+        if not threading.current_thread().name.startswith(REWARD_THREADS):
+            return self._stream.write(text)
+        with suppress(OSError):  # a full disk is no failure of the reward
+            self._log.parent.mkdir(exist_ok=True)
+            with self._log.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+        if not self._is_told:
+            self._is_told = True
+            logger.info("a reward prints; what it prints is in %s", self._log)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def reward_prints_in(log: Path) -> Iterator[None]:
+    """Within the block, what rewards print in this process goes to the file `log`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Sorted(sys.stdout, log), _Sorted(sys.stderr, log)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
