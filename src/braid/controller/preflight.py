@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from transformers import PreTrainedTokenizerBase
 
 from braid.config.load import Loaded
+from braid.config.paths import with_absolute_paths
 from braid.config.reward import (
     ChoiceReward,
     CodeReward,
@@ -43,6 +44,7 @@ _MAX_EXAMPLES = 4
 
 def check(loaded: Loaded, verb: Verb) -> Plan:
     """The plan of a run, with all that can be checked without building it. Raises ConfigError, DataError and ModelError."""
+    loaded = with_absolute_paths(loaded)
     with environment(loaded.config.cluster.variables):
         inputs = read_inputs(loaded, verb)
         plan = resolve(loaded.config, _num_prompts(inputs, verb), verb=verb, origin_of=loaded.origin)
