@@ -70,7 +70,7 @@ def _is_surely_local(value: str, start: Path) -> bool:
 def _value_at(node: Any, path: KeyPath, name: str) -> object:
     """The attribute `name` of the section around the value at `path`, past the list that it may stand in."""
     for key in path:
-        node = getattr(node, key) if isinstance(key, str) and isinstance(node, Section) else node[key]
+        node = getattr(node, str(key)) if isinstance(node, Section) else node[key]
         if isinstance(node, Section) and hasattr(node, name):
             return getattr(node, name)
     return None

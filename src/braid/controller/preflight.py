@@ -28,6 +28,7 @@ from braid.errors import ConfigError, ModelError, Problem, RewardError
 from braid.models.folders import check_folder, expand
 from braid.plan import Plan, Verb, resolve
 from braid.plan.available import missing_packages
+from braid.report.streams import reward_prints_in
 from braid.rewards.base import Generate, Later, Services, column_of, references_of
 from braid.rewards.judge import fill_template, read_template
 from braid.rewards.parts import FunctionPart, Setting, build_part
@@ -69,7 +70,8 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
             covered = [p for p in prompts if not part.sources or p.source in part.sources]
             if covered:
                 setting = _setting(config.reward, loaded, config.run.seed)
-                problems += _part_problems(part, i, covered, setting, inputs.tokenizer)
+                with reward_prints_in(None):
+                    problems += _part_problems(part, i, covered, setting, inputs.tokenizer)
     if problems:
         raise ConfigError([loaded.placed(problem) for problem in problems])
 

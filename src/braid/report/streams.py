@@ -57,12 +57,14 @@ def forgiven(name: Literal["stdout", "stderr"], *, only_encoding: bool = False) 
 class _Sorted:
     """A text stream from which what threads of rewards write goes to the file `log`; the first time is told."""
 
-    def __init__(self, stream: Any, log: Path) -> None:
+    def __init__(self, stream: Any, log: Path | None) -> None:
         self._stream, self._log, self._is_told = stream, log, False
 
     def write(self, text: str) -> int:
         if not threading.current_thread().name.startswith(REWARD_THREADS):
             return self._stream.write(text)
+        if self._log is None:
+            return len(text)
         with suppress(OSError):  # a full disk is no failure of the reward
             self._log.parent.mkdir(exist_ok=True)
             with self._log.open("a", encoding="utf-8", errors="replace") as file:
@@ -77,8 +79,8 @@ class _Sorted:
 
 
 @contextmanager
-def reward_prints_in(log: Path) -> Iterator[None]:
-    """Within the block, what rewards print in this process goes to the file `log`."""
+def reward_prints_in(log: Path | None) -> Iterator[None]:
+    """Within the block, what rewards print in this process goes to the file `log`, or with None nowhere."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Sorted(sys.stdout, log), _Sorted(sys.stderr, log)
     try:
