@@ -171,9 +171,9 @@ class Trajectory:
 
     `sample` is its index within the group. `reward` is None until scored, and stays None when invalid;
     `shaped` is the reward used for training, None if it is `reward` itself. `reward_parts` are the unweighted
-    scores by part. `answer_text` is the text of the policy's last turn; `text` that of all policy turns and
-    replies after the prompt. Where only metadata is available, turns, env steps and texts are empty and
-    `known_lengths` has their sizes.
+    scores by part. `answer_text` is the text of the policy's last turn without special tokens, which is what
+    rewards read; `text` is everything after the prompt as the model reads it, with special tokens. Where only
+    metadata is available, turns, env steps and texts are empty and `known_lengths` has their sizes.
     """
 
     prompt: Prompt

@@ -52,6 +52,26 @@ def test_values_come_with_their_origin_and_defaults_are_hidden(tmp_path: Path) -
     assert "output_dir" not in text
 
 
+def test_end_tokens_are_listed_with_where_each_is_named(tmp_path: Path) -> None:
+    assert line(show(tmp_path), "end token") == "end token <eos> (1) model.build"
+    assert line(show(tmp_path, "model.eos_token_id=4"), "end token") == "end token 4 model.eos_token_id"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    added = [{"id": 1, "content": "<eos>"}, {"id": 107, "content": "<end_of_turn>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 107]}))
+    text = show(tmp_path, "model.build=null", f"model.path={folder}", "rollout.sampling.stop_token_ids=[9]")
+    found = [" ".join(row.split()) for row in text.splitlines() if row.strip().startswith("end token ")]
+    assert found == [
+        "end token <eos> (1) tokenizer_config.json and generation_config.json",
+        "end token <end_of_turn> (107) generation_config.json",
+        "end token 9 rollout.sampling.stop_token_ids",
+    ]
+    text = show(tmp_path, "model.build=null", "model.path=some/hub-name")
+    assert line(text, "end tokens") == "end tokens not known yet the model's files are not in a local folder"
+
+
 def test_all_shows_defaults_too(tmp_path: Path) -> None:
     assert line(show(tmp_path, show_defaults=True), "output_dir") == "output_dir runs default"
 

@@ -180,7 +180,7 @@ def test_the_stop_string_is_kept(engine: RolloutEngine) -> None:
     tokenizer = load_tokenizer(MODEL)
 
     def visible(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
     (free,) = generate(engine, [REQUEST])
     stop = visible(free.token_ids)[3:5]
@@ -188,6 +188,17 @@ def test_the_stop_string_is_kept(engine: RolloutEngine) -> None:
     heads = (free.token_ids[:n] for n in range(1, 13))
     assert ended.token_ids == next(ids for ids in heads if stop in visible(ids))
     assert ended.stop_reason == "stop"
+
+
+def test_a_stop_string_may_name_a_special_token(engine: RolloutEngine) -> None:
+    """As chat templates' <|im_end|>. <eos> is token 1, and no end token here."""
+    hot = Sampling(30, temperature=2.0, stop_strings=("<eos>",))
+    done = generate(engine, [replace(REQUEST, sampling=hot, key=(5, i)) for i in range(40)])
+    ended = [completion for completion in done if 1 in completion.token_ids]
+    assert ended, "1,200 tokens of about 100 kinds"
+    for completion in ended:
+        assert completion.token_ids.index(1) == len(completion.token_ids) - 1
+        assert completion.stop_reason == "stop"
 
 
 def test_equal_keys_give_equal_tokens_and_other_keys_others(engine: RolloutEngine) -> None:

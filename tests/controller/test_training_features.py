@@ -199,3 +199,15 @@ def test_compiling_changes_weights_by_roundings_only(load_tiny: LoadTiny) -> Non
         load_tiny, "other", "run.max_rounds=1", "algorithm.entropy_coef=0.01", "train.compile=true"
     )
     _assert_equal(other, plain, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_half_precision_policy_starts_from_what_its_warm_up_has_learned(load_tiny: LoadTiny) -> None:
+    """Both train the same tensors, each through master weights of its own. The policy's rate changes no weight of bf16."""
+    data = "data: [{kind: file, path: letters.jsonl, response_key: answer}]"
+    sft = f"sft={{{data}, steps: 5, rows_per_step: 4, optimizer: {{lr: 3.0e-3}}}}"
+    keys = ("model.dtype=bf16", "train.optimizer.lr=1e-9", "run.max_rounds=2", sft)
+    warmed = _weights(_train(load_tiny, "warmed", *keys))
+    alone = _weights(commands.sft(load_tiny("run.name=alone", *keys)).run_dir)
+    for name, tensor in alone.items():
+        assert torch.equal(warmed[name].bfloat16(), tensor.bfloat16()), name

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.data import DataConfig, FileSource, ProceduralSource
-from braid.data.worked import chain_sum, chain_sum_or_at_once, load_examples
+from braid.data.worked import ExampleSet, chain_sum, chain_sum_or_at_once, load_examples
 from braid.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "1+2=", "solution": "3"}, {"prompt": "40+50=", "solution": "90"}]
@@ -23,17 +24,40 @@ def test_a_response_column_is_imitated_with_the_end_token(
     folder: Path, enclosing_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     source = FileSource(path="a.jsonl", response_key="solution")
-    examples = load_examples([source], DataConfig(), enclosing_tokenizer, base_dir=folder)
+    examples = load_examples([source], DataConfig(), enclosing_tokenizer, base_dir=folder).examples
     decoded = [tuple(map(enclosing_tokenizer.decode, (e.prompt_ids, e.response_ids))) for e in examples]
     assert decoded == [("<s>1+2=", "3</s>"), ("<s>40+50=", "90</s>")]
 
 
-def test_overlong_prompts_leave_with_their_responses(
+def test_overlong_prompts_leave_with_their_responses_and_are_counted(
     folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     source = FileSource(path="a.jsonl", response_key="solution")
-    examples = load_examples([source], DataConfig(max_prompt_tokens=4), tokenizer, base_dir=folder)
-    assert [tokenizer.decode(e.response_ids) for e in examples] == ["3</s>"]
+    found = load_examples([source], DataConfig(max_prompt_tokens=4), tokenizer, base_dir=folder)
+    assert [tokenizer.decode(e.response_ids) for e in found.examples] == ["3</s>"]
+    (counts,) = found.counts.values()
+    assert (counts.rows, counts.dropped_overlong) == (2, 1)
+
+
+def test_prompt_and_response_must_fit_the_models_positions(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """4 + 2 and 6 + 3 tokens with the end."""
+    source = FileSource(path="a.jsonl", response_key="solution")
+
+    def load(max_positions: int, **settings: Any) -> ExampleSet:
+        config = DataConfig(**settings)
+        return load_examples([source], config, tokenizer, base_dir=folder, max_positions=max_positions)
+
+    assert len(load(9).examples) == 2
+    found = load(8)
+    assert [len(e.prompt_ids) + len(e.response_ids) for e in found.examples] == [6]
+    (counts,) = found.counts.values()
+    assert (counts.rows, counts.dropped_overlong) == (2, 1)
+    with pytest.raises(DataError, match="up to 9 tokens in 1 of 2 examples, and the model has 8 positions"):
+        load(8, overlong="error")
+    with pytest.raises(DataError, match="in 2 of 2 examples"):
+        load(5)
 
 
 def test_a_function_beside_the_config_writes_responses(
@@ -41,7 +65,7 @@ def test_a_function_beside_the_config_writes_responses(
 ) -> None:
     (folder / "teach.py").write_text("def write(row):\n    return row['prompt'] + row['solution']\n")
     source = FileSource(path="a.jsonl", response_function="teach.py:write")
-    examples = load_examples([source], DataConfig(), tokenizer, base_dir=folder)
+    examples = load_examples([source], DataConfig(), tokenizer, base_dir=folder).examples
     assert tokenizer.decode(examples[1].response_ids) == "40+50=90</s>"
 
 
@@ -52,7 +76,7 @@ def test_replies_of_an_environment_are_read_but_not_learned(
         "def write(row):\n    return [('ask', True), ('told', False), ('3', True)]\n"
     )
     source = FileSource(path="a.jsonl", response_function="teach.py:write")
-    example, _ = load_examples([source], DataConfig(), tokenizer, base_dir=folder)
+    example, _ = load_examples([source], DataConfig(), tokenizer, base_dir=folder).examples
     assert tokenizer.decode(example.response_ids) == "asktold3</s>"
     assert example.response_mask == (True,) * 3 + (False,) * 4 + (True,) * 2
 
@@ -75,7 +99,7 @@ def test_the_worked_answer_of_chain_sum_is_found_by_its_name(
         template="{metadata[expression]} =",
         response_function="braid.data.worked.chain_sum",
     )
-    examples = load_examples([source], DataConfig(), tokenizer, base_dir=tmp_path)
+    examples = load_examples([source], DataConfig(), tokenizer, base_dir=tmp_path).examples
     for example in examples:
         prompt, response = map(tokenizer.decode, (example.prompt_ids, example.response_ids))
         assert response.endswith(f"A:{eval(prompt.removesuffix('='))}</s>")

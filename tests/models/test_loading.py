@@ -20,7 +20,7 @@ from braid.config.train import TrainConfig
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
-from braid.models.tokenizer import character_tokenizer
+from braid.models.tokenizer import character_tokenizer, end_token_ids
 
 Make = Callable[..., PreTrainedModel]
 CPU = torch.device("cpu")
@@ -193,6 +193,30 @@ def test_a_tokenizer_without_an_end_token(folder: Path) -> None:
         ModelError, match="has no end token, so answers would never end; set eos_token in its"
     ):
         load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_end_tokens_are_the_tokenizers_and_those_of_the_generation_config(folder: Path) -> None:
+    def ends(**settings: Any) -> tuple[int, ...]:
+        config = ModelConfig(path=str(folder), **settings)
+        return end_token_ids(config, load_tokenizer(config))
+
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert ends() == (1,)
+    for named, merged in (([1, 7, 9], (1, 7, 9)), (7, (1, 7)), (None, (1,))):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert ends() == merged
+    assert ends(eos_token_id=5) == (5,), "the config has the last word"
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [('{"eos_token_id": 900}', "900"), ('{"eos_token_id": "</s>"}', "'</s>'"), ("{", "")],
+)
+def test_a_generation_config_that_names_no_token_is_refused(folder: Path, content: str, wrong: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    config = ModelConfig(path=str(folder))
+    with pytest.raises(ModelError, match=rf"generation_config.json: .*{wrong}.*model.eos_token_id"):
+        end_token_ids(config, load_tokenizer(config))
 
 
 def test_a_tokenizer_larger_than_the_model(folder: Path, tmp_path: Path) -> None:

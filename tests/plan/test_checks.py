@@ -249,7 +249,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["model.dtype=fp16"],
-            "model.dtype: fp16 weights lose small updates and gradients; bf16 or fp32 is safer",
+            "model.dtype: small gradients vanish in fp16; set train.grad_scaler={}, or model.dtype=bf16",
         ),
         (["algorithm.gamma=0.9"], "algorithm.gamma: has no effect: only gae, reinforce and gigpo discount"),
         (["critic.warmup_rounds=1"], "critic.warmup_rounds: has no effect: the advantage has no critic"),

@@ -171,6 +171,34 @@ def test_memory_counts_weights_gradients_and_two_moments() -> None:
     assert policy.total_bytes == 16 * policy.parameters
 
 
+@pytest.mark.parametrize(
+    ("backend", "bytes_per_parameter"),
+    [("single", 2 + 4 + 12), ("deepspeed", 2 + 4 + 12), ("fsdp2", 4 + 4 + 8), ("fsdp", 4 + 4 + 8)],
+)
+def test_memory_counts_the_float32_masters_of_half_precision_weights(
+    backend: str, bytes_per_parameter: int
+) -> None:
+    (policy,) = plan("model.dtype=bf16", f"train.backend={backend}").memory
+    assert policy.total_bytes == bytes_per_parameter * policy.parameters
+
+
+def test_frozen_weights_below_adapters_have_no_masters_but_in_flat_shards() -> None:
+    def held(backend: str) -> tuple[int, int]:
+        keys = (
+            "model.dtype=bf16",
+            f"train.backend={backend}",
+            "model.lora={rank: 2}",
+            "algorithm.kl_coef=0.1",
+        )
+        policy, reference = plan(*keys).memory
+        frozen = policy.parameters - reference.parameters
+        return frozen, policy.total_bytes - reference.parameters * (2 + 4 + 12 if backend == "single" else 16)
+
+    for backend, width in (("single", 2), ("fsdp2", 2), ("fsdp", 4)):
+        frozen, others = held(backend)
+        assert others == width * frozen, backend
+
+
 def test_memory_has_a_row_for_each_role() -> None:
     overrides = ["algorithm.recipe=ppo", "algorithm.kl_coef=0.1", "rollout.native.dtype=bf16"]
     policy, critic, reference, copy = plan(*overrides).memory

@@ -231,7 +231,7 @@ def test_samples_have_text_once_there_is_a_tokenizer(
 
 def test_prompts_are_counted_on_the_console_and_in_the_summary(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
-    reporter.count_prompts(Prompts({"sums": Counts(2000, 12, 3)}), Prompts({"sums": Counts(10)}))
+    reporter.count_data(train=Prompts({"sums": Counts(2000, 12, 3)}), eval=Prompts({"sums": Counts(10)}))
     reporter.finish("finished")
     assert "train data  sums: 2,000 rows, 12 dropped as too long, 3 shortened" in printed(reporter)
     assert summary(reporter)["data"]["train"] == {

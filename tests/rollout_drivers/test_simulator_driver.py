@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -97,6 +98,47 @@ def test_rounds_and_seeds_start_elsewhere_and_repeats_are_the_same() -> None:
 def test_greedy_episodes_take_the_likeliest_actions() -> None:
     one, other = _steps(_collect(num_prompts=1, greedy=True))
     assert one.actions.tolist() == other.actions.tolist()
+
+
+class Faulty(gymnasium.Env):
+    """Four steps an episode. The first reset of all raises, and the first episode's last reward is not a number."""
+
+    observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    faults: ClassVar[set[str]] = set()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[NDArray[np.float32], dict]:
+        if "reset" in self.faults:
+            self.faults.remove("reset")
+            raise RuntimeError("the arm is not at home")
+        self._count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[NDArray[np.float32], float, bool, bool, dict]:
+        self._count += 1
+        is_over, reward = self._count == 4, 1.0
+        if is_over and "reward" in self.faults:
+            self.faults.remove("reward")
+            reward = float("nan")
+        return np.full(1, self._count, np.float32), reward, is_over, False, {}
+
+
+@pytest.mark.parametrize("fault", ["reset", "reward"])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_an_episode_that_fails_in_its_reset_or_last_step_is_played_anew_and_whole(
+    monkeypatch: pytest.MonkeyPatch, fault: str, num_envs: int
+) -> None:
+    monkeypatch.setitem(
+        gymnasium.registry, "Faulty-v0", gymnasium.envs.registration.EnvSpec("Faulty-v0", Faulty)
+    )
+    monkeypatch.setattr(Faulty, "faults", {fault})
+    groups = _collect("Faulty-v0", num_envs=num_envs, num_prompts=2)
+    assert sorted(t.attempts for g in groups for t in g.trajectories) == [1, 1, 1, 2]
+    for trajectory in (t for g in groups for t in g.trajectories):
+        assert trajectory.status is Status.FINISHED
+        assert trajectory.env_steps is not None
+        assert trajectory.env_steps.observations[:, 0].tolist() == [0, 1, 2, 3, 4]
+        assert trajectory.env_steps.rewards.tolist() == [1, 1, 1, 1]
 
 
 def test_a_limit_of_time_truncates() -> None:

@@ -143,7 +143,7 @@ def test_a_single_turn_is_prompt_and_answer() -> None:
     assert turn.output_ids == [*_ids("A:6"), EOS]
     assert turn.logprobs == [0.0, -0.25, -0.5, -0.75]
     assert (turn.stop_reason, turn.policy_version, turn.start_s, turn.end_s) == ("stop", 9, 1.0, 2.0)
-    assert (trajectory.text, trajectory.answer_text) == ("A:6", "A:6")
+    assert (trajectory.text, trajectory.answer_text) == ("A:6<eos>", "A:6")
     assert trajectory.reward is None, "the scorer's business"
 
 
@@ -153,7 +153,7 @@ def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None
     first, second = trajectory.turns
     assert second.context_ids == _ids("<out>6</out>")
     assert engine.requests[1].prompt_ids == (*first.context_ids, *first.output_ids, *second.context_ids)
-    assert trajectory.text == "<calc>2*3</calc><out>6</out>A:6"
+    assert trajectory.text == "<calc>2*3</calc><out>6</out>A:6<eos>"
     assert trajectory.answer_text == "A:6"
     assert trajectory.status is Status.FINISHED
     assert trajectory.facts["turns"] == 2

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from braid.config.model import BuildSpec, ModelConfig
+from braid.controller.inputs import TextInputs
+from braid.data.prompts import PromptSet
+from braid.data.worked import ExampleSet
 from braid.envs.text.base import Reply
+from braid.envs.text.single_turn import SingleTurn
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
@@ -62,6 +66,29 @@ def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[
         driver.close()
 
 
+def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm: CausalLM) -> None:
+    """With what a run decodes by: <eos> ends turns here as a stop string, and is no end token."""
+    none = PromptSet([], {})
+    inputs = TextInputs(TOKENIZER, none, none, ExampleSet([], {}), ())
+    engine = NativeEngine(lm, decode=inputs.decode)
+    sampling = Sampling(max_new_tokens=24, temperature=2.0, stop_strings=("<eos>",))
+    driver = TextDriver(engine, SingleTurn, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128)
+    try:
+        groups = asyncio.run(driver.run(_prompts(8), 4, key=(0, 1)))
+    finally:
+        driver.close()
+    trajectories = [t for g in groups for t in g.trajectories]
+    written = [t.turns[0].output_ids for t in trajectories]
+    ended = [ids for ids in written if 1 in ids]
+    assert ended, "768 tokens of 16 kinds"
+    assert all(ids.index(1) == len(ids) - 1 for ids in ended)
+    for trajectory, ids in zip(trajectories, written, strict=True):
+        assert trajectory.text == TOKENIZER.decode(ids) == inputs.decode(ids)
+        assert trajectory.text.endswith("<eos>") == (ids[-1] == 1)
+        assert "<eos>" not in trajectory.answer_text
+        assert trajectory.answer_text == TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
 def _prompts(count: int) -> list[Prompt]:
     return [Prompt(f"t:{i}", "t", tuple(TOKENIZER.encode(f"{i} =")), ()) for i in range(count)]
 
@@ -92,7 +119,7 @@ def test_logprobs_of_all_turns_are_those_that_training_computes(lm: CausalLM) ->
         logprobs = lm.forward(batch, frozenset({"logprobs"}))["logprobs"].detach().numpy()
         np.testing.assert_allclose(logprobs, row.fields["behavior_logprobs"], atol=1e-5)  # fp32 rounding
         assert TOKENIZER.decode(
-            ids[len(trajectory.prompt.token_ids) :].tolist(), skip_special_tokens=True
+            ids[len(trajectory.prompt.token_ids) :].tolist(), skip_special_tokens=False
         ) in (
             trajectory.text,
             trajectory.text[: trajectory.text.rfind("<")],  # the reply to the last turn is never read

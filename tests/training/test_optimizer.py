@@ -93,12 +93,12 @@ def _stepped(config: OptimizerConfig) -> tuple[nn.Linear, torch.optim.AdamW]:
 
 def test_state_is_kept_by_name_and_taken_over_as_a_copy() -> None:
     module, optimizer = _stepped(OptimizerConfig())
-    state = optimizer_state(optimizer, module)
+    state = optimizer_state(optimizer, dict(module.named_parameters()))
     assert state.keys() == {"weight", "bias"}
     other = nn.Linear(2, 2)
     fresh = build_optimizer(other, OptimizerConfig())
-    load_optimizer_state(fresh, other, state)
-    taken = optimizer_state(fresh, other)
+    load_optimizer_state(fresh, dict(other.named_parameters()), state)
+    taken = optimizer_state(fresh, dict(other.named_parameters()))
     for name, tensors in state.items():
         for key, tensor in tensors.items():
             torch.testing.assert_close(taken[name][key], tensor, rtol=0, atol=0)
@@ -108,7 +108,9 @@ def test_state_is_kept_by_name_and_taken_over_as_a_copy() -> None:
 def test_loading_keeps_the_settings_of_the_config() -> None:
     module, optimizer = _stepped(OptimizerConfig(weight_decay=0.5, betas=(0.8, 0.9)))
     fresh = build_optimizer(module, OptimizerConfig(weight_decay=0.25, betas=(0.7, 0.95)))
-    load_optimizer_state(fresh, module, optimizer_state(optimizer, module))
+    load_optimizer_state(
+        fresh, dict(module.named_parameters()), optimizer_state(optimizer, dict(module.named_parameters()))
+    )
     assert [group["weight_decay"] for group in fresh.param_groups] == [0.25, 0.0]
     assert all(group["betas"] == (0.7, 0.95) for group in fresh.param_groups)
 
@@ -116,8 +118,8 @@ def test_loading_keeps_the_settings_of_the_config() -> None:
 def test_an_optimizer_that_never_stepped_has_an_empty_state() -> None:
     module = nn.Linear(2, 2)
     optimizer = build_optimizer(module, OptimizerConfig())
-    assert optimizer_state(optimizer, module) == {}
-    load_optimizer_state(optimizer, module, {})
+    assert optimizer_state(optimizer, dict(module.named_parameters())) == {}
+    load_optimizer_state(optimizer, dict(module.named_parameters()), {})
     assert not optimizer.state
 
 
@@ -166,8 +168,8 @@ def test_gradient_descent_takes_the_gradient_as_it_is() -> None:
 
 def test_gradient_descent_has_no_state_to_keep() -> None:
     module, optimizer = _stepped(OptimizerConfig(kind="sgd"))
-    assert optimizer_state(optimizer, module) == {}
-    load_optimizer_state(optimizer, module, {})
+    assert optimizer_state(optimizer, dict(module.named_parameters())) == {}
+    load_optimizer_state(optimizer, dict(module.named_parameters()), {})
 
 
 def test_a_value_head_has_a_rate_of_its_own_at_every_point_of_the_schedule() -> None:

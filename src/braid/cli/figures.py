@@ -10,6 +10,7 @@ from braid.config.rollout import ToolEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.plan import Plan
+from braid.plan.end_tokens import end_tokens
 from braid.rewards.isolation import find_isolation
 
 UNKNOWN = "not known yet"
@@ -27,9 +28,9 @@ class Figure:
 def figures(config: RunConfig, plan: Plan) -> list[Figure]:
     """Every derived number, in the order in which a run meets them."""
     parts = {
-        "train": (_lengths, _rollout, _training, _rewards, _ends),
-        "sft": (_lengths, _ends),
-        "eval": (_lengths, _rewards),
+        "train": (_lengths, _end_tokens, _rollout, _training, _rewards, _ends),
+        "sft": (_lengths, _end_tokens, _ends),
+        "eval": (_lengths, _end_tokens, _rewards),
     }
     return [figure for part in parts[plan.verb] for figure in part(config, plan)]
 
@@ -69,6 +70,15 @@ def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
             f"at most {plan.eval_max_trajectory_tokens:,}",
             f"{prompt} + {sampling.max_new_tokens} new",
         )
+
+
+def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
+    evaluated = config.eval.sampling if plan.verb == "eval" else None
+    found = end_tokens(config.model, evaluated or config.rollout.sampling)
+    if found is None:
+        yield Figure("end tokens", UNKNOWN, "the model's files are not in a local folder")
+    for token, origin in (found or {}).items():
+        yield Figure("end token", token, origin)
 
 
 def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:

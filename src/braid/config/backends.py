@@ -36,11 +36,11 @@ class FsdpConfig(Section):
     use_orig_params: bool = False
     """fsdp: keep each parameter apart. Not used: they always are, for the optimizer's groups and adapters."""
     param_dtype: DType | None = None
-    """Type of gathered weights and computation; that of the weights when null."""
+    """Type of gathered weights and computation; model.dtype when null."""
     reduce_dtype: DType | None = None
     """Type in which gradients are reduced; fp32 when null."""
     buffer_dtype: DType | None = None
-    """fsdp: type of buffers; param_dtype when null."""
+    """fsdp: type of buffers; param_dtype when null, and as they are when that is null too."""
 
 
 class DeepSpeedConfig(Section):

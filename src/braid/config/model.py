@@ -109,11 +109,11 @@ class ModelConfig(Section):
     chat_template: str | None = None
     """Jinja text, or path to a .jinja file, in place of the tokenizer's own template."""
     eos_token_id: NonNegativeInt | None = None
-    """Token that ends an answer; the tokenizer's when null."""
+    """The token that ends an answer; when null, the tokenizer's end token and those of the folder's generation_config.json."""
     pad_token_id: NonNegativeInt | None = None
     """Token that fills up rows where an engine wants rectangles, and in exports; the tokenizer's when null."""
     dtype: DType = "fp32"
-    """Type in which the trained weights are held."""
+    """Type of the weights that the model computes with. bf16 and fp16 are trained through float32 master weights."""
     trust_remote_code: bool = False
     """Allow a model folder to bring its own Python code."""
     architecture: str | None = None

@@ -15,7 +15,7 @@ class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 256
     """Limit for one turn of the policy."""
     min_new_tokens: NonNegativeInt = 0
-    """End tokens are impossible before so many tokens."""
+    """End tokens are impossible before so many tokens. Log-probs in training are those without this rule."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it, in training too."""
     greedy: bool = False
@@ -29,9 +29,9 @@ class SamplingConfig(Section):
     repetition_penalty: PositiveFloat = 1.0
     """Divides positive and multiplies negative logits of tokens seen before; 1 for off."""
     stop_strings: tuple[str, ...] = ()
-    """Generation ends after the text contains one of them (the string is kept)."""
+    """Generation ends once the text, special tokens included, contains one of them (the string is kept)."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further end tokens beside the tokenizer's."""
+    """Further end tokens beside the model's (model.eos_token_id)."""
 
     @model_validator(mode="after")
     def _min_below_max(self) -> SamplingConfig:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
 from braid.config.schema import RunConfig
@@ -119,7 +118,7 @@ def text_collector(
             engine,
             text_env_maker(env),
             tokenizer,
-            sampling_of(sampling, tokenizer),
+            sampling_of(sampling, inputs.end_token_ids),
             seed=config.run.seed,
             retries=rollout.retries,
             max_context_tokens=context,
@@ -139,7 +138,7 @@ def text_collector(
             config.reward,
             base_dir=base_dir,
             seed=config.run.seed,
-            services=reward_services(config, engine, tokenizer, device_of(config)),
+            services=reward_services(config, engine, inputs, device_of(config)),
         ),
         shape=_shape_of(config),
         link=link,
@@ -179,13 +178,10 @@ def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
     }
 
 
-def sampling_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """The engine's form of the sampling settings, with the tokenizer's end token."""
+def sampling_of(config: SamplingConfig, end_token_ids: Sequence[int]) -> Sampling:
+    """The engine's form of the sampling settings, with the model's end tokens."""
     values = config.model_dump()
-    eos = tokenizer.eos_token_id
-    values["stop_token_ids"] = tuple(
-        dict.fromkeys([*([eos] if eos is not None else []), *config.stop_token_ids])
-    )
+    values["stop_token_ids"] = tuple(dict.fromkeys([*end_token_ids, *config.stop_token_ids]))
     return Sampling(**values)
 
 

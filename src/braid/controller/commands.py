@@ -218,7 +218,7 @@ def _run_in_folder(
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
         if inputs is not None:
             reporter.decode = inputs.decode
-            reporter.count_prompts(inputs.train, inputs.eval)
+            reporter.count_data(train=inputs.train, eval=inputs.eval, sft=inputs.examples)
         else:
             console.counted = "env steps"
         with _told(reporter, store):

@@ -57,7 +57,7 @@ def build_here(
             "policy", lm, warm, device, total_steps=plan.sft_steps, keeps_weights=keeps_weights
         )
 
-    supervised = supervised_of(config, plan, inputs.examples, new_supervised)
+    supervised = supervised_of(config, plan, inputs.examples.examples, new_supervised)
     critic = make_critic(config, device, lm) if plan.needs_critic else None
     reference = make_reference(config, device, lm) if plan.needs_reference else None
     roles = _roles_here(
@@ -178,6 +178,10 @@ def _roles_here(
     )
 
     def follow_policy() -> None:
+        if (
+            supervised is not None
+        ):  # it has trained the same tensors, of which the policy has master weights of its own
+            policy.load_weights(dict(lm.named_weights()))
         if reference is not None and config.reference.path is None:
             copy_weights(dict(lm.named_weights()), reference.named_weights())
         if critic is not None and config.critic.path is None:

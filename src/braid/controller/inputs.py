@@ -12,10 +12,10 @@ from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
-from braid.data.worked import Example, load_examples
+from braid.data.worked import ExampleSet, load_examples
 from braid.errors import ConfigError, Problem
-from braid.models.tokenizer import load_tokenizer
-from braid.plan import Verb
+from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
+from braid.plan import Verb, policy_size
 from braid.plan.rewards import mix_problems, source_problems
 from braid.rollout.collector import Use
 from braid.types import Prompt
@@ -28,11 +28,13 @@ class TextInputs:
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet
     eval: PromptSet
-    examples: list[Example]
+    examples: ExampleSet
+    end_token_ids: tuple[int, ...]
+    """All tokens that end an answer."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Token ids to text, special tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        """Token ids to text, as the model reads them: with special tokens."""
+        return whole_text(self.tokenizer, ids)
 
     @property
     def prompts(self) -> dict[Use, list[Prompt]]:
@@ -49,11 +51,14 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     tokenizer, data = load_tokenizer(config.model), config.data
     train = data.train if verb == "train" else ()
     examples = config.sft.data if config.sft is not None and verb != "eval" else ()
+    size = policy_size(config)
+    max_positions = None if size is None else size.max_positions
     return TextInputs(
         tokenizer,
         load_prompts(train, data, tokenizer, base_dir=base_dir, role="train"),
         load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval"),
-        load_examples(examples, data, tokenizer, base_dir=base_dir),
+        load_examples(examples, data, tokenizer, base_dir=base_dir, max_positions=max_positions),
+        end_token_ids(config.model, tokenizer),
     )
 
 

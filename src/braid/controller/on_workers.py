@@ -69,7 +69,7 @@ def _parts_on(
         warm, name = warm_up_config(config), "policy" if plan.verb == "sft" else "warm_up"
         return cluster.backend("policy", total_steps=plan.sft_steps, config=warm, name=name)
 
-    supervised = supervised_of(config, plan, inputs.examples, new_supervised)
+    supervised = supervised_of(config, plan, inputs.examples.examples, new_supervised)
     roles = roles_on_workers(config, plan, cluster.backend, supervised)
     ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
     folder = str(run_dir / "publications")

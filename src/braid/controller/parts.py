@@ -23,6 +23,7 @@ from braid.types import Prompt
 from .data_plane import DataPlane
 from .rollouts import Rollouts
 from .supervised import Supervised
+from .watch import LearningWatch
 
 
 @dataclass(slots=True)
@@ -117,6 +118,10 @@ class Parts:
     clock: SaveClock = field(default_factory=SaveClock)
     saved: dict[str, Any] = field(default_factory=dict)
     update_s: float | None = None
+    watch: LearningWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = LearningWatch(self.config, self.plan)
 
     @property
     def backends(self) -> dict[str, GroupBackend]:

@@ -13,15 +13,17 @@ from braid.config.reward import ModelReward
 from braid.config.schema import RunConfig
 from braid.errors import EngineError, RewardError
 from braid.models.sequence_classifier import load_classifier
+from braid.models.tokenizer import plain_text
 from braid.rewards.base import Services
 from braid.rollout.engine import Request, RolloutEngine, Sampling
 from braid.types import Message
 
+from .inputs import TextInputs
 from .keys import JUDGE_KEY
 
 
 def reward_services(
-    config: RunConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    config: RunConfig, engine: RolloutEngine, inputs: TextInputs, device: torch.device
 ) -> Services:
     """The reward models that the config names, and the policy as its own judge."""
     classifiers = {
@@ -29,24 +31,32 @@ def reward_services(
         for i, part in enumerate(config.reward.parts)
         if isinstance(part, ModelReward)
     }
-    return Services(classifiers, PolicyJudge(engine, tokenizer, seed=config.run.seed))
+    return Services(
+        classifiers, PolicyJudge(engine, inputs.tokenizer, inputs.end_token_ids, seed=config.run.seed)
+    )
 
 
 class PolicyJudge:
     """The policy's engine as a judge, by chat template where the tokenizer has one; see rewards.base.Generate."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
-        self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: tuple[int, ...],
+        *,
+        seed: int,
+    ) -> None:
+        self._engine, self._tokenizer, self._ends, self._seed = engine, tokenizer, end_token_ids, seed
 
     async def __call__(
         self, messages: Sequence[Message], *, max_tokens: int, temperature: float, key: tuple[int, ...]
     ) -> str:
-        end: Any = self._tokenizer.eos_token_id
         sampling = Sampling(
             max_new_tokens=max_tokens,
             temperature=temperature or 1.0,
             greedy=temperature == 0,
-            stop_token_ids=(end,),
+            stop_token_ids=self._ends,
         )
         request = Request(self._prompt(messages), sampling, (self._seed, JUDGE_KEY, *key))
         try:
@@ -55,7 +65,7 @@ class PolicyJudge:
             raise RewardError(f"engine: {error}") from error
         if completion.stop_reason == "length":
             raise RewardError("the judge's reply was cut off; raise max_tokens of the part")
-        return str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        return plain_text(self._tokenizer, completion.token_ids)
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Without a chat template, the messages as plain text with an empty line between them."""

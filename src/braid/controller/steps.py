@@ -139,6 +139,10 @@ def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
     metrics.add("rollout/tokens", tokens)
     metrics.mean("rollout/output_length_mean", sum(lengths), len(lengths))
     metrics.max("rollout/output_length_max", max(lengths))
+    valid = [t for t in trajectories if t.is_valid]
+    metrics.mean(
+        "rollout/truncated_fraction", sum(t.status is Status.TRUNCATED for t in valid), max(1, len(valid))
+    )
     metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/collect_s"))
     costs.count_sampling(parts, groups)
     told: defaultdict[str, list[float]] = defaultdict(list)
@@ -430,6 +434,7 @@ def report(parts: Parts) -> None:
     if parts.memory is not None:
         parts.memory.write(progress.round)
     parts.reporter.log(progress.round, progress.step, metrics)
+    parts.watch.see(progress.round, metrics.flat())
     parts.metrics = Metrics()
     progress.is_reported = True
 

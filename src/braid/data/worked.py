@@ -6,7 +6,7 @@ Also the writers of such responses for procedural tasks, named in a config as `r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from braid.config.data import DataConfig, Source
 from braid.errors import DataError
 from braid.functions import load_function
 
-from .prompts import cell, encode
+from .prompts import SourceCounts, cell, encode
 from .sources import SourceRows, read_sources
 
 if TYPE_CHECKING:
@@ -37,13 +37,28 @@ class Example:
     response_mask: tuple[bool, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ExampleSet:
+    """The examples of several sources, in the sources' order, and counts by name of the source in the config."""
+
+    examples: list[Example]
+    counts: dict[str, SourceCounts]
+
+
 def load_examples(
-    sources: Sequence[Source], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, base_dir: Path
-) -> list[Example]:
-    """Read `sources` (the config's `sft.data`) and make an Example of every row whose prompt fits.
+    sources: Sequence[Source],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    base_dir: Path,
+    max_positions: int | None = None,
+) -> ExampleSet:
+    """Read `sources` (the config's `sft.data`) and make an Example of every row that fits.
 
     Prompts are treated as those of reinforcement are. A response, and each piece of one with replies in it, is
-    tokenized apart, as sampling would write it. Raises DataError for rows without a response and for tokenizers without an end token.
+    tokenized apart, as sampling would write it. Prompt and response together must fit the model's `max_positions`; an
+    example that does not is left out and counted, or refused under data.overlong=error. Raises DataError for rows
+    without a response and for tokenizers without an end token.
     """
     end_id: Any = tokenizer.eos_token_id
     if end_id is None:
@@ -51,17 +66,40 @@ def load_examples(
             "the tokenizer has no end token to teach; set model.tokenizer to one with an eos_token"
         )
     examples: list[Example] = []
+    counts: dict[str, SourceCounts] = {}
     for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
-        encoded, _ = encode(source, config, tokenizer)
+        encoded, of_prompts = encode(source, config, tokenizer)
         responses = _responses(source, [item.index for item in encoded], base_dir)
         texts = [text for pieces in responses for text, _ in pieces]
         tokenized: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         ids = iter(tokenized)
+        made: list[Example] = []
         for item, pieces in zip(encoded, responses, strict=True):
             response = [(token, is_policy) for _, is_policy in pieces for token in next(ids)]
             response_ids, mask = zip(*response, (end_id, True), strict=True)
-            examples.append(Example(item.token_ids, response_ids, mask))
-    return examples
+            made.append(Example(item.token_ids, response_ids, mask))
+        fitting = _fitting(source, made, config, max_positions)
+        dropped = of_prompts.dropped_overlong + len(made) - len(fitting)
+        counts[source.name] = replace(of_prompts, dropped_overlong=dropped)
+        examples += fitting
+    return ExampleSet(examples, counts)
+
+
+def _fitting(
+    source: SourceRows, examples: list[Example], config: DataConfig, limit: int | None
+) -> list[Example]:
+    """The examples that the model has positions for. Raises DataError when none has, and for any that has not under
+    data.overlong=error."""
+    lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
+    num_overlong = 0 if limit is None else sum(length > limit for length in lengths)
+    if num_overlong and (config.overlong == "error" or num_overlong == len(examples)):
+        raise DataError(
+            f"{source.key} ({source.name}): prompt and response together have up to {max(lengths)} tokens in {num_overlong} of "
+            f"{len(examples)} examples, and the model has {limit} positions; leave these rows out, or take a model with a "
+            "longer context"
+            + ("; data.overlong=drop leaves them out" if num_overlong < len(examples) else "")
+        )
+    return [e for e, n in zip(examples, lengths, strict=True) if limit is None or n <= limit]
 
 
 def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> list[Sequence[Piece]]:

@@ -224,7 +224,7 @@ def _weight_gradient(weight: Tensor, accumulates: bool) -> Tensor:
     if not accumulates:
         return torch.zeros_like(weight)
     if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
     return weight.grad
 
 

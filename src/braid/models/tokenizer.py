@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from braid.config.model import ModelConfig
 from braid.errors import ModelError
+from braid.plan.end_tokens import GENERATION_CONFIG, tokens_of_generation_config
 
 from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
 
@@ -55,6 +59,38 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         )
     _check_fits(tokenizer, name, _vocab_size(config))
     return tokenizer
+
+
+def whole_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of token ids as a model reads it: special tokens stay, and nothing is cleaned up."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The same without special tokens."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All tokens that end an answer: model.eos_token_id alone where the config sets it, else the tokenizer's end token and
+    those of the model's generation_config.json. Raises ModelError when that file cannot be used."""
+    own: Any = tokenizer.eos_token_id
+    if config.eos_token_id is not None or config.path is None:
+        return (own,)
+    path = model_path(config)
+    file = cached_file(path, GENERATION_CONFIG, _raise_exceptions_for_missing_entries=False)
+    try:
+        numbers = () if file is None else tokens_of_generation_config(Path(file))
+        if outside := [number for number in numbers if number >= len(tokenizer)]:
+            raise ValueError(
+                f"eos_token_id {outside[0]} is not among the tokenizer's {len(tokenizer)} tokens"
+            )
+    except ValueError as error:
+        raise ModelError(
+            f"model.path={path}: {GENERATION_CONFIG}: {error}; correct the file, or set model.eos_token_id to the "
+            "token that ends an answer"
+        ) from error
+    return tuple(dict.fromkeys([own, *numbers]))
 
 
 def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: str) -> None:

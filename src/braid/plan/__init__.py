@@ -2,6 +2,16 @@
 
 from .checks import idle_keys
 from .plan import Memory, Plan, Verb
-from .resolve import derive, longest_row, merge_recipe, resolve
+from .resolve import derive, longest_row, merge_recipe, policy_size, resolve
 
-__all__ = ["Memory", "Plan", "Verb", "derive", "idle_keys", "longest_row", "merge_recipe", "resolve"]
+__all__ = [
+    "Memory",
+    "Plan",
+    "Verb",
+    "derive",
+    "idle_keys",
+    "longest_row",
+    "merge_recipe",
+    "policy_size",
+    "resolve",
+]

@@ -268,7 +268,7 @@ def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             "rollout.sampling.greedy",
             "all answers of a group are the same, so a group has nothing to compare",
         )
-    truncations = ("top_p", "top_k", "min_p", "repetition_penalty")
+    truncations = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
     used = [name for name in truncations if _is_set(sampling, name)]
     if used:
         yield (
@@ -319,15 +319,14 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             "sft.optimizer.schedule.warmup_steps",
             f"supervised learning ends after {config.sft.steps} steps, before its warm-up does",
         )
-    if config.train.autocast == "fp16" and config.train.grad_scaler is None:
-        yield "train.autocast", "small gradients of fp16 products vanish; set train.grad_scaler={}, or bf16"
+    for key, value in (("train.autocast", config.train.autocast), ("model.dtype", config.model.dtype)):
+        if value == "fp16" and config.train.grad_scaler is None:
+            yield key, f"small gradients vanish in fp16; set train.grad_scaler={{}}, or {key}=bf16"
     if config.run.max_restarts and plan.verb != "eval" and not config.checkpoint.every_rounds:
         yield (
             "run.max_restarts",
             "nothing is saved on the way, so a restart begins at the start; set checkpoint.every_rounds",
         )
-    if config.model.dtype == "fp16":
-        yield "model.dtype", "fp16 weights lose small updates and gradients; bf16 or fp32 is safer"
 
 
 def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:

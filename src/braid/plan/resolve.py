@@ -79,7 +79,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     output, total = _token_bounds(config, rollout.sampling)
     _, eval_total = _token_bounds(config, config.eval.sampling or rollout.sampling)
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
-    size = _policy_size(config)
+    size = policy_size(config)
     kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[_engine_dtype(config)]
     constant = recipe.aggregation_constant
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
@@ -204,7 +204,8 @@ def longest_row(config: RunConfig) -> int | None:
     return max(bounds) if bounds and config.sft is None else None
 
 
-def _policy_size(config: RunConfig) -> ModelSize | None:
+def policy_size(config: RunConfig) -> ModelSize | None:
+    """The policy's size; None where its files do not tell it or are not in a local folder."""
     if config.model.build is not None:
         return size_of_spec(config.model.build)
     return None if config.model.path is None else size_of_folder(Path(config.model.path))
@@ -216,8 +217,8 @@ def _engine_dtype(config: RunConfig) -> str:
 
 
 def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tuple[Memory, ...]:
-    """Weights, gradients and AdamW's two moments have the type of the weights. With adapters only these are trained, and the
-    reference is a copy of them."""
+    """Gradients, AdamW's two moments, and master weights where the weights are of half precision, are float32. With adapters
+    only these are trained, and the reference is a copy of them."""
     if policy is None:
         return ()
     width, lora = BYTES[config.model.dtype], config.model.lora
@@ -253,4 +254,12 @@ def _trained(
     trained = parameters if adapters is None else adapters
     moments = 0 if train.optimizer.kind == "sgd" else 2
     held = parameters + (adapters or 0)
-    return Memory(role, held, held * width, trained * width, moments * trained * width)
+    exact, masters = BYTES["fp32"], 0
+    if width < exact and train.backend in (
+        "fsdp",
+        "fsdp2",
+    ):  # the shards are float32; FSDP's also those of frozen weights
+        masters = (exact - width) * (held if train.backend == "fsdp" else trained)
+    elif width < exact:
+        masters = exact * trained
+    return Memory(role, held, held * width, trained * exact, moments * exact * trained + masters)

@@ -61,6 +61,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/tokens_per_s", "tokens/s", "The same per second of collecting."),
     Metric("rollout/output_length_mean", "tokens", "Mean tokens that the policy wrote in a trajectory."),
     Metric("rollout/output_length_max", "tokens", "Most tokens that the policy wrote in a trajectory."),
+    Metric("rollout/truncated_fraction", "", "Share of valid trajectories that a limit of length, turns or time ended."),
     Metric("rollout/turns_mean", "", "Mean turns of the policy in a trajectory."),
     Metric("rollout/batches", "", "Batches of prompts drawn (rollout.filter.then=resample)."),
     Metric("rollout/dropped_groups/<reason>", "", "Groups kept out of training: by min_std, min_mean or max_mean of rollout.filter; surplus in a full round; baseline (remax) or every answer invalid."),

@@ -40,8 +40,8 @@ class SourceCounts(Protocol):
     def truncated(self) -> int: ...
 
 
-class PromptSet(Protocol):
-    """Prompts that were read, counted by source."""
+class Counted(Protocol):
+    """Data that was read, counted by source."""
 
     @property
     def counts(self) -> Mapping[str, SourceCounts]: ...
@@ -94,9 +94,9 @@ class Reporter:
         """Show how far a long phase has come."""
         self.console.progress(verb, done, total)
 
-    def count_prompts(self, train: PromptSet, evaluation: PromptSet) -> None:
-        """Tell how many prompts each source has, and how many were too long."""
-        for role, prompts in (("train", train), ("eval", evaluation)):
+    def count_data(self, **read: Counted) -> None:
+        """Report how many rows each source has, and how many were too long, by the use of the data (train, eval, sft)."""
+        for role, prompts in read.items():
             self._data[role] = {}
             for source, counts in prompts.counts.items():
                 self._data[role][source] = {

@@ -1,9 +1,9 @@
-"""The optimizer and its learning rate over time."""
+"""The optimizer, its float32 master weights, and its learning rate over time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,30 @@ from torch import Tensor, nn
 
 from braid.config.train import OptimizerConfig, ScheduleConfig
 
+HALF = frozenset({torch.bfloat16, torch.float16})
+"""Types in which small updates of a weight are lost: bf16 has 8 bits of precision, fp16 has 11."""
+
+
+def master_weights(module: nn.Module) -> dict[Tensor, Tensor]:
+    """A float32 copy of each trainable half-precision parameter, by the parameter. The optimizer updates the copies, so
+    that updates below half precision add up; the parameters are set to them, rounded, after each step. From now on the
+    gradients of these parameters are accumulated in float32."""
+    masters: dict[Tensor, Tensor] = {}
+    for p in module.parameters():
+        if p.requires_grad and p.dtype in HALF:
+            masters[p] = p.detach().float()
+            p.grad_dtype = torch.float32
+    return masters
+
 
 def build_optimizer(
-    module: nn.Module, config: OptimizerConfig, value_head: nn.Module | None = None
+    module: nn.Module,
+    config: OptimizerConfig,
+    value_head: nn.Module | None = None,
+    masters: Mapping[Tensor, Tensor] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters, in one pass over memory. Matrices decay; vectors (biases, norms,
-    standard deviations) do not.
+    """A fused optimizer over the trainable parameters, or over those in `masters` that stand for them. Matrices decay;
+    vectors (biases, norms, standard deviations) do not.
 
     adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without momentum.
     Each group's "scale" is its peak rate as a share of `lr`: `value_lr / lr` for the parameters of `value_head`, else 1.
@@ -27,7 +45,11 @@ def build_optimizer(
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {
-            "params": [p for p in trainable if (p.ndim >= 2) is decays and (id(p) in of_head) is is_head],
+            "params": [
+                (masters or {}).get(p, p)
+                for p in trainable
+                if (p.ndim >= 2) is decays and (id(p) in of_head) is is_head
+            ],
             "weight_decay": config.weight_decay if decays else 0.0,
             "scale": config.value_lr / config.lr if is_head and config.value_lr else 1.0,
         }
@@ -75,16 +97,18 @@ _FALLING: dict[str, Callable[[float], float]] = {
 """Height above min_ratio by the share of the decay that has passed."""
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Moments and step count of each parameter that has been updated, by the parameter's name. Live tensors."""
-    return {name: dict(optimizer.state[p]) for name, p in module.named_parameters() if p in optimizer.state}
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """Moments and step count of each tensor of `trained` that has been updated, by its name. Live tensors."""
+    return {name: dict(optimizer.state[p]) for name, p in trained.items() if p in optimizer.state}
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, module: nn.Module, state: dict[str, dict[str, Tensor]]
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], state: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Take over copies of what `optimizer_state` gave. Rates, betas and decay stay those of `optimizer`'s config."""
-    names = {p: name for name, p in module.named_parameters()}
+    """Load copies of what `optimizer_state` returned. Rates, betas and decay stay those of `optimizer`'s config."""
+    names = {p: name for name, p in trained.items()}
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
     saved: dict[str, Any] = optimizer.state_dict()
     saved["state"] = {

@@ -50,6 +50,8 @@ SHOWN = (
     Shown("accuracy", "eval/all/pass@1", "{:.1%}".format),
     Shown("eval", EVAL_MEAN, "{:.3f}".format),
     Shown("length", "rollout/output_length_mean", "{:.1f}".format, "{}"),
+    Shown("truncated", "rollout/truncated_fraction", "{:.0%}".format),
+    Shown("equal groups", "reward/same_in_group_fraction", "{:.0%}".format),
     Shown("KL", "policy/kl", "{:.4f}".format, "nats"),
     Shown("entropy", "policy/entropy", "{:.3f}".format, "nats"),
     Shown("value loss", "critic/loss", "{:.4f}".format),

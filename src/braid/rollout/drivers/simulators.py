@@ -104,7 +104,8 @@ class SimulatorDriver:
         tick = self._simulator.reset({slot: episode.reset_seed for slot, episode in started.items()})
         self._drop_failed(tick, waiting, running)
         for slot, episode in started.items():
-            episode.observations.append(tick.observations[slot])
+            if slot not in tick.failures:
+                episode.observations.append(tick.observations[slot])
 
     def _step(self, waiting: deque[_Episode], running: dict[int, _Episode]) -> None:
         """One action and one env step for every running episode."""
@@ -117,7 +118,8 @@ class SimulatorDriver:
             )
         tick = self._simulator.step(dict(zip(running, actions, strict=True)))
         for (slot, episode), action, logprob in zip(running.items(), actions, logprobs, strict=True):
-            episode.record(action, logprob, tick, slot)
+            if slot not in tick.failures:
+                episode.record(action, logprob, tick, slot)
         self._drop_failed(tick, waiting, running)
         for slot in [slot for slot, episode in running.items() if episode.status is not None]:
             del running[slot]

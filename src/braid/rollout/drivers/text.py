@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.envs.text.base import Reply, TextEnv
 from braid.errors import EngineError, EnvError
+from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.types import Group, Prompt, Status, Trajectory, Turn
 
@@ -139,8 +140,8 @@ class TextDriver:
             turn = _turn_of(completion, context)
             trajectory.turns.append(turn)
             trajectory.facts["turns"] = float(len(trajectory.turns))
-            trajectory.answer_text = self._decode(completion, sampling)
-            trajectory.text += trajectory.answer_text
+            trajectory.answer_text = self._answer(completion, sampling)
+            trajectory.text += whole_text(self._tokenizer, completion.token_ids)
             if completion.stop_reason == "length":
                 trajectory.status = Status.TRUNCATED
                 return
@@ -153,13 +154,12 @@ class TextDriver:
             history += turn.output_ids
             context = self._tokenizer.encode(reply.text, add_special_tokens=False)
 
-    def _decode(self, completion: Completion, sampling: Sampling) -> str:
+    def _answer(self, completion: Completion, sampling: Sampling) -> str:
+        """What environments and rewards are given: without the end token and special tokens."""
         ids = completion.token_ids
         if ids and ids[-1] in sampling.stop_token_ids:
             ids = ids[:-1]
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str), "one sequence decodes to one text"
-        return text
+        return plain_text(self._tokenizer, ids)
 
 
 class _EnvFailure(Exception):

@@ -31,6 +31,7 @@ from braid.models.lora import recipes
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
 from braid.training.offload import HOST, num_bytes
+from braid.training.optimizer import build_optimizer
 from braid.training.shards import Boxes
 
 from .ranks import Pass, RankBackend, WholeMoments
@@ -62,6 +63,10 @@ class DeepSpeedBackend(RankBackend):
             buffer.data = buffer.data.to(device)
         self._engine: Any = package.initialize(model=net, optimizer=self._optimizer, config=settings)[0]
         self._zero: Any = self._engine.optimizer
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        """Without master weights: DeepSpeed has its own."""
+        return build_optimizer(self._model.module, self._config.optimizer, self._model.value_head)
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._engine(batch, outputs)

@@ -41,6 +41,7 @@ from braid.models.batch import PackedBatch
 from braid.models.lora import Recipe, recipes
 from braid.models.value_head import ValueHead
 from braid.training.offload import HOST
+from braid.training.optimizer import HALF
 from braid.training.shards import Boxes
 
 from .ranks import Pass, RankBackend, WholeMoments
@@ -63,7 +64,8 @@ _PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BA
 
 
 class FsdpBackend(RankBackend):
-    """See RankBackend."""
+    """See RankBackend. Half-precision weights that are trained have float32 shards, which are the master weights; passes
+    gather and compute with them in half precision, and everybody else is given that."""
 
     def __init__(
         self,
@@ -83,12 +85,14 @@ class FsdpBackend(RankBackend):
         self._shapes = {name: p.shape for name, p in model.module.named_parameters()}
         whole = {name: tensor.detach() for name, tensor in _tensors_of(model.module)}
         mesh = _mesh(config.fsdp, device)
+        computes_in = _use_float32_shards(model.module, kind) if total_steps else None
+        self._dtypes = {name: tensor.dtype for name, tensor in whole.items()}
         self._pass = Pass(model)
         self._net: nn.Module = self._pass
         if kind == "fsdp2":
-            _shard(self._pass, config.fsdp, mesh)
+            _shard(self._pass, config.fsdp, mesh, computes_in)
         else:
-            self._net = _wrap(self._pass, config.fsdp, mesh, device)
+            self._net = _wrap(self._pass, config.fsdp, mesh, device, computes_in)
         self._is_sharded = mesh.size(1) > 1 and (kind == "fsdp2" or config.fsdp.sharding != "none")
         self._shard_group = mesh.get_group("shard")
         self._starts = self._flat_starts() if kind == "fsdp" and self._is_sharded else {}
@@ -122,15 +126,15 @@ class FsdpBackend(RankBackend):
         for gathered, names in self._gathered_together(stored_as):
             with gathered:  # with the adapters of a layer, which are in it
                 for stored in (stored_as[name] for name in names):
-                    tensors = [self._gathered(own[part]) for part in made[stored].parts]
+                    tensors = [self._gathered(own[part], self._dtypes[part]) for part in made[stored].parts]
                     yield stored, made[stored].weight(tensors) if dist.get_rank() == 0 else tensors[0]
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor; of FSDP's, whose layer is gathered, a copy for rank 0, since FSDP takes the memory back."""
+    def _gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole of a tensor as `dtype`; of FSDP's, whose layer is gathered, a copy for rank 0, since FSDP takes the memory back."""
         value: Any = tensor.detach()
         if isinstance(value, DTensor):
-            return value.to(self._device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-        return value.clone() if dist.get_rank() == 0 else value
+            return value.to(self._device, dtype).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        return value.to(dtype, copy=True) if dist.get_rank() == 0 else value
 
     def _gathered_together(
         self, names: Iterable[str]
@@ -298,11 +302,24 @@ def _layers(module: nn.Module) -> set[type[nn.Module]]:
     return {type(layer) for layers in lists for layer in layers}
 
 
-def _shard(net: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
+def _use_float32_shards(module: nn.Module, kind: Literal["fsdp", "fsdp2"]) -> torch.dtype | None:
+    """Give trainable half-precision parameters float32 memory, which nothing has been written to; returns the type that
+    they had. FSDP's flat parameters are of one type, so that frozen ones are given it as well."""
+    halves = [p for p in module.parameters() if p.dtype in HALF]
+    had = next((p.dtype for p in halves if p.requires_grad), None)
+    for p in halves if had else []:
+        if p.requires_grad or kind == "fsdp":
+            p.data = torch.empty_like(p, dtype=torch.float32)
+            p.grad_dtype = None  # FSDP keeps gradients in half precision until they travel
+    return had
+
+
+def _shard(net: nn.Module, config: FsdpConfig, mesh: DeviceMesh, computes_in: torch.dtype | None) -> None:
     options: dict[str, Any] = {
         "mesh": mesh["shard"] if mesh.size(0) == 1 else mesh,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_DTYPES[config.param_dtype], reduce_dtype=_DTYPES[config.reduce_dtype]
+            param_dtype=_DTYPES[config.param_dtype] or computes_in,
+            reduce_dtype=_DTYPES[config.reduce_dtype] or (torch.float32 if computes_in else None),
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory)
         if config.cpu_offload
@@ -317,13 +334,17 @@ def _shard(net: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
 
 
 def _wrap(
-    net: nn.Module, config: FsdpConfig, mesh: DeviceMesh, device: torch.device
+    net: nn.Module,
+    config: FsdpConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    computes_in: torch.dtype | None,
 ) -> FullyShardedDataParallel:
     precision = None
-    if config.param_dtype or config.reduce_dtype or config.buffer_dtype:
+    if config.param_dtype or config.reduce_dtype or config.buffer_dtype or computes_in:
         precision = MixedPrecision(
-            param_dtype=_DTYPES[config.param_dtype],
-            reduce_dtype=_DTYPES[config.reduce_dtype],
+            param_dtype=_DTYPES[config.param_dtype] or computes_in,
+            reduce_dtype=_DTYPES[config.reduce_dtype] or (torch.float32 if computes_in else None),
             buffer_dtype=_DTYPES[config.buffer_dtype or config.param_dtype],
         )
     is_hybrid = 1 < mesh.size(1) < mesh.size()

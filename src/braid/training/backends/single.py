@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from braid.models.lora import merged_weights
 from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
 from braid.training.loss_scale import LossScale
-from braid.training.offload import HOST, move_states, move_weights, num_bytes
+from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes
 from braid.training.optimizer import (
     build_optimizer,
     load_optimizer_state,
     lr_factor,
+    master_weights,
     optimizer_state,
     set_rate,
 )
@@ -47,6 +48,9 @@ class SingleBackend:
     A step whose loss or gradient is not finite, or that passes a limit of its loss, changes neither weights nor optimizer (its
     moments and step count), but does count for the schedule, which belongs to the run's steps. Gradients exist only while a
     step runs.
+
+    Half-precision weights that are trained have float32 master weights: the optimizer updates the masters, and the state
+    holds them in place of the weights (see optimizer.master_weights). They are kept with the optimizer's moments.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class SingleBackend:
         self._total_steps = total_steps
         self._device = device
         self._leaves_weights = config.offload.weights and not keeps_weights
+        self._masters: dict[Tensor, Tensor] = {}
         self._optimizer = self._build_optimizer() if total_steps else None
         is_fp16 = config.autocast == "fp16" or any(
             p.dtype == torch.float16 for p in model.module.parameters()
@@ -126,10 +131,17 @@ class SingleBackend:
         return report
 
     def _build_optimizer(self) -> torch.optim.Optimizer | None:
-        return build_optimizer(self._model.module, self._config.optimizer, self._model.value_head)
+        self._masters = master_weights(self._model.module)
+        return build_optimizer(
+            self._model.module, self._config.optimizer, self._model.value_head, self._masters
+        )
 
     def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
-        head.observe(returns)
+        if head.weight not in self._masters:
+            head.observe(returns)
+            return
+        head.observe(returns, [(self._masters[head.weight], self._masters[head.bias])])
+        self._spread_masters(head.parameters())
 
     def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
         """Of all positions of a step that the policy wrote."""
@@ -146,6 +158,8 @@ class SingleBackend:
 
     def _drop_gradients(self) -> None:
         self._model.module.zero_grad(set_to_none=True)
+        for master in self._masters.values():
+            master.grad = None
 
     def _flops_of(self, rows: Sequence[Row]) -> Flops:
         return self._model.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
@@ -206,17 +220,32 @@ class SingleBackend:
             torch._foreach_mul_(self._gradients(), limit / report.grad_norm)
         set_rate(self._optimizer, report.lr)
         if self._config.offload.optimizer:
-            move_states(self._optimizer, self._device)
+            self._move_optimizer(self._device)
         self._step(self._optimizer)
         self._rest_optimizer()
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        for p, master in self._masters.items():
+            master.grad = p.grad
         optimizer.step()
+        self._spread_masters(self._masters)
+
+    @torch.no_grad()
+    def _spread_masters(self, parameters: Iterable[Tensor]) -> None:
+        """Set parameters to their master weights, rounded."""
+        for p in parameters:
+            p.copy_(self._masters[p])
 
     def _rest_optimizer(self) -> None:
-        """Between steps its states may wait in host memory."""
+        """Between steps the optimizer's tensors may wait in host memory."""
         if self._optimizer is not None and self._config.offload.optimizer:
-            move_states(self._optimizer, HOST)
+            self._move_optimizer(HOST)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        assert self._optimizer is not None, "a model without steps has nothing to move"
+        move_states(self._optimizer, device)
+        for master in self._masters.values():
+            master.data = moved(master.data, device)
 
     def _scaled(self, report: StepReport) -> StepReport:
         """With what the step says of the loss scale, which learns from it. A loss that is not finite before any scaling, or a
@@ -279,6 +308,15 @@ class SingleBackend:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See ShardedBackend."""
         copy_weights(weights, self.named_weights())
+        copy_weights(weights, self._trained_weights())
+
+    def _trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights in the precision in which they are trained."""
+        return ((name, self._masters.get(tensor, tensor).detach()) for name, tensor in self.named_weights())
+
+    def _trained_parameters(self) -> dict[str, Tensor]:
+        """What the optimizer updates, by the parameter's name in the module."""
+        return {name: self._masters.get(p, p) for name, p in self._model.module.named_parameters()}
 
     def to_host(self) -> None:
         """See TrainingBackend. Gradients exist only while a step runs, and the optimizer's states leave after each."""
@@ -302,10 +340,11 @@ class SingleBackend:
     def held_bytes(self) -> HeldBytes:
         """See TrainingBackend."""
         weights = list(self._model.module.parameters())
+        trained = [self._masters.get(p, p) for p in weights if p.requires_grad] if self._optimizer else []
         return HeldBytes(
             weights=sum(p.nbytes for p in weights),
-            gradients=sum(p.nbytes for p in weights if p.requires_grad) if self._optimizer else 0,
-            optimizer=num_bytes(self._optimizer),
+            gradients=sum(p.nbytes for p in trained),
+            optimizer=num_bytes(self._optimizer) + sum(p.nbytes for p in self._masters.values()),
             is_on_device=all(p.device.type == self._device.type for p in weights),
         )
 
@@ -313,8 +352,10 @@ class SingleBackend:
         """See TrainingBackend."""
         optimizer = self._optimizer
         return {
-            "weights": self.full_weights(),
-            "optimizer": None if optimizer is None else optimizer_state(optimizer, self._model.module),
+            "weights": dict(self._trained_weights()),
+            "optimizer": None
+            if optimizer is None
+            else optimizer_state(optimizer, self._trained_parameters()),
             **self._counters(),
         }
 
@@ -342,9 +383,9 @@ class SingleBackend:
     def load(self, state: dict[str, Any]) -> None:
         """See TrainingBackend."""
         _check_same_model(dict(self.named_weights()), state["weights"])
-        copy_weights(state["weights"], self.named_weights())
+        self.load_weights(state["weights"])
         if self._optimizer is not None:
-            load_optimizer_state(self._optimizer, self._model.module, state["optimizer"])
+            load_optimizer_state(self._optimizer, self._trained_parameters(), state["optimizer"])
             self._rest_optimizer()
         self._load_counters(state)
 

@@ -74,6 +74,8 @@ class SglangServer(ServerEngine):
                 "stop": list(sampling.stop_strings),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
+                "skip_special_tokens": False,  # stop strings may name them
+                "spaces_between_special_tokens": False,
                 "no_stop_trim": True,
                 "sampling_seed": seed_of(request.key) % 2**31,
             },

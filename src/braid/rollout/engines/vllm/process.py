@@ -218,6 +218,8 @@ def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> Samplin
         stop_token_ids=list(sampling.stop_token_ids),
         include_stop_str_in_output=True,
         ignore_eos=True,
+        skip_special_tokens=False,  # stop strings may name them
+        spaces_between_special_tokens=False,
         seed=seed,
         logprobs=0,
         detokenize=detokenizes or bool(sampling.stop_strings),

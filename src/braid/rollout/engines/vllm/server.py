@@ -93,6 +93,8 @@ class VllmServer(ServerEngine):
             "stop_token_ids": list(sampling.stop_token_ids),
             "include_stop_str_in_output": True,
             "ignore_eos": True,
+            "skip_special_tokens": False,  # stop strings may name them
+            "spaces_between_special_tokens": False,
             "seed": seed_of(request.key),
             "logprobs": 0,
             "return_token_ids": True,

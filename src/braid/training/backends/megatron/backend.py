@@ -49,7 +49,7 @@ from braid.training.backend import HeldBytes, Loss, StepReport
 from braid.training.backends.ranks import PartBackend, WholeMoments
 from braid.training.backends.single import Running, autocast_dtype
 from braid.training.loss_scale import LossScale
-from braid.training.offload import HOST, move_states, move_weights
+from braid.training.offload import HOST, move_states, move_weights, moved
 from braid.training.packing import pack, unpack
 from braid.training.shards import Boxes
 from braid.types import Row
@@ -431,6 +431,15 @@ class MegatronBackend(PartBackend):
             for buffer in itertools.chain(stage.buffers, stage.expert_parallel_buffers):
                 move = buffer.offload_to_cpu if to_host else buffer.reload_from_cpu
                 move(move_params=True, move_grads=False)
+        for master in self._float32_copies():
+            master.data = moved(master.data, HOST if to_host else self._device)
+
+    def _float32_copies(self) -> Iterator[Tensor]:
+        """Megatron's master weights of half-precision parameters: this rank's parts of them."""
+        for part in self._megatron.chained_optimizers if self._trains else ():
+            of_shards = getattr(part, "shard_fp32_from_float16_groups", None)
+            groups_of = getattr(part, "fp32_from_float16_groups", ()) if of_shards is None else of_shards
+            yield from (master for group in groups_of for master in group if master is not None)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -453,7 +462,8 @@ class MegatronBackend(PartBackend):
         return HeldBytes(
             weights=sum(p.nbytes for p in weights),
             gradients=sum(gradients),
-            optimizer=sum(tensor.nbytes for state in states for tensor in state.values()),
+            optimizer=sum(tensor.nbytes for state in states for tensor in state.values())
+            + sum(master.nbytes for master in self._float32_copies()),
             is_on_device=not self._is_offloaded,
         )
 

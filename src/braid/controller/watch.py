@@ -1,0 +1,98 @@
+"""Signs that a run learns nothing, each told in one line with what to do about it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from braid.config.rollout import GymnasiumEnv
+from braid.config.schema import RunConfig
+from braid.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 3
+"""Rounds in a row that show a sign before it is told."""
+MOST_TRUNCATED = 0.9
+"""Share of truncated answers from which nearly all are."""
+WINDOW = 10
+"""Rounds whose mean rewards are compared."""
+NUM_ERRORS = 5.0
+"""A fall counts from so many standard errors on: of several hundred windows of mere noise the best and the newest differ by
+up to about 3.5."""
+_GROUP_BASELINES = frozenset({"grpo", "rloo", "maxrl"})
+"""Advantages that are 0 where all rewards of a group are equal."""
+
+
+@dataclass(slots=True)
+class LearningWatch:
+    """Sees the metrics of each round. A sign is told when it has been there for some rounds in a row, and again only after
+    it has been gone."""
+
+    config: RunConfig
+    plan: Plan
+    _in_a_row: dict[str, int] = field(default_factory=dict)
+    _rewards: list[float] = field(default_factory=list)
+
+    def see(self, round_: int, metrics: Mapping[str, float]) -> None:
+        """Log a warning for each sign that is due."""
+        signs = dict(self._signs(metrics))
+        self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in signs}
+        for name, count in self._in_a_row.items():
+            if count == PATIENCE:
+                logger.warning("%d rounds in a row, up to %d: %s", PATIENCE, round_, signs[name])
+        if (reward := metrics.get("reward/mean")) is not None and math.isfinite(reward):
+            self._rewards.append(reward)
+            if fall := self._fall(round_):
+                logger.warning("%s", fall)
+                self._rewards.clear()
+
+    def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Name and message of each sign that the round shows. One that follows from another is left out."""
+        reads_groups = self.plan.recipe.advantage in _GROUP_BASELINES and self.config.rollout.group_size > 1
+        has_equal_rewards = reads_groups and metrics.get("reward/same_in_group_fraction") == 1.0
+        if has_equal_rewards:
+            yield (
+                "equal rewards",
+                f"all answers of every group have the same reward (mean {metrics.get('reward/mean', math.nan):g}), so every advantage is 0. "
+                "Read some answers in samples/: if none can be right, correct the reward or the prompt, or take easier data or "
+                "a supervised warm-up (sft); if all are right, take harder data",
+            )
+        limit = self.config.rollout.sampling.max_new_tokens
+        is_text = not isinstance(self.config.env, GymnasiumEnv)
+        if is_text and metrics.get("rollout/truncated_fraction", 0.0) >= MOST_TRUNCATED:
+            yield (
+                "truncated answers",
+                f"{metrics['rollout/truncated_fraction']:.0%} of the answers are truncated; raise "
+                f"rollout.sampling.max_new_tokens={limit}, or see in `braid show` whether the model's end tokens are right",
+            )
+        for role in ("policy", "sft"):
+            if metrics.get(f"{role}/grad_norm") == 0.0 and not has_equal_rewards:
+                yield (
+                    f"{role} gradient",
+                    f"{role}/grad_norm is exactly 0, so no weight changes. Look for advantages that are all 0 in samples/, "
+                    "for algorithm.mask_truncated or corrections that leave nothing, and for frozen weights",
+                )
+
+    def _fall(self, round_: int) -> str:
+        """How far the mean reward has fallen from its best, where that is more than noise."""
+        if len(self._rewards) < 3 * WINDOW:
+            return ""
+        windows = np.lib.stride_tricks.sliding_window_view(np.array(self._rewards), WINDOW)
+        best = int(windows[:-WINDOW].mean(1).argmax())
+        then, now = windows[best], windows[-1]
+        noise = float(np.square(np.diff(self._rewards)).mean() / 2)  # variance of a round around the trend
+        error = math.sqrt(2 * noise / WINDOW)
+        drop = float(then.mean() - now.mean())
+        if drop <= max(NUM_ERRORS * error, 1e-9):
+            return ""
+        first = round_ - len(self._rewards) + 1 + best
+        return (
+            f"the mean reward has fallen from {then.mean():.3g} in rounds {first} to {first + WINDOW - 1} to {now.mean():.3g} in "
+            f"the last {WINDOW} (up to {round_}); lower train.optimizer.lr={self.config.train.optimizer.lr:g}, hold the policy "
+            "to the reference by algorithm.kl_coef, or go on from an earlier checkpoint"
+        )

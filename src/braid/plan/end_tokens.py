@@ -1,0 +1,86 @@
+"""The tokens that end an answer, and where each is named, from a model's files without loading anything.
+
+Chat models often end a turn with a token that only generation_config.json names (Gemma's <end_of_turn>, Llama 3's
+<|eot_id|>), beside the tokenizer's own end token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from braid.config.model import ModelConfig
+from braid.config.rollout import SamplingConfig
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def tokens_of_generation_config(file: Path) -> tuple[int, ...]:
+    """The end tokens that a generation_config.json names; none when there is no such file. Raises ValueError for a file
+    that names anything else than token ids."""
+    if not file.is_file():
+        return ()
+    named = json.loads(file.read_text("utf-8")).get("eos_token_id")
+    numbers = [] if named is None else named if isinstance(named, list) else [named]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"eos_token_id is {named!r}, but must be a token id or a list of them")
+    return tuple(dict.fromkeys(numbers))
+
+
+def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] | None:
+    """Each end token of a run as text and id, as far as the files tell both, with the files or keys that name it. None when
+    the model is not in a local folder."""
+    if model.mlp is not None:
+        return {}
+    folder = None if model.path is None else Path(model.path).expanduser()
+    tokenizer = folder if model.tokenizer is None else Path(model.tokenizer).expanduser()
+    if any(path is not None and not path.is_dir() for path in (folder, tokenizer)):
+        return None
+    named: list[tuple[int | str, str]] = []
+    texts = {1: "<eos>"} if tokenizer is None else _special_tokens(tokenizer)
+    if model.eos_token_id is not None:
+        named.append((model.eos_token_id, "model.eos_token_id"))
+    elif tokenizer is None:
+        named.append((1, "model.build"))
+    else:
+        own = _content(_read(tokenizer / "tokenizer_config.json").get("eos_token"))
+        ids = {text: number for number, text in texts.items()}
+        named += [] if own is None else [(ids.get(own, own), "tokenizer_config.json")]
+    if model.eos_token_id is None and folder is not None:
+        try:
+            more = tokens_of_generation_config(folder / GENERATION_CONFIG)
+        except ValueError:
+            more = ()  # the tokenizer's loader says what is wrong with it
+        named += [(number, GENERATION_CONFIG) for number in more]
+    named += [(number, "rollout.sampling.stop_token_ids") for number in sampling.stop_token_ids]
+    found: dict[int | str, list[str]] = {}
+    for token, origin in named:
+        found.setdefault(token, []).append(origin)
+    return {_shown(token, texts): " and ".join(dict.fromkeys(of)) for token, of in found.items()}
+
+
+def _shown(token: int | str, texts: Mapping[int, str]) -> str:
+    return f"{texts[token]} ({token})" if isinstance(token, int) and token in texts else str(token)
+
+
+def _special_tokens(folder: Path) -> dict[int, str]:
+    """Text by id of the tokens that were added to the tokenizer's vocabulary, special ones among them."""
+    found: dict[int, str] = {}
+    for entry in _read(folder / "tokenizer.json").get("added_tokens", []):
+        found[int(entry["id"])] = entry["content"]
+    for number, entry in _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {}).items():
+        found[int(number)] = entry["content"]
+    return found
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
