@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.leftovers import LIMIT_S
 
-from braid.runtime.interrupts import interrupts_held
+from braid.runtime.interrupts import RoundCut, interrupts_held, stop_signals
 
 _START = """
 import sys
@@ -32,6 +32,53 @@ def test_a_signal_that_comes_while_held_is_told_afterwards_and_later_ones_interr
         assert caught == [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_interrupts_once_and_further_ones_do_not_disturb_the_end() -> None:
+    with stop_signals():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_first_signal_asks_and_one_at_a_later_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stop_signals() as stop, stop.graceful(60.0):
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.is_requested
+        signal.raise_signal(signal.SIGHUP)  # at once: the same request
+        monkeypatch.setattr("braid.runtime.interrupts._SAME_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_what_may_be_cut_is_cut_when_the_time_is_over() -> None:
+    with stop_signals() as stop, stop.graceful(0.01):
+        with stop.cuttable():
+            pass
+        with pytest.raises(RoundCut), stop.cuttable():
+            _wait_after(signal.SIGTERM)
+        with pytest.raises(RoundCut), stop.cuttable():
+            pass
+        with pytest.raises(RoundCut):
+            stop.check_time(None)
+
+
+def _wait_after(number: int) -> None:
+    signal.raise_signal(number)
+    time.sleep(60)
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow

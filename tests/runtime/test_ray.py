@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -51,6 +52,12 @@ class Worker:
     def hang(self, pids: Path) -> None:
         (pids / str(os.getpid())).touch()
         time.sleep(LIMIT_S)
+
+    def stop(self, pids: Path) -> None:
+        child = subprocess.Popen(["sleep", "600"])
+        (pids / str(child.pid)).touch()
+        (pids / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def env(self, name: str) -> str | None:
         return os.environ.get(name)
@@ -135,6 +142,15 @@ def test_a_worker_that_hangs_ends_its_group_at_the_deadline(tmp_path: Path) -> N
     group = _group(ClusterConfig(call_timeout_s=2.0))
     with pytest.raises(WorkerError, match=r"workers 0, 1 of 2 did not answer in time while in hang\(\)"):
         group.call("hang", tmp_path)
+    _await_end([int(file.name) for file in tmp_path.iterdir()])
+
+
+def test_workers_that_are_stopped_end_with_all_that_they_started(tmp_path: Path) -> None:
+    group = _group(ClusterConfig(call_timeout_s=5.0))
+    with pytest.raises(
+        WorkerError, match=r"policy workers 0, 1 of 2 did not answer in time while in stop\(\)"
+    ):
+        group.call("stop", tmp_path)
     _await_end([int(file.name) for file in tmp_path.iterdir()])
 
 

@@ -29,6 +29,14 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def kill_stopped(pids: Iterable[int]) -> None:
+    """Of these processes, kill those that are stopped (SIGSTOP), which cannot end by themselves, with all that they have started."""
+    wanted = set(pids)
+    for pid, (state, _, _) in list(_stats()):
+        if pid in wanted and state in "Tt":
+            kill([*descendants(pid), pid])
+
+
 def kill(pids: Iterable[int]) -> None:
     """Those that still exist."""
     for pid in pids:

@@ -35,7 +35,7 @@ from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerEr
 
 from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
 from .machines import Machines, connect, is_joined, leave
-from .processes import children_of
+from .processes import children_of, kill_stopped
 from .workers import Factory, Place, Seat
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect"]
@@ -240,6 +240,8 @@ class RayGroup:
         """See WorkerGroup."""
         if not self._is_closed:
             self._is_closed = True
+            here = ray.util.get_node_ip_address()
+            kill_stopped(process.pid for process in self._processes if process.node == here)
             self._lines.forget(self)  # first, since what Ray kills has no time to clean up
             for host in self._hosts:
                 ray.kill(host, no_restart=True)
