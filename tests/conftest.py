@@ -1,7 +1,8 @@
-"""One thread, fixed seeds and a Ctrl-C that counts, for every test."""
+"""One thread, fixed seeds, a patient Ray and a Ctrl-C that counts, for every test."""
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 
@@ -14,6 +15,12 @@ from tests.leftovers import nothing_is_left
 __all__ = ["nothing_is_left"]
 
 torch.set_num_threads(1)
+# However long a loaded machine takes to start Ray; also where a test starts it without braid.
+os.environ.update(
+    RAY_gcs_server_port_wait_time_s="600",
+    RAY_raylet_start_wait_time_s="600",
+    RAY_agent_register_timeout_ms="600000",
+)
 # What a shell's script starts with & ignores it, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

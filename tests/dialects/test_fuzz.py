@@ -147,7 +147,6 @@ def test_a_mutated_file_is_an_error_of_ours_or_a_config(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @_LONG
 @given(seed=_SEEDS, changes=_changes, chosen=_choices)
 def test_many_mutated_files_are_errors_of_ours_or_configs(

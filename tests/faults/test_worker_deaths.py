@@ -138,7 +138,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(commands.export(folder / "run", output=folder / "export") / "model.safetensors")
 
 
-@pytest.mark.timeout(3000 if _SOAK else 900)
+@pytest.mark.timeout(3000)
 def test_a_run_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_run_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
 
 
 @WITH_VLLM
-@pytest.mark.timeout(3000 if _SOAK else 900)
+@pytest.mark.timeout(3000)
 def test_an_engine_that_is_killed_while_it_rests_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,7 +49,6 @@ def test_a_language_model_learns_to_write_one_letter(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("example", ["calculator", "cartpole"])
 def test_an_example_learns(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

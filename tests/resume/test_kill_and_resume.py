@@ -122,7 +122,6 @@ def wait_for(moment: str, run: Path, process: subprocess.Popen[str], rng: random
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_a_run_killed_twenty_times_equals_the_unbroken_run(tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     unbroken.mkdir()
