@@ -70,6 +70,15 @@ def test_an_exported_folder_loads_again_with_equal_log_probs(
     )
 
 
+def test_layer_types_that_do_not_fit_the_number_of_layers_are_told(folder: Path) -> None:
+    _edit(folder / "config.json", layer_types=["full_attention"] * 7)
+    for load in (_load, lambda path: load_tokenizer(ModelConfig(path=str(path)))):
+        with pytest.raises(
+            ModelError, match=r"model\.path=.*`num_hidden_layers` .* must be equal .* `layer_types` \(7\)"
+        ):
+            load(folder)
+
+
 def test_the_type_asked_for_overrides_the_one_saved(folder: Path) -> None:
     assert _load(folder, dtype="bf16").model.dtype == torch.bfloat16
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from huggingface_hub import model_info, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,15 @@ from braid.errors import ModelError, suggest
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _HUB_TIMEOUT_S = 10.0
-UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 """What transformers raises over a folder that it cannot use."""
 
 
@@ -64,7 +73,8 @@ def _check_hub_name(name: str, key: str) -> None:
 
 def unusable(path: str, key: str, kind: str, error: Exception) -> str:
     """The message for a folder or hub name that transformers could not load as a `kind`."""
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    lines = str(error).strip().split("\n")
+    reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip() or type(error).__name__
     if Path(path).is_dir():
         return f"{key}={path} cannot be loaded as a {kind}: {reason}"
     return (
