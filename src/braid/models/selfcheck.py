@@ -82,8 +82,9 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
         return False
     if difference is None:
         return True
-    for key in sorted(passed, key=lambda k: lengths[k]):
-        if _difference(lm, check, passed - {key}) is None:
+    by_length = sorted(passed, key=lambda k: (lengths[k], k))
+    for key, without in [*((key, {key}) for key in by_length), *((key, passed) for key in by_length[:1])]:
+        if _difference(lm, check, passed - without) is None:
             raise ModelError(
                 f"{name} is computed wrongly by {check.what} once a row is longer than {lengths[key]} tokens, its {key} "
                 f"({difference}); keep prompt and answer together within that, or {check.instead}"

@@ -1,0 +1,226 @@
+"""Every causal language model of the installed transformers, tried in small.
+
+    python tests/models/architectures.py
+
+writes the table of docs/models.md (a minute or two). A model is built from its architecture's default config, made tiny, with
+windows switched on; it is refused with a sentence, or its packed log-probs and gradients and the native engine's greedy tokens
+and log-probs are those of plain transformers, for ragged rows beyond every window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from braid.errors import ModelError
+from braid.models.batch import PackedBatch
+from braid.models.causal_lm import CausalLM
+from braid.models.fused import fuse
+from braid.models.selfcheck import check_against_plain
+from braid.models.tiny import length_keys, tiny_model
+from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.selfcheck import check_decoding
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_UNSET: dict[str, Any] = {
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "topk_group": 1,
+    "n_group": 1,
+    "layer_types": ["full_attention"] * 32,
+}
+"""For configs whose defaults leave out what their models need:"""
+_INCOMPLETE = (
+    "deepseek_v2",
+    "dots1",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "lfm2_moe",
+    "ministral",
+    "nemotron",
+)
+_SLOW = ("gemma3n_text",)
+"""Takes minutes: the pattern of its layers repeats after 30."""
+_LONG = 100
+"""Rows of the tiny models stay below it, and tiny.NEVER beyond."""
+
+
+def verdict(name: str) -> str:
+    """The table's cell for an architecture. Raises AssertionError when one is let in and computed wrongly."""
+    if name in _SLOW:
+        return "not tried: takes minutes"
+    try:
+        kind, config = _sizes(name)
+        passed = frozenset(length_keys(config))
+        model = tiny_model(kind, config, passed)
+        with torch.no_grad():
+            deepcopy(model)(input_ids=torch.arange(9)[None], use_cache=False)
+    except Exception as error:  # whatever transformers raises for a config of defaults
+        return _refused_at_full_size(name) or f"not built: {type(error).__name__}"
+    try:
+        return _tried(model, None)
+    except ModelError as error:
+        found = re.search(r"once a row is longer than \d+ tokens, its (\w+)", str(error))
+        if found is None:
+            return _refusal(str(error))
+    return f"{_tried(tiny_model(kind, config, frozenset()), _LONG)}, rows up to its {found[1]}"
+
+
+def _sizes(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class of an architecture and its default config, completed where its defaults make no model."""
+    config = CONFIG_MAPPING[name]()
+    more: dict[str, Any] = {}
+    if vars(config).get("sliding_window", 0) is None:
+        more = {"sliding_window": 4096, "use_sliding_window": True}
+    if name in _INCOMPLETE:
+        more |= {key: value for key, value in _UNSET.items() if vars(config).get(key, 0) is None}
+    config = CONFIG_MAPPING[name](**more)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if kind.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    return kind, config
+
+
+def _refused_at_full_size(name: str) -> str | None:
+    """For what cannot be made tiny: whether its layers are refused as they are."""
+    try:
+        kind, config = _sizes(name)
+        with torch.device("meta"):
+            model = kind._from_config(config)
+    except Exception:  # see verdict
+        return None
+    try:
+        CausalLM(model)
+    except ModelError as error:
+        return _refusal(str(error))
+    return None
+
+
+def _refusal(error: str) -> str:
+    if found := re.search(r"has layers of type ([\w, ]+);", error):
+        return f"refused: layers of type {found[1]}"
+    if "do not attend through" in error:
+        return "refused: attention that bypasses transformers' interface"
+    return (
+        "refused: positions, masks or a head of its own"
+        if "log-probs differ" in error
+        else "refused: its code fails"
+    )
+
+
+def _tried(model: PreTrainedModel, longest: int | None) -> str:
+    """Raises ModelError when it is refused."""
+    plain = deepcopy(model)
+    fuse(model)
+    lm = CausalLM(model)
+    check_against_plain(lm, longest)
+    _compare_training(lm, plain)
+    try:
+        check_decoding(lm, longest)
+    except ModelError:
+        return "trains; samples with another engine"
+    _compare_sampling(lm, plain)
+    return "runs"
+
+
+def _compare_training(lm: CausalLM, plain: PreTrainedModel) -> None:
+    """Rows of 24, 17 and 7 tokens, of which the second shares 8 with the first."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(90, (n,), generator=generator) for n in (24, 17, 7)]
+    rows[1][:8] = rows[0][:8]
+    mask = torch.ones(40, dtype=torch.bool)
+    mask[[0, 33]] = False
+    ids = torch.cat((rows[0], rows[1][8:], rows[2]))
+    batch = PackedBatch({"input_ids": ids}, mask, (24, 17, 7), shared=((0, 0), (0, 8), (0, 0)))
+    ours = lm.forward(batch, frozenset({"logprobs"}))["logprobs"]
+    expected = [F.pad(_token_logprobs(plain, row), (1, 0)) for row in rows]
+    line = torch.cat((expected[0], expected[1][8:], expected[2]))
+    rounding = _rounding(plain, rows)
+    assert (ours - line).abs().max() <= 2e-5 + 8 * rounding, "packed log-probs"
+    weights = torch.linspace(-1.0, 1.0, len(line))
+    mine, theirs = _gradient(lm.module, ours @ weights), _gradient(plain, line @ weights)
+    for name, expected_grad in theirs.items():
+        # Some hundred roundings, of terms that cancel; a wrong mask or position changes gradients by a tenth and more.
+        error = (mine[name] - expected_grad).norm()
+        assert error <= (1e-3 + 100 * rounding) * max(g.norm() for g in theirs.values()), (
+            f"gradient of {name}"
+        )
+
+
+def _compare_sampling(lm: CausalLM, plain: PreTrainedModel) -> None:
+    """Ragged prompts side by side, answers of 6 tokens."""
+    engine = NativeEngine(lm, decode=str, max_running=4, kv_budget_tokens=1024)
+    prompts = [tuple(range(5, 5 + n)) for n in (3, 18, 11)]
+    sampling = Sampling(max_new_tokens=6, greedy=True)
+
+    async def answers() -> list[Completion]:
+        requests = [Request(prompt, sampling, key=(i,)) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    for prompt, answer in zip(prompts, asyncio.run(answers()), strict=True):
+        row = torch.tensor([*prompt, *answer.token_ids])
+        with torch.no_grad():
+            logp = plain_logits(plain, row).log_softmax(-1)[len(prompt) - 1 : -1]
+        allowed = 2e-5 + 8 * _rounding(plain, [row])
+        chosen = logp.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert (chosen >= logp.amax(-1) - allowed).all(), "greedy tokens"
+        assert (chosen - torch.tensor(answer.logprobs)).abs().max() <= allowed, "log-probs of the engine"
+
+
+def plain_logits(model: PreTrainedModel, row: Tensor) -> Tensor:
+    return model(input_ids=row[None], use_cache=False).logits[0]
+
+
+def _token_logprobs(model: PreTrainedModel, row: Tensor) -> Tensor:
+    return plain_logits(model, row).log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]
+
+
+@torch.no_grad()
+def _rounding(model: PreTrainedModel, rows: list[Tensor]) -> float:
+    """The plain module's own error in float32."""
+    exact = model if any("Experts" in type(m).__name__ for m in model.modules()) else deepcopy(model).double()
+    pairs = ((_token_logprobs(model, row), _token_logprobs(exact, row)) for row in rows)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def _gradient(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def table() -> str:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    rows = (f"| `{name}` | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]} | {verdict(name)} |" for name in NAMES)
+    return "\n".join(("| model type | class | |", "|---|---|---|", *rows))
+
+
+def recorded() -> dict[str, str]:
+    """Model type -> cell, as docs/models.md has it."""
+    return dict(re.findall(r"^\| `([\w.-]+)` \| \w+ \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    start, end = (text.index(mark) for mark in ("| model type", "\n<!-- end of the table -->"))
+    PAGE.write_text(text[:start] + table() + text[end:])
