@@ -59,16 +59,24 @@ class _Sorted:
 
     def __init__(self, stream: Any, log: Path | None) -> None:
         self._stream, self._log, self._is_told = stream, log, False
+        self._started: dict[int, str] = {}
+        """The line that each thread has begun: several print at the same time."""
 
     def write(self, text: str) -> int:
         if not threading.current_thread().name.startswith(REWARD_THREADS):
             return self._stream.write(text)
         if self._log is None:
             return len(text)
+        thread = threading.get_ident()
+        lines, newline, rest = (self._started.pop(thread, "") + text).rpartition("\n")
+        if rest:
+            self._started[thread] = rest
+        if not newline:
+            return len(text)
         with suppress(OSError):  # a full disk is no failure of the reward
             self._log.parent.mkdir(exist_ok=True)
             with self._log.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(text)
+                file.write(lines + newline)
         if not self._is_told:
             self._is_told = True
             logger.info("a reward prints; what it prints is in %s", self._log)
