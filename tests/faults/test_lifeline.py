@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -170,3 +171,41 @@ def test_who_does_not_know_the_word_is_not_heard(lines: Lifelines) -> None:
             while connection.recv(16):
                 pass
     assert lines.first_loss() is None
+
+
+def test_peers_without_the_secret_are_dropped_and_workers_go_on(
+    lines: Lifelines, workers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    team = Team(size=1)
+    ticket = lines.ticket(Member(team, 0), None)
+    address = (ticket.host, ticket.port)
+    said = [b'{"word":[]}\n', b'{"word":' + b"[" * 100_000, b"\n", b"\xff\n", b"x" * 100_000, b"0" * 32 + b"\n"]
+    peers = [socket.create_connection(address) for _ in range(200)]
+    for i, peer in enumerate(peers):
+        with contextlib.suppress(OSError):  # dropped already
+            peer.sendall(said[i % len(said)])
+    for peer in peers:
+        peer.settimeout(_LIMIT_S)
+        with contextlib.suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
+        peer.close()
+    with caplog.at_level(logging.WARNING):
+        _start(workers, ticket, "logging.warning('still heard')")
+        _await(lambda: "still heard" in caplog.text, "the warning")
+    assert lines.first_loss() is None
+
+
+@pytest.mark.parametrize("text", [b"[]", b"[" * 50_000, b'{"level": "x", "text": 1}', b"{" * 70_000])
+def test_a_worker_whose_line_makes_no_sense_is_lost_and_others_go_on(
+    lines: Lifelines, workers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture, text: bytes
+) -> None:
+    broken, sound = Team(size=1), Team(size=1)
+    ticket = lines.ticket(Member(broken, 0), None)
+    with socket.create_connection((ticket.host, ticket.port)) as peer:
+        peer.sendall(ticket.word.encode() + b"\n" + text + b"\n")
+        loss = lines.first_loss(_LIMIT_S)
+    assert loss is not None
+    assert loss.member.team is broken
+    with caplog.at_level(logging.WARNING):
+        _start(workers, lines.ticket(Member(sound, 0), None), "logging.warning('still heard')")
+        _await(lambda: "still heard" in caplog.text, "the warning")

@@ -60,6 +60,8 @@ def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: boo
         bucket_bytes=publish.bucket_bytes,
         timeout_s=config.cluster.call_timeout_s,
         existing=on_existing(publish, is_server=bool(servers[config.rollout.engine])),
+        # Else a sender listens at the address by which other machines reach this one.
+        host="127.0.0.1" if meeting.is_one_machine and not servers[config.rollout.engine] else None,
         folder=folder,
         beside=_folder(config.model.path),
     )

@@ -6,12 +6,14 @@
        └ line cut: the process ends itself       └ line cut: the worker is lost
 
 Each end sees at once when the other is gone, also one that had no time to say so: the kernel closes the line of a process that
-was killed. Lines are JSON over TCP; the driver takes none that does not begin with its secret.
+was killed. Over TCP a worker sends its secret as a line, then records as lines of JSON. The driver parses nothing of a peer whose first
+line is no worker's secret: it drops the connection and goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import logging
 import os
@@ -35,6 +37,10 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.5
 """How long a record waits for the same one from other ranks; and how near in time a kill for lack of memory must be to the end
 of a worker to be its cause."""
+_MAX_LINE = 1 << 16
+"""Bytes of a line; JSON may write a character of a record as twelve."""
+_MAX_HELLO, _HELLO_S, _MAX_CALLERS = 256, 10.0, 128
+"""Bytes that are read of a peer that has not said a worker's secret, how long it may take to, and how many of them there may be."""
 _MAX_TEXT = 2000
 """Characters of a record that travel; the worker's own log has all of them."""
 _CONNECT_TIMEOUT_S = 30.0
@@ -143,6 +149,7 @@ class Lifelines:
                         self._accept()
                     else:
                         self._read(key.data)
+                self._drop_strangers()
                 self._kills.update()
                 self._records.tell(until=time.monotonic() - _TICK_S)
         finally:
@@ -160,21 +167,36 @@ class Lifelines:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._selector.register(connection, selectors.EVENT_READ, _Line(connection))
 
+    def _drop_strangers(self) -> None:
+        """Cut connections that have not said a worker's secret in time, and the oldest of too many."""
+        lines = [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Line)]
+        strangers = [line for line in lines if line.word is None]
+        for number, line in enumerate(reversed(strangers)):
+            if number >= _MAX_CALLERS or time.monotonic() > line.since_s + _HELLO_S:
+                self._cut(line)
+
     def _read(self, line: _Line) -> None:
-        for message in line.read():
+        for text in line.read():
             if line.word is None:
                 with self._changed:
-                    if message.get("word") not in self._members:
+                    line.word = next((w for w in self._members if hmac.compare_digest(w.encode(), text)), None)
+                    if line.word is None:
                         line.cut()
                         break
-                    line.word = str(message["word"])
                     self._lines[line.word] = line
-            else:
+            elif (message := _message(text)) is not None:
                 self._on(line.word, message)
+            else:
+                line.cut()
+                break
         if line.is_cut:
-            self._selector.unregister(line.socket)
-            line.socket.close()
-            self._lose(line.word)
+            self._cut(line)
+
+    def _cut(self, line: _Line) -> None:
+        line.is_cut = True
+        self._selector.unregister(line.socket)
+        line.socket.close()
+        self._lose(line.word)
 
     def _on(self, word: str, message: dict[str, Any]) -> None:
         with self._changed:
@@ -185,7 +207,7 @@ class Lifelines:
                 self._losses.append(Loss(member, said=message["failed"]))
                 self._changed.notify_all()
                 return
-        self._records.add(member, int(message["level"]), str(message["text"]))
+        self._records.add(member, message["level"], message["text"])
 
     def _lose(self, word: str | None) -> None:
         with self._changed:
@@ -202,27 +224,22 @@ class _Line:
     socket: socket.socket
     word: str | None = None
     is_cut: bool = False
+    since_s: float = field(default_factory=time.monotonic)
     _rest: bytes = b""
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """The messages that have arrived."""
+    def read(self) -> Iterator[bytes]:
+        """The whole lines that have arrived. One that is too long cuts the connection."""
         try:
-            data = self.socket.recv(1 << 16)
+            data = self.socket.recv(_MAX_HELLO if self.word is None else _MAX_LINE)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         self.is_cut = self.is_cut or not data
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
-                self.cut()
-                return
-            yield message
+        yield from lines
+        if len(self._rest) > (_MAX_HELLO if self.word is None else _MAX_LINE):
+            self.cut()
 
     def end(self) -> None:
         """Have the other end see that this is over, and meant. It cuts the line when nothing is left of what it started."""
@@ -235,6 +252,18 @@ class _Line:
         self.is_cut = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
+
+
+def _message(text: bytes) -> dict[str, Any] | None:
+    """What a worker says in a line; None for anything that none would say."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    match message:
+        case {"failed": str()} | {"level": int(), "text": str()}:
+            return message
+    return None
 
 
 @dataclass(slots=True)
@@ -303,7 +332,7 @@ class Lifeline:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sending, self._is_full = threading.Lock(), False
-        self._say({"word": ticket.word})
+        self._socket.sendall(f"{ticket.word}\n".encode())
         threading.Thread(target=self._hold, name="lifeline", daemon=True).start()
         _own.append(self)
         logging.captureWarnings(capture=True)

@@ -237,7 +237,7 @@ class Holder:
         """braid's version, the GPUs, and the network interface by which other machines reach this one."""
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         named = os.environ.get("GLOO_SOCKET_IFNAME")
-        return braid.__version__, tuple(gpus), named or _interface_of(ray.util.get_node_ip_address())
+        return braid.__version__, tuple(gpus), named or interface_of(ray.util.get_node_ip_address())
 
 
 class Machines:
@@ -260,6 +260,11 @@ class Machines:
             raise
         if not any(num_gpus):
             self.close()
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all workers of the run are on one machine."""
+        return len(self._machines) == 1
 
     def spot(
         self, seat: Seat, given: Mapping[str, str]
@@ -353,7 +358,7 @@ def _checked(machine: Machine, call: Any) -> Machine:
     return Machine(machine.node_id, machine.address, gpus, interface)
 
 
-def _interface_of(address: str) -> str:
+def interface_of(address: str) -> str:
     """The network interface that has an address; empty if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():

@@ -34,12 +34,13 @@ from braid.config.cluster import ClusterConfig
 from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
 
 from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
-from .machines import Machines, connect, is_joined, leave
+from .machines import Machines, connect, interface_of, is_joined, leave
 from .processes import children_of, kill_stopped
 from .workers import Factory, Place, Seat
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect"]
 
+LOOPBACK = "127.0.0.1"
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _TICK_S = 0.2
 """A worker that is lost, of any group, ends the waiting for others after so long."""
@@ -64,9 +65,9 @@ _lifelines: list[Lifelines] = []
 """Those of this process's workers, when there are some: what happens to one worker concerns all groups."""
 
 
-def _lines() -> Lifelines:
+def _lines(config: ClusterConfig) -> Lifelines:
     if not _lifelines:
-        _lifelines.append(Lifelines(ray.util.get_node_ip_address()))
+        _lifelines.append(Lifelines(ray.util.get_node_ip_address() if is_joined(config) else LOOPBACK))
     return _lifelines[0]
 
 
@@ -87,15 +88,19 @@ class _Process:
 class _Host:
     """The process of one worker."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], is_local: bool) -> None:
+        """With `is_local` all workers are on this machine, and talk over loopback."""
         os.environ.update(env)
+        self._is_local = is_local
+        if is_local and (interface := interface_of(LOOPBACK)):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._worker: Any = None
         self._lifeline: Lifeline | None = None
         self._listener: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Where the ranks find each other: at an address of this process, for as long as it lives."""
-        host = ray.util.get_node_ip_address()
+        host = LOOPBACK if self._is_local else ray.util.get_node_ip_address()
         self._listener = socket.create_server((host, 0), family=family_of(host))
         return host, self._listener.getsockname()[1]
 
@@ -173,13 +178,14 @@ class RayGroup:
         host: Any = ray.remote(num_cpus=0, max_restarts=0)(type(role, (_Host,), {}))
         self._processes: list[_Process] = []
         self._asked = ["nothing"] * self.size
-        self._lines = _lines()
+        self._lines = _lines(config)
         self._hosts: list[Any] = []
+        is_local = not is_joined(config) or (machines is not None and machines.is_one)
         given = config.variables
         try:
             for seat in self._seats or [None] * self.size:
                 where, env = machines.spot(seat, given) if machines and seat else ("DEFAULT", given)
-                self._hosts.append(host.options(scheduling_strategy=where).remote({**_THREADS, **env}))
+                self._hosts.append(host.options(scheduling_strategy=where).remote({**_THREADS, **env}, is_local))
             for h in self._hosts:
                 h.read.remote(reads)  # a module that cannot be read is told when it is missed
         except BaseException:

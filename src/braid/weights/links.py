@@ -32,7 +32,7 @@ from braid.errors import EngineError
 
 from .copying import copy
 from .fingerprint import BLOCK_BYTES, SMALL_BYTES, Fingerprint
-from .wire import Message, TensorSpec, Transport, Wire
+from .wire import Message, TensorSpec, Transport, Wire, own_end
 
 _GLOO_PIECE_BYTES, _GPU_PIECE_BYTES = 16 * BLOCK_BYTES, 32 * BLOCK_BYTES
 """Each piece is some work to send, and what has arrived is summed while the next pieces are under way."""
@@ -354,7 +354,8 @@ def make_inlet(message: Message, wire: Wire, *, device: torch.device, deadline: 
             is_master=False,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        group, device = _join(way, store, message["rank"], message["size"], message["timeout_s"], device)
+        timeout_s, own = message["timeout_s"], own_end([wire])
+        group, device = _join(way, store, message["rank"], message["size"], timeout_s, device, own)
         wire.send({"kind": "ready"}, deadline, "linking")
         return GroupInlet(group, device)
     memory = _map(message["path"])
@@ -377,24 +378,42 @@ def _open_group(
 ) -> GroupOutlet:
     size = len(wires) + 1
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:  # torch's own would listen on all interfaces
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
     how = {"kind": "link", "way": way, "host": host, "port": store.port, "size": size, "timeout_s": timeout_s}
     for rank, wire in enumerate(wires.values(), start=1):
         wire.send({**how, "rank": rank}, deadline, "linking")
-    group, device = _join(way, store, 0, size, timeout_s, device)
+    group, device = _join(way, store, 0, size, timeout_s, device, own_end(wires.values()))
     for wire in wires.values():
         wire.receive("ready", deadline, "linking")
     return GroupOutlet(group, device)
 
 
 def _join(
-    way: str, store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device
+    way: str, store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device, address: str
 ) -> tuple[Group, torch.device]:
-    """This process's place in a group that is no part of its default one, and where its tensors are."""
+    """This process's place in a group that is no part of its default one, and where its tensors are. gloo listens at `address`
+    unless GLOO_SOCKET_IFNAME names an interface."""
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         if way == "gloo":
-            return cast("Group", dist.ProcessGroupGloo(store, rank, size, timeout)), torch.device("cpu")
+            settings = dist.ProcessGroupGloo._Options()
+            settings._timeout = timeout
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            is_named = interface and not interface.startswith("lo")  # that of a group on one machine
+            where = {"interface": interface} if is_named else {"hostname": address}
+            settings._devices = [dist.ProcessGroupGloo.create_device(**where)]
+            return cast("Group", dist.ProcessGroupGloo(store, rank, size, settings)), torch.device("cpu")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return cast("Group", dist.ProcessGroupNCCL(store, rank, size, options)), device

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
+import select
 import socket
 import threading
 import time
@@ -18,10 +20,12 @@ from .files import FileSender
 from .fingerprint import Fingerprint, Weights, bytes_of, of_bytes
 from .links import Outlet, Run, make_outlet, own_address, runs_of
 from .sending import Bucket, Sender, SendOptions, buckets_of
-from .wire import Receipt, Tally, Ticket, Wire, greet, specs_message, tell, wait_any
+from .wire import Caller, Receipt, Tally, Ticket, Wire, specs_message, tell, wait_any
 
 _LAST_WORDS_S = 0.5
 """How long an engine may take to say why it failed, once that it failed is known."""
+_MAX_CALLERS = 128
+"""Connections that have not shown yet that they are engines; the oldest of more are dropped."""
 
 
 def open_sender(engines: Sequence[str], options: SendOptions) -> Sender:
@@ -50,10 +54,10 @@ class LinkedSender:
         is_local = options.transport in ("shared_memory", "cuda_ipc")
         self._host = options.host or ("127.0.0.1" if is_local else own_address())
         self._secret = secrets.token_hex(16)
-        self._listener = socket.create_server(
-            ("127.0.0.1" if is_local and options.host is None else "", 0), backlog=len(engines) + 8
-        )
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = socket.create_server((self._host, 0), family=family, backlog=len(engines) + 8)
         self._listener.settimeout(0.0)
+        self._callers: list[Caller] = []
         self._wires: dict[str, Wire] = {}
         self._outlet: Outlet | None = None
 
@@ -85,6 +89,8 @@ class LinkedSender:
     def close(self) -> None:
         """See Sender."""
         self._drop("the trainer has ended its publications")
+        for caller in self._callers:
+            caller.connection.close()
         self._listener.close()
 
     def _linked(self, version: int, deadline: float) -> Outlet:
@@ -111,26 +117,32 @@ class LinkedSender:
         return self._outlet
 
     def _admit(self, wait_s: float) -> None:
-        """Let in the engines that knock, at most `wait_s` for the first."""
-        self._listener.settimeout(wait_s)
+        """Accept pending connections of engines, at most `wait_s` for the first. Other peers are dropped."""
+        until = time.monotonic() + wait_s
         while True:
-            try:
-                connection, address = self._listener.accept()
-            except (TimeoutError, BlockingIOError):
+            left = max(0.0, until - time.monotonic())
+            ready, _, _ = select.select([self._listener, *self._callers], [], [], left)
+            if self._listener in ready:
+                with contextlib.suppress(OSError):  # it has gone again
+                    self._callers.append(Caller.accepted(self._listener.accept()[0]))
+            for caller in list(self._callers):
+                if (heard := caller.hear(self._secret)) is not None:
+                    self._callers.remove(caller)
+                    self._take_in(*heard)
+                    until = 0.0
+            self._callers = [caller for caller in self._callers if caller.fileno() >= 0][-_MAX_CALLERS:]
+            if not ready and time.monotonic() >= until:
                 return
-            self._listener.settimeout(0.0)
-            greeted = greet(connection, address, self._secret, time.monotonic() + self._options.timeout_s)
-            if greeted is None:
-                continue
-            name, wire = greeted
-            refusal = self._refusal(name)
-            if refusal is not None:
-                wire.close(refusal)
-                continue
-            if name in self._wires:
-                self._wires.pop(name).close("another engine of the same name has taken its place")
-            self._wires[name] = wire
-            self._unlink()
+
+    def _take_in(self, name: str, wire: Wire) -> None:
+        refusal = self._refusal(name)
+        if refusal is not None:
+            wire.close(refusal)
+            return
+        if name in self._wires:
+            self._wires.pop(name).close("another engine of the same name has taken its place")
+        self._wires[name] = wire
+        self._unlink()
 
     def _refusal(self, name: str) -> str | None:
         """Why an engine of this name is not let in; None when it is."""

@@ -1,6 +1,7 @@
 """What the two ends of a publication tell each other, beside the weights themselves.
 
-A receiver connects to the sender by its ticket and says who it is. Then each version is, from the sender:
+A receiver connects to the sender by its ticket and sends one line: the ticket's secret and its engine's name. Nothing of a peer is parsed
+before its secret was compared. Then each version is, from the sender:
 
     link           how bytes will come, once per set of engines; the receiver answers `ready`
     begin          the version
@@ -36,7 +37,9 @@ Message = dict[str, Any]
 _LENGTH = struct.Struct("!I")
 _LONGEST = 2**30
 _HELLO_BYTES = 4096
-"""Longest message of a peer that has not said the secret yet."""
+"""Longest first line: all that is read of a peer that does not know the secret."""
+_HELLO_S = 5.0
+"""Within this a peer must have said it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,6 @@ class Wire:
         connection.setblocking(True)
         self.peer = peer
         self._socket = connection
-        self._longest = _LONGEST
 
     def send(self, message: Message, deadline: float, doing: str) -> None:
         """Raises EngineError when the peer is gone or does not read in time."""
@@ -136,11 +138,16 @@ class Wire:
     def receive_any(self, deadline: float, doing: str) -> Message:
         """The next message of any kind but `failed`."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, doing))
-        if length > self._longest:
+        if length > _LONGEST:
             raise EngineError(f"{self.peer} sent a message of {length} bytes; it is no end of a publication")
-        message: Message = json.loads(self._read(length, deadline, doing))
-        if message.get("kind") == "failed":
-            raise EngineError(f"{self.peer} failed while {doing}: {message['why']}")
+        try:
+            message: Message = json.loads(self._read(length, deadline, doing))
+        except (ValueError, RecursionError):
+            message = {}
+        if not isinstance(message, dict) or "kind" not in message:
+            raise EngineError(f"{self.peer} sent {length} bytes that are no message of a publication while {doing}")
+        if message["kind"] == "failed":
+            raise EngineError(f"{self.peer} failed while {doing}: {message.get('why')}")
         return message
 
     def is_readable(self) -> bool:
@@ -202,24 +209,50 @@ def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
             "has ended, or its address is not one that this machine can reach"
         ) from None
     wire = Wire(connection, f"the trainer at {where}")
-    wire.send({"kind": "hello", "secret": ticket.secret, "engine": engine}, deadline, "connecting")
+    with suppress(OSError):  # a trainer that is gone is noticed when it is heard
+        connection.settimeout(_left(deadline))
+        connection.sendall(f"{ticket.secret} {engine}\n".encode())
     return wire
 
 
-def greet(connection: socket.socket, address: Any, secret: str, deadline: float) -> tuple[str, Wire] | None:
-    """The name of an engine that has connected; None, and the connection is closed, for anyone else."""
-    wire = Wire(connection, f"the peer at {address[0]}:{address[1]}")
-    wire._longest = _HELLO_BYTES
-    try:
-        message = wire.receive("hello", min(deadline, time.monotonic() + 5.0), "connecting")
-        if not hmac.compare_digest(str(message["secret"]).encode(), secret.encode()):
-            raise EngineError("it does not know the secret")
-        name = str(message["engine"])
-    except (EngineError, ValueError, KeyError):
-        wire.close()
-        return None
-    wire.peer, wire._longest = f"engine {name}", _LONGEST
-    return name, wire
+@dataclass(slots=True)
+class Caller:
+    """A peer that has connected and has not shown yet that it is an engine."""
+
+    connection: socket.socket
+    until: float
+    said: bytes = b""
+
+    @classmethod
+    def accepted(cls, connection: socket.socket) -> Caller:
+        """Of a new connection. Reading from it never blocks."""
+        connection.setblocking(False)
+        return cls(connection, time.monotonic() + _HELLO_S)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def hear(self, secret: str) -> tuple[str, Wire] | None:
+        """Read what has arrived: the name of an engine with its wire once its line is whole. None before that, and for any other peer,
+        whose connection is then closed."""
+        try:
+            data = self.connection.recv(_HELLO_BYTES - len(self.said))
+        except BlockingIOError:
+            data = None
+        except OSError:
+            data = b""
+        self.said += data or b""
+        line, end, _ = self.said.partition(b"\n")
+        if not end:
+            if data == b"" or len(self.said) >= _HELLO_BYTES or time.monotonic() > self.until:
+                self.connection.close()
+            return None
+        said, _, name = line.partition(b" ")
+        if not hmac.compare_digest(said, secret.encode()):
+            self.connection.close()
+            return None
+        engine = name.decode(errors="replace")
+        return engine, Wire(self.connection, f"engine {engine}")
 
 
 def specs_from(message: Message) -> list[TensorSpec]:
@@ -236,6 +269,12 @@ def tell(wires: Mapping[str, Wire], message: Message, deadline: float, doing: st
     """Send to all."""
     for wire in wires.values():
         wire.send(message, deadline, doing)
+
+
+def own_end(wires: Iterable[Wire]) -> str:
+    """This machine's address on the connections: one that other machines reach, if any of the peers is on another."""
+    addresses = [wire._socket.getsockname()[0] for wire in wires]
+    return next((a for a in addresses if not a.startswith("127.") and a != "::1"), addresses[0])
 
 
 def wait_any(wires: Iterable[Wire], seconds: float) -> None:
