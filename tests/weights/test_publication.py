@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -17,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch
 from tests.leftovers import LIMIT_S
@@ -410,8 +413,13 @@ def test_strangers_are_not_let_in(make_sender: MakeSender, make_receiver: MakeRe
     ticket = sender.ticket
     stranger = make_receiver(replace(ticket, secret="guess"), "a", LIMIT_S)
     other = make_receiver(ticket, "z", LIMIT_S)
-    with socket.create_connection((ticket.host, ticket.port)) as noise:
-        noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    frames = (b"[1]", b"null", b"[" * 4000, b"\xff", b'{"kind": "hello"}')
+    noises = [struct.pack("!I", len(f)) + f for f in frames]
+    noises += [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", b"\n", b"x" * 5000, f"{ticket.secret}".encode()]
+    with contextlib.ExitStack() as stack:
+        for noise in noises:
+            peer = stack.enter_context(socket.create_connection((ticket.host, ticket.port)))
+            peer.sendall(noise)
         engine = _start(ticket, "a", range(1))
         sender.send(0, _weights(0).items())
     _assert_equal(engine.result(timeout=LIMIT_S)[0], _weights(0))
@@ -419,6 +427,33 @@ def test_strangers_are_not_let_in(make_sender: MakeSender, make_receiver: MakeRe
         list(stranger.receive(0))
     with pytest.raises(EngineError, match=r"engine z is none of those that this sender serves \(a\)"):
         list(other.receive(0))
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"null", b"[" * 50_000, b"\xff", b"{}"])
+def test_an_engine_that_makes_no_sense_fails_the_publication_by_name(
+    make_sender: MakeSender, text: bytes
+) -> None:
+    sender = make_sender(("a",), _options("shared_memory"))
+    ticket = sender.ticket
+    with socket.create_connection((ticket.host, ticket.port)) as engine, ThreadPoolExecutor(1) as pool:
+        engine.sendall(f"{ticket.secret} a\n".encode())
+        sent = pool.submit(sender.send, 0, _weights(0).items())
+        engine.recv(1)
+        engine.sendall(struct.pack("!I", len(text)) + text)
+        with pytest.raises(EngineError, match=r"engine a sent \d+ bytes that are no message of a publication"):
+            sent.result(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("transport", LINKED)
+def test_on_one_machine_a_publication_listens_on_loopback_alone(
+    transport: str, make_sender: MakeSender
+) -> None:
+    sender = make_sender(("a",), _options(transport, host="127.0.0.1"))
+    engine = _start(sender.ticket, "a", range(1))
+    sender.send(0, _weights(0).items())
+    engine.result(timeout=30)
+    listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [ip for ip in listening if ip != "127.0.0.1"] == []
 
 
 def test_a_trainer_that_has_ended_is_named(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:

@@ -164,21 +164,25 @@ class Confined:
         stdin, stdout = self._process.stdin, self._process.stdout
         if self._closes_input and not self._to_send and not stdin.closed:
             stdin.close()
-        readable: list[Any] = []
-        while not readable:
+        is_readable = False
+        while not is_readable:
             left = deadline - time.monotonic()
             if left <= 0 or self._is_at_end or self._is_over():
                 return False
-            waits = [stdin] if self._to_send else []
-            readable, writable, _ = select.select([stdout], waits, [], min(left, _TICK_S))
-            if writable:
+            poll = select.poll()  # of any number of open files, other than select
+            poll.register(stdout, select.POLLIN)
+            if self._to_send:
+                poll.register(stdin, select.POLLOUT)
+            ready = {number for number, _ in poll.poll(min(left, _TICK_S) * 1000)}
+            is_readable = stdout.fileno() in ready
+            if self._to_send and stdin.fileno() in ready:
                 try:
                     self._to_send = self._to_send[os.write(stdin.fileno(), self._to_send) :]
                 except OSError:  # it does not read
                     self._to_send = b""
                 if not self._to_send:
                     break
-        if readable:
+        if is_readable:
             data = stdout.read(1 << 16)
             self._is_at_end = data == b""
             self._received += data or b""

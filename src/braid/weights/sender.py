@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
-import select
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from .files import FileSender
 from .fingerprint import Fingerprint, Weights, bytes_of, of_bytes
 from .links import Outlet, Run, make_outlet, own_address, runs_of
 from .sending import Bucket, Sender, SendOptions, buckets_of
-from .wire import Caller, Receipt, Tally, Ticket, Wire, specs_message, tell, wait_any
+from .wire import Caller, Receipt, Tally, Ticket, Wire, readable, specs_message, tell, wait_any
 
 _LAST_WORDS_S = 0.5
 """How long an engine may take to say why it failed, once that it failed is known."""
@@ -55,7 +54,7 @@ class LinkedSender:
         self._host = options.host or ("127.0.0.1" if is_local else own_address())
         self._secret = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._listener = socket.create_server((self._host, 0), family=family, backlog=len(engines) + 8)
+        self._listener = socket.create_server((self._host, 0), family=family, backlog=len(engines) + 128)
         self._listener.settimeout(0.0)
         self._callers: list[Caller] = []
         self._wires: dict[str, Wire] = {}
@@ -121,7 +120,7 @@ class LinkedSender:
         until = time.monotonic() + wait_s
         while True:
             left = max(0.0, until - time.monotonic())
-            ready, _, _ = select.select([self._listener, *self._callers], [], [], left)
+            ready = readable([self._listener, *self._callers], left)
             if self._listener in ready:
                 with contextlib.suppress(OSError):  # it has gone again
                     self._callers.append(Caller.accepted(self._listener.accept()[0]))

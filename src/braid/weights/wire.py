@@ -152,7 +152,7 @@ class Wire:
 
     def is_readable(self) -> bool:
         """Whether a message waits, or the peer is gone."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return bool(readable([self._socket], 0.0))
 
     def close(self, why: str | None = None) -> None:
         """With `why`, tell the peer first, if it listens."""
@@ -242,13 +242,13 @@ class Caller:
         except OSError:
             data = b""
         self.said += data or b""
-        line, end, _ = self.said.partition(b"\n")
+        line, end, rest = self.said.partition(b"\n")
         if not end:
             if data == b"" or len(self.said) >= _HELLO_BYTES or time.monotonic() > self.until:
                 self.connection.close()
             return None
         said, _, name = line.partition(b" ")
-        if not hmac.compare_digest(said, secret.encode()):
+        if not hmac.compare_digest(said, secret.encode()) or rest:  # an engine says no more before it is spoken to
             self.connection.close()
             return None
         engine = name.decode(errors="replace")
@@ -280,7 +280,16 @@ def own_end(wires: Iterable[Wire]) -> str:
 def wait_any(wires: Iterable[Wire], seconds: float) -> None:
     """Until one of them has said something or is gone, or the time is over."""
     if sockets := [wire._socket for wire in wires]:
-        select.select(sockets, [], [], seconds)
+        readable(sockets, seconds)
+
+
+def readable(sockets: Iterable[Any], seconds: float) -> list[Any]:
+    """Those of the sockets with data, a connection or an end to read, waited for so long. Other than select, for any number of
+    open files."""
+    poll, by_number = select.poll(), {of.fileno(): of for of in sockets}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(seconds * 1000)]
 
 
 def _left(deadline: float) -> float:
