@@ -179,13 +179,20 @@ def test_peers_without_the_secret_are_dropped_and_workers_go_on(
     team = Team(size=1)
     ticket = lines.ticket(Member(team, 0), None)
     address = (ticket.host, ticket.port)
-    said = [b'{"word":[]}\n', b'{"word":' + b"[" * 100_000, b"\n", b"\xff\n", b"x" * 100_000, b"0" * 32 + b"\n"]
+    said = [
+        b'{"word":[]}\n',
+        b'{"word":' + b"[" * 100_000,
+        b"\n",
+        b"\xff\n",
+        b"x" * 100_000,
+        b"0" * 32 + b"\n",
+    ]
     peers = [socket.create_connection(address) for _ in range(200)]
     for i, peer in enumerate(peers):
         with contextlib.suppress(OSError):  # dropped already
             peer.sendall(said[i % len(said)])
     for peer in peers:
-        peer.settimeout(_LIMIT_S)
+        peer.settimeout(LIMIT_S)
         with contextlib.suppress(ConnectionResetError):
             assert peer.recv(1) == b""
         peer.close()
@@ -203,7 +210,7 @@ def test_a_worker_whose_line_makes_no_sense_is_lost_and_others_go_on(
     ticket = lines.ticket(Member(broken, 0), None)
     with socket.create_connection((ticket.host, ticket.port)) as peer:
         peer.sendall(ticket.word.encode() + b"\n" + text + b"\n")
-        loss = lines.first_loss(_LIMIT_S)
+        loss = lines.first_loss(LIMIT_S)
     assert loss is not None
     assert loss.member.team is broken
     with caplog.at_level(logging.WARNING):

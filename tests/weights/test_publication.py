@@ -440,7 +440,9 @@ def test_an_engine_that_makes_no_sense_fails_the_publication_by_name(
         sent = pool.submit(sender.send, 0, _weights(0).items())
         engine.recv(1)
         engine.sendall(struct.pack("!I", len(text)) + text)
-        with pytest.raises(EngineError, match=r"engine a sent \d+ bytes that are no message of a publication"):
+        with pytest.raises(
+            EngineError, match=r"engine a sent \d+ bytes that are no message of a publication"
+        ):
             sent.result(timeout=LIMIT_S)
 
 
@@ -452,7 +454,9 @@ def test_on_one_machine_a_publication_listens_on_loopback_alone(
     engine = _start(sender.ticket, "a", range(1))
     sender.send(0, _weights(0).items())
     engine.result(timeout=30)
-    listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    ]
     assert [ip for ip in listening if ip != "127.0.0.1"] == []
 
 

@@ -179,7 +179,9 @@ class Lifelines:
         for text in line.read():
             if line.word is None:
                 with self._changed:
-                    line.word = next((w for w in self._members if hmac.compare_digest(w.encode(), text)), None)
+                    line.word = next(
+                        (w for w in self._members if hmac.compare_digest(w.encode(), text)), None
+                    )
                     if line.word is None:
                         line.cut()
                         break

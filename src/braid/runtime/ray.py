@@ -185,7 +185,9 @@ class RayGroup:
         try:
             for seat in self._seats or [None] * self.size:
                 where, env = machines.spot(seat, given) if machines and seat else ("DEFAULT", given)
-                self._hosts.append(host.options(scheduling_strategy=where).remote({**_THREADS, **env}, is_local))
+                self._hosts.append(
+                    host.options(scheduling_strategy=where).remote({**_THREADS, **env}, is_local)
+                )
             for h in self._hosts:
                 h.read.remote(reads)  # a module that cannot be read is told when it is missed
         except BaseException:

@@ -379,7 +379,9 @@ def _open_group(
     size = len(wires) + 1
     timeout = datetime.timedelta(seconds=timeout_s)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:  # torch's own would listen on all interfaces
+    with socket.create_server(
+        (host, 0), family=family
+    ) as listener:  # torch's own would listen on all interfaces
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             host,

@@ -145,7 +145,9 @@ class Wire:
         except (ValueError, RecursionError):
             message = {}
         if not isinstance(message, dict) or "kind" not in message:
-            raise EngineError(f"{self.peer} sent {length} bytes that are no message of a publication while {doing}")
+            raise EngineError(
+                f"{self.peer} sent {length} bytes that are no message of a publication while {doing}"
+            )
         if message["kind"] == "failed":
             raise EngineError(f"{self.peer} failed while {doing}: {message.get('why')}")
         return message
@@ -248,7 +250,9 @@ class Caller:
                 self.connection.close()
             return None
         said, _, name = line.partition(b" ")
-        if not hmac.compare_digest(said, secret.encode()) or rest:  # an engine says no more before it is spoken to
+        if (
+            not hmac.compare_digest(said, secret.encode()) or rest
+        ):  # an engine says no more before it is spoken to
             self.connection.close()
             return None
         engine = name.decode(errors="replace")
