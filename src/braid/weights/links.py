@@ -409,13 +409,14 @@ def _join(
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         if way == "gloo":
-            settings = dist.ProcessGroupGloo._Options()
+            gloo: Any = dist.ProcessGroupGloo  # the stubs leave its options out
+            settings = gloo._Options()
             settings._timeout = timeout
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
             is_named = interface and not interface.startswith("lo")  # that of a group on one machine
             where = {"interface": interface} if is_named else {"hostname": address}
-            settings._devices = [dist.ProcessGroupGloo.create_device(**where)]
-            return cast("Group", dist.ProcessGroupGloo(store, rank, size, settings)), torch.device("cpu")
+            settings._devices = [gloo.create_device(**where)]
+            return cast("Group", gloo(store, rank, size, settings)), torch.device("cpu")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return cast("Group", dist.ProcessGroupNCCL(store, rank, size, options)), device
