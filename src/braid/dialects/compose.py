@@ -1,13 +1,13 @@
-"""Hydra's `defaults` lists: presets mounted at a package, found beside the file or in `hydra.searchpath`.
+"""Hydra `defaults` lists: presets mounted at a package, found next to the file or in `hydra.searchpath`.
 
     defaults:
-      - env/libero_10@env.train     the file env/libero_10.yaml, its keys below env.train
-      - model/qwen@_global_         at the top; @_here_: where the file itself is mounted
-      - env@env.eval: libero_10     the same, written as group and option; null leaves it out
-      - _self_                      the file's own keys come here; without it they come last, and win
+      - env/libero_10@env.train     the file env/libero_10.yaml, with its keys below env.train
+      - model/qwen@_global_         mounted at the top level; @_here_: where this file itself is mounted
+      - env@env.eval: libero_10     the same, written as group and option; null skips the entry
+      - _self_                      position of the file's own keys; without it they come last, and win
 
-Later entries win. A preset may have a `defaults` list of its own. On the command line `env@env.train=other` chooses another
-option. Interpolations in presets are resolved later, against the whole.
+Later entries win. A preset may itself have a `defaults` list. `env@env.train=other` on the command line
+selects another option. Interpolations in presets are resolved later, against the composed config.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ DEFAULTS = "defaults"
 SEARCHPATH = "hydra.searchpath"
 _SELF = "_self_"
 _FLOW = re.compile(r"([{,]\s*[\w.-]+):(?=[^\s])")
-"""Keys of a mapping as Hydra lets them be written, without a space: `{a:1,b:2}`."""
+"""Keys of a mapping without a space after the colon, which Hydra allows: `{a:1,b:2}`."""
 _FLAGS = re.compile(r"^(?:(?:override|optional)\s+)+")
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)\s*$", re.MULTILINE)
 
 
 def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
-    """The file over its presets, with the overrides worked in. Overrides of the file's keys may begin with `+` or `++`.
+    """Merge the file with its presets and apply the overrides, which may begin with `+` or `++`.
 
-    Raises ConfigError when a file cannot be read; all other mistakes are in the result's `problems`.
+    Raises ConfigError when a file cannot be read; all other errors are in the result's `problems`.
     """
     written = read_file(path)
     presets = _Presets(path, written)
@@ -59,20 +59,21 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a file's keys go, and where its own defaults are looked for: the package and the group folder."""
+    """Mount point of a file: the package of its keys, and the group folder in which its defaults are looked
+    up."""
 
     package: str = ""
     group: str = ""
     chain: tuple[str, ...] = ()
-    """The presets that led here, for finding circles."""
+    """Presets that lead to this file, to detect cycles."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One line of a defaults list. `option` is None for `_self_` and for entries that are left out."""
+    """Entry of a defaults list. `option` is None for `_self_` and for skipped entries."""
 
     choice: str
-    """What a command line calls it: `env@env.train`."""
+    """Its name on the command line: `env@env.train`."""
     group: str
     option: str | None
     package: str
@@ -81,7 +82,7 @@ class _Entry:
 
 
 def _entries(defaults: Any, at: _Place, problems: list[Problem]) -> Iterator[_Entry]:
-    """The lines of a defaults list that stands in a file mounted at `at`."""
+    """Parse the defaults list of a file mounted at `at`."""
     if not isinstance(defaults, list | None):
         problems.append(Problem(DEFAULTS, "is not a list of presets, such as - env/libero_10@env.train"))
         return
@@ -102,7 +103,7 @@ def _entries(defaults: Any, at: _Place, problems: list[Problem]) -> Iterator[_En
 
 
 def _entry(choice: str, option: str | None, at: _Place, index: int, flags: re.Match[str] | None) -> _Entry:
-    """The entry of `group@package` and its option."""
+    """Build the entry for `group@package` and its option."""
     group, _, package = choice.partition("@")
     is_absolute = group.startswith("/") or not at.group
     full = group.strip("/") if is_absolute else f"{at.group}/{group}".strip("/")
@@ -112,7 +113,7 @@ def _entry(choice: str, option: str | None, at: _Place, index: int, flags: re.Ma
 
 
 def _mounted(package: str, group: str, at: _Place) -> str:
-    """The whole path below which a preset's keys go."""
+    """Full path below which a preset's keys are mounted."""
     if package.startswith("_global_"):
         return package.removeprefix("_global_").lstrip(".")
     if package.startswith("_here_"):
@@ -124,7 +125,7 @@ def _mounted(package: str, group: str, at: _Place) -> str:
 
 @dataclass(slots=True)
 class _Presets:
-    """Finds presets, and lays files over each other."""
+    """Finds presets and merges files."""
 
     path: Path
     primary: Written
@@ -133,8 +134,8 @@ class _Presets:
     _problems: list[Problem] = field(default_factory=list, init=False)
 
     def compose(self, written: Written, at: _Place, chosen: Mapping[str, str | None]) -> Written:
-        """`written`, which is mounted at `at`, over and under its presets. Of the primary file the list itself is kept,
-        for the ledger, and the order of its parts."""
+        """Merge `written`, mounted at `at`, with its presets. The primary file keeps its `defaults` list, for
+        the ledger, and the order of its sections."""
         out = Written(problems=list(written.problems))
         own = _below(written, at)
         is_placed = False
@@ -185,7 +186,8 @@ class _Presets:
         return self.compose(read_file(file), preset, {})
 
     def _find(self, name: str) -> Path | None:
-        """The preset's file: beside the primary file, else in the first folder of the search path that has it."""
+        """Find the preset's file: next to the primary file, else in the first search path folder that has
+        it."""
         beside = self.path.parent / f"{name}.yaml"
         if beside.is_file():
             return beside
@@ -193,8 +195,8 @@ class _Presets:
 
     @property
     def folders(self) -> list[Path]:
-        """The search path without the file's own folder. It is read when a preset is looked for there: a variable that is
-        not set matters only then."""
+        """Folders of the search path, without the file's own. Resolved on first use, so that an unset
+        environment variable is an error only when it is needed."""
         if self._texts is None:
             hydra = Written({"hydra": {"searchpath": self._searchpath()}}, dict(self.primary.origins))
             resolved = interpolate(hydra, lambda tree: {**self.primary.tree, **tree})
@@ -229,7 +231,8 @@ class _Presets:
         return f"there is no preset {name}.yaml{suggest(option, there)}; looked in {looked}{have}"
 
     def _keep_searchpath(self, out: Written) -> None:
-        """The search path as it was used. What could not be resolved, or was not needed, stays as it is written."""
+        """Store the resolved search path in `out`. Entries that could not be resolved, or were not needed,
+        stay as written."""
         hydra = out.tree.get("hydra")
         texts = self._texts or self._searchpath()
         if texts and isinstance(hydra, dict):
@@ -238,7 +241,7 @@ class _Presets:
 
 
 def _below(written: Written, at: _Place) -> Written:
-    """A file's own keys below its package. A preset's list of presets is used up."""
+    """Mount a file's own keys below its package. A preset's `defaults` list is dropped."""
     tree = written.tree if not at.chain else {k: v for k, v in written.tree.items() if k != DEFAULTS}
     if not at.package:
         return Written(tree, dict(written.origins))
@@ -248,7 +251,7 @@ def _below(written: Written, at: _Place) -> Written:
 
 
 def _lay(under: Written, over: Written) -> None:
-    """`over` on top of `under`, in place: mappings are merged, all else is replaced."""
+    """Merge `over` into `under` in place: mappings are merged, other values replaced."""
     under.tree = _merged(under.tree, over.tree, under, "")
     under.origins |= over.origins
     under.problems += over.problems

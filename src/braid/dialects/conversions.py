@@ -1,4 +1,4 @@
-"""Conversions that every dialect needs: conditions, tables of values, and opposites."""
+"""Conversions shared by all dialects: conditions, value tables, and negation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from .table import Became, Convert, Source, implied, no_effect, unsupported
 
 Idle = Callable[[Source], str]
-"""Why a key changes nothing in this file; empty when it does."""
+"""Reason why a key has no effect in this file; empty if it has one."""
 
 
 def when(*idle: Idle, then: Convert | None = None) -> Convert:
-    """The value, or what `then` makes of it, where no reason stands against it; else no effect, for the first reason."""
+    """Apply the value, converted by `then` if given, unless a condition in `idle` gives a reason; then the
+    key has no effect, for the first such reason."""
 
     def convert(value: Any, source: Source) -> Any:
         why = next((reason for condition in idle if (reason := condition(source))), "")
@@ -26,42 +27,44 @@ def when(*idle: Idle, then: Convert | None = None) -> Convert:
 
 
 def mapped(values: Mapping[Any, Any]) -> Convert:
-    """The native word for each of the original's."""
+    """Look up the native value in a table."""
     return lambda value, _: values[value]
 
 
 def opposite(value: Any, _: Source) -> Any:
-    """The native key asks the question the other way round."""
+    """Negate the value: the native key has the opposite meaning."""
     return not value
 
 
 def null_as(native: Any) -> Convert:
-    """The native word for null."""
+    """Replace null by `native`."""
     return lambda value, _: native if value is None else value
 
 
 def unless_null(then: Convert | None = None, why: str = "null: not set") -> Convert:
-    """No effect for null; else the value, or what `then` makes of it."""
+    """No effect for null; otherwise the value, converted by `then` if given."""
     return lambda v, source: no_effect(why) if v is None else v if then is None else then(v, source)
 
 
 def several(*native: str) -> Convert:
-    """The same value at several native paths."""
+    """Set several native keys to the value."""
     return lambda value, _: Became(dict.fromkeys(native, value))
 
 
 def only(usual: Any, instead: str, why: str = "how braid works") -> Convert:
-    """The one value that braid has; for all others what to use instead."""
+    """Accept the one value that braid supports; other values are unsupported, with `instead` as the
+    alternative."""
     return lambda value, _: implied(why) if value == usual else unsupported(instead)
 
 
 def folder_name(text: str) -> str:
-    """A run's name as the name of its folder."""
+    """Convert a run name to a valid folder name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
 def wandb_mode() -> tuple[str, str]:
-    """(report.wandb.mode, why): the systems send to the network by themselves; braid does where there is a key to send with."""
+    """Return (report.wandb.mode, reason). The original systems always log online; braid does only if
+    WANDB_API_KEY is set."""
     if os.environ.get("WANDB_API_KEY"):
         return "online", "online, since WANDB_API_KEY is set"
     return "offline", "offline, since WANDB_API_KEY is not set: `wandb sync` sends it later"

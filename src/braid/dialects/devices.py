@@ -1,10 +1,11 @@
-"""ROLL's device mappings: Python expressions there, run by `eval`; here a small language that is read and never run.
+"""Parser of ROLL's device mappings. ROLL runs them through `eval`; here they are parsed by a small grammar
+and never executed.
 
     mapping = term { "+" term }
     term    = "list(" mapping ")" | "range(" [first ","] end ["," step] ")" | "[" [number { "," number }] "]"
             | "(" mapping ")"
 
-Numbers are whole numbers; a YAML list of them is as good.
+Numbers are integers; a YAML list of integers is accepted too.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from .values import Takes
 
 GRAMMAR = "write list(range(0,8)), range(8), [0,1,2], or a sum of these"
 MAX_TEXT = 1000
-"""Characters of one mapping."""
+"""Maximum number of characters in a mapping."""
 MAX_DEPTH = 8
-"""Brackets within brackets."""
+"""Maximum nesting of brackets."""
 MAX_DEVICES = 65_536
-"""Devices of one mapping."""
+"""Maximum number of devices in a mapping."""
 _TOKEN = re.compile(r"\s*(?:(-?\d{1,9})(?!\w)|(list|range)\b|([][(),+]))")
 
 
 def parse_devices(mapping: str | Sequence[int]) -> tuple[int, ...]:
-    """The device numbers that a mapping names, in its order.
+    """Return the device indices of a mapping, in its order.
 
-    Raises ValueError for what is not in the grammar, for no devices, for negative numbers, and for one that comes twice.
+    Raises ValueError for syntax errors, an empty mapping, negative indices, and duplicates.
     """
     devices = _Parser(mapping).parse() if isinstance(mapping, str) else tuple(mapping)
     if not devices:
@@ -42,7 +43,7 @@ def parse_devices(mapping: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_mapping(value: object) -> bool:
-    """Text, or a list of whole numbers. What is wrong within it parse_devices says."""
+    """Whether the value is a string or a list of integers; parse_devices reports errors in its contents."""
     is_list = isinstance(value, list) and all(type(item) is int for item in value)
     return is_list or (isinstance(value, str) and value != "")
 
@@ -58,7 +59,7 @@ def _shown(mapping: object) -> str:
 
 
 class _Parser:
-    """Reads one mapping, a token at a time."""
+    """Recursive-descent parser of a mapping."""
 
     def __init__(self, text: str) -> None:
         self._text = text

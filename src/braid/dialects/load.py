@@ -1,4 +1,5 @@
-"""Reading a config in any of the four languages: which one it is, then the native config and the ledger."""
+"""Read a config in any of the four config languages: detect the language, then build the native config and
+the ledger."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Language = Literal["native", "rlinf", "roll", "skyrl"]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A config that was read. `ledger` is empty for a native one."""
+    """A loaded config. `ledger` is empty for native configs."""
 
     loaded: Loaded
     language: Language
@@ -37,7 +38,7 @@ class Read:
 
 
 class Refused(ConfigError):
-    """A config of another system that is refused. `ledger` accounts for all of its keys all the same."""
+    """Error of a config of another system. `ledger` still accounts for all of its keys."""
 
     def __init__(self, problems: Sequence[Problem], language: DialectName, ledger: Sequence[Entry]) -> None:
         super().__init__(problems)
@@ -54,11 +55,11 @@ def read_config(
     engine: str | None = None,
     allowed: Sequence[str] = (),
 ) -> Read:
-    """The config in `path`, in whatever language it is written.
+    """Load the config at `path`, in any supported config language.
 
-    `dialect` is recognised by its keys when None. Overrides are in the file's own language; `braid.KEY=VALUE` sets a native
-    key of a foreign file. `backend` and `engine` come before what the config says. Raises ConfigError with every problem;
-    unsupported keys are one unless `allowed` names them.
+    `dialect` is detected from the keys when None. Overrides use the file's language; `braid.KEY=VALUE` sets a
+    native key of a foreign file. `backend` and `engine` take precedence over the config. Raises ConfigError
+    with all problems; unsupported keys are problems unless `allowed` names them.
     """
     language = recognise(path) if dialect is None else dialect
     if language == "native":
@@ -86,7 +87,7 @@ def read_config(
 
 
 def _with_refused(ledger: Sequence[Entry], problems: Sequence[Problem]) -> tuple[Entry, ...]:
-    """The ledger with the rows marked whose native values the config does not take."""
+    """Mark the ledger rows whose native values are invalid as refused."""
 
     def marked(entry: Entry) -> Entry:
         for problem in problems:
@@ -98,8 +99,8 @@ def _with_refused(ledger: Sequence[Entry], problems: Sequence[Problem]) -> tuple
 
 
 def _with_unused(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
-    """The ledger with the rows told apart on whose native keys nothing in a training run depends: `unsupported` where the part
-    that would read them is missing in this version, else `unused`."""
+    """Mark applied rows whose native keys nothing in a training run depends on: `unsupported` if this version
+    lacks the component that would read them, else `unused`."""
     missing, unused = missing_sections(config), idle_keys(config, derive(config, None, "train"))
     for entry in ledger:
         if entry.disposition != "applied":
@@ -113,21 +114,22 @@ def _with_unused(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
 
 
 def _reason(reasons: Mapping[str, str], native: str) -> str:
-    """The reason given for a native key or for a section that it is in; empty without one."""
+    """Return the reason given for a native key or a section that contains it; empty if there is none."""
     parts = native.split(".")
     above = (".".join(parts[: i + 1]) for i in range(len(parts)))
     return next((reasons[key] for key in above if key in reasons), "")
 
 
 def ledger_text(ledger: Sequence[Entry]) -> str:
-    """The ledger as JSON: a list of objects with path, value, disposition, native (path -> value) and note."""
+    """Serialise the ledger as JSON: a list of objects with path, value, disposition, native (path -> value)
+    and note."""
     names = ("path", "value", "disposition", "native", "note")
     rows = [{name: getattr(entry, name) for name in names} for entry in ledger]
     return json.dumps(rows, indent=2, ensure_ascii=False, default=dict) + "\n"
 
 
 def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Written:
-    """A foreign file with its presets, overrides and interpolations worked in."""
+    """Read a foreign file: merge its presets, apply the overrides, and resolve interpolations."""
     foreign = compose(path, overrides)
     foreign.tree = interpolate(foreign, lambda tree: defaults_tree(dialect, tree))
     foreign.problems = [replace(p, key=p.key or NATIVE) for p in foreign.problems]
@@ -135,7 +137,8 @@ def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Writ
 
 
 def recognise(path: Path) -> Language:
-    """The language of a file, by its top-level keys: the one that knows the most of them. Raises ConfigError on a draw."""
+    """Detect the language of a file: the one that knows most of its top-level keys. Raises ConfigError on a
+    tie."""
     keys = set(read_file(path).tree)
     marks = {"native": frozenset(RunConfig.model_fields)} | {name: d.marks for name, d in DIALECTS.items()}
     scores = {name: len(keys & known) for name, known in marks.items()}

@@ -1,12 +1,12 @@
-"""The config language of RLinf: tables of its keys, by topic.
+"""RLinf's config language: tables of its keys, by topic.
 
-rlinf_facts.py      what a file says as a whole
+rlinf_facts.py      properties of a file as a whole
 rlinf_run.py        hydra, cluster, runner, data, reward, critic
 rlinf_algorithm.py  algorithm
 rlinf_rollout.py    rollout, inference
 rlinf_actor.py      actor
 rlinf_embodied.py   env, and robot policies
-rlinf_checks.py     what keys have to keep together
+rlinf_checks.py     constraints between keys
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RULES = table(
 
 
 def _aliases() -> Iterator[tuple[str, str]]:
-    """(other spelling, the table's)."""
+    """Yield (other spelling, the table's spelling)."""
     yield "rollout.model_dir", "rollout.model.model_path"
     yield "rollout.model_arch", "rollout.model.model_type"
     yield "rollout.precision", "rollout.model.precision"
@@ -55,7 +55,8 @@ def _aliases() -> Iterator[tuple[str, str]]:
 
 
 def _base(source: Source) -> Mapping[str, Any]:
-    """Replicas of the engine; the longest answer of a file that does not name it."""
+    """Derive the number of engine replicas, the maximum response length if the file does not set it, and the
+    critic's settings."""
     native: dict[str, Any] = {}
     engine = facts.engine(source)
     devices = facts.devices_of(source, "rollout")
@@ -68,7 +69,7 @@ def _base(source: Source) -> Mapping[str, Any]:
 
 
 def _critic(source: Source) -> dict[str, Any]:
-    """All settings of training for a critic that has some of its own: those of the actor under them."""
+    """Return all training settings of a critic with its own settings; the actor's are the defaults."""
     known = [
         key for key in source.values if key.startswith(("critic.optim.", "critic.model.", "critic.lr_sched."))
     ]

@@ -1,4 +1,4 @@
-"""The rules that several RLinf keys have to keep together: (key, what is wrong)."""
+"""Constraints between RLinf keys, each a generator of (key, error)."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _model_parallel(source: Source, num_devices: int, *, is_shared: bool) -> _Fo
 
 
 def _pipelined(source: Source) -> _Found:
-    """Actor and rollout on different devices: rows arrive while others are trained on."""
+    """Check files with actor and rollout on different devices, where rows arrive during training."""
     actor, rollout = facts.devices_of(source, "actor"), facts.devices_of(source, "rollout")
     if actor is not None and rollout is not None and not set(actor.numbers) & set(rollout.numbers):
         for key in ("runner.enable_dynamic_batch_size", "actor.enable_dp_load_balance"):

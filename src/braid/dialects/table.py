@@ -1,12 +1,12 @@
-"""A dialect as data: for each foreign key what it accepts and what becomes of it.
+"""A dialect as a table of rules: for each foreign key, the values it accepts and how it translates.
 
-    Apply        becomes a native value: the same, or converted with a look at other keys
-    Implied      is how braid always works, and why
-    NoEffect     changes nothing here, and why
-    Unsupported  stops the run unless allowed by name, and what to use instead
+    Apply        sets a native key: to the same value, or to one converted in the light of other keys
+    Implied      asks for what braid always does; gives the reason
+    NoEffect     changes nothing in braid; gives the reason
+    Unsupported  stops the run unless allowed by name; gives the alternative
 
-A path is written with dots; one part `*` stands for any name there. Rules say nothing of each other: what a conversion
-needs to know of other keys it asks the `Source`, which knows the dialect's defaults too.
+Paths are dotted; one component may be `*`, which matches any name. Rules are independent of each other: a
+conversion reads other keys through `Source`, which also knows the dialect's defaults.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Disposition = Literal["applied", "unused", "implied", "no effect", "unsupported"
 DialectName = Literal["rlinf", "roll", "skyrl"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
-"""Stands for a value that is not there, where null is a value."""
+"""Marks a missing value where null is a valid value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Became:
-    """What a conversion made of a value: native paths and values, or nothing and why.
+    """Result of a conversion: native paths and values, or none and the reason.
 
-    `note` is told beside the row in place of the rule's own.
+    `note` replaces the rule's own note in the ledger.
     """
 
     native: Mapping[str, Any] = field(default_factory=dict)
@@ -39,43 +39,44 @@ class Became:
 
 
 def no_effect(why: str) -> Became:
-    """The value changes nothing in this config."""
+    """Result for a value that changes nothing in this config."""
     return Became({}, "no effect", why)
 
 
 def implied(why: str) -> Became:
-    """The value asks for what braid always does."""
+    """Result for a value that asks for what braid always does."""
     return Became({}, "implied", why)
 
 
 def unsupported(instead: str) -> Became:
-    """The value asks for what braid does not have."""
+    """Result for a value that asks for a feature braid lacks."""
     return Became({}, "unsupported", instead)
 
 
 Convert = Callable[[Any, "Source"], "Became | Any"]
-"""(value, source) -> the native value, or a Became when it is several, none, or somewhere else. Raises ValueError with
-what is wrong with the value."""
+"""(value, source) -> the native value, or a Became for several values, none, or other native paths. Raises
+ValueError if the value is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """The key sets a native one."""
+    """The key sets a native key."""
 
     path: str
     native: str
-    """Native path; empty when `convert` names the paths itself."""
+    """Native path; empty when `convert` returns the paths."""
     takes: Takes
     convert: Convert | None = None
     default: Any = ABSENT
-    """What the original system takes when the key is absent; set natively too. ABSENT leaves it to braid."""
+    """The original system's default, applied when the key is missing. ABSENT keeps braid's own default."""
     note: str = ""
-    """What to know: a formula, a difference to other systems, a defect of the original that braid does not have."""
+    """Note for users: a formula, a difference from other systems, or a bug of the original that braid does
+    not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Implied:
-    """The key asks for what braid always does, whatever its value."""
+    """The key asks, with any value, for what braid always does."""
 
     path: str
     takes: Takes
@@ -84,7 +85,7 @@ class Implied:
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """The key changes nothing here."""
+    """The key changes nothing in braid."""
 
     path: str
     takes: Takes
@@ -93,13 +94,13 @@ class NoEffect:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """The key is known and asks for what braid does not have."""
+    """The key is known and asks for a feature braid lacks."""
 
     path: str
     instead: str
     takes: Takes = ANY
     default: Any = ABSENT
-    """The value with which the original does without; it, null, {} and [] have no effect."""
+    """Value that turns the feature off; it, null, {} and [] have no effect."""
 
     def asks_nothing(self, value: Any) -> bool:
         return value in (None, {}, []) or value == self.default
@@ -107,15 +108,16 @@ class Unsupported:
 
 Rule = Apply | Implied | NoEffect | Unsupported
 Check = Callable[["Source"], Iterator[tuple[str, str]]]
-"""source -> (foreign key, what is wrong) of rules that several keys have to keep together."""
+"""source -> (foreign key, error) for each violated constraint between keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One system's config language.
+    """Config language of one system.
 
-    `marks` are top-level keys by which a file is recognised. `aliases` maps other spellings of a key to the one in `rules`.
-    `base` computes native values that no single key gives (an engine, a task) from the whole file.
+    `marks` are top-level keys by which a file is recognised. `aliases` maps other spellings of a key to the
+    one in `rules`. `base` computes native values that no single key determines (such as the engine or the
+    task).
     """
 
     name: DialectName
@@ -127,7 +129,8 @@ class Dialect:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def rule_of(self, path: str) -> Rule | None:
-        """The rule of a foreign path; that with `*` in place of one of its parts for names that users choose."""
+        """Return the rule of a foreign path; for names chosen by users, the rule with `*` in place of that
+        name."""
         if (found := self.rules.get(path)) is not None:
             return found
         parts = path.split(".")
@@ -137,23 +140,23 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A foreign file whose interpolations are resolved, as conversions see it.
+    """A foreign file with interpolations resolved, as conversions read it.
 
-    `backend` and `engine` are those of the command line, None when the file decides.
+    `backend` and `engine` are set on the command line; None leaves them to the file.
     """
 
     dialect: Dialect
     values: Mapping[str, Any]
-    """Foreign path -> value, of every leaf in the file, under the spelling that the table uses."""
+    """Foreign path -> value of every leaf in the file, in the table's spelling."""
     backend: str | None = None
     engine: str | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
-    """Native path -> value, of what the file sets below `braid`."""
+    """Native path -> value of the keys below `braid` in the file."""
     at: str = ""
-    """The key that is being converted, for rules with `*`."""
+    """The key being converted, for rules with `*`."""
 
     def get(self, path: str) -> Any:
-        """The value of a foreign key: the file's, or the original system's default, or None."""
+        """Return the value of a foreign key: the file's, else the original system's default, else None."""
         if path in self.values:
             return self.values[path]
         rule = self.dialect.rules.get(path)
@@ -164,17 +167,17 @@ class Source:
         return path in self.values or any(name.startswith(f"{path}.") for name in self.values)
 
     def below(self, path: str) -> dict[str, Any]:
-        """Name -> value of the keys right below a foreign path."""
+        """Return name -> value of the keys below a foreign path."""
         prefix = f"{path}."
         return {name.removeprefix(prefix): v for name, v in self.values.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the ledger: what became of one leaf of a foreign file.
+    """Ledger row: how one leaf of a foreign file was translated.
 
-    `unused`: it sets native keys on which nothing in this run depends, with the plan's reason as the note. `refused`: it is unknown
-    or wrong; the note is the error.
+    `unused`: sets native keys on which nothing in this run depends; the note is the plan's reason. `refused`:
+    unknown or invalid; the note is the error.
     """
 
     path: str
@@ -186,7 +189,7 @@ class Entry:
 
 
 def table(*rules: Rule) -> dict[str, Rule]:
-    """The rules by path; each path once."""
+    """Index rules by path; paths must be unique."""
     out: dict[str, Rule] = {}
     for rule in rules:
         assert rule.path not in out, f"two rules for {rule.path}"
@@ -195,7 +198,7 @@ def table(*rules: Rule) -> dict[str, Rule]:
 
 
 def problems_of(source: Source) -> Iterator[Problem]:
-    """What the dialect's cross-key rules have against a file."""
+    """Check the dialect's constraints between keys."""
     for check in source.dialect.checks:
         for key, message in check(source):
             yield Problem(key, message)

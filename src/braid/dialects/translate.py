@@ -1,4 +1,4 @@
-"""From a foreign tree to a native one, with a ledger that accounts for every leaf."""
+"""Translation of a foreign config tree to a native one, with a ledger that accounts for every leaf."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from .table import (
 )
 
 NATIVE = "braid"
-"""Top-level key of a foreign file, or of an override, below which native keys may stand."""
+"""Top-level key of a foreign file or an override below which native keys may be set."""
 
 
 DEFAULT_OF, WHOLE = " default of ", " file as a whole"
-"""In origins of values that no key of the file gave: the original's default of a key, and what follows from all keys."""
+"""Markers in the origins of values that no key in the file sets: the original's default of a key, and values
+derived from the file as a whole."""
 
 ALL = "*"
-"""In place of the names of unsupported keys: whatever there is."""
+"""Allows all unsupported keys, in place of their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A native tree, where each of its values was written, and the ledger, in the order of the foreign file."""
+    """A native tree with the origins of its values, and the ledger in the order of the foreign file."""
 
     written: Written
     ledger: tuple[Entry, ...]
@@ -54,10 +55,10 @@ def translate(
     engine: str | None = None,
     allowed: Sequence[str] = (),
 ) -> Translation:
-    """What a foreign file without interpolations means natively.
+    """Translate a foreign file whose interpolations are resolved.
 
-    `backend` and `engine` come before the file's own. `allowed` names unsupported keys (or parts of the file) that may be left
-    out. Problems, those of `foreign` among them, are in the result's `written.problems`.
+    `backend` and `engine` take precedence over the file's. `allowed` names unsupported keys (or sections)
+    that may be ignored. Problems, including those of `foreign`, are in the result's `written.problems`.
     """
     leaves = list(_leaves(foreign.tree, dialect))
     native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
@@ -106,7 +107,8 @@ def translate(
 
 
 def _without_secrets(entry: Entry, foreign: Written, native: Written) -> Entry:
-    """The row with references in place of what came from environment variables, or is one; those of native values are noted."""
+    """Replace secrets in a row by references: values that came from environment variables, and the variables
+    set in cluster.env. References in native values are recorded in `native`."""
     secrets: dict[str, str] = {}
     if any(overlap(entry.path, path) for path in foreign.references):
         secrets |= foreign.secrets
@@ -136,8 +138,8 @@ def _ledger_of_refused(
     dialect: Dialect,
     problems: Sequence[Problem],
 ) -> tuple[Entry, ...]:
-    """The ledger of a file with unknown keys or values of the wrong kind, which conversions of other keys do not get to see: these
-    count on values that the table takes."""
+    """Build the ledger of a file with unknown keys or values of the wrong type. Conversions of other keys do
+    not see these: they rely on values that the table accepts."""
     why = {problem.key: problem.message for problem in problems}
     bad = {dialect.aliases.get(path, path) for path, _ in leaves if path in why}
     source = Source(dialect, {name: value for name, value in values.items() if name not in bad})
@@ -156,7 +158,8 @@ def _ledger_of_refused(
 
 
 def defaults_tree(dialect: Dialect, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree over the original system's defaults, for interpolations that name keys the file leaves out."""
+    """Merge the tree over the original system's defaults, so that interpolations may refer to keys missing
+    from the file."""
     out: dict[str, Any] = {}
     for path, rule in dialect.rules.items():
         if isinstance(rule, Apply) and rule.default is not ABSENT and "*" not in path:
@@ -173,7 +176,8 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[str, Any], dialect: Dialect, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything that is not a mapping with keys, and of mappings that have a rule of their own."""
+    """Yield (path, value) of everything except non-empty mappings, and of mappings that have their own
+    rule."""
     for key, value in tree.items():
         path = child(prefix, key)
         if path == NATIVE:
@@ -196,7 +200,8 @@ def _plain_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 def _by_name(
     leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written, problems: list[Problem]
 ) -> dict[str, Any]:
-    """The leaves under the names that the table uses; a key given under two names is a problem."""
+    """Index the leaves by the table's spelling; two different values under two spellings of a key are a
+    problem."""
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for path, value in leaves:
@@ -212,7 +217,7 @@ def _by_name(
 
 
 def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written) -> Iterator[Problem]:
-    """What the table has against single leaves: unknown keys and values that a key does not take."""
+    """Yield problems of single leaves: unknown keys, and values that a key does not accept."""
     num_unknown = 0
     for path, value in leaves:
         rule = dialect.rule_of(dialect.aliases.get(path, path))
@@ -229,7 +234,8 @@ def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Writt
 
 
 def _takes_mapping(path: str, dialect: Dialect) -> bool:
-    """Whether a mapping at a foreign path is a value. Where a rule for any name (`*`) meets keys with rules, it is a part."""
+    """Whether a mapping at a foreign path is a value. A path that matches a `*` rule and also has rules for
+    keys below it is a section."""
     name = dialect.aliases.get(path, path)
     return name in dialect.rules or (dialect.rule_of(name) is not None and not _is_section(path, dialect))
 
@@ -242,7 +248,7 @@ def _is_section(path: str, dialect: Dialect) -> bool:
 
 @cache
 def _heads(paths: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
-    """The parts of a dialect's files that have keys below them; `*` stands for any name."""
+    """Return the sections of a dialect: paths with keys below them; `*` matches any name."""
     split = [tuple(path.split(".")) for path in paths]
     return frozenset(parts[:end] for parts in split for end in range(1, len(parts)))
 
@@ -252,7 +258,8 @@ def _is_empty(value: Any) -> bool:
 
 
 def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
-    """The ledger's row of a leaf that the table takes. Raises ValueError with what its conversion has against it."""
+    """Build the ledger row of a leaf that the table accepts. Raises ValueError if its conversion rejects the
+    value."""
     name = source.dialect.aliases.get(path, path)
     rule = source.dialect.rule_of(name)
     if rule is None:
@@ -265,7 +272,7 @@ def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
 
 
 def become(rule: Rule, value: Any, source: Source) -> Became:
-    """The native values of a foreign value that its rule takes. Raises ValueError with what is wrong with it."""
+    """Convert a foreign value that its rule accepts. Raises ValueError if the conversion rejects it."""
     match rule:
         case Implied(why=why):
             return Became({}, "implied", why)
@@ -315,7 +322,8 @@ def _origin(foreign: Written, path: str) -> str:
 
 
 class _Writer:
-    """Collects native values for a tree. What is written first stays, and two foreign keys must agree on a native one."""
+    """Collects native values for a tree. The first value of a native key stays; foreign keys that set it to
+    different values are a problem."""
 
     def __init__(self, native: Written, dialect: Dialect) -> None:
         self._native = native
@@ -332,27 +340,27 @@ class _Writer:
             self.replace(path, value, origin)
 
     def fill(self, values: Mapping[str, Any], origin: str) -> None:
-        """Values where none is yet, neither there, nor above, nor below."""
+        """Set values whose path, parents and children are all unset."""
         for path, value in values.items():
             if not any(overlap(path, other) for other in self._put):
                 self.replace(path, value, origin)
 
     def replace(self, path: str, value: Any, origin: str) -> None:
-        """The value in place of what stands there and below."""
+        """Set the value, replacing any value at or below its path."""
         for below in [other for other in self._put if other.startswith((f"{path}.", f"{path}["))]:
             del self._put[below]
         self._put[path] = value
         self._native.origins[path] = origin
 
     def finish(self) -> None:
-        """Make the tree: parents before what lies in them, entries of lists in their order."""
+        """Build the tree: parents before children, list entries in order."""
         for path in sorted(self._put, key=lambda path: [(isinstance(k, int), k) for k in parse_path(path)]):
             if problem := place(self._native.tree, parse_path(path), self._put[path]):
                 self._native.problems.append(Problem(path, problem, self._native.origins[path]))
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two native paths are the same, or one lies below the other."""
+    """Whether two native paths are equal or one contains the other."""
     if one == other:
         return True
     long, short = (one, other) if len(one) > len(other) else (other, one)

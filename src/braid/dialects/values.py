@@ -1,4 +1,4 @@
-"""What a foreign key accepts: said in words for errors, and tried value by value in tests."""
+"""Values that foreign keys accept, with a description for errors and samples for tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 class Takes:
     """The values that a key accepts.
 
-    `words` completes "X is not ...". `choices` lists the values of an enumerated key, in the originals' spelling; empty for
-    open ones. `samples` are accepted values unlike each other, for tests that change a key and look for an effect.
+    `words` completes "X is not ...". `choices` lists the values of an enumerated key in the original's
+    spelling; empty for other keys. `samples` are distinct accepted values, for tests that change a key and
+    expect an effect.
     """
 
     words: str
@@ -31,20 +32,20 @@ def _is_number(value: Any) -> bool:
 
 
 def choice(*choices: Any) -> Takes:
-    """One of the values listed; true and false, 1 and "1" are told apart."""
+    """One of the listed values; compared with their types, so that true, 1 and "1" differ."""
     words = "one of " + ", ".join("null" if c is None else str(c) for c in choices)
     return Takes(words, lambda v: any(type(v) is type(c) and v == c for c in choices), choices, choices)
 
 
 def nullable(takes: Takes) -> Takes:
-    """What `takes` accepts, or null."""
+    """Values that `takes` accepts, or null."""
     choices = (*takes.choices, None) if takes.choices else ()
     words = takes.words + (", null" if takes.choices else ", or null")
     return Takes(words, lambda v: v is None or takes.accepts(v), (*takes.samples, None), choices)
 
 
 def either(first: Takes, second: Takes) -> Takes:
-    """What one of the two accepts."""
+    """Values that either of the two accepts."""
     return Takes(
         f"{first.words}, or {second.words}",
         lambda v: first.accepts(v) or second.accepts(v),
@@ -53,7 +54,7 @@ def either(first: Takes, second: Takes) -> Takes:
 
 
 def integer(least: int | None = None, *, samples: tuple[int, ...] = ()) -> Takes:
-    """A whole number of at least `least`."""
+    """An integer of at least `least`."""
     low = 0 if least is None else least
     words = "a whole number" + ("" if least is None else f" of at least {least}")
     return Takes(
@@ -68,7 +69,7 @@ def number(
     above: bool = False,
     samples: tuple[float, ...] = (),
 ) -> Takes:
-    """A finite number from `least` (above it with `above`) to `most`."""
+    """A finite number from `least` (exclusive with `above`) to `most`."""
     bounds = [] if least is None else [f"above {least:g}" if above else f"of at least {least:g}"]
     bounds += [] if most is None else [f"at most {most:g}"]
     words = "a number" + (" " + " and ".join(bounds) if bounds else "")
@@ -85,12 +86,12 @@ def number(
 
 
 def text(*samples: str) -> Takes:
-    """Any text that is not empty."""
+    """A non-empty string."""
     return Takes("text", lambda v: isinstance(v, str) and v != "", samples or ("one", "two"))
 
 
 def list_of(takes: Takes, *, length: int | None = None) -> Takes:
-    """A list of what `takes` accepts, of `length` entries if given."""
+    """A list of values that `takes` accepts, with `length` entries if given."""
     words = f"a list{'' if length is None else f' of {length}'}, each {takes.words}"
     num = length or 1
     return Takes(
@@ -105,7 +106,7 @@ def list_of(takes: Takes, *, length: int | None = None) -> Takes:
 
 
 def mapping_of(takes: Takes, *samples: dict[str, Any]) -> Takes:
-    """A mapping from any names to what `takes` accepts."""
+    """A mapping from arbitrary names to values that `takes` accepts."""
     return Takes(
         f"a mapping of names to values, each {takes.words}",
         lambda v: isinstance(v, dict) and all(takes.accepts(item) for item in v.values()),
