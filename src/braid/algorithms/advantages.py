@@ -1,8 +1,9 @@
-"""Credit: from rewards to per-row or per-token advantages.
+"""Advantage estimators: from rewards to per-row or per-token advantages.
 
-Owns the estimators and whitening. Placing rewards on positions, taking KL off them, cutting rows into turns and spreading
-the advantage of a row over its tokens are the caller's. Statistics are taken in float64 and given back in the dtype of the
-input. Everywhere a row is one valid trajectory, and any integers number the groups, in any order, of any sizes.
+Owns the estimators and whitening. Assigning rewards to positions, subtracting KL, splitting rows into turns
+and broadcasting a row's advantage over its tokens are left to the caller. Statistics are computed in float64
+and returned in the dtype of the input. A row is always one valid trajectory; group ids are arbitrary
+integers, and groups may differ in size and be in any order.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 STD_EPSILON = 1e-6
-"""Added to a standard deviation that rewards are divided by; the value of RLinf, ROLL and SkyRL."""
+"""Added to the standard deviation that rewards are divided by; as in RLinf, ROLL and SkyRL."""
 
 MEAN_EPSILON = 1e-6
-"""Added to the mean that maxrl divides by; SkyRL's value."""
+"""Added to the mean that maxrl divides by; as in SkyRL."""
 
 WHITEN_VARIANCE_EPSILON = 1e-8
-"""Added to the variance when whitening; the value of ROLL and SkyRL."""
+"""Added to the variance when whitening; as in ROLL and SkyRL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Rewards beside the moments of each row's group: float64 [B] each, `std` the unbiased one (divisor n - 1).
+    """Statistics of each row's group, broadcast to rows: float64 [B] each; `std` is unbiased (divisor n - 1).
 
-    `centered` is the reward less its group's mean. Where all rewards of a group are equal it and `std` are exactly 0.
+    `centered` is the reward minus its group's mean. `centered` and `std` are exactly 0 if all rewards of the
+    group are equal.
     """
 
     count: Tensor
@@ -38,12 +40,12 @@ class Grouped:
 
 
 def grouped(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Grouped:
-    """The moments of each row's group."""
+    """Compute the statistics of each row's group."""
     _, group = groups.unique(return_inverse=True)
-    zeros = torch.zeros(len(groups), dtype=torch.float64, device=rewards.device)  # at most one group a row
+    zeros = torch.zeros(len(groups), dtype=torch.float64, device=rewards.device)  # at most one group per row
     count = zeros.index_add(0, group, torch.ones_like(zeros))[group]
     exact = rewards.double()
-    # Measured from the group's lowest reward, equal rewards are exactly 0 whatever their binary fraction.
+    # Subtracting the group's minimum first makes equal rewards exactly 0, without rounding errors.
     lowest = zeros.scatter_reduce(0, group, exact, "amin", include_self=False)[group]
     above = exact - lowest
     mean = zeros.index_add(0, group, above)[group] / count
@@ -55,17 +57,17 @@ def grouped(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Grouped:
 def group_advantages(
     rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"], *, normalize_by_std: bool
 ) -> Float[Tensor, "B"]:
-    """grpo: how much better each row did than its group.
+    """grpo: the reward relative to the mean of its group.
 
         A_b = r_b - mean_g(r)                            normalize_by_std = False (Dr. GRPO, arXiv 2503.20783)
         A_b = (r_b - mean_g(r)) / (std_g(r) + 1e-6)      normalize_by_std = True  (GRPO, arXiv 2402.03300)
 
-    A group of one, and a group whose rewards are all equal, get exactly 0. "Rows" may be turns: RLinf's grpo_dynamic
-    compares the rewards of all turns of a group in this way.
+    Exactly 0 for a group of one and for a group with equal rewards. A "row" may also be a turn: RLinf's
+    grpo_dynamic compares the rewards of all turns of a group in this way.
 
-    The mean includes the row itself, so for a group of G the expected gradient without std is (G - 1) / G of the true
-    one. RLinf and ROLL use the same formula (in ROLL's agentic pipelines grpo normalises nothing by itself); SkyRL gives a
-    group of one its raw reward.
+    The mean includes the row itself, so without std the expected gradient for groups of G is (G - 1) / G
+    times the true one. RLinf and ROLL use the same formula (in ROLL's agentic pipelines, grpo itself does not
+    normalise); SkyRL uses the raw reward for a group of one.
     """
     of = grouped(rewards, groups)
     advantages = of.centered / (of.std + STD_EPSILON) if normalize_by_std else of.centered
@@ -73,32 +75,33 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """rloo (arXiv 2402.14740): the reward less the mean of the others in the group.
+    """rloo (arXiv 2402.14740): the reward minus the mean reward of the other rows in the group.
 
         A_b = r_b - sum_{j in g, j != b} r_j / (n - 1) = (r_b - mean_g(r)) n / (n - 1)
 
-    The baseline does not know the row's own answer, so the expected gradient is the true one. A group of one has no
-    others and gets 0. SkyRL: the same. RLinf and ROLL have none.
+    The baseline is independent of the row's own response, so the gradient is unbiased. A group of one gets 0.
+    SkyRL: the same. Not in RLinf and ROLL.
     """
     of = grouped(rewards, groups)
     return (of.centered * of.count / (of.count - 1).clamp(min=1)).to(rewards.dtype)
 
 
 def baseline_advantages(rewards: Float[Tensor, "B"], baselines: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """remax (arXiv 2310.10505): A_b = r_b - the reward of the greedy answer to the same prompt.
+    """remax (arXiv 2310.10505): A_b = r_b - the reward of the greedy response to the same prompt.
 
-    The greedy answer hangs on the prompt and the policy alone, so the expected gradient is the true one, for groups of any
-    size. None of RLinf, ROLL and SkyRL has it.
+    The greedy response depends only on prompt and policy, so the gradient is unbiased for groups of any size.
+    Not in RLinf, ROLL and SkyRL.
     """
     return (rewards.double() - baselines.double()).to(rewards.dtype)
 
 
 def best_of_group(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """raft (arXiv 2304.06767): 1 for the row with the greatest reward of its group, the first of them on a tie; else 0.
+    """raft (arXiv 2304.06767): 1 for the row with the highest reward of its group, the first one on a tie;
+    else 0.
 
-    With a plain policy gradient the others leave the numerator of the loss and stay in its denominators. A group whose
-    rewards are all equal has no best row and gets 0 throughout, so that nothing is imitated for being first; the paper
-    would take one at random. What ROLL calls RAFT++ is grpo without its deviation.
+    With a plain policy gradient, the other rows add nothing to the numerator of the loss but still count in
+    its denominators. A group with equal rewards gets 0 throughout, so that no row is imitated merely for
+    being first; the paper would choose one at random. ROLL's RAFT++ is grpo without the standard deviation.
     """
     _, group = groups.unique(return_inverse=True)
 
@@ -115,11 +118,12 @@ def best_of_group(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Floa
 def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """maxrl (arXiv 2602.02710): A_b = (r_b - mean_g(r)) / (mean_g(r) + 1e-6).
 
-    For rewards of 0 and 1, where the mean estimates the pass rate p of a prompt: the expected gradient for groups of G is
-    that of the first G - 1 terms of log p = -sum_k (1 - p)^k / k, where the plain policy gradient has the first alone.
-    So seldom solved prompts weigh more, as under maximum likelihood. Rewards between 0 and 1 work as shares of success. With
-    negative ones the mean is no rate: it may be near 0, or turn the gradient around. So a group whose mean is not above 0
-    gets 0 here. SkyRL: the formula as it stands, and the raw reward for a group of one.
+    Meant for rewards of 0 and 1, whose mean estimates the pass rate p of a prompt: the expected gradient for
+    groups of G is that of the first G - 1 terms of log p = -sum_k (1 - p)^k / k, whereas the plain policy
+    gradient has only the first. Prompts that are rarely solved therefore weigh more, as under maximum
+    likelihood. Rewards between 0 and 1 act as partial success. With negative rewards the mean is no pass
+    rate: it may be close to 0 or flip the sign of the gradient. A group whose mean is not positive therefore
+    gets 0. SkyRL: the plain formula, and the raw reward for a group of one.
     """
     of = grouped(rewards, groups)
     relative = of.centered / (of.mean + MEAN_EPSILON)
@@ -129,14 +133,16 @@ def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"])
 def discounted_returns(
     rewards: Float[Tensor, "T"], mask: Bool[Tensor, "T"], lengths: Sequence[int], *, gamma: float
 ) -> Float[Tensor, "T"]:
-    """reinforce (Williams 1992): what comes after, G_k = r_k + gamma G_{k+1}, over the positions of a row inside the mask;
-    0 outside it, where `rewards` is not read.
+    """reinforce (Williams 1992): discounted returns G_k = r_k + gamma G_{k+1} over the masked positions of a
+    row.
 
-    REINFORCE++ (arXiv 2501.03262) whitens these. Without a critic there is nothing to bootstrap from: the return of an
-    episode cut by a limit of time ends there. "Positions" may be turns: so gigpo discounts.
+    0 outside the mask; `rewards` is not read there. REINFORCE++ (arXiv 2501.03262) whitens the result.
+    Without a critic there is no bootstrap value: the return of an episode cut by a time limit ends there.
+    "Positions" may be turns, as in gigpo.
 
-    ROLL: the same over the padded width, rewards of environment tokens counted. SkyRL multiplies the running sum with the
-    mask, so that a turn sees nothing of what follows the environment's reply. RLinf: gamma = 1.
+    ROLL: the same over the padded width, including rewards of environment tokens. SkyRL multiplies the
+    running sum by the mask, so a turn receives no return from after the environment's reply. RLinf: gamma =
+    1.
     """
     row = _rows_of_positions(lengths, mask)[mask]
     decay = gamma * (~_is_last(row)).double()
@@ -158,20 +164,19 @@ def gae(
 ) -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
     """Generalized advantage estimation (arXiv 1506.02438): (advantages, returns), both 0 outside the mask.
 
-    Over the positions k = 1..K of a row that the policy wrote:
+    Over the policy positions k = 1..K of a row:
 
         delta_k = r_k + gamma V_{k+1} - V_k
         A_k     = delta_k + gamma lam A_{k+1}        A_{K+1} = 0
         R_k     = A_k + V_k
 
-    V_k is of the state just before position k; V_{K+1} is the row's bootstrap, the value of the state after
-    its last position, 0 when that is terminal. Environment tokens between turns are skipped: the last token
-    of a turn is followed by the first of the next, and what rewards and values hold outside the mask is not
-    read.
+    V_k is the value of the state before position k; V_{K+1} is the row's bootstrap value, that of the state
+    after its last position (0 if terminal). Environment tokens between turns are skipped: the last token of a
+    turn is followed by the first of the next, and `rewards` and `values` are not read outside the mask.
 
-    Takes about log2(longest row) operations on [T]. ROLL and SkyRL run over the padded width with whatever
-    values padding and environment tokens have. RLinf puts a text's reward on the last padded position, so
-    that its discount depends on the padding.
+    Takes about log2(longest row) operations on [T]. ROLL and SkyRL run over the padded width, including the
+    values at padding and environment tokens. RLinf puts the reward of a text on the last padded position, so
+    its discount depends on the padding.
     """
     row = _rows_of_positions(lengths, mask)[mask]
     reward, value, is_last = rewards[mask].double(), values[mask].double(), _is_last(row)
@@ -186,21 +191,21 @@ def gae(
 
 
 def _rows_of_positions(lengths: Sequence[int], mask: Tensor) -> Tensor:
-    """The number of each position's row."""
+    """The row index of each position."""
     return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device=mask.device))
 
 
 def _is_last(row: Tensor) -> Tensor:
-    """Whether a position is the last of its row, where all that are given count."""
+    """Whether a position is the last of its row, among the given positions."""
     is_last = torch.ones_like(row, dtype=torch.bool)
     is_last[:-1] = row[1:] != row[:-1]
     return is_last
 
 
 def _discounted_suffix_sums(x: Tensor, decay: Tensor, longest: int) -> Tensor:
-    """y_t = x_t + decay_t * y_{t+1}, where at most `longest` positions follow each other before a decay of 0.
+    """y_t = x_t + decay_t * y_{t+1}, for runs of at most `longest` positions, each ended by a decay of 0.
 
-    After the pass with shift s, x_t holds the terms of 2s positions and decay_t the product of as many decays
+    After the pass with shift s, x_t holds the sum over 2s positions and decay_t the product of 2s decays
     (Hillis & Steele 1986, parallel prefix).
     """
     x, decay = x.clone(), decay.clone()
@@ -215,11 +220,11 @@ def _discounted_suffix_sums(x: Tensor, decay: Tensor, longest: int) -> Tensor:
 def whiten(advantages: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor, "T"]:
     """(A - mean) / sqrt(variance + 1e-8) over the masked positions, variance unbiased; 0 outside the mask.
 
-    Give it all positions of a round at once: the result then does not depend on how a round is cut. A single
-    position, and advantages that are all equal, become 0.
+    Pass all positions of a round at once, so that the result does not depend on how the round is split. A
+    single position, and advantages that are all equal, become 0.
 
-    ROLL: the same, per domain. RLinf adds 1e-5 to the standard deviation instead, and whitens on top of GRPO
-    too. SkyRL always whitens after GAE; its own normalisation of the batch takes the mean over padding too.
+    ROLL: the same, per domain. RLinf adds 1e-5 to the standard deviation instead, and also whitens on top of
+    GRPO. SkyRL always whitens after GAE; its separate batch normalisation includes padding in the mean.
     """
     exact = torch.where(mask, advantages, 0.0).double()
     count = mask.sum()

@@ -1,14 +1,14 @@
-"""Corrections for tokens that another distribution sampled than the one that is trained.
+"""Off-policy corrections for the mismatch between the sampling engine and the trained policy.
 
-The engine that samples has other kernels and precision than the trainer, and may hold older weights, so it draws from mu
-where the policy before the update is pi_old. Multiplying a token's loss by w = pi_old / mu makes the expectation that of
-pi_old again (importance sampling); bounding w, or leaving out what lies beyond the bounds, trades a little bias for much
-less variance. With a ratio pi / pi_old that is clipped on its own, this is decoupled PPO (Hilton et al. 2021, arXiv
-2110.00641).
+The engine differs from the trainer in kernels and precision, and may have older weights, so it samples from
+mu while the policy before the update is pi_old. Multiplying a token's loss by w = pi_old / mu restores the
+expectation under pi_old (importance sampling); bounding w, or masking tokens whose w is out of bounds, trades
+a little bias for much less variance. With a separately clipped ratio pi / pi_old, this is decoupled PPO
+(Hilton et al. 2021, arXiv 2110.00641).
 
-Owns the factor. The composition multiplies the surrogate with it, and the surrogate alone: KL, entropy and supervised terms
-keep all their tokens. A token that is masked keeps its place in every denominator, so that the weight of the others does not
-depend on how many were masked.
+Owns the factor. The caller (training/losses.py) multiplies only the surrogate by it: KL, entropy and
+supervised terms keep all their tokens. Masked tokens still count in every denominator, so the weight of the
+other tokens does not depend on how many were masked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from braid.types import CorrectionLevel, CorrectionMeasure, CorrectionMode
 from .segments import Segments
 
 LOG_WEIGHT_BOUND = 20.0
-"""Weights are exact within exp(-20) .. exp(20) and constant beyond, so that products over long sequences stay finite."""
+"""Weights are exact within exp(-20) .. exp(20) and constant beyond, so products over long sequences stay
+finite."""
 
 
 def sampling_weight(
@@ -32,24 +33,25 @@ def sampling_weight(
     level: CorrectionLevel,
     measure: CorrectionMeasure = "ratio",
 ) -> Float[Tensor, "T"]:
-    """How much likelier the old policy makes what was sampled than the sampler did; a constant, without gradient.
+    """The importance weight of the old policy relative to the sampling engine, without gradient.
 
         token        w_t = exp(d_t)               d_t = old_logprobs_t - behavior_logprobs_t
         turn         w_t = exp(sum_s d)           s the turn of t
         sequence     w_t = exp(sum_s d)           s the sequence of t
         geometric    w_t = exp(mean_s d)          s the sequence of t; turn_geometric: its turn
 
-    measure=difference: d_t = exp(old_logprobs_t) - exp(behavior_logprobs_t), and w is d_t, its sum or its mean over s,
-    without the exponential: a distance for masks, no weight.
+    measure=difference: d_t = exp(old_logprobs_t) - exp(behavior_logprobs_t), and w is d_t, or its sum or mean
+    over s, without the exponential: a distance for masks, not a weight.
 
-    `over` are the turns or the sequences of the batch; None for token. Positions that its mask leaves out take no part: over
-    segments of nothing a ratio is 1 and a difference 0. Tokens are the usual choice: exact for one-token
-    answers, biased but of low variance beyond. The product over the sequence is unbiased, with a variance that grows with
-    its length. The geometric mean compares sequences of any length; it is a measure more than a weight.
+    `over` holds the turns or sequences of the batch; None for token. Positions outside its mask are ignored:
+    over an empty segment the ratio is 1 and the difference 0. Token level is the usual choice: exact for
+    one-token responses, biased but of low variance for longer ones. The product over the sequence is
+    unbiased, with a variance that grows with its length. The geometric mean is comparable across sequence
+    lengths; it is a measure rather than a weight.
 
-    RLinf: token. ROLL: token, geometric mean over a turn or a sequence, product over a sequence, each over all tokens of the
-    answer; differences likewise. SkyRL: token and product over a sequence as weights, geometric mean and product for
-    masking, over the tokens that its token masks kept.
+    RLinf: token. ROLL: token, geometric mean over a turn or a sequence, product over a sequence, each over
+    all tokens of the response; differences likewise. SkyRL: token and product over a sequence as weights,
+    geometric mean and product for masking, over the tokens kept by its token masks.
     """
     if measure == "difference":
         difference = (old_logprobs.exp() - behavior_logprobs.exp()).detach()
@@ -71,15 +73,18 @@ def correction_factor(
     high: float | None,
     sequences: Segments | None = None,
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """The factor that multiplies the loss, and where the bounds bind. `high` None is no upper bound.
+    """The factor that multiplies the loss, and a mask of the positions that the bounds affect.
 
         truncate         clip(w, low, high)
         mask             1 where low <= w <= high, else 0
         mask_sequence    1 where that holds for all tokens of the sequence (`sequences`), else 0
 
-    To weigh and mask, as decoupled PPO does, name both. RLinf truncates from above (its release v0.1 from below, by mistake);
-    its decoupled PPO weighs without a bound, and takes tokens above behave_weight_threshold out of the denominator too. ROLL:
-    truncate and mask, but its token mean does not apply the masks. SkyRL: all three, each with bounds of its own.
+    `high=None` means no upper bound.
+
+    To both weigh and mask, as in decoupled PPO, use two corrections. RLinf truncates from above (release v0.1
+    from below, by mistake); its decoupled PPO weighs without a bound and also removes tokens above
+    behave_weight_threshold from the denominator. ROLL: truncate and mask, but its token mean does not apply
+    the masks. SkyRL: all three, each with separate bounds.
     """
     is_outside = weight < low
     if high is not None:

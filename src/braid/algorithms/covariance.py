@@ -1,9 +1,9 @@
-"""Which tokens clip_cov and kl_cov act upon: those whose advantage and log-prob rise together.
+"""Token selection for clip_cov and kl_cov: tokens with a high covariance of advantage and log-prob.
 
-Cui et al. 2025 (arXiv 2505.22617): a policy-gradient step changes the entropy by about minus the covariance of log-probs
-and advantages, and a few tokens make up most of it. Owns the choice among the tokens of one optimizer step; what is done to
-the chosen is policy_loss.py's. The choice is made before the step's first forward pass from what is known then (the old
-log-probs), so it is the same for every micro-batch size, packing and number of ranks.
+Cui et al. 2025 (arXiv 2505.22617): a policy-gradient step changes the entropy by about minus the covariance
+of log-probs and advantages, and a few tokens account for most of it. Owns the selection among the tokens of
+one optimizer step; policy_loss.py applies it. Tokens are selected before the step's first forward pass, from
+the old log-probs, so the selection does not depend on micro-batch size, packing or number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def covariances(advantages: Float[Tensor, "N"], logprobs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """(A - mean A) (log p - mean log p) for each of the N tokens that the policy wrote in a step, in float64."""
+    """(A - mean A) (log p - mean log p) for each of the N policy tokens of a step, in float64."""
     exact = advantages.double(), logprobs.double()
     centered = [x - x.mean() for x in exact]
     return centered[0] * centered[1]
@@ -28,10 +28,10 @@ def choose_within(
     low: float,
     high: float,
 ) -> Bool[Tensor, "N"]:
-    """clip_cov's choice: tokens with low < covariance < high, a share `fraction` of all N at most.
+    """Select the tokens of clip_cov: low < covariance < high, at most a `fraction` of all N.
 
-    When there are more, those with the lowest `priorities` are taken, which are to be uniform random numbers: a draw without
-    replacement, as in the paper.
+    If there are more, the ones with the lowest `priorities` are selected. Pass uniform random numbers as
+    priorities to sample without replacement, as in the paper.
     """
     candidates = ((covariances > low) & (covariances < high)).nonzero().squeeze(1)
     num = min(_count(fraction, len(covariances)), len(candidates))
@@ -41,14 +41,15 @@ def choose_within(
 def choose_greatest(
     covariances: Float[Tensor, "N"], priorities: Float[Tensor, "N"], *, fraction: float
 ) -> Bool[Tensor, "N"]:
-    """kl_cov's choice: the share `fraction` with the greatest covariances; among equal ones the lowest `priorities`."""
+    """Select the tokens of kl_cov: the `fraction` with the greatest covariances; ties go to the lowest
+    `priorities`."""
     by_priority = priorities.argsort()
     order = by_priority[covariances[by_priority].argsort(descending=True, stable=True)]
     return _marked(order[: _count(fraction, len(covariances))], len(covariances))
 
 
 def _count(fraction: float, num_tokens: int) -> int:
-    """The paper's: rounded down, but at least one token; none for a share of 0."""
+    """Number of tokens to select, as in the paper: rounded down, but at least one; 0 for a fraction of 0."""
     return min(num_tokens, max(1, int(fraction * num_tokens))) if fraction > 0 else 0
 
 

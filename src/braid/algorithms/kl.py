@@ -1,23 +1,23 @@
 """KL divergence from the reference policy, estimated per token from the log-probs of sampled tokens.
 
-Owns the estimators. Whether one enters the loss or the reward is the composition's choice (`Recipe.kl_in`),
-and it matters: an estimator of the right value need not have the right gradient. With x sampled from pi, the
-policy now, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() a constant:
+Owns the estimators. `Recipe.kl_in` decides whether the estimate enters the loss or the reward, and it
+matters: an unbiased estimator of the value need not have the right gradient. With x sampled from the current
+policy pi, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() the stop-gradient:
 
          value            its mean         in the loss: E[grad value]     in the reward: E[sg(value) S]
-    k1   d                KL(pi|ref)       0: noise, no pull at all       grad KL(pi|ref)
-    k2   d^2 / 2          near KL(pi|ref)  grad KL(pi|ref)                E[d^2 S] / 2, no divergence's
+    k1   d                KL(pi|ref)       0: only noise                  grad KL(pi|ref)
+    k2   d^2 / 2          near KL(pi|ref)  grad KL(pi|ref)                E[d^2 S] / 2, of no divergence
     k3   exp(-d) - 1 + d  KL(pi|ref)       grad KL(ref|pi)                grad KL(pi|ref) - grad KL(ref|pi)
-    abs  |d|              not KL           grad sum_x |pi(x) - ref(x)|    E[|d| S], no divergence's
+    abs  |d|              not KL           grad sum_x |pi(x) - ref(x)|    E[|d| S], of no divergence
 
-So what regularises by KL(pi|ref) is k1 in the reward or k2 in the loss. k3 in the loss, as in the published
-GRPO, pulls by the forward KL, which agrees with the reverse one to first order in d; in the reward, k3's pull
-cancels to first order. A loss term acts on its own token only, a reward term also on the tokens before it, so
-over a sequence only the latter gives the gradient of the sequence's KL.
+To regularise by KL(pi|ref), use k1 in the reward or k2 in the loss. k3 in the loss, as in the published GRPO,
+has the gradient of the forward KL, which agrees with that of the reverse KL to first order in d; in the
+reward, the gradient of k3 cancels to first order. A loss term acts only on its own token, a reward term also
+on the tokens before it, so over a sequence only the latter gives the gradient of the sequence's KL.
 
-Sources: Schulman 2020, joschu.net/blog/kl-approx.html, for k1, k2, k3 as values; Tang & Munos 2025 (arXiv
-2506.09477) and Liu et al. 2025 (arXiv 2510.01555) for the gradients. tests/learning/test_exact_gradients.py
-shows them by enumeration.
+Sources: Schulman 2020, joschu.net/blog/kl-approx.html, for the values of k1, k2 and k3; Tang & Munos 2025
+(arXiv 2506.09477) and Liu et al. 2025 (arXiv 2510.01555) for the gradients.
+tests/learning/test_exact_gradients.py verifies them by enumeration.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 from braid.types import KlEstimator
 
 MAX_EXPONENT = 20.0
-"""k3's exponent is bounded here, clamp or no clamp: exp(20) is 4.9e8, far beyond any useful penalty."""
+"""Bound on k3's exponent, with or without a clamp: exp(20) is 4.9e8, far beyond any useful penalty."""
 
 MAX_STEERING = 0.2
-"""Bound on the relative distance from the target that one round reacts to; the value of ROLL and SkyRL."""
+"""Bound on the relative error of one round that the controller reacts to; as in ROLL and SkyRL."""
 
 
 def kl_estimate(
@@ -43,13 +43,13 @@ def kl_estimate(
 ) -> Float[Tensor, "T"]:
     """Estimates of KL(policy | reference) in nats, one per token. Formulas and gradients: module docstring.
 
-    Both log-probs are of the sampling distribution (divided by the temperature). `clamp` bounds the absolute
-    value; where it binds, the gradient is 0. k3 is exact up to ref_logprobs - logprobs = 20 and constant
-    beyond, so neither value nor gradient overflows.
+    Both log-probs are of the sampling distribution (logits divided by the temperature). `clamp` bounds the
+    absolute value; where it binds, the gradient is 0. k3 is exact up to ref_logprobs - logprobs = 20 and
+    constant beyond, so neither value nor gradient overflows.
 
-    RLinf, ROLL and SkyRL clamp k3, and only k3, to 10 always. RLinf's FSDP actor swaps the two log-probs,
-    which estimates another divergence; it names a `full` estimator and raises on it. The reference of SkyRL's
-    FSDP backend leaves the temperature out, ROLL's trainer leaves it out everywhere.
+    RLinf, ROLL and SkyRL always clamp k3, and only k3, to 10. RLinf's FSDP actor swaps the two log-probs,
+    which estimates a different divergence; it lists a `full` estimator but raises on it. The reference of
+    SkyRL's FSDP backend ignores the temperature, ROLL's trainer ignores it everywhere.
     """
     difference = logprobs - ref_logprobs
     match estimator:
@@ -58,7 +58,7 @@ def kl_estimate(
         case "k2":
             kl = 0.5 * difference.square()
         case "k3":
-            # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where most tokens are.
+            # expm1 avoids the cancellation of exp(-d) - 1 near d = 0, where most tokens are.
             exponent = (-difference).clamp(max=MAX_EXPONENT)
             kl = exponent.expm1() - exponent
         case "abs":
@@ -73,9 +73,9 @@ def steered_coefficient(
 
         coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_trajectories / horizon)
 
-    It grows while the policy is further from the reference than `target`, and shrinks while it is nearer (Ziegler et al. 2019,
-    arXiv 1909.08593). It never falls below 0, however many trajectories a round has. ROLL and SkyRL: the same without that
-    bound. RLinf's coefficient is fixed.
+    It grows while KL exceeds `target` and shrinks while KL is below it (Ziegler et al. 2019, arXiv
+    1909.08593). It never becomes negative, however many trajectories a round has. ROLL and SkyRL: the same
+    without that bound. RLinf's coefficient is fixed.
     """
     error = min(max(kl / target - 1.0, -MAX_STEERING), MAX_STEERING)
     return max(0.0, coef * (1.0 + error * num_trajectories / horizon))

@@ -1,9 +1,9 @@
-"""Policy losses: per-token surrogates whose gradient moves the policy.
+"""Policy losses: per-token surrogate objectives.
 
-Owns the formulas and the table of them. Aggregation, corrections for the sampler, the KL term and the entropy bonus are left
-to the composition (training/losses.py). A loss is a function of [T] tensors that gives a [T] tensor, to be minimised, and
-diagnostics: detached [T] tensors, to be averaged over the mask. `rho` below is `ratio`, sg() a constant, A the advantage as
-it was assigned: the weights of the reduction are not in it, so what a loss does with it does not depend on the batch's size.
+Owns the formulas and their table. Aggregation, off-policy corrections, the KL term and the entropy bonus are
+left to training/losses.py. A loss maps [T] tensors to a [T] tensor, to be minimised, and diagnostics:
+detached [T] tensors, to be averaged over the mask. `rho` below is `ratio`, sg() the stop-gradient, A the
+advantage before the weights of the reduction are applied, so that no loss depends on the size of the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG_RATIO_BOUND = 20.0
 
 PerToken = Float[Tensor, "T"]
 Surrogate = tuple[PerToken, dict[str, PerToken]]
-"""The loss of each token, and diagnostics by name."""
+"""Per-token loss, and diagnostics by name."""
 
 
 def importance_ratio(
@@ -37,19 +37,21 @@ def importance_ratio(
     log_min: float | None = None,
     log_max: float | None = None,
 ) -> PerToken:
-    """How much likelier the policy makes a token, or its turn or sequence, than the old policy did.
+    """Importance ratio of the policy to the old policy, of a token or of its turn or sequence.
 
         rho_t = exp(d_t)                             d_t = logprobs_t - old_logprobs_t; over None
         rho_t = exp(d_t - sg(d_t) + sg(mean_s d))    s the segment of t
 
-    With `is_product` the sum over s stands in place of the mean: the ratio of the segment's probabilities, whose variance grows
-    with its length. The mean is GSPO-token (Zheng et al. 2025, arXiv 2507.18071): all tokens of a segment have its geometric mean ratio,
-    and each token keeps a gradient of its own, rho_t grad logprobs_t. Log-ratios are bounded by `log_min` and `log_max`, and
-    at +-20 always; within, the value is exact, beyond, the gradient is 0.
+    With `is_product`, the mean over s is replaced by the sum: the ratio of the segment's probabilities, whose
+    variance grows with its length. The mean is GSPO-token (Zheng et al. 2025, arXiv 2507.18071): all tokens
+    of a segment have its geometric mean ratio, and each token has its own gradient, rho_t grad logprobs_t.
+    Log-ratios are clamped to `log_min` and `log_max`, and always to +-20; beyond the bounds the gradient is
+    0.
 
-    RLinf has token ratios for text (for robots those of an action or a chunk, products), and bounds the log-ratio by clip_log_ratio_min and clip_log_ratio_max alone. ROLL takes the mean over a sequence, or over a turn
-    in its agentic pipeline, and lets the gradient through the mean: the same gradient as long as A and the weight are the
-    same over the segment. SkyRL: sequences, in this form, bounded at 10 above.
+    RLinf has token ratios for text (for robots, products over an action or a chunk), and bounds the log-ratio
+    only by clip_log_ratio_min and clip_log_ratio_max. ROLL uses the mean over a sequence, or over a turn in
+    its agentic pipeline, and backpropagates through the mean: the same gradient if A and the weight are
+    constant over the segment. SkyRL: sequences, in this form, with an upper bound of 10.
     """
     log_ratio = logprobs - old_logprobs
     if over is not None:
@@ -68,14 +70,15 @@ def ppo_clip(
         loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
         loss = min(loss, -dual_clip A)  where A < 0, unless dual_clip is None
 
-    Unequal bounds are DAPO's clip-higher (arXiv 2503.14476). The dual clip, a constant c > 1, bounds the loss of a bad token
-    that has become much likelier (Ye et al. 2020, arXiv 1912.09729). Where a bound binds, the gradient is 0.
+    Unequal bounds are DAPO's clip-higher (arXiv 2503.14476). The dual clip, a constant > 1, bounds the loss
+    of a token with a negative advantage whose probability has grown a lot (Ye et al. 2020, arXiv 1912.09729).
+    Where a bound binds, the gradient is 0.
 
-    Diagnostics: `clip_fraction`, 1 where the clipped term is the larger loss, else 0; `dual_clip_fraction`, likewise (only
-    with dual_clip).
+    Diagnostics: `clip_fraction`, 1 where the clipped term is the larger loss, else 0; `dual_clip_fraction`,
+    likewise (only with dual_clip).
 
-    RLinf: the same; its dual clip is 3 unless null. ROLL's dual clip is always 1 + 2 pg_clip. SkyRL: the same, with 3, as a
-    loss of its own name.
+    RLinf: the same; its dual clip is 3 unless null. ROLL's dual clip is always 1 + 2 pg_clip. SkyRL: the
+    same, with 3, as a separate loss.
     """
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -89,18 +92,19 @@ def ppo_clip(
 
 
 def policy_gradient(logprobs: PerToken, advantages: PerToken) -> Surrogate:
-    """-A log pi: REINFORCE (Williams 1992). Right for tokens of this very policy only.
+    """-A log pi: REINFORCE (Williams 1992). Correct only for tokens sampled from the current policy.
 
-    ROLL calls it vanilla; the nearest of RLinf and SkyRL multiply by the ratio to the old policy.
+    ROLL calls it vanilla; the closest losses of RLinf and SkyRL multiply by the ratio to the old policy.
     """
     return -advantages * logprobs, {}
 
 
 def importance_sampling(ratio: PerToken, advantages: PerToken) -> Surrogate:
-    """-rho A: the policy gradient of tokens that the old policy wrote, unbiased and without any clip.
+    """-rho A: the unbiased, unclipped policy gradient for tokens sampled from the old policy.
 
-    Its variance grows with the distance of the policies: for few steps per round, or beside corrections. RLinf and ROLL:
-    PPO's with bounds that never bind. SkyRL (and Tinker): the same, summed over tokens in place of its reduction.
+    Its variance grows with the distance between the policies, so use it with few steps per round, or with
+    corrections. RLinf and ROLL: PPO with bounds that never bind. SkyRL (and Tinker): the same, but summed
+    over tokens, ignoring the configured reduction.
     """
     return -ratio * advantages, {}
 
@@ -108,13 +112,15 @@ def importance_sampling(ratio: PerToken, advantages: PerToken) -> Surrogate:
 def masked_is(
     ratio: PerToken, logprobs: PerToken, advantages: PerToken, *, clip_low: float, clip_high: float
 ) -> Surrogate:
-    """cispo with tokens left out where it would clip their weight (GLM-5, 2026, after IcePop, arXiv 2510.18855).
+    """cispo that masks tokens instead of clipping their weight (GLM-5, 2026, after IcePop, arXiv 2510.18855).
 
         loss = -sg(rho 1[1 - clip_low < rho < 1 + clip_high]) A log pi
 
-    Meant for ratios to the sampler (old_logprobs=behavior). A token that is left out stays in the denominators.
+    Meant for ratios to the sampling engine (old_logprobs=behavior). Masked tokens still count in the
+    denominators.
 
-    Diagnostics: `clip_fraction`, 1 where a token is left out. RLinf and ROLL have none. SkyRL: the same, as rollout_is.
+    Diagnostics: `clip_fraction`, 1 where a token is masked. Not in RLinf and ROLL. SkyRL: the same, as
+    rollout_is.
     """
     weight = ratio.detach()
     is_inside = ((weight > 1.0 - clip_low) & (weight < 1.0 + clip_high)).to(weight.dtype)
@@ -124,16 +130,16 @@ def masked_is(
 def cispo(
     ratio: PerToken, logprobs: PerToken, advantages: PerToken, *, clip_low: float, clip_high: float
 ) -> Surrogate:
-    """The gradient of every token, with a bounded weight (MiniMax 2025, arXiv 2506.13585).
+    """Policy gradient of every token, with a clipped importance weight (MiniMax 2025, arXiv 2506.13585).
 
         loss = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi
 
-    Where PPO's clip binds, a token learns nothing; here it learns with the bound as its weight. clip_low = 1 and
-    clip_high = 0 make truncated importance sampling, clip(rho, 0, 1), which ROLL calls tis.
+    Where PPO's clip binds, a token has no gradient; here it has one, weighted by the bound. clip_low = 1 and
+    clip_high = 0 give truncated importance sampling, clip(rho, 0, 1), which ROLL calls tis.
 
     Diagnostics: `clip_fraction`, 1 where the weight is not rho.
 
-    RLinf has none. ROLL: clip(rho, 0.9, 1.1) unless told otherwise, and an option to leave out the tokens that PPO would clip.
+    Not in RLinf. ROLL: clip(rho, 0.9, 1.1) by default, and an option to mask the tokens that PPO would clip.
     SkyRL: the same, [0, 5].
     """
     weight = ratio.detach()
@@ -142,12 +148,12 @@ def cispo(
 
 
 def sapo(ratio: PerToken, advantages: PerToken, *, tau_positive: float, tau_negative: float) -> Surrogate:
-    """A smooth gate in place of the clip (Gao et al. 2025, arXiv 2511.20347).
+    """Soft gate in place of the clip (Gao et al. 2025, arXiv 2511.20347).
 
         loss = -A (4 / tau) sigmoid(tau (rho - 1))        tau = tau_positive where A > 0, else tau_negative
 
-    At rho = 1 the gradient is that of the ratio itself; it fades on both sides, the faster the greater tau: at rho = 1 + x to
-    4 s (1 - s) of it, with s = sigmoid(tau x). RLinf and ROLL have none. SkyRL: the same.
+    At rho = 1 the gradient is that of the ratio itself. It decays on both sides, faster for a larger tau: at
+    rho = 1 + x by the factor 4 s (1 - s), with s = sigmoid(tau x). Not in RLinf and ROLL. SkyRL: the same.
     """
     tau = _by_sign(advantages, tau_positive, tau_negative)
     return (-4.0 * advantages / tau) * torch.sigmoid(tau * (ratio - 1.0)), {}
@@ -161,17 +167,18 @@ def topr(
     positive_weight: float,
     negative_weight: float,
 ) -> Surrogate:
-    """Good tokens are imitated as they are, bad ones unlearned as far as they are still likely (Le Roux et al. 2025, arXiv
-    2503.14286).
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286).
 
         loss = -positive_weight A log pi                      where A > 0
         loss = -negative_weight sg(min(rho, 1)) A log pi      elsewhere
 
     Diagnostics: `clip_fraction`, 1 where A < 0 and rho > 1.
 
-    The paper takes the ratio of the whole answer, a product; here it is of a token, or the geometric mean that ratio_level
-    asks for, as a product over hundreds of tokens is nearly always 0 or cut off. RLinf and SkyRL have none. ROLL: token
-    ratios, and the sign of the answer's reward where braid looks at A, which differs once a baseline is taken off.
+    Tokens with a positive advantage are imitated without importance weight; the others have a truncated one.
+    The paper uses the ratio of the whole response, a product; here it is the ratio of a token, or the
+    geometric mean set by ratio_level, because a product over hundreds of tokens is nearly always 0 or
+    truncated. Not in RLinf and SkyRL. ROLL: token ratios, and the sign of the response's reward instead of A,
+    which differs if a baseline is subtracted.
     """
     rho = ratio.detach()
     bounded = torch.where(advantages > 0, 1.0, rho.clamp(max=1.0))
@@ -181,14 +188,17 @@ def topr(
 
 
 def kimi(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, tau: float) -> Surrogate:
-    """A policy gradient without ratio, held to the old policy by a square (Kimi 2025, arXiv 2501.12599, equation 3).
+    """Policy gradient without ratio, with a squared penalty towards the old policy (Kimi 2025, arXiv
+    2501.12599, eq. 3).
 
         loss = -A log pi + tau / 2 (log pi - log old)^2
 
-    Beyond a distance of 20 the penalty goes on linearly, so that nothing overflows. The paper's log-probs are of whole
-    answers, here of tokens: the penalty of an answer is then a sum of squares in place of the square of a sum.
+    Beyond a distance of 20 the penalty grows linearly, to avoid overflow. The log-probs are of tokens, those
+    of the paper of whole responses: the penalty of a response is a sum of squares instead of the square of a
+    sum.
 
-    Diagnostics: `penalty`. RLinf and SkyRL have none. ROLL: the same, as pg_variant kimi15; its tau is always 0.1.
+    Diagnostics: `penalty`. Not in RLinf and SkyRL. ROLL: the same, as pg_variant kimi15; its tau is always
+    0.1.
     """
     penalty = tau * torch.nn.functional.huber_loss(
         logprobs, old_logprobs, reduction="none", delta=LOG_RATIO_BOUND
@@ -199,18 +209,18 @@ def kimi(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, ta
 def clip_cov(
     ratio: PerToken, advantages: PerToken, is_chosen: PerToken, *, clip_low: float, clip_high: float
 ) -> Surrogate:
-    """PPO's clip, with a few tokens left out that would take much of the entropy (Cui et al. 2025, arXiv 2505.22617).
+    """ppo_clip without a few tokens that would reduce entropy most (Cui et al. 2025, arXiv 2505.22617).
 
         loss = (1 - is_chosen) ppo_clip(rho, A)
 
-    `is_chosen` is 1 at the tokens that covariance.choose_within picked for the step, else 0.
+    `is_chosen` is 1 at the tokens that covariance.choose_within selected for the step, else 0.
 
     Diagnostics: those of ppo_clip, and `chosen_fraction`.
 
-    The paper chooses by the current log-probs, among tokens that PPO does not clip; braid before the step, so that the cut
-    into micro-batches plays no part, and a chosen token may be one that is clipped as well. SkyRL chooses at random in every
-    micro-batch, by covariances of advantages that its reduction has divided by the number of tokens, so that next to none
-    reaches the lower bound. RLinf and ROLL have none.
+    The paper selects by the current log-probs, among tokens that PPO does not clip. braid selects before the
+    step, so the result does not depend on micro-batches, and a selected token may also be a clipped one.
+    SkyRL selects at random in every micro-batch, by covariances of advantages that its reduction has already
+    divided by the number of tokens, so almost none reaches the lower bound. Not in RLinf and ROLL.
     """
     loss, diagnostics = ppo_clip(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
     return loss * (1.0 - is_chosen), diagnostics | {"chosen_fraction": is_chosen}
@@ -225,15 +235,17 @@ def kl_cov(
     *,
     coef: float,
 ) -> Surrogate:
-    """No clip, but a penalty on the tokens that would take most of the entropy (Cui et al. 2025, arXiv 2505.22617).
+    """No clip, but a penalty on the tokens that would reduce entropy most (Cui et al. 2025, arXiv
+    2505.22617).
 
         loss = -rho A + coef is_chosen |log pi - log old|
 
-    `is_chosen` is 1 at the tokens that covariance.choose_greatest picked for the step, else 0. On the first step after the
-    old log-probs were taken the penalty is 0, and so is its gradient. Diagnostics: `chosen_fraction`.
+    `is_chosen` is 1 at the tokens that covariance.choose_greatest selected for the step, else 0. On the first
+    step after the old log-probs were computed, the penalty and its gradient are 0. Diagnostics:
+    `chosen_fraction`.
 
-    Chosen before the step; see clip_cov. SkyRL chooses within a micro-batch, and does not divide the penalty by the number
-    of tokens as it does the rest of the loss. RLinf and ROLL have none.
+    Tokens are selected before the step; see clip_cov. SkyRL selects within a micro-batch, and does not divide
+    the penalty by the number of tokens, as it does the rest of the loss. Not in RLinf and ROLL.
     """
     penalty = (coef * is_chosen) * (logprobs - old_logprobs).abs()
     return penalty - ratio * advantages, {"chosen_fraction": is_chosen}
@@ -249,18 +261,19 @@ def dppo(
     clip_low: float,
     clip_high: float,
 ) -> Surrogate:
-    """A trust region in the token's probability, not in its ratio (Qi et al. 2026, arXiv 2602.04879, binary divergences).
+    """Trust region on the token's probability instead of its ratio (Qi et al. 2026, arXiv 2602.04879, binary
+    divergences).
 
-        loss = -rho A, 0 where A pushes a token further out of the region:
+        loss = -rho A, but 0 where A pushes a token further out of the trust region:
                A > 0, p > q and D > clip_high;  or A < 0, p < q and D > clip_low
         tv     D = |p - q|                                           p = exp(logprobs), q = exp(old_logprobs)
         kl     D = q ln(q / p) + (1 - q) ln((1 - q) / (1 - p))
 
-    So a rare token may change by a large factor, and a likely one only by little. Diagnostics: `clip_fraction`, 1 where the
-    loss was set to 0.
+    A rare token may thus change by a large factor, a likely one only by a small one. Diagnostics:
+    `clip_fraction`, 1 where the loss is set to 0.
 
-    q is the paper's sampler when old_logprobs=behavior; otherwise the policy before the update. RLinf and ROLL have none.
-    SkyRL: the same, against the sampler.
+    q is the sampling engine's probability, as in the paper, if old_logprobs=behavior; otherwise that of the
+    policy before the update. Not in RLinf and ROLL. SkyRL: the same, with the sampling engine's.
     """
     new, old = logprobs.detach(), old_logprobs.detach()
     if divergence == "tv":
@@ -277,21 +290,22 @@ def dppo(
 
 
 def cross_entropy(logprobs: PerToken) -> Surrogate:
-    """-log pi: imitation of every token, whatever its advantage. What is not to be imitated has to be filtered out first.
+    """-log pi: imitation of every token, whatever its advantage. Tokens not to be imitated must be masked
+    beforehand.
 
-    RLinf and ROLL have it in their supervised training only. SkyRL: the same, for recorded answers.
+    RLinf and ROLL: only in supervised training. SkyRL: the same, for recorded responses.
     """
     return -logprobs, {}
 
 
 def _by_sign(advantages: Tensor, positive: float, otherwise: float) -> Tensor:
-    """One number where A > 0 and another elsewhere, in the dtype of A."""
+    """`positive` where A > 0, else `otherwise`, in the dtype of A."""
     return torch.where(advantages > 0, advantages.new_full((), positive), otherwise)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """All that a policy loss may look at, each [T]. `is_chosen` is 0 unless the loss acts on chosen tokens."""
+    """Inputs of a policy loss, each [T]. `is_chosen` is 0 unless the loss is in recipes.CHOOSING_LOSSES."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -340,4 +354,4 @@ POLICY_LOSSES: Mapping[PolicyLoss, Callable[[Recipe, Tokens], Surrogate]] = {
     ),
     "cross_entropy": lambda _, t: cross_entropy(t.logprobs),
 }
-"""Every policy loss by name. What each reads of a recipe is recipes.POLICY_LOSS_KEYS."""
+"""Policy losses by name. recipes.POLICY_LOSS_KEYS lists the recipe fields that each reads."""

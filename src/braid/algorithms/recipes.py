@@ -1,8 +1,8 @@
 """Recipes: named combinations of algorithm parts.
 
-Owns the table from a name to its parts. A new recipe is one line here, as a change to the nearest one; a new
-part is one function beside this file, with its name in braid.types. Imports no torch, so that a plan is
-cheap.
+Owns the table of recipes by name. A new recipe is one line here, as a change to the closest one; a new part
+is one function in this package, with its name in braid.types. Does not import torch, so that resolving a
+config is cheap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from braid.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """One correction of the loss by w = exp(old - behavior). See config.algorithm.CorrectionConfig; high None is no bound."""
+    """One correction of the loss by w = exp(old - behavior). See config.algorithm.CorrectionConfig;
+    `high=None`: no bound."""
 
     level: CorrectionLevel
     mode: CorrectionMode
@@ -43,9 +44,9 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Every part of an algorithm, concrete. The meaning and bounds of each are those of config.algorithm.
+    """All settings of an algorithm, resolved. config.algorithm documents each field and its bounds.
 
-    None means off, but for `aggregation_constant`, where it means that the plan derives it.
+    None means off, except for `aggregation_constant`: there it means that the plan derives the value.
     """
 
     reward_mean: RewardStatistics
@@ -102,7 +103,7 @@ class Recipe:
 
 # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300): group baseline and standard deviation, k3 in the loss.
 # Tokens are averaged over the step, not per answer, and the KL term is off, as in DAPO (arXiv 2503.14476).
-# The bound of 10 on k3 is customary.
+# The bound of 10 on k3 is common practice.
 _GRPO = Recipe(
     reward_mean="none",
     reward_std="none",
@@ -158,15 +159,16 @@ _GRPO = Recipe(
 
 RECIPES: Mapping[RecipeName, Recipe] = {
     "grpo": _GRPO,
-    # Schulman et al. 2017 (arXiv 1707.06347), as language models are trained with it: whitening, value clip
-    # 0.2 and k1 in the reward from Huang et al. 2024 (arXiv 2403.17031); gamma = lambda = 1 from Hu et al.
-    # 2025 (arXiv 2503.24290).
+    # Schulman et al. 2017 (arXiv 1707.06347), as used for language models: whitening, value clip 0.2 and k1
+    # in the reward from Huang et al. 2024 (arXiv 2403.17031); gamma = lambda = 1 from Hu et al. 2025 (arXiv
+    # 2503.24290).
     "ppo": replace(_GRPO, advantage="gae", whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
-    # Liu et al. 2025 (arXiv 2503.20783): neither the deviation nor the answer's own length.
+    # Liu et al. 2025 (arXiv 2503.20783): no division by the standard deviation or by the response length.
     "dr_grpo": replace(_GRPO, normalize_by_std=False, aggregation="token_sum_constant"),
-    # Yu et al. 2025 (arXiv 2503.14476). Its dynamic sampling is rollout.filter, its soft punishment reward.overlong.
+    # Yu et al. 2025 (arXiv 2503.14476). Dynamic sampling is rollout.filter, the soft overlong penalty
+    # reward.overlong.
     "dapo": replace(_GRPO, clip_high=0.28),
-    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a sequence, with its narrow bounds.
+    # Zheng et al. 2025 (arXiv 2507.18071): sequence ratio, with the paper's narrow bounds.
     "gspo": replace(
         _GRPO,
         ratio_level="sequence",
@@ -174,18 +176,19 @@ RECIPES: Mapping[RecipeName, Recipe] = {
         clip_high=4e-4,
         aggregation="sequence_mean_token_mean",
     ),
-    # MiniMax 2025 (arXiv 2506.13585): every token keeps its gradient, its weight is bounded.
+    # MiniMax 2025 (arXiv 2506.13585): every token keeps its gradient, with a bounded weight.
     "cispo": replace(_GRPO, policy_loss="cispo", clip_low=1.0, clip_high=4.0),
-    # Gao et al. 2025 (arXiv 2511.20347): a smooth gate in place of the clip.
+    # Gao et al. 2025 (arXiv 2511.20347): soft gate in place of the clip.
     "sapo": replace(_GRPO, policy_loss="sapo"),
-    # Le Roux et al. 2025 (arXiv 2503.14286): no ratio on good answers, a ratio of at most 1 on bad ones.
+    # Le Roux et al. 2025 (arXiv 2503.14286): no ratio for positive advantages, a ratio of at most 1 for the
+    # others.
     "topr": replace(_GRPO, policy_loss="topr", reward_mean="group", advantage="reinforce"),
-    # Cui et al. 2025 (arXiv 2505.22617): two ways of keeping entropy up.
+    # Cui et al. 2025 (arXiv 2505.22617): two ways to prevent entropy collapse.
     "clip_cov": replace(_GRPO, policy_loss="clip_cov"),
     "kl_cov": replace(_GRPO, policy_loss="kl_cov", cov_fraction=0.2),
     "dppo": replace(_GRPO, policy_loss="dppo"),
-    # Hilton et al. 2021 (arXiv 2110.00641): clip against the policy before the update, weigh by its distance from the
-    # sampler, and leave out what is further than 5.
+    # Hilton et al. 2021 (arXiv 2110.00641): clip against the policy before the update, weigh by its ratio to
+    # the sampling engine, and mask tokens with a ratio above 5.
     "decoupled_ppo": replace(
         _GRPO,
         corrections=(
@@ -193,26 +196,27 @@ RECIPES: Mapping[RecipeName, Recipe] = {
             Correction(level="token", mode="mask", low=0.0, high=5.0),
         ),
     ),
-    # Williams 1992, with the batch's mean as the baseline.
+    # Williams 1992, with the batch mean as baseline.
     "reinforce": replace(_GRPO, reward_mean="batch", advantage="reinforce", policy_loss="policy_gradient"),
-    # Hu 2025 (arXiv 2501.03262): KL in the reward, advantages whitened over the round; its baseline variant takes the
-    # group's mean off first.
+    # Hu 2025 (arXiv 2501.03262): KL in the reward, advantages whitened over the round; the baseline variant
+    # first subtracts the group mean.
     "reinforce_pp": replace(
         _GRPO, advantage="reinforce", whiten_advantages=True, kl_estimator="k1", kl_in="reward"
     ),
     "reinforce_pp_baseline": replace(
         _GRPO, reward_mean="group", advantage="reinforce", whiten_advantages=True, kl_estimator="k2"
     ),
-    # Liu et al. 2025 (arXiv 2508.08221): the group's mean, the round's deviation.
+    # Liu et al. 2025 (arXiv 2508.08221): group mean, standard deviation of the round.
     "lite_ppo": replace(_GRPO, reward_mean="group", reward_std="batch", advantage="reinforce"),
-    # Ahmadian et al. 2024 (arXiv 2402.14740): the mean of the others in the group.
+    # Ahmadian et al. 2024 (arXiv 2402.14740): leave-one-out mean of the group as baseline.
     "rloo": replace(_GRPO, advantage="rloo", policy_loss="policy_gradient"),
-    # Li et al. 2023 (arXiv 2310.10505): the reward of the greedy answer.
+    # Li et al. 2023 (arXiv 2310.10505): reward of the greedy response as baseline.
     "remax": replace(_GRPO, advantage="remax", policy_loss="policy_gradient"),
-    # Dong et al. 2023 (arXiv 2304.06767): imitate the best of each group.
+    # Dong et al. 2023 (arXiv 2304.06767): imitate the best trajectory of each group.
     "raft": replace(_GRPO, advantage="raft", policy_loss="policy_gradient"),
     "maxrl": replace(_GRPO, advantage="maxrl"),
-    # Feng et al. 2025 (arXiv 2505.10978): trajectories of a group, and turns from the same state.
+    # Feng et al. 2025 (arXiv 2505.10978): compares trajectories of a group, and turns that start in the same
+    # state.
     "gigpo": replace(_GRPO, advantage="gigpo", gamma=0.95),
 }
 
@@ -231,7 +235,7 @@ POLICY_LOSS_KEYS: Mapping[PolicyLoss, frozenset[str]] = {
     "dppo": _RATIO_KEYS | {"clip_low", "clip_high", "dppo_divergence"},
     "cross_entropy": frozenset(),
 }
-"""The parts of a recipe that some policy losses read and others do not."""
+"""Recipe fields that each policy loss reads, beside those that all losses read."""
 
 CHOOSING_LOSSES: frozenset[PolicyLoss] = frozenset({"clip_cov", "kl_cov"})
-"""Losses that act on tokens chosen by the log-probs before the update, so that these have to be there."""
+"""Losses that act on tokens selected by old_logprobs, which therefore must be available before the update."""

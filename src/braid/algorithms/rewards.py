@@ -1,6 +1,6 @@
-"""Rewards before credit is assigned: centred and scaled by statistics of the group, of the round, or of the run so far.
+"""Reward normalisation before advantages: by statistics of the group, of the round, or of the run so far.
 
-Owns the statistics. Where a row's rewards sit, and how a change of their sum is spread over them, is the caller's.
+Owns the statistics. Distributing a change of a row's total reward over its positions is left to the caller.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .advantages import STD_EPSILON, grouped
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Mean and variance of all values so far, in float64: `squares` is the sum of squared distances from the mean.
+    """Running mean and variance of all values so far, in float64: `squares` is the sum of squared deviations.
 
-    Batches are merged as Chan, Golub and LeVeque 1979 merge Welford's sums, so the moments are those of all values
-    together, and no old one fades.
+    Batches are merged by the parallel variant of Welford's algorithm (Chan, Golub and LeVeque 1979): all
+    values count equally, without decay.
     """
 
     count: int = 0
@@ -33,11 +33,11 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased; 0 for fewer than two values."""
+        """Unbiased standard deviation; 0 for fewer than two values."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, values: Float[Tensor, "B"]) -> None:
-        """Take in more values."""
+        """Add `values`."""
         if not len(values):
             return
         of = grouped(values, torch.zeros(len(values), dtype=torch.long, device=values.device))
@@ -61,17 +61,18 @@ def reward_statistics(
     std: RewardStatistics,
     running: RunningMoments,
 ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
-    """(center, scale) of each row, float64, so that its reward becomes (r - center) / scale.
+    """(center, scale) of each row, float64; the normalised reward is (r - center) / scale.
 
         none      0; 1                           group     mean; std + 1e-6 of the row's group
         batch     the same of all rows           running   the same of all rounds so far, this one included
 
-    Standard deviations are unbiased. One of exactly 0 (a single row, or equal rewards) scales by 1: there is nothing to
-    bring to a common size. `running` must have taken in this round's rewards. Any two can be mixed: `group` and `batch`
-    are Lite PPO's (arXiv 2508.08221).
+    Standard deviations are unbiased. If one is exactly 0 (a single row, or equal rewards), the scale is 1.
+    `running` must already contain this round's rewards. `mean` and `std` can be chosen independently: `group`
+    and `batch` give Lite PPO (arXiv 2508.08221).
 
-    ROLL: the same formula, but a group's deviation with a mean that is not the group's fails on its shapes, and a
-    deviation of 0 makes a reward that is not centred a million times larger. RLinf and SkyRL have grpo's only.
+    ROLL: the same formula, but a group's standard deviation with any other mean fails with a shape error, and
+    a standard deviation of 0 multiplies an uncentred reward by a million. RLinf and SkyRL: only the
+    normalisation of grpo.
     """
     everyone = torch.zeros_like(groups)
     zeros = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)

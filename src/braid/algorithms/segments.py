@@ -1,7 +1,7 @@
-"""Runs of positions that a ratio or a weight is taken over: the turns or the sequences of a packed batch.
+"""Segments of a packed batch, for ratios and weights over turns or sequences.
 
-Owns cutting a batch into segments, and sums and means over them. A row is never cut, so neither depends on how a step is
-packed or cut into micro-batches.
+Owns splitting a batch into segments, and sums and means over them. A row is never split, so neither depends
+on packing or micro-batches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ SegmentLevel = Literal["turn", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """T positions, of which those of `mask` [T] are in segments; `index` [T] numbers each one's segment, from 0 to T - 1 at
-    most. `size` [T] counts the masked positions of each position's own segment, in float64, and is at least 1.
+    """The segments of T positions. Positions in `mask` [T] belong to segments.
+
+    `index` [T] is the segment of each position, in 0..T - 1. `size` [T] is the number of masked positions in
+    each position's segment, float64, at least 1.
     """
 
     mask: Tensor
@@ -27,21 +29,23 @@ class Segments:
     size: Tensor
 
     def sum(self, values: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-        """Each position's value becomes the sum over its segment. Taken in float64: the order of positions does not show.
-        What `values` holds outside the mask is not read."""
+        """Sum over each position's segment, broadcast to positions. `values` is not read outside the mask.
+
+        Computed in float64, so that the order of positions does not affect the result.
+        """
         return self._totals(values).to(values.dtype)
 
     def mean(self, values: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-        """The same with the mean over the segment."""
+        """Mean over each position's segment; otherwise as `sum`."""
         return (self._totals(values) / self.size).to(values.dtype)
 
     def within(self, mask: Bool[Tensor, "T"]) -> Segments:
-        """The same segments without the positions that `mask` leaves out."""
+        """The same segments, restricted to the positions in `mask`."""
         kept = self.mask & mask
         return Segments(kept, self.index, _sum_by(self.index, kept.double()).clamp(min=1.0))
 
     def any(self, mask: Bool[Tensor, "T"]) -> Bool[Tensor, "T"]:
-        """Whether `mask` holds at any position of the segment that each position is in."""
+        """Whether `mask` is True at any position of each position's segment."""
         return _sum_by(self.index, (self.mask & mask).double()) > 0
 
     def _totals(self, values: Tensor) -> Tensor:
@@ -49,10 +53,10 @@ class Segments:
 
 
 def segments(mask: Bool[Tensor, "T"], row: Int[Tensor, "T"], level: SegmentLevel) -> Segments:
-    """The segments of a batch whose positions belong to the rows that `row` numbers, each row in one piece.
+    """The segments of a batch. `row` is the row index of each position; rows are contiguous.
 
-    sequence: the masked positions of a row. turn: masked positions of a row that follow each other without a gap, so that
-    two turns with no token of the environment between them are one, and the episode of a simulator is one.
+    sequence: the masked positions of a row. turn: a run of contiguous masked positions of a row, so two turns
+    without an environment token between them are one segment, and so is a simulator's episode.
     """
     index = row
     if level == "turn":
@@ -63,6 +67,8 @@ def segments(mask: Bool[Tensor, "T"], row: Int[Tensor, "T"], level: SegmentLevel
 
 
 def _sum_by(index: Tensor, values: Tensor) -> Tensor:
-    """[T]: at each position the sum of `values` over all positions with its index. As there are at most T segments, their
-    number need not be known, and a GPU is not waited for."""
+    """At each position, the sum of `values` over all positions with the same index, [T].
+
+    There are at most T segments, so the number of segments is not needed, which avoids a GPU synchronisation.
+    """
     return torch.zeros_like(values).index_add_(0, index, values)[index]

@@ -16,20 +16,22 @@ def value_loss(
     huber_delta: float | None = None,
     deviation: Float[Tensor, "T"] | None = None,
 ) -> Float[Tensor, "T"]:
-    """The larger of the losses of the value and of the value kept within `clip` of the old one.
+    """Clipped value loss: the larger of the losses of the value and of the value clipped to within `clip` of
+    the old one.
 
         loss = max(h(V - R), h(V_old + clip(V - V_old, -c, c) - R))        clip None: h(V - R)
         h(e) = e^2 / 2,  with huber_delta: d |e| - d^2 / 2 where |e| > d
 
-    `clip` and `huber_delta` are in units of `deviation`, the deviation of returns that a critic with normalized values
-    predicts in: c = clip * deviation, d = huber_delta * deviation. So the loss is deviation^2 times the loss of normalized
-    values and returns, and a clip of 0.2 allows the same relative move whatever the scale of rewards. None, or 1, for a critic
-    that does not normalize: then both are in units of reward.
+    `clip` and `huber_delta` are in units of `deviation`, the standard deviation of returns by which a critic
+    with normalized values scales its output: c = clip * deviation, d = huber_delta * deviation. The loss is
+    then deviation^2 times the loss of normalized values and returns, and a clip of 0.2 allows the same
+    relative change at any reward scale. None, or 1, for a critic that does not normalize: then both are in
+    units of reward.
 
-    A value that has moved further than the clip towards its return gets no gradient; one that has moved away keeps it. From
-    the code of Schulman et al. 2017 (see Engstrom et al. 2020, arXiv 2005.12729); Huber 1964. RLinf: Huber, clipped. ROLL
-    and SkyRL: squares, clipped. All three in units of reward; none normalizes values (SkyRL's normalize_reward divides by a
-    deviation that stays at 1).
+    A value that has moved further than the clip towards its return gets no gradient; one that has moved away
+    keeps its gradient. From the code of Schulman et al. 2017 (see Engstrom et al. 2020, arXiv 2005.12729);
+    Huber 1964. RLinf: Huber, clipped. ROLL and SkyRL: squared, clipped. All three use units of reward; none
+    normalizes values (SkyRL's normalize_reward divides by a standard deviation that stays at 1).
     """
     unit = torch.ones_like(values) if deviation is None else deviation
     bound = None if huber_delta is None else huber_delta * unit
