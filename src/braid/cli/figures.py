@@ -1,4 +1,4 @@
-"""The derived numbers of a plan in words, each with the arithmetic that gives it."""
+"""The derived numbers of a plan, each with its calculation, as `braid show` prints them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN = "not known yet"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number that follows from the config. `how` is its arithmetic or its reason."""
+    """A value derived from the config. `how` is its calculation or reason."""
 
     name: str
     value: str
@@ -26,7 +26,7 @@ class Figure:
 
 
 def figures(config: RunConfig, plan: Plan) -> list[Figure]:
-    """Every derived number, in the order in which a run meets them."""
+    """All derived values, in the order in which a run uses them."""
     parts = {
         "train": (_lengths, _end_tokens, _rollout, _training, _rewards, _ends),
         "sft": (_lengths, _end_tokens, _ends),

@@ -1,7 +1,7 @@
 """The command line: `braid VERB ...`.
 
-Owns arguments, exit codes and what is said on errors. Each verb loads the config, resolves the plan, so that a config's
-problems are told before anything heavy is imported, and hands over to braid.controller.commands.
+Owns argument parsing, exit codes and error output. Each verb loads the config and resolves the plan before
+importing anything heavy, so that config errors are reported at once, then calls braid.controller.commands.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, or d
 
 
 _RUNS = ("train", "sft", "eval")
-"""Verbs that are there for what they do; the others for what they print."""
+"""Verbs that run something; the output of the others is their result."""
 _BEFORE = "interrupted before the run began; nothing was written"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     with forgiven("stderr"):
         try:
             args = _parse(sys.argv[1:] if argv is None else argv)
-        except SystemExit as end:  # argparse has said why
+        except SystemExit as end:  # argparse has printed the reason
             return end.code if isinstance(end.code, int) else USAGE
         with forgiven("stdout", only_encoding=args.verb_name not in _RUNS):
             code = guarded(lambda: args.run(args), args)
@@ -88,8 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int, args: argparse.Namespace) -> int:
-    """The exit code of this process, whose end nothing disturbs any more: neither a signal nor an output that cannot be written.
-    A run has ended as it has, whether that could be printed or not; the other verbs are there for what they print."""
+    """Flush the output streams and return the exit code of the process, ignoring signals from here on.
+
+    A stream that cannot be written does not change the exit code of verbs that run something; for the other
+    verbs, whose output is their result, an unwritable stdout is a failure."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
     for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -103,8 +105,8 @@ def _leave(code: int, args: argparse.Namespace) -> int:
 
 
 def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
-    """The exit code of `action`. Errors are told on standard error, with a traceback under --debug; SIGTERM and
-    SIGHUP count as Ctrl-C; bugs go through."""
+    """Run `action` and return its exit code. Errors are printed to stderr, with a traceback under --debug;
+    SIGTERM and SIGHUP act like Ctrl-C; unexpected exceptions propagate."""
     with stop_signals():
         return _guarded(action, args)
 
@@ -129,14 +131,14 @@ def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
         return _say(USAGE if is_config else FAILED, f"{type(error).__name__}: {error}", args)
     except BraidError as error:
         return _say(FAILED, f"{type(error).__name__}: {error}", args)
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
         if args.verb_name in _RUNS or error.filename is not None or error.errno not in (ENOSPC, EIO):
             raise
         return _say(FAILED, f"standard output cannot be written: {error.strerror}", args)
-    except RuntimeError as error:  # Python 3.11 makes one of what comes while a class is being made
+    except RuntimeError as error:  # Python 3.11 wraps exceptions raised during class creation
         if isinstance(error.__cause__, KeyboardInterrupt):
             return _say(INTERRUPTED, _BEFORE, args)
         raise
@@ -147,7 +149,7 @@ def _train(args: argparse.Namespace) -> int:
     from braid.controller.cluster import launched
 
     with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
-        from braid.controller import commands  # with all its libraries, which workers read at the same time
+        from braid.controller import commands  # heavy imports, which overlap with those of the workers
 
         return _verdict(commands.train(loaded, cluster))
 
@@ -268,14 +270,15 @@ def _verdict(outcome: Outcome) -> int:
 
 
 def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
-    """The config of a verb, checked; its warnings are told. Kept in `args`, to place problems found later."""
+    """Load and check the config of a verb, and print its warnings. Also stores it in `args`, so that problems
+    found later can be reported with their origin."""
     from braid.plan import resolve
 
     read = _read(args)
     args.loaded, args.language, loaded = read.loaded, read.language, read.loaded
     if verb == "train" and loaded.config.run.eval_only:
         verb = "eval"
-    os.environ.update(loaded.config.cluster.variables)  # before torch is imported, which reads some
+    os.environ.update(loaded.config.cluster.variables)  # before the import of torch, which reads some of them
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
     return loaded
@@ -295,7 +298,7 @@ def _read(args: argparse.Namespace) -> Read:
 
 
 def _config_path(text: str) -> Path:
-    """The config file that is meant: itself, or that of a run."""
+    """The path itself, or the config file of a run if it is a run's folder."""
     path = Path(text)
     return _run_config(path) if path.is_dir() and (path / "config.yaml").exists() else path
 
@@ -309,7 +312,7 @@ def _run_config(run_dir: Path) -> Path:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with near names for mistyped verbs."""
+    """An argument parser that suggests verbs for mistyped ones."""
 
     def error(self, message: str) -> NoReturn:
         if "argument VERB: invalid choice" in message:
@@ -379,7 +382,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_extra(args: argparse.Namespace, extra: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Overrides may stand after options; anything else left over is a mistake."""
+    """Accept overrides after options; any other leftover argument is an error."""
     for text in extra:
         if not text.startswith("-") and hasattr(args, "overrides"):
             args.overrides.append(text)
@@ -437,7 +440,7 @@ def _add_run_verb(
 
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:
-    """What to type to go on; with nothing saved, the run begins again in its folder."""
+    """The command that resumes the run; without a checkpoint, it starts the run again in the same folder."""
     own = "" if args.language == "native" else "braid."
     settings = {f"{own}run.name": stop.run_dir.name, f"{own}run.resume": "latest"}
     overrides = [text for text in args.overrides if text.partition("=")[0] not in settings]

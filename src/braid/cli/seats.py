@@ -1,4 +1,4 @@
-"""The layout of a plan as a table: which rank of which role sits on which machine and device, and who works with whom."""
+"""The placement table of a plan: machine and device of each rank of each role, and its parallel groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from braid.plan.layout import Layout, RoleLayout, Worker
 from braid.plan.placement import format_numbers
 
 _MAX_GROUPS = 4
-"""Groups of a dimension that are written out."""
+"""Most groups per parallel dimension that are printed."""
 _MODES = {
     "in_process": "every role in the process where braid is started",
     "collocated": "all roles on the same devices, in turns",
@@ -23,12 +23,13 @@ _MODES = {
 
 
 def seats_title(layout: Layout) -> str:
-    """The mode in words."""
+    """The placement mode with its description."""
     return f"{layout.mode}: {_MODES[layout.mode]}"
 
 
 def seats_table(layout: Layout) -> RenderableType:
-    """A line for each role on each machine; one for each worker that has not just a device of its own."""
+    """The placement as a table: one line per role and machine, or one per worker for roles whose workers do
+    not have exactly one device each to themselves."""
     if layout.mode == "in_process":
         roles = ", ".join(f"{role.role} ({role.kind})" for role in layout.roles)
         return Text.assemble((roles, "bold"), ("  rank 0 on device 0", "dim"))
@@ -56,7 +57,7 @@ def seats_table(layout: Layout) -> RenderableType:
 
 
 def _lines(role: RoleLayout) -> Iterator[list[Worker]]:
-    """The workers that a line tells of."""
+    """The workers of each line."""
     has_own = len(role.devices) == len(role.workers) == sum(len(of.devices) for of in role.workers)
     for _, workers in groupby(role.workers, key=lambda of: of.node if has_own else of.rank):
         yield list(workers)

@@ -1,4 +1,4 @@
-"""`braid show`: a config with the origin of each value, then everything that follows from it."""
+"""`braid show`: print a config with the origin of each value, then the plan derived from it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .figures import figures, human_bytes, human_count
 from .seats import seats_table, seats_title
 
 _VALUE_WIDTH, _ORIGIN_WIDTH = 28, 20
-"""Characters that values and origins get on narrow terminals."""
+"""Column widths of values and origins on narrow terminals, in characters."""
 
 
 def as_json(loaded: Loaded, plan: Plan) -> str:
-    """Everything that `print_plan` shows, as JSON text."""
+    """Everything that `print_plan` prints, as JSON."""
     data = {
         "config": loaded.to_show(),
         "origins": dict(loaded.origins),
@@ -39,8 +39,8 @@ def as_json(loaded: Loaded, plan: Plan) -> str:
 
 
 def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Console | None = None) -> None:
-    """Print the config (values that the user set; with `show_defaults` all of them), derived numbers, who sits
-    where, the algorithm's parts, memory and warnings."""
+    """Print the config (only values that the user set, unless `show_defaults`), derived numbers, the
+    placement table, the algorithm's components, memory and warnings."""
     console = console or Console(highlight=False, soft_wrap=False)
     parts = [
         (
@@ -69,7 +69,7 @@ def _table(*justify: Any) -> Table:
 
 
 def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> RenderableType:
-    """The config as an indented tree: key, value, origin; dim where nothing in this run depends on the value."""
+    """The config as an indented tree of key, value and origin; defaults and unused keys are dimmed."""
     unused = idle_keys(loaded.config, plan)
     rows: list[tuple[Text, Text, Text, bool]] = []
     shown: KeyPath = ()
@@ -101,14 +101,15 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Rend
 
 
 def short_origin(origin: str, room: int) -> str:
-    """An origin within `room` characters: of a key in another language without the place, at last without its beginning."""
+    """Shorten an origin to `room` characters: first drop the file position of a foreign key, then truncate on
+    the left."""
     if len(origin) > room and " " in origin:
         origin = origin.rpartition(" ")[2]
     return origin if len(origin) <= room else f"…{origin[-(room - 1) :]}"
 
 
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
-    """(key path, value, origin) of every leaf, a list of plain values being one."""
+    """(key path, value, origin) of every leaf; a list of plain values counts as one leaf."""
     entries = ((path, value, loaded.origins[path_text(path)]) for path, value in leaves(loaded.to_show()))
     for (path, is_item), group in groupby(entries, key=_line_of):
         found = list(group)
@@ -121,7 +122,7 @@ def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
 
 
 def _line_of(entry: tuple[KeyPath, Any, str]) -> tuple[KeyPath, bool]:
-    """The path of the line that an entry is shown on, and whether it is an item of a list there."""
+    """The path of the line that shows an entry, and whether the entry is a list item on it."""
     path = entry[0]
     is_item = isinstance(path[-1], int)
     return (path[:-1] if is_item else path), is_item
@@ -143,7 +144,7 @@ def _figures(config: RunConfig, plan: Plan) -> RenderableType:
 
 
 def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
-    """The recipe's parts, with the origin of those that the config set; dim where this run does not read them."""
+    """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
     recipe, config = merge_recipe(loaded.config.algorithm), loaded.config.algorithm
     idle = idle_keys(loaded.config, plan)
     table = _table("left", "left", "left")
