@@ -1,4 +1,4 @@
-"""Hugging Face folders of trained models, there whole or not at all."""
+"""Atomic export of trained models to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def export_model(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer to `folder`, which AutoModelForCausalLM and AutoTokenizer load.
+    """Write model and tokenizer to `folder`, loadable by AutoModelForCausalLM and AutoTokenizer.
 
-    A new folder appears in one move. In one that is there each file takes the place of its old self, and other files stay.
-    Raises CheckpointError when it cannot be written.
+    A new folder is created by a single rename. In an existing folder, files are replaced one by one, and
+    other files stay. Raises CheckpointError when the folder cannot be written.
     """
     beside = folder.with_name(f".saving_{folder.name}")
     try:

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: written beside and renamed, checked before they are used, the newest kept.
+"""Checkpoints of a run: written atomically, verified before loading, and pruned to the newest.
 
     checkpoints/step_120/
         state.json            the step and the state's tree (tree.py)
         tensors.safetensors   its tensors
-        policy/...            what workers wrote of models that they share out among them (training.shards)
+        policy/...            shards of distributed models, written by workers (training.shards)
         manifest.json         size and SHA-256 of every other file; written last
 
-A folder named step_N is whole: it was written as .saving_step_N, flushed to the disk with everything in it, then
-renamed. Whatever moment a process is killed at, each step_N is there as it was before or as it is after. Names with a
-dot are leftovers, which the next writer clears.
+A folder named step_N is complete: it is written as .saving_step_N, synced to disk with all of its files, then
+renamed. If the process is killed at any moment, each step_N is either the old or the new checkpoint. Names
+with a leading dot are leftovers, which the next writer cleans up.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ logger = logging.getLogger(__name__)
 
 STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
 FORMAT = 1
-"""Version of the layout."""
+"""Version of the folder layout."""
 _SAVING, _REPLACED, _REMOVING = ".saving_", ".replaced_", ".removing_"
 Files = Mapping[str, Mapping[str, Any]]
-"""File in a checkpoint -> {bytes, sha256}: its line in the manifest."""
+"""File in a checkpoint -> its manifest entry, {bytes, sha256}."""
 Fill = Callable[[Path], tuple[Mapping[str, Any], Files]]
-"""Has workers write into a folder; what of the state is not there, and their files."""
+"""Makes workers write their files into a folder; returns the rest of the state, and the manifest entries of
+these files."""
 
 
 class CheckpointStore:
-    """The checkpoints in `folder`; `keep` newest ones stay, all for None. One process writes; any may read."""
+    """The checkpoints in `folder`. Keeps the newest `keep` (None: all). One process writes; any process may
+    read."""
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
         assert keep is None or keep >= 1, f"keep={keep} would keep no checkpoint"
@@ -53,8 +55,8 @@ class CheckpointStore:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other runs from writing here within the block. Raises ConfigError when one does, or when the folder cannot be
-        made."""
+        """Lock the folder against other writers within the block. Raises ConfigError when another run holds
+        the lock, or the folder cannot be created."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             held = lock(self.folder / ".lock")
@@ -79,18 +81,21 @@ class CheckpointStore:
         return sorted({int(match[2]) for match in found if match})
 
     def path(self, step: int) -> Path:
-        """The folder of a step's checkpoint; where a kill fell between the two renames of a replacement, the old one's."""
+        """Folder of a step's checkpoint; the old one's if the process was killed between the two renames of a
+        replacement."""
         home = self.folder / f"step_{step}"
         replaced = self.folder / f"{_REPLACED}step_{step}"
         return replaced if replaced.exists() and not home.exists() else home
 
     def save(self, step: int, state: Mapping[str, Any] | Fill) -> Path:
-        """Write `state` as the checkpoint of `step`, in the place of an earlier one of that step, and return its folder.
+        """Write `state` as the checkpoint of `step`, replacing an earlier one of that step, and return its
+        folder.
 
-        Where workers write a part of it, `state` is called with the folder for their files, and tells what else there is.
+        If workers write a part of it, `state` is a function that takes the folder for their files; see Fill.
 
-        Then the oldest beyond `keep` go, and those of later steps: they are of a future that a resume has given up.
-        Raises CheckpointError when it cannot be written; then every checkpoint is as before.
+        Afterwards removes the oldest checkpoints beyond `keep`, and those of later steps, which the resumed
+        run has discarded. Raises CheckpointError when the checkpoint cannot be written; all others are then
+        unchanged.
         """
         saving = self.folder / f"{_SAVING}step_{step}"
         needed: int | None = None
@@ -120,18 +125,18 @@ class CheckpointStore:
         return self.path(step)
 
     def load(self, which: str | Path = "latest") -> tuple[int, dict[str, Any]]:
-        """(step, state) of the newest checkpoint that is whole, or of the one in the folder `which`. What workers wrote is in
-        its folders, which `locate` gives.
+        """Return (step, state) of the newest complete checkpoint, or of the one in the folder `which`. Files
+        written by workers are not read; `locate` returns their folder.
 
-        Raises CheckpointError when there is none. A damaged one is passed over with a warning by `latest`, and an error
-        when it was asked for by path.
+        Raises CheckpointError when there is none. `latest` skips a damaged checkpoint with a warning; a
+        damaged one given by path is an error.
         """
         path, step, state = self.locate(which)
         del path
         return step, state
 
     def locate(self, which: str | Path = "latest") -> tuple[Path, int, dict[str, Any]]:
-        """(folder, step, state) of what `load` loads."""
+        """Return (folder, step, state) of the checkpoint that `load` loads."""
         if which != "latest":
             return Path(which), *read_checkpoint(Path(which))
         problems: list[str] = []
@@ -155,8 +160,8 @@ class CheckpointStore:
         )
 
     def about(self, which: str | Path = "latest") -> tuple[Path, dict[str, str]] | None:
-        """The folder that `locate` is likely to give, and what its state has under `about`, without reading tensors; None where no
-        state can be read."""
+        """Return the folder that `locate` probably returns and the `about` entry of its state, without
+        reading tensors; None if no state can be read."""
         for path in map(self.path, reversed(self.steps())) if which == "latest" else [Path(which)]:
             with suppress(CheckpointError, OSError):
                 manifest = _manifest_of(path)
@@ -165,13 +170,13 @@ class CheckpointStore:
         return None
 
     def forget_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, when a run goes on from `step`."""
+        """Remove the checkpoints of later steps when a run resumes from `step`."""
         for later in self.steps():
             if later > step:
                 self._remove(later)
 
     def clean(self) -> None:
-        """Clear what killed saves have left. For the process that writes."""
+        """Remove leftovers of interrupted saves. Only for the process that writes."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
@@ -202,7 +207,8 @@ class CheckpointStore:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Take a checkpoint away at once, then its bytes. What is left over by an error goes with the next clearing."""
+        """Remove a checkpoint: rename it first, then delete its files. Leftovers of errors are removed by the
+        next `clean`."""
         removing = self.folder / f"{_REMOVING}step_{step}"
         try:
             self.path(step).rename(removing)
@@ -227,9 +233,10 @@ class CheckpointStore:
 
 
 def read_checkpoint(path: Path) -> tuple[int, dict[str, Any]]:
-    """(step, state) of the checkpoint in the folder `path`. Raises CheckpointError when it is missing or damaged."""
+    """Return (step, state) of the checkpoint in the folder `path`. Raises CheckpointError when it is missing
+    or damaged."""
     manifest = _manifest_of(path)
-    with ThreadPoolExecutor() as threads:  # hashing leaves the interpreter to others
+    with ThreadPoolExecutor() as threads:  # hashing releases the GIL
         for _ in threads.map(lambda item: _check(path, *item), manifest["files"].items()):
             pass
     try:
@@ -264,7 +271,7 @@ def _manifest_of(path: Path) -> dict[str, Any]:
 
 
 def _is_line(line: object) -> bool:
-    """Whether this can be a file's line of a manifest."""
+    """Whether `line` has the form of a manifest entry."""
     kinds = {key: type(value) for key, value in line.items()} if isinstance(line, dict) else {}
     return kinds == {"bytes": int, "sha256": str}
 
@@ -278,14 +285,14 @@ def _check(path: Path, name: str, expected: Mapping[str, Any]) -> None:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
     except FileNotFoundError:
         raise _damaged(path, f"{name} is missing") from None
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise _damaged(path, f"{name!r} cannot be read ({error})") from error
     if digest != expected["sha256"]:
         raise _damaged(path, f"{name}: SHA-256 mismatch with {MANIFEST}")
 
 
 def _check_written(saving: Path, files: Files) -> None:
-    """Raise CheckpointError when this process does not see what workers have written."""
+    """Raise CheckpointError if this process does not see the files that workers have written."""
     for name, line in files.items():
         if not (saving / name).is_file() or (saving / name).stat().st_size != line["bytes"]:
             raise CheckpointError(
@@ -299,7 +306,8 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 
 def _write(path: Path, fill: Callable[[Callable[[bytes | memoryview], object]], object]) -> dict[str, Any]:
-    """Write a file by what `fill` hands over, down to the disk. Returns its line of the manifest."""
+    """Write a file with the data that `fill` passes to its argument, and sync it to disk. Returns its
+    manifest entry."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
 
@@ -314,7 +322,7 @@ def _write(path: Path, fill: Callable[[Callable[[bytes | memoryview], object]], 
 
 
 def _sync(folder: Path) -> None:
-    """Have the folder's names on the disk."""
+    """Sync the folder's directory entries to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

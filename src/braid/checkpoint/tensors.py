@@ -1,8 +1,9 @@
-"""A safetensors file, written one tensor at a time.
+"""Streaming writer for safetensors files, one tensor at a time.
 
-The library's own writer wants all tensors in host memory and contiguous at once, and tells a full disk without its
-error number. This one holds one tensor besides the state, and hashes what it writes on the way. The library reads it.
-Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data).
+The library's own writer needs all tensors contiguous in host memory at once, and reports a full disk without
+its errno. This one copies at most one tensor at a time, and passes the bytes on, so that they can be hashed
+while they are written. Files are read with the library. Format: https://huggingface.co/docs/safetensors (8
+bytes of header length, JSON header, data).
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ DTYPES = {
 
 
 def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, Tensor]) -> None:
-    """Hand the file's bytes to `write` in order. Raises CheckpointError for a type that the format does not have."""
+    """Pass the file's bytes to `write` in order. Raises CheckpointError for a dtype that the format lacks."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
                 f"the state at {name} is of {tensor.dtype}, which safetensors files cannot hold"
             )
-    # the widest first, so that every tensor is aligned to its items
+    # widest dtype first, so that every tensor is aligned to its item size
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header, end = {}, 0
     for name in names:
@@ -64,13 +65,13 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of the file, in memory of their own on the CPU."""
+    """Read all tensors of the file into newly allocated CPU memory."""
     return dict(_tensors_of(path))
 
 
 def _tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  # the file is no mapping
+        for name in file.keys():  # noqa: SIM118  # the file is not a mapping
             yield name, file.get_tensor(name).clone()
 
 

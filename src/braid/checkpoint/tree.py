@@ -1,14 +1,14 @@
-"""A state as JSON beside tensors, and back, exactly.
+"""Lossless conversion of a state to JSON plus named tensors, and back.
 
-A state is a tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Every value
-comes back with its type, floats to the bit (nan and infinities too), integers of any size; with these exceptions: numpy
-scalars come back as Python numbers, subclasses (OrderedDict, enums) as what they derive from, tensors on the CPU without
-gradients. Leaves that are one tensor, the same memory with the same shape, are stored once and come back as one tensor;
-other views of shared memory come back apart.
+A state is a tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors.
+Types are preserved, floats bit for bit (including nan and infinities), integers of any size, with these
+exceptions: numpy scalars become Python numbers, instances of subclasses (OrderedDict, enums) their base type,
+and tensors are restored on the CPU without gradients. Leaves that are the same tensor (same memory and shape)
+are stored once and restored as one tensor; other views of shared memory are restored as separate tensors.
 
-JSON has no form for some of these; they are written as a mapping with one key, whose `$` no other mapping here may begin
-a key with: {"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$float": "nan"}, {"$bytes": base64},
-{"$tensor": name}, {"$array": name}.
+Values without a JSON form are written as a mapping with one key that begins with `$`: {"$tuple": [...]},
+{"$dict": [[key, value], ...]}, {"$float": "nan"}, {"$bytes": base64}, {"$tensor": name}, {"$array": name}. A
+mapping with keys that are not strings, or begin with `$`, is written as $dict.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from braid.errors import CheckpointError
 
 
 def pack(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """(plain data for JSON, tensors by name). No tensor is copied. Raises CheckpointError for a value of another type."""
+    """Convert a state to (JSON data, tensors by name). Tensors are not copied. Raises CheckpointError for a
+    value of an unsupported type."""
     packer = _Packer()
     return packer.pack(state, ""), packer.tensors
 
 
 def unpack(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given."""
+    """Restore the state from the results of `pack`."""
     if isinstance(data, list):
         return [unpack(item, tensors) for item in data]
     if not isinstance(data, dict):
@@ -63,7 +64,7 @@ def _unpack_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
 
 
 class _Packer:
-    """Collects the tensors of one state under their paths."""
+    """Converts a state and collects its tensors under their paths."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -111,7 +112,8 @@ class _Packer:
             raise _cannot(path, f"a numpy array of {array.dtype}") from None
 
     def _name(self, tensor: Tensor, path: str) -> str:
-        """The name that the tensor is stored under: its path, or that of the same tensor found before."""
+        """Name under which the tensor is stored: its path, or that of an earlier leaf that is the same
+        tensor."""
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise _cannot(path, f"a tensor that is not plain ({tensor.layout}, {tensor.device})")
         tensor = tensor.detach()

@@ -81,7 +81,8 @@ def _strategy(_: str, source: Source) -> Any:
 
 
 def _precision(value: Any, source: Source) -> Became:
-    """16 bits are for computation; what the optimizer changes is held in fp32. An adapter's frozen base need not be."""
+    """Map the precision to the compute dtype. Trained weights are kept in fp32; the frozen base of an adapter
+    is kept in the given precision."""
     if value is None:
         return no_effect("null: fp32")
     kind = facts.precision(source)
@@ -98,7 +99,7 @@ def _precision(value: Any, source: Source) -> Became:
 
 
 def _autocast(source: Source) -> str:
-    """Native type of matrix products over fp32 weights."""
+    """Native dtype of matrix products over fp32 weights."""
     if facts.file_backend(source) != "megatron" and source.get("actor.fsdp_config.amp_autocast.enabled"):
         return {"fp32": "none"}.get(
             amp := source.get("actor.fsdp_config.amp_autocast.precision") or "bf16", amp
@@ -151,7 +152,7 @@ def _betas(_: float, source: Source) -> Became:
 
 
 def _ratio(name: str) -> Convert:
-    """A learning rate as a share of actor.optim.lr."""
+    """Convert a learning rate to a fraction of actor.optim.lr."""
 
     def convert(value: float, source: Source) -> Became:
         lr = source.get("actor.optim.lr")
@@ -258,31 +259,32 @@ def _mcore(value: bool, source: Source) -> Became:
 
 
 def _steps_of_round(value: int, source: Source) -> Became:
-    """Optimizer steps of a round: its chunks over the batch."""
+    """Compute the optimizer steps per round: action chunks divided by the batch size."""
     chunks = facts.num_envs(source) * facts.rollout_epochs(source) * facts.chunks_per_episode(source)
     return Became({"train.steps_per_pass": max(1, chunks // value)})
 
 
 def _megatron(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Apply:
-    """`actor.KEY` as a key of train.megatron; without `name` the conversion says where."""
+    """Map `actor.KEY` to train.megatron.NAME; if `name` is empty, the conversion returns the path."""
     native = name and f"train.megatron.{name}"
     return Apply(f"actor.{key}", native, takes, when(megatron, then=then), note=note)
 
 
 def _layer(key: str, name: str, takes: Takes, note: str = "") -> Apply:
-    """`actor.model.KEY` as a key of Megatron's layers."""
+    """Map `actor.model.KEY` to train.megatron.transformer.NAME."""
     return _megatron(f"model.{key}", f"transformer.{name}", takes, note=note)
 
 
 def _fsdp(
     key: str, name: str, takes: Takes, idle: Idle, then: Convert | None = None, note: str = ""
 ) -> Apply:
-    """`actor.fsdp_config.KEY` as a key of train.fsdp, for the generations that `idle` leaves."""
+    """Map `actor.fsdp_config.KEY` to train.fsdp.NAME, for the FSDP versions that `idle` allows."""
     return Apply(f"actor.fsdp_config.{key}", f"train.fsdp.{name}", takes, when(idle, then=then), note=note)
 
 
 def _schedule(key: str, name: str, takes: Takes, convert: Convert | None = None, note: str = "") -> Apply:
-    """`actor.KEY` as a key of the learning rate's schedule."""
+    """Map `actor.KEY` to train.optimizer.schedule.NAME; if `name` is empty, the conversion returns the
+    path."""
     native = name and f"train.optimizer.schedule.{name}"
     return Apply(f"actor.{key}", native, takes, convert, note=note)
 

@@ -32,7 +32,7 @@ _AGGREGATIONS = {
 _LOSSES = ("ppo", "grpo", "actor", "actor_critic", "decoupled_actor_critic", "gspo")
 _BY_EPS = "null: algorithm.ratio_clip_eps says it"
 NO_TOP_K = 1_000_000
-"""RLinf writes this for no limit; no vocabulary is as large."""
+"""RLinf's value for no limit; larger than any vocabulary."""
 
 
 def _advantage(_: str, source: Source) -> Became:
@@ -78,7 +78,7 @@ def _loss(value: str, source: Source) -> Became:
 
 
 def _decoupled(high: float | None) -> list[dict[str, Any]]:
-    """The surrogate times w, and nothing where w is above the threshold."""
+    """Corrections that multiply the surrogate by w and mask tokens with w above the threshold."""
     weight = _correction("truncate", high)
     return [weight] if high is None else [weight, _correction("mask", high)]
 

@@ -1,4 +1,4 @@
-"""RLinf's keys of robots: simulators, and what makes a folder a vision-language-action policy."""
+"""RLinf's keys for robots: simulators and vision-language-action policies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _simulator(value: str, source: Source) -> Became:
 
 
 def _of_simulator(name: str) -> Any:
-    """Why a key of the simulator `name` changes nothing in another."""
+    """Condition of keys for the simulator `name`: the reason why they have no effect in other simulators."""
 
     def idle(source: Source) -> str:
         kind = source.get("env.train.env_type")
@@ -51,7 +51,7 @@ def _of_simulator(name: str) -> Any:
 
 
 def _task(key: str) -> Convert:
-    """The task, which training and evaluation share."""
+    """Convert the task name; raises ValueError if training and evaluation differ."""
 
     def convert(value: str, source: Source) -> str:
         trained = source.values.get(f"env.train.{key}")
@@ -65,7 +65,8 @@ def _task(key: str) -> Convert:
 
 
 def _number_of_prompts(value: int | None, source: Source) -> Became:
-    """Reset states of a round: simulators times runs, over those that share one."""
+    """Compute the prompts (reset states) per round: simulators times episodes of each, divided by the group
+    size."""
     episodes, group = (
         facts.num_envs(source) * facts.rollout_epochs(source),
         source.get("algorithm.group_size") or 1,
@@ -74,7 +75,7 @@ def _number_of_prompts(value: int | None, source: Source) -> Became:
 
 
 def _env_rules(role: str, native: str) -> Iterator[Rule]:
-    """The keys of env.train or env.eval: those of the page's section and of the presets mounted there."""
+    """Rules of env.train or env.eval: the documented section and the keys of presets mounted there."""
 
     def apply(
         key: str,
@@ -137,12 +138,12 @@ def _env_rules(role: str, native: str) -> Iterator[Rule]:
 
 
 def _vla(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Apply:
-    """A key of the robot policy."""
+    """Map a key of the robot policy."""
     return Apply(f"actor.model.{key}", f"model.vla.{name}", takes, when(robots_only, then=then), note=note)
 
 
 def _channels(section: str) -> Iterator[Rule]:
-    """The named queue that a role reads from."""
+    """Rules of the named queue that a role reads from."""
     why = "records go from role to role without named queues"
     yield NoEffect(f"{section}.channel.name", TEXT, why)
     yield NoEffect(f"{section}.channel.queue_name", TEXT, why)

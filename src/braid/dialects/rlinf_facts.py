@@ -1,6 +1,8 @@
-"""What an RLinf file says as a whole: task, backend, engine, devices, batches. Conversions and checks ask here.
+"""Properties of an RLinf file as a whole, for conversions and checks: task, backend, engine, devices,
+batches.
 
-Functions of the second part are the reasons why a key changes nothing in a file; see conversions.when.
+The functions from `text_only` on are conditions for conversions.when: each returns the reason why its group
+of keys has no effect in the file, empty if they have one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ROLES = {
     "reward": "reward",
     "env": "env",
 }
-"""Component of RLinf -> role."""
+"""RLinf component -> role."""
 DTYPES = {
     "fp16": "fp16", "16": "fp16", "16-mixed": "fp16",
     "bf16": "bf16", "bf16-mixed": "bf16",
@@ -29,25 +31,26 @@ DTYPES = {
 
 
 def is_robots(source: Source) -> bool:
-    """The task is embodied: a robot policy in a simulator."""
+    """Whether the task is embodied: a robot policy in a simulator."""
     task = source.get("runner.task_type")
     return source.has("env.train") if task is None else task.startswith("embodied")
 
 
 def file_backend(source: Source) -> str:
-    """megatron, fsdp or fsdp2: what the file itself asks for."""
+    """Training backend that the file asks for: megatron, fsdp or fsdp2."""
     if source.get("actor.training_backend") == "megatron":
         return "megatron"
     return (source.get("actor.fsdp_config.strategy") or "fsdp").lower()
 
 
 def backend(source: Source) -> str:
-    """The training backend, native name; the command line comes first."""
+    """Training backend under its native name; the command line takes precedence."""
     return source.backend or file_backend(source)
 
 
 def engine(source: Source) -> str:
-    """native, vllm or sglang; the command line comes first. The pipeline that the page describes samples with SGLang."""
+    """Rollout engine: native, vllm or sglang; the command line takes precedence. Text tasks default to
+    SGLang, as in RLinf's documented pipeline."""
     if source.engine is not None:
         return source.engine
     if (newer := source.values.get("rollout.rollout_backend")) is not None:
@@ -59,32 +62,32 @@ def engine(source: Source) -> str:
 
 
 def precision(source: Source) -> str:
-    """Native type of the policy's matrix products."""
+    """Native dtype of the policy's matrix products."""
     return DTYPES.get(str(source.get("actor.model.precision")), "fp32")
 
 
 def has_critic(source: Source) -> bool:
-    """Values are learned: by a critic, or, for robots, by a head of the policy."""
+    """Whether values are learned: by a critic, or, for robots, by a value head of the policy."""
     loss = source.get("algorithm.loss_type")
     is_joint = loss in ("actor_critic", "decoupled_actor_critic") or (is_robots(source) and loss == "ppo")
     return advantage(source) == "gae" and (is_joint or source.get("critic.use_critic_model") is True)
 
 
 def advantage(source: Source) -> str:
-    """adv_type; the older ppo is gae."""
+    """Value of adv_type; the old name ppo means gae."""
     kind = source.get("algorithm.adv_type")
     return "gae" if kind == "ppo" else kind
 
 
 def num_devices(source: Source) -> int | None:
-    """Devices of the file's cluster, None when it does not say."""
+    """Number of devices in the file's cluster; None if it is not given."""
     per_node, nodes = source.get("cluster.num_gpus_per_node"), source.get("cluster.num_nodes")
     return None if per_node is None else (nodes or 1) * per_node
 
 
 def devices_of(source: Source, component: str) -> Devices | None:
-    """The devices that the file gives a component; None for `all` of an unknown number, and for no readable placement.
-    A component that is not named is where the actor is."""
+    """Devices of a component; None for `all` of an unknown number, and for an invalid placement. A component
+    without a placement shares the actor's devices."""
     lines = source.get("cluster.component_placement") or {"actor": "all"}
     try:
         placed = parse_placement({line: str(text) for line, text in lines.items()}, num_devices(source))
@@ -94,9 +97,10 @@ def devices_of(source: Source, component: str) -> Devices | None:
 
 
 def dp_size(source: Source) -> int:
-    """Data-parallel ranks of the actor: its devices over the model-parallel ones. 1 while their number is not known.
+    """Data-parallel size of the actor: its devices divided by the model-parallel size; 1 if their number is
+    unknown.
 
-    That of the file, whatever runs it: the batch arithmetic is the original's.
+    Computed from the file, regardless of the backend in use: batch sizes follow the original's arithmetic.
     """
     devices = devices_of(source, "actor")
     if devices is None:
@@ -107,7 +111,7 @@ def dp_size(source: Source) -> int:
 
 
 def model_parallel(source: Source) -> int:
-    """Devices of one Megatron copy of the actor."""
+    """Number of devices of one Megatron replica of the actor."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     product = 1
     for name in sizes:
@@ -116,19 +120,20 @@ def model_parallel(source: Source) -> int:
 
 
 def engine_parallel(source: Source) -> int:
-    """Devices of one copy of the rollout engine."""
+    """Number of devices of one rollout engine replica."""
     sizes = ("rollout.tensor_parallel_size", "rollout.pipeline_parallel_size")
     return (source.get(sizes[0]) or 1) * (source.get(sizes[1]) or 1)
 
 
 def rollout_devices(source: Source) -> int:
-    """Devices that sample; 1 while their number is not known."""
+    """Number of rollout devices; 1 if unknown."""
     devices = devices_of(source, "rollout")
     return 1 if devices is None else len(devices.numbers)
 
 
 def global_batch(source: Source) -> int | None:
-    """Rows of one optimizer step: `rollout_batch_size * group_size // n_minibatches`; robots name it themselves."""
+    """Rows per optimizer step: `rollout_batch_size * group_size // n_minibatches`; for robots,
+    actor.global_batch_size."""
     if is_robots(source):
         return source.get("actor.global_batch_size")
     prompts, group = source.get("data.rollout_batch_size"), source.get("algorithm.group_size")
@@ -137,13 +142,13 @@ def global_batch(source: Source) -> int | None:
 
 
 def micro_batch(source: Source) -> int | None:
-    """Rows of one forward and backward pass on a device."""
+    """Rows per forward and backward pass on one device."""
     key = "actor.micro_batch_size" if is_robots(source) else "algorithm.training_batch_size_per_gpu"
     return source.get(key)
 
 
 def chunks_per_episode(source: Source) -> int:
-    """Answers of a robot policy in one episode: env steps over actions per answer."""
+    """Action chunks per episode: env steps divided by the chunk length."""
     steps, chunk = (
         source.get("env.train.max_episode_steps") or 1,
         source.get("actor.model.num_action_chunks") or 1,
@@ -152,7 +157,8 @@ def chunks_per_episode(source: Source) -> int:
 
 
 def num_envs(source: Source) -> int:
-    """Simulators of training. null: as many as make one optimizer batch, in whole groups (RLinf wants the number)."""
+    """Number of training simulators. null: as many as fill one optimizer batch, in whole groups (RLinf
+    requires the number)."""
     given = source.get("env.train.total_num_envs")
     if given is not None:
         return given
@@ -164,57 +170,58 @@ def num_envs(source: Source) -> int:
 
 
 def rollout_epochs(source: Source) -> int:
-    """Times that the simulators are run through in a round."""
+    """Number of episodes per simulator and round."""
     return source.get("algorithm.rollout_epoch") or 1
 
 
 def text_only(source: Source) -> str:
-    """Keys of language models."""
+    """Condition of keys for language models."""
     return "runner.task_type is embodied, and this is of language models" if is_robots(source) else ""
 
 
 def robots_only(source: Source) -> str:
-    """Keys of robots."""
+    """Condition of keys for robots."""
     return "" if is_robots(source) else "of robots; runner.task_type is one of text"
 
 
 def megatron(source: Source) -> str:
-    """Keys of Megatron."""
+    """Condition of Megatron keys."""
     return _of_backend(source, ("megatron",), "Megatron's")
 
 
 def fsdp(source: Source) -> str:
-    """Keys of both FSDPs."""
+    """Condition of keys for both FSDP versions."""
     return _of_backend(source, ("fsdp", "fsdp2"), "FSDP's")
 
 
 def fsdp1(source: Source) -> str:
-    """Keys of the first FSDP."""
+    """Condition of keys for FSDP 1."""
     return _of_backend(source, ("fsdp",), "of FSDP 1")
 
 
 def fsdp2(source: Source) -> str:
-    """Keys of the second FSDP."""
+    """Condition of keys for FSDP 2."""
     return _of_backend(source, ("fsdp2",), "of FSDP 2")
 
 
 def fsdp_file(source: Source) -> str:
-    """Keys of FSDP's section that hold for other backends too, when the file is one for FSDP."""
+    """Condition of FSDP keys that apply to any backend in use, provided that the file asks for FSDP."""
     return "FSDP's; actor.training_backend is megatron" if file_backend(source) == "megatron" else ""
 
 
 def megatron_file(source: Source) -> str:
-    """Megatron's keys that hold for other backends too, when the file is one for Megatron."""
+    """Condition of Megatron keys that apply to any backend in use, provided that the file asks for
+    Megatron."""
     return "" if file_backend(source) == "megatron" else "Megatron's; actor.training_backend is fsdp"
 
 
 def cluster(source: Source) -> str:
-    """Keys of worker groups and devices."""
+    """Condition of keys for worker groups and devices."""
     return "everything runs in one process (--backend single)" if source.backend == "single" else ""
 
 
 def constant(source: Source) -> str:
-    """Keys of a learning rate that decays."""
+    """Condition of keys for learning rate decay."""
     style = (
         source.get("actor.lr_sched.lr_decay_style") or source.get("actor.optim.lr_scheduler") or "constant"
     )
@@ -222,22 +229,22 @@ def constant(source: Source) -> str:
 
 
 def sglang(source: Source) -> str:
-    """Keys of SGLang."""
+    """Condition of SGLang keys."""
     return _of_engine(source, ("sglang",), "SGLang's")
 
 
 def vllm(source: Source) -> str:
-    """Keys of vLLM."""
+    """Condition of vLLM keys."""
     return _of_engine(source, ("vllm",), "vLLM's")
 
 
 def served(source: Source) -> str:
-    """Keys that both large engines have, and the native one has not."""
+    """Condition of keys that SGLang and vLLM have and the native engine lacks."""
     return _of_engine(source, ("sglang", "vllm"), "of SGLang and vLLM")
 
 
 def fixed_batches(source: Source) -> str:
-    """Keys of micro-batches with a number of rows."""
+    """Condition of keys for micro-batches with a fixed number of rows."""
     is_dynamic = source.get("runner.enable_dynamic_batch_size") is True
     return "runner.enable_dynamic_batch_size: micro-batches are cut by tokens" if is_dynamic else ""
 

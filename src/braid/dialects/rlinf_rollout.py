@@ -22,7 +22,7 @@ from .table import (
 from .values import ANY, BOOL, COUNT, NATURAL, PATH, POSITIVE, TEXT, Takes, choice, nullable, number
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
-"""model_type of text models -> architecture of transformers."""
+"""model_type of text models -> architecture in transformers."""
 VLA_KINDS = ("openvla", "openvla_oft")
 OTHER_MODELS = (
     "qwen2.5_vl", "qwen3_vl", "openpi", "gr00t", "dexbotic_pi", "mlp_policy", "cnn_policy", "flow_policy",
@@ -37,7 +37,7 @@ MODEL_TYPE = choice(*ARCHITECTURES, *VLA_KINDS, *OTHER_MODELS)
 
 
 def model_type(value: str, source: Source) -> Became:
-    """The policy's architecture, or the kind of a robot policy."""
+    """Convert model_type to the policy's architecture, or the kind of a robot policy."""
     if facts.is_robots(source) and value in VLA_KINDS:
         return Became({"model.vla.kind": value})
     if not facts.is_robots(source) and value in ARCHITECTURES:
@@ -47,7 +47,7 @@ def model_type(value: str, source: Source) -> Became:
 
 
 def _engine(name: str, then: Convert | None = None) -> Convert:
-    """The setting `name` of whichever engine samples."""
+    """Set `name` in the section of the engine in use."""
 
     def convert(value: Any, source: Source) -> Became:
         made = value if then is None else then(value, source)
@@ -75,7 +75,8 @@ def _weights_dir(value: str | None, source: Source) -> Any:
 
 
 def _recompute(value: bool, source: Source) -> Any:
-    """Without the key text tasks recompute; robots keep what the rollout wrote down."""
+    """Convert recompute_logprobs. Without the key, text tasks recompute log-probs and robots use those
+    recorded during rollout."""
     if "rollout.recompute_logprobs" not in source.values:
         value = not facts.is_robots(source)
     return "recompute" if value else "behavior"

@@ -1,4 +1,4 @@
-"""RLinf's keys of the run, the cluster, the data, rewards and the critic."""
+"""RLinf's keys for the run, the cluster, the data, rewards and the critic."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _wandb(value: bool, _: Source) -> Became:
 
 
 def _of_sinks(name: str) -> Any:
-    """`name` in the sections of the sinks that runner.logger.logger_backends lists."""
+    """Set `name` for the sinks in runner.logger.logger_backends."""
 
     def convert(value: str, source: Source) -> Became:
         chosen = source.get("runner.logger.logger_backends") or []
@@ -150,7 +150,7 @@ def _seq_length(source: Source) -> int:
 
 
 def _dynamic(value: bool, source: Source) -> Became:
-    """Rows of one pass: bounded by tokens, or so many whatever their length."""
+    """Bound micro-batches by tokens, or set a fixed number of rows."""
     if facts.is_robots(source):
         return no_effect("robots: actor.micro_batch_size bounds a pass")
     if value:
@@ -169,7 +169,7 @@ def _token_budget(value: int, source: Source) -> Any:
 
 
 def logprob_rows(value: int, source: Source) -> Became:
-    """Rows of one pass without gradients, whatever their length."""
+    """Set a fixed number of rows per pass without gradients, regardless of their length."""
     return Became({"train.infer_batch_rows": value, "train.infer_batch_tokens": value * _seq_length(source)})
 
 
@@ -185,7 +185,7 @@ def _data_type(value: str, source: Source) -> Became:
 
 
 def _sources(name: str) -> Any:
-    """The files of `data.train` or `data.eval`, as one source: they are read one after the other."""
+    """Set the files of `data.train` or `data.eval` as one source, read in sequence."""
 
     def convert(value: str | list[str], _: Source) -> Became:
         paths = [value] if isinstance(value, str) else value
@@ -195,7 +195,7 @@ def _sources(name: str) -> Any:
 
 
 def _column(name: str) -> Any:
-    """A setting of all sources that the file has."""
+    """Set `name` for all sources in the file."""
 
     def convert(value: Any, source: Source) -> Any:
         given = {"train": "data.train_data_paths", "eval": "data.val_data_paths"}
@@ -206,7 +206,8 @@ def _column(name: str) -> Any:
 
 
 def eval_prompts(_: Any, source: Source) -> Became:
-    """Prompts evaluated together: the global number, or that of all devices if it is less."""
+    """Compute the evaluation batch in prompts: the smaller of the global limit and the sum of the per-device
+    limits."""
     whole = source.get("data.val_rollout_batch_size") or source.get("data.rollout_batch_size")
     per_device = source.get("algorithm.val_rollout_batch_size_per_gpu")
     limits = [whole, per_device and per_device * facts.rollout_devices(source)]
@@ -232,7 +233,7 @@ def _reward_type(value: str, source: Source) -> Became:
 
 
 def _reward_scale(_: Any, source: Source) -> Became:
-    """A score s in [0, 1] becomes scale * (low + (high - low) * s)."""
+    """Map a score s in [0, 1] to scale * (low + (high - low) * s)."""
     low, high, scale = (
         source.get(f"reward.{name}") for name in ("reward_min_val", "reward_max_val", "reward_scale")
     )
@@ -252,7 +253,7 @@ def _critic(value: bool, source: Source) -> Any:
 
 
 def critic_view(source: Source) -> Source:
-    """The file as its critic has it: `critic` in place of `actor`."""
+    """Return a view of the file in which the `critic` keys replace those of `actor`."""
     own = {
         f"actor{key.removeprefix('critic')}": v
         for key, v in source.values.items()
@@ -263,12 +264,12 @@ def critic_view(source: Source) -> Source:
 
 
 def of_critic(native: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of training among native values, as the critic's."""
+    """Return the training settings among native values, moved to the critic's section."""
     return {f"critic.{key}": value for key, value in native.items() if key.startswith("train.")}
 
 
 def _as_actor(value: Any, source: Source) -> Became:
-    """A key that the actor has too, by the actor's rule."""
+    """Convert a key that the actor has too, using the actor's rule."""
     if not facts.has_critic(source):
         return no_effect("no values are learned")
     key = f"actor{source.at.removeprefix('critic')}"

@@ -1,9 +1,9 @@
-"""The training rows of a round on disk, every array of them, for a debugger or a comparison with another system.
+"""Training rows of a round on disk with all of their arrays, for debugging and comparison with other systems.
 
-    batches/round_000010.json           what the rows are and where each lies in the arrays
-    batches/round_000010.safetensors    the arrays, those of all rows end to end
+    batches/round_000010.json           index: metadata of each row and its offset in the arrays
+    batches/round_000010.safetensors    the arrays, concatenated over all rows
 
-`write_batch` and `read_batch` mirror each other; docs/run_directory.md describes the files.
+`read_batch` is the inverse of `write_batch`; docs/run_directory.md describes the files.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from braid.types import Group, Row
 from .files import to_json, write_atomically
 
 _ARRAYS = ("inputs", "mask", "fields")
-"""Members of a Row that go into the arrays; the others into the index."""
+"""Fields of Row stored in the arrays; the others are stored in the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose episode a stored row is: the prompt's uid and source, the place in its group, and how it ended."""
+    """Origin of a stored row: the prompt's uid and source, and the trajectory's index in its group, status
+    and reward."""
 
     uid: str
     source: str
@@ -38,9 +39,8 @@ class Origin:
 
 
 def write_batch(path: Path, groups: Sequence[Group], rows: Sequence[Row]) -> None:
-    """Write the `rows` of `groups` as `path`.safetensors and `path`.json. The index comes last: with it, both are whole.
-
-    An OSError is passed on.
+    """Write the `rows` of `groups` to `path`.safetensors and `path`.json. The index is written last: if it
+    exists, both files are complete. Raises OSError.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     index = []
@@ -59,14 +59,14 @@ def write_batch(path: Path, groups: Sequence[Group], rows: Sequence[Row]) -> Non
 
 
 def read_batch(path: Path) -> list[tuple[Row, Origin]]:
-    """The rows that `write_batch` stored as `path`, each with where it comes from."""
+    """Read the rows that `write_batch` stored at `path`, each with its origin."""
     index = json.loads(path.with_suffix(".json").read_text("utf-8"))
     arrays = load_file(path.with_suffix(".safetensors"))
     return [_row(record, arrays) for record in index["rows"]]
 
 
 def _parts(rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
-    """Array name -> its piece of each row. All rows have the same arrays."""
+    """Return array name -> the array of each row. All rows have the same arrays."""
     parts: dict[str, list[NDArray[Any]]] = {}
     for row in rows:
         named = {

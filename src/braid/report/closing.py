@@ -1,4 +1,5 @@
-"""What a run shows at its end: what was learned, answers before and after, where the files are."""
+"""Closing report of a run: evaluation results and answers before and after training, and the paths of its
+files."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ Results = Mapping[str, Mapping[str, float]]
 """Evaluation: source -> name (mean@n, pass@k, ...) -> value."""
 
 NUM_ANSWERS = 3
-"""Prompts whose answers are shown."""
+"""Number of prompts whose answers are shown."""
 
 
 def what_was_learned(first: Results, last: Results) -> RenderableType:
-    """A table of each source's results, first and last."""
+    """Build a table of the first and last evaluation results of each source."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("evaluation", no_wrap=True)
     for title in ("", "first", "last", "change"):
         table.add_column(title, justify="left" if not title else "right", no_wrap=True)
-    has_one = len(last) <= 2  # a single source is the same as all of them
+    has_one = len(last) <= 2  # one source: same results as `all`
     for source, values in last.items():
         if has_one and source == "all":
             continue
@@ -46,7 +47,7 @@ def what_was_learned(first: Results, last: Results) -> RenderableType:
 
 
 def answers(first: Path, last: Path) -> RenderableType | None:
-    """The first prompts of two evaluations with their answers; None when there is nothing to show."""
+    """Build a table of the first prompts of two evaluations with their answers; None if there are none."""
     rows = list(islice(_pairs(first, last), NUM_ANSWERS))
     if not rows:
         return None
@@ -66,7 +67,7 @@ def closing(
     shown: RenderableType | None,
     files: Mapping[str, str],
 ) -> RenderableType:
-    """Everything, one below the other."""
+    """Stack the parts of the closing report."""
     style = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
     parts: list[RenderableType] = [
         Rule(style="dim"),
@@ -83,7 +84,7 @@ def closing(
 
 
 def _pairs(first: Path, last: Path) -> Iterator[tuple[Sample, Sample]]:
-    """First samples of the prompts that both files have, in order; text only."""
+    """Yield the first samples of the prompts in both files, in order; text only."""
     if not (first.exists() and last.exists()) or first == last:
         return
     old = {s.trajectory.prompt.uid: s for s in read_samples(first) if s.trajectory.sample == 0}

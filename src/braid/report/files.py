@@ -1,5 +1,5 @@
-"""Small files: written so that a reader, or a run killed at any moment, finds the old content or the new, never a part; and
-locks."""
+"""Atomic writes of small files, file locks, and strict JSON. After a crash at any moment, a file has either
+its old or its new content."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 
 def write_atomically(path: Path, pieces: Iterable[str | bytes], *, is_private: bool = False) -> None:
-    """Replace the file at `path` by `pieces` of text (UTF-8) or bytes, one after the other. On an OSError, which is passed on,
-    the old file stays. A private file is readable by its owner alone."""
+    """Replace the file at `path` by the concatenation of `pieces`, text (UTF-8) or bytes. Raises OSError, and
+    then keeps the old file. A private file is readable only by its owner."""
     beside = path.with_name(f".{path.name}.new")
     try:
         mode = 0o600 if is_private else 0o666
@@ -30,8 +30,8 @@ def write_atomically(path: Path, pieces: Iterable[str | bytes], *, is_private: b
 
 
 def lock(path: Path) -> int:
-    """A descriptor that holds an exclusive lock on the file until it is closed, by the end of the process at the latest. Raises
-    BlockingIOError when another process holds it."""
+    """Take an exclusive lock on the file and return the descriptor that holds it, until it is closed or the
+    process ends. Raises BlockingIOError when another process holds the lock."""
     number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,7 +42,7 @@ def lock(path: Path) -> int:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON: numbers that are not finite become null, and what JSON has no form for becomes text."""
+    """Serialise as strict JSON: non-finite numbers become null, and unsupported types become strings."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent, default=str)
 
 

@@ -1,7 +1,7 @@
-"""Metrics that merge: each value carries what it takes to add up parts of a round exactly.
+"""Mergeable metrics: each value carries what is needed to combine parts of a round exactly.
 
-A mean is a sum and a count, so the mean over a round does not depend on how the round was cut into pieces. Owns values
-and their merging; which names exist is names.py's.
+A mean is a sum and a count, so the mean over a round does not depend on how the round was split. Owns the
+values and their merging; names.py declares the names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .names import position
 
 
 class Value(Protocol):
-    """A metric under collection."""
+    """Accumulated value of a metric."""
 
     @property
     def value(self) -> float: ...
@@ -28,7 +28,7 @@ class Value(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """`sum` over `count` things; nan over none."""
+    """`sum` divided by `count`; nan if the count is 0."""
 
     sum: float
     count: float = 1.0
@@ -61,7 +61,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """The least; nan wins, so that it is not lost."""
+    """Minimum; nan if any value is nan."""
 
     value: float
 
@@ -75,7 +75,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The greatest; nan wins, so that it is not lost."""
+    """Maximum; nan if any value is nan."""
 
     value: float
 
@@ -95,13 +95,13 @@ _KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (Mean
 
 
 class Metrics:
-    """Values by name. A name must be declared in names.py and keeps the kind it was first given."""
+    """Values by name. A name must be declared in names.py and keeps the kind of its first value."""
 
     def __init__(self) -> None:
         self._values: dict[str, Value] = {}
 
     def mean(self, name: str, total: float, count: float = 1.0) -> None:
-        """`total` is the sum over `count` things."""
+        """Add `total`, the sum over `count` items, to a mean."""
         self._put(name, Mean(float(total), float(count)))
 
     def add(self, name: str, value: float) -> None:
@@ -114,24 +114,24 @@ class Metrics:
         self._put(name, Max(float(value)))
 
     def value(self, name: str) -> float:
-        """The value so far. Raises KeyError for a name that nothing was put under."""
+        """Return the current value. Raises KeyError for a name without one."""
         return self._values[name].value
 
     def merge(self, other: Metrics) -> None:
-        """Take in what another collector, of another worker or piece of the round, has gathered."""
+        """Merge the metrics of another worker or part of the round into these."""
         for name, value in other._values.items():
             self._put(name, value)
 
     def state(self) -> dict[str, tuple[str, tuple[float, ...]]]:
-        """What `load` takes: name -> kind and numbers."""
+        """Return the state for `load`: name -> kind and numbers."""
         return {name: (type(value).__name__, value.numbers) for name, value in self._values.items()}
 
     def load(self, state: Mapping[str, tuple[str, Sequence[float]]]) -> None:
-        """Take over a `state()`."""
+        """Replace all values by those of a `state()`."""
         self._values = {name: _KINDS[kind](*numbers) for name, (kind, numbers) in state.items()}
 
     def flat(self) -> dict[str, float]:
-        """Name -> value, in the order of the table of names."""
+        """Return name -> value, in the order of names.METRICS."""
         return {
             name: self._values[name].value for name in sorted(self._values, key=lambda n: (position(n), n))
         }

@@ -1,4 +1,4 @@
-"""Answers in the log, for a person who looks on (`rollout.print_outputs`)."""
+"""Logging of sampled answers (`rollout.print_outputs`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_outputs(round_: int, groups: Sequence[Group]) -> None:
-    """Log every text trajectory of a round, with its prompt, how it ended and its reward."""
+    """Log every text trajectory of a round, with its prompt, status and reward."""
     for group in groups:
         for trajectory in group.trajectories:
             if trajectory.env_steps is None:

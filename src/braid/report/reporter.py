@@ -1,7 +1,7 @@
-"""One place for all that a run tells: metrics to the sinks, samples and summary to the folder, progress to the console.
+"""The reporter: metrics to the sinks, samples and summary to the run folder, progress to the console.
 
-Owns what is written when, and what a failure to write means; each sink owns its form. Trajectories and metrics come
-from the loop, which knows nothing of where they go.
+Owns when things are written and how write failures are handled; each sink owns its format. The loop passes
+trajectories and metrics without knowing their destinations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Status = Literal["running", "finished", "failed", "interrupted", "not_learned"]
 
 
 class SourceCounts(Protocol):
-    """What became of one source's rows (data.prompts has the record)."""
+    """Row counts of one source (implemented in data.prompts)."""
 
     @property
     def rows(self) -> int: ...
@@ -41,17 +41,19 @@ class SourceCounts(Protocol):
 
 
 class Counted(Protocol):
-    """Data that was read, counted by source."""
+    """A data set with row counts by source."""
 
     @property
     def counts(self) -> Mapping[str, SourceCounts]: ...
 
 
 class Reporter:
-    """Tells what a run does. Built before the run's parts, so that they can tell of themselves.
+    """Reports the progress and results of a run. Built before the run's components, so that they can report
+    too.
 
-    `decode` turns token ids into the text of stored samples; it may be set once there is a tokenizer. A sink that fails
-    is reported once and left out from there on; so is a summary that cannot be written. metrics.jsonl raises ReportError.
+    `decode` turns token ids into the text of stored samples; it may be set once the tokenizer is loaded. A
+    sink that fails is logged once and removed; a summary that cannot be written is logged once. A failure of
+    metrics.jsonl raises ReportError.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Reporter:
         *,
         checkpoints: Path | None = None,
     ) -> None:
-        """`checkpoints` is their folder, the run's own when None."""
+        """`checkpoints` is the checkpoint folder; None for the one in the run folder."""
         self.run_dir = run_dir
         self._checkpoints = checkpoints or run_dir.checkpoints
         self.console = console
@@ -82,7 +84,7 @@ class Reporter:
 
     @contextmanager
     def phase(self, verb: str) -> Iterator[None]:
-        """Show that the run is busy with `verb`, for as long as the context lasts. A worker's failure is told with it."""
+        """Show the phase `verb` while the context lasts. WorkerErrors are labelled with it."""
         with self.console.phase(verb):
             try:
                 yield
@@ -91,11 +93,12 @@ class Reporter:
                 raise
 
     def progress(self, verb: str, done: int, total: int) -> None:
-        """Show how far a long phase has come."""
+        """Show the progress of a long phase."""
         self.console.progress(verb, done, total)
 
     def count_data(self, **read: Counted) -> None:
-        """Report how many rows each source has, and how many were too long, by the use of the data (train, eval, sft)."""
+        """Report the rows of each source, and how many were too long, by the use of the data (train, eval,
+        sft)."""
         for role, prompts in read.items():
             self._data[role] = {}
             for source, counts in prompts.counts.items():
@@ -111,7 +114,7 @@ class Reporter:
                 self.console.say(f"{role} data  {source}: {counts.rows:,} rows{left_out}{shortened}")
 
     def log(self, round_: int, step: int, metrics: Metrics) -> None:
-        """Write a round's line everywhere, and the summary."""
+        """Write a round's metrics to all sinks, and update the summary."""
         self._begin()
         now = time.monotonic()
         metrics.add("time/round_s", now - self._line_s)
@@ -132,7 +135,8 @@ class Reporter:
             self._is_summary_late = True
 
     def store_samples(self, name: str, groups: Sequence[Group], rows: Sequence[Row] = ()) -> None:
-        """Keep trajectories, with what training made of them, as samples/`name`.jsonl. A full disk is told, no more."""
+        """Store trajectories with their training values as samples/`name`.jsonl. Write errors are only
+        logged."""
         self._begin()
         path = self._samples(name)
         try:
@@ -141,7 +145,7 @@ class Reporter:
             logger.warning("samples were not stored: cannot write %s: %s", path, error.strerror)
 
     def store_batch(self, name: str, groups: Sequence[Group], rows: Sequence[Row]) -> None:
-        """Keep all arrays of training rows as batches/`name`. A full disk is told, no more."""
+        """Store all arrays of training rows as batches/`name`. Write errors are only logged."""
         self._begin()
         path = self.run_dir.batches / name
         try:
@@ -151,13 +155,13 @@ class Reporter:
             logger.warning("training rows were not stored: cannot write %s: %s", path, error.strerror)
 
     def tell_evaluated(self, checkpoint: Path | None) -> None:
-        """Say which weights an evaluation is of; the summary has them, too. None: the model of the config."""
+        """Report which checkpoint is evaluated, also in the summary. None: the model of the config."""
         self._evaluated = checkpoint
         self.console.say(f"evaluating {checkpoint or 'the model of the config'}")
 
     def restart(self) -> None:
-        """The run begins anew or goes on from a checkpoint (then `load` follows), in the same process. Its restarts are
-        counted in the summary."""
+        """Reset when the run starts over or resumes from a checkpoint (then `load` follows) in the same
+        process. The summary counts restarts."""
         self._num_restarts += 1
         self._round, self._step = None, 0
         self._first_eval = self._last_eval = _NO_EVAL
@@ -166,8 +170,8 @@ class Reporter:
         self._is_begun = False
 
     def state(self, stored_round: int) -> dict[str, Any]:
-        """What a resumed run needs to go on telling: the round, the time, the first and last evaluation. `stored_round` is the
-        last round whose samples may be stored already."""
+        """Return the state that a resumed run needs: the round, the elapsed time, the first and last
+        evaluation, ... `stored_round` is the last round whose samples may be stored already."""
         return {
             "round": self._round,
             "stored_round": stored_round,
@@ -179,7 +183,7 @@ class Reporter:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: what the folder has of later rounds is taken back before the next line."""
+        """Resume from a checkpoint; records of later rounds are removed from the run folder."""
         self._round, self._step = state["round"], state["step"]
         self._earlier_s = state["wall_s"]
         self._first_eval, self._last_eval = state["first_eval"], state["last_eval"]
@@ -187,8 +191,9 @@ class Reporter:
         self._begin(state["stored_round"])
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
-        """Write the last summary, close every sink and show what came of the run. A summary that cannot be written, or shown,
-        is logged: the run is what it is."""
+        """Write the final summary, close all sinks and show the closing report. A summary that cannot be
+        written is logged, and an error in showing the report ignored: neither changes the outcome of the
+        run."""
         try:
             self._summarize(status, error)
         except ReportError as failure:
@@ -203,12 +208,12 @@ class Reporter:
 
     @property
     def first_eval(self) -> dict[str, dict[str, float]]:
-        """Results of the first evaluation: source -> name -> value; empty before it."""
+        """Results of the first evaluation, source -> name -> value; empty if there is none yet."""
         return self._first_eval["results"]
 
     @property
     def last_eval(self) -> dict[str, dict[str, float]]:
-        """Results of the newest evaluation."""
+        """Results of the latest evaluation."""
         return self._last_eval["results"]
 
     @property
@@ -216,7 +221,7 @@ class Reporter:
         return self._earlier_s + time.monotonic() - self._start_s
 
     def _begin(self, stored_round: int | None = None) -> None:
-        """Before the first thing that is written: bring the folder back to the round that this run goes on from."""
+        """Before the first write: rewind the run folder to the round from which this run resumes."""
         if self._is_begun:
             return
         self._is_begun = True
@@ -228,7 +233,7 @@ class Reporter:
             act()
         except ReportError:
             raise
-        except Exception as error:  # whatever a tracker raises, the run is worth more
+        except Exception as error:  # a tracker's failure must not end the run
             self._sinks.remove(sink)
             logger.warning(
                 "%s failed and is left out from here on: %s: %s", sink.name, type(error).__name__, error
@@ -285,7 +290,7 @@ _NO_EVAL: dict[str, Any] = {"round": None, "results": {}}
 
 
 def _eval_results(flat: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """source -> name -> value, of a round's line."""
+    """Extract source -> name -> value from the metrics of a round."""
     results: dict[str, dict[str, float]] = {}
     for name, value in flat.items():
         if name.startswith("eval/"):

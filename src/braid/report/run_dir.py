@@ -1,9 +1,9 @@
-"""The folder of a run: which one it is, what lies where, and going back to a checkpoint's round.
+"""The run folder: its selection, its layout, and rewinding it to a checkpoint's round.
 
     config.yaml  plan.json  metrics.jsonl  summary.json  samples/  batches/  checkpoints/  exports/  tensorboard/
 
-docs/run_directory.md describes each file for other tools. Checkpoints are written by checkpoint/, metrics.jsonl by its
-sink.
+docs/run_directory.md describes each file for other tools. The checkpoint package writes checkpoints, and a
+sink metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from .files import lock, to_json, write_atomically
 logger = logging.getLogger(__name__)
 
 WORTH_KEEPING = ("metrics.jsonl", "checkpoints/*step_*")
-"""A folder with one of these (glob patterns) holds a run; one without is of a start that failed, and is used again."""
+"""Glob patterns of files that mark a folder as holding a run; a folder without them is left from a failed
+start, and is reused."""
 
 
 class RunGoesOn(ConfigError):
-    """Another process works in the folder."""
+    """Another process is using the run folder."""
 
 
 class RunDir:
-    """A run's folder, held by this process until `close`.
+    """A run folder, locked by this process until `close`.
 
-    Raises ConfigError when another process holds it, or when it cannot be made.
+    Raises ConfigError when another process holds the lock, or the folder cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,10 +63,10 @@ class RunDir:
 
     @classmethod
     def open(cls, parent: Path, name: str, *, if_exists: Literal["refuse", "new"], resume: bool) -> RunDir:
-        """The folder `parent/name` for a new run, or to go on with one when `resume`.
+        """Open the folder `parent/name` for a new run, or for the existing one if `resume`.
 
-        Raises ConfigError when it holds a run that is neither resumed nor to be left alone (`if_exists` new, which
-        takes the first free of name-2, name-3, ...).
+        If it already holds a run that is not resumed, `if_exists="new"` takes the first free of name-2,
+        name-3, ..., and "refuse" raises ConfigError.
         """
         path = parent / name
         if resume:
@@ -73,7 +74,7 @@ class RunDir:
         if if_exists == "new":
             for number in itertools.count(1):
                 free = parent / (name if number == 1 else f"{name}-{number}")
-                with suppress(RunGoesOn):  # of a run that has written nothing yet
+                with suppress(RunGoesOn):  # a run that has written nothing yet
                     if not holds_run(free):
                         return cls(free)
         if holds_run(path):
@@ -86,14 +87,14 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
-        """What tells this run from others, also from those of the same name; made when it is first asked for."""
+        """Unique id of this run, even among runs of the same name; created on first use."""
         path = self.path / ".run_id"
         if not path.exists():
             self._write(path, secrets.token_hex(8))
         return path.read_text()
 
     def forget_id(self) -> None:
-        """The folder is used for a new run."""
+        """Delete the run id, when the folder is reused for a new run."""
         (self.path / ".run_id").unlink(missing_ok=True)
 
     @property
@@ -133,7 +134,7 @@ class RunDir:
         return self.path / "batches"
 
     def describe(self, config_yaml: str, plan: dict[str, Any], kept: Mapping[str, str] | None = None) -> None:
-        """Write what the run is to do: the resolved config as YAML, its plan, and further texts by file name."""
+        """Write the resolved config (YAML), the plan, and further texts by file name."""
         self._write(self.config, config_yaml)
         self._write(self.plan, to_json(plan, indent=2) + "\n")
         for name, text in (kept or {}).items():
@@ -143,7 +144,8 @@ class RunDir:
         self._write(self.summary, to_json(summary, indent=2) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl. A line that is no JSON (half-written when a run was killed) is left out."""
+        """Read the lines of metrics.jsonl. Invalid lines (partly written when a run was killed) are
+        skipped."""
         try:
             lines = self.metrics.read_text("utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -151,10 +153,10 @@ class RunDir:
         return [record for line in lines if (record := _parse(line)) is not None]
 
     def rewind(self, last_round: int | None, stored_round: int | None = None) -> None:
-        """Take back everything that was written after `last_round`; None is before the first line. Samples and batches of
+        """Remove everything written after `last_round`; None: all rounds. Samples and batches up to
         `stored_round` stay.
 
-        The run that goes on from there writes it anew, so that its files end up as those of a run never broken off.
+        The resumed run writes them again, so that its files end up as those of an uninterrupted run.
         """
         kept = [r for r in self.read_metrics() if last_round is not None and r["round"] <= last_round]
         if self.metrics.exists():
@@ -166,7 +168,7 @@ class RunDir:
                 path.unlink()
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Release the lock on the folder."""
         self._release()
 
     def _write(self, path: Path, text: str) -> None:
@@ -177,7 +179,7 @@ class RunDir:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether the folder has something of a run that a new one would destroy."""
+    """Whether the folder has files of a run that a new run would destroy."""
     return any(next(path.glob(pattern), None) is not None for pattern in WORTH_KEEPING)
 
 

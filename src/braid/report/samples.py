@@ -1,6 +1,6 @@
-"""Trajectories on disk: one JSON object a line, so that a person, or a tool, can read later what a round did.
+"""Trajectories on disk as JSON Lines, for inspection by people and tools.
 
-`write_samples` and `read_samples` mirror each other; docs/run_directory.md describes the lines.
+`read_samples` is the inverse of `write_samples`; docs/run_directory.md describes the format.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(slots=True)
 class Sample:
-    """A trajectory as stored. `prompt_text` is what the model read; `context_texts` and `output_texts` have the text of
-    each turn (all empty without a tokenizer).
+    """A stored trajectory. `prompt_text` is the prompt as the model read it; `context_texts` and
+    `output_texts` have the text of each turn (all empty without a tokenizer).
 
-    `training` has what training made of it: name -> one number for each position that the policy wrote, over all turns
+    `training` has its training values: name -> one number per position that the policy wrote, over all turns
     (advantages, old_logprobs, rewards, ...); empty for a trajectory that was not trained on.
     """
 
@@ -40,9 +40,10 @@ class Sample:
 def write_samples(
     path: Path, groups: Sequence[Group], rows: Iterable[Row] = (), *, decode: Decode | None = None
 ) -> None:
-    """Write every trajectory of `groups`, with what `rows` say of it. The file is there whole or not at all.
+    """Write every trajectory of `groups`, with the training values from its row in `rows`. The write is
+    atomic.
 
-    An OSError is passed on.
+    Raises OSError.
     """
     row_of = {row.trajectory: row for row in rows}
     trajectories = [t for group in groups for t in group.trajectories]
@@ -54,8 +55,8 @@ def write_samples(
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """The samples of one file, in order. Numbers that were not finite come back as nan; values of prompt fields that
-    JSON has no form for, as text."""
+    """Read the samples of a file, in order. Non-finite numbers come back as nan, and values of prompt fields
+    that JSON does not support as strings."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield _sample(json.loads(line))
@@ -154,7 +155,7 @@ def _turn(record: dict[str, Any]) -> Turn:
 
 
 def _env_steps(record: dict[str, Any]) -> EnvSteps:
-    """Choices come back as int64, everything else as float32; null turns into nan."""
+    """Restore env steps: discrete actions as int64, everything else as float32, null as nan."""
     actions = np.array(record["actions"])
     return EnvSteps(
         observations=np.array(record["observations"], np.float32),

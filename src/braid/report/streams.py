@@ -1,4 +1,5 @@
-"""Standard output and error of a run: nothing that cannot be printed ends it, and what rewards print goes to a file."""
+"""Standard streams of a run: errors in printing never end it, and output of reward functions goes to a
+file."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from typing import Any, Literal, TextIO
 logger = logging.getLogger(__name__)
 
 REWARD_THREADS = "braid-reward"
-"""Threads that run users' rewards have names that begin so."""
+"""Name prefix of the threads that run users' reward functions."""
 
 
 class Forgiving:
-    """A text stream that drops what it cannot write: its disk is full, its terminal or pipe is closed. Characters that its
-    encoding lacks become question marks."""
+    """A text stream that drops text it cannot write, because the disk is full or the terminal or pipe is
+    closed. Characters that its encoding lacks become question marks."""
 
     def __init__(self, stream: TextIO, *, only_encoding: bool = False) -> None:
-        """With `only_encoding` it forgives characters alone."""
+        """With `only_encoding`, only encoding errors are suppressed."""
         self._stream = stream
         self._forgiven = () if only_encoding else (OSError, ValueError)  # ValueError: the stream is closed
 
@@ -44,7 +45,8 @@ class Forgiving:
 
 @contextmanager
 def forgiven(name: Literal["stdout", "stderr"], *, only_encoding: bool = False) -> Iterator[None]:
-    """Within the block, this standard stream is Forgiving. One that was closed before the process began is the null device."""
+    """Make a standard stream Forgiving within the block. One that was closed at process start becomes the
+    null device."""
     before = getattr(sys, name)
     with nullcontext(before) if before is not None else open(os.devnull, "w", encoding="utf-8") as stream:
         setattr(sys, name, Forgiving(stream, only_encoding=only_encoding))
@@ -55,7 +57,8 @@ def forgiven(name: Literal["stdout", "stderr"], *, only_encoding: bool = False) 
 
 
 class _Sorted:
-    """A text stream from which what threads of rewards write goes to the file `log`; the first time is told."""
+    """A text stream that redirects the output of reward threads to the file `log`; the first redirection is
+    logged."""
 
     def __init__(self, stream: Any, log: Path | None) -> None:
         self._stream, self._log, self._is_told = stream, log, False
@@ -73,7 +76,7 @@ class _Sorted:
             self._started[thread] = rest
         if not newline:
             return len(text)
-        with suppress(OSError):  # a full disk is no failure of the reward
+        with suppress(OSError):  # a full disk must not fail the reward
             self._log.parent.mkdir(exist_ok=True)
             with self._log.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(lines + newline)
@@ -88,7 +91,8 @@ class _Sorted:
 
 @contextmanager
 def reward_prints_in(log: Path | None) -> Iterator[None]:
-    """Within the block, what rewards print in this process goes to the file `log`, or with None nowhere."""
+    """Redirect what reward functions print in this process to the file `log` within the block; None discards
+    it."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Sorted(sys.stdout, log), _Sorted(sys.stderr, log)
     try:

@@ -1,4 +1,4 @@
-"""The protocol of a sink: where a round's metrics go."""
+"""The protocol of metric sinks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 
 class Sink(Protocol):
-    """Takes one line of metrics a round. A sink that raises is closed and left out of the rest of the run, except
-    metrics.jsonl's, whose ReportError ends it."""
+    """Receives the metrics of each round. A sink that raises is removed for the rest of the run; only a
+    ReportError, as raised by metrics.jsonl, ends the run."""
 
     name: str
-    """What messages call it."""
+    """Display name in messages."""
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
-        """Write what was measured in one round, under declared names. Values may be nan or infinite."""
+        """Write the metrics of a round, under declared names. Values may be nan or infinite."""
         ...
 
     def close(self) -> None: ...
@@ -25,8 +25,8 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """Where an experiment tracker is to put a run; fields as in config.report, `name` filled in. `config` is shown beside the
-    curves."""
+    """Settings of an experiment tracker; fields as in config.report, with `name` filled in. `config` is the
+    run config to show next to the curves."""
 
     project: str
     name: str
@@ -35,7 +35,7 @@ class Tracker:
 
 
 def run_id(file: Path) -> str:
-    """The id under which a tracker knows a run, so that a resumed one goes on under it. Kept in `file`."""
+    """Return the tracker's id of the run, stored in `file`, so that a resumed run continues the same one."""
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:12], "utf-8")
     return file.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Which sinks a run has beside the console."""
+"""Construction of a run's sinks, other than the console."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def build_sinks(
     wandb: Tracker | None = None,
     swanlab: Tracker | None = None,
 ) -> list[Sink]:
-    """metrics.jsonl always, the others as asked for, with their files in `folder` (the run's own when None). A queue of None is
-    no TensorBoard. Raises ConfigError when a tracker is missing or does not start."""
+    """Build the metrics.jsonl sink and the requested others, with their files in `folder` (None: the run
+    folder). `tensorboard_queue=None` disables TensorBoard. Raises ConfigError when a tracker is not installed
+    or does not start."""
     home = run_dir.path if folder is None else folder
     home.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]

@@ -1,6 +1,6 @@
-"""The run on a terminal: a live display, or a line a round where there is none; and the log messages above it.
+"""Terminal output during a run: a live display, or else one line per round, with log messages above it.
 
-Owns what is shown while a run goes on. What is shown at its end is closing.py's.
+closing.py has the report at the end of a run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Mode = Literal["auto", "live", "plain", "none"]
 MAX_WIDTH = 100
 """Columns of the live display on wide terminals."""
 ROUNDS_FOR_RATE = 20
-"""Newest rounds that the time left is reckoned from."""
+"""Number of latest rounds from which the remaining time is estimated."""
 
 EVAL_MEAN = "eval/all/mean"
-"""Stands for eval/all/mean@n, whatever n is. Left out where it says the same as the accuracy."""
+"""Stands for eval/all/mean@n with any n. Hidden if it equals the accuracy."""
 
 
 class Shown(NamedTuple):
-    """A metric on display: its label, name, form and unit ({} for what the run counts)."""
+    """A displayed metric: its label, name, format and unit ({} for the unit of the policy's output)."""
 
     label: str
     name: str
@@ -58,27 +58,28 @@ SHOWN = (
     Shown("sampled", "rollout/tokens_per_s", "{:,.0f}".format, "{}/s"),
     Shown("trained", "train/tokens_per_s", "{:,.0f}".format, "{}/s"),
 )
-"""A metric that a run does not have has no place in its display; evaluations stay until the next."""
+"""Displayed metrics, in order. Those that a run lacks are hidden; evaluation results stay until the next
+evaluation."""
 
 CURVES = ("reward/mean", "sft/loss")
-"""Metrics with a curve over the run."""
+"""Metrics shown with a curve over the run."""
 
 
 _LOGGER = logging.getLogger("braid")
 
 
 class Console:
-    """Shows rounds as they end and phases as they run. A context manager: the display is there within it.
+    """Shows finished rounds and the running phase. A context manager: the display exists within the context.
 
-    `auto` is live on a terminal of UTF-8 and plain elsewhere; `none` shows log messages only. `num_rounds` may be set
-    once it is known, and `counted`, the unit of what the policy writes, where that is not tokens. `screen` is the rich
-    console to draw on, of standard output by default.
+    `auto` is live on a UTF-8 terminal and plain elsewhere; `none` shows only log messages. `num_rounds` may
+    be set once it is known, and `counted` is the unit of the policy's output if it is not tokens. `screen` is
+    the rich console to draw on, by default on standard output.
     """
 
     name = "the console"
 
     def __init__(self, mode: Mode, *, title: str, folder: Path, screen: RichConsole | None = None) -> None:
-        # the stream as it is now: what the screen shows is not taken for what rewards print (report.streams)
+        # bind the current stream, so that report.streams does not redirect the display as reward output
         self.screen = screen or RichConsole(highlight=False, file=sys.stdout)
         self.title = title
         self.num_rounds: int | None = None
@@ -114,7 +115,7 @@ class Console:
         self.close()
 
     def close(self) -> None:
-        """Leave the display as it is, and stop drawing."""
+        """Stop drawing, and leave the display as it is."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -124,13 +125,13 @@ class Console:
             _LOGGER.setLevel(self._old_level)
 
     def say(self, text: str) -> None:
-        """Print a line, above the display where there is one."""
+        """Print a line, above the live display if there is one."""
         if self.mode != "none":
             self.screen.print(Text(printable(text)), soft_wrap=not self.screen.is_terminal)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show that the run is busy with `name`."""
+        """Show the phase `name` while the context lasts."""
         outer, self._phase = self._phase, _Phase(name)
         try:
             yield
@@ -138,14 +139,15 @@ class Console:
             self._phase = outer
 
     def progress(self, name: str, done: int, total: int) -> None:
-        """Show how far a long phase has come; elsewhere than on a live display, a line for each tenth."""
+        """Show the progress of a long phase; in plain mode, print a line for each tenth."""
         if self._phase is not None:
             self._phase.done, self._phase.total = done, total
         if self.mode == "plain" and done * 10 // total > (done - 1) * 10 // total:
             self.say(f"{_words(name)} {done}/{total}")
 
     def go_on(self, records: Sequence[Mapping[str, float | None]]) -> None:
-        """Take up what the run has shown before the round that it goes on from, and no more: the lines of metrics.jsonl."""
+        """Restore the display from `records`, the lines of metrics.jsonl up to the round from which the run
+        resumes."""
         self._first, self._latest = {}, {}
         self._curves = {name: [] for name in CURVES}
         self._ends_s.clear()
@@ -156,7 +158,7 @@ class Console:
             self._round, self._step = int(records[-1]["round"] or 0), int(records[-1]["step"] or 0)
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
-        """A round has ended."""
+        """Show the metrics of a finished round."""
         self._take(flat)
         self._round, self._step = round_, step
         self._ends_s.append(time.monotonic())
@@ -178,7 +180,7 @@ class Console:
 
     @property
     def _left_s(self) -> float | None:
-        """Seconds to the last round, at the mean pace of the newest rounds."""
+        """Seconds until the end of the last round, at the mean pace of the latest rounds."""
         if self.num_rounds is None or len(self._ends_s) < 2 or self._round == self.num_rounds:
             return None
         pace = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
@@ -228,7 +230,7 @@ class Console:
         return row
 
     def _activity(self) -> RenderableType:
-        """What runs now, and where the time of the last round went."""
+        """Build the line with the running phase and the longest phases of the last round."""
         cells: list[RenderableType] = []
         if (phase := self._phase) is not None:
             of = f" {phase.done}/{phase.total}" if phase.total else ""
@@ -254,7 +256,7 @@ class Console:
         return table
 
     def _note(self, shown: Shown, room: int) -> Text:
-        """What stands behind a value: its curve, what it was at first, or its unit."""
+        """Build the annotation of a value: its curve, its first value, or its unit."""
         if curve := self._curves.get(shown.name):
             return Text(sparkline(curve, max(room, 8)), "cyan")
         if shown.name.startswith("eval/") and (first := self._first[shown.name]) != self._latest[shown.name]:
@@ -266,7 +268,7 @@ class Console:
 
 
 def _shown(flat: Mapping[str, float]) -> dict[str, float]:
-    """The values that SHOWN names."""
+    """Select the values of the metrics in SHOWN."""
     values = {s.name: flat[s.name] for s in SHOWN if s.name in flat}
     mean = next((value for name, value in flat.items() if name.startswith(f"{EVAL_MEAN}@")), None)
     if mean is not None and mean != values.get("eval/all/pass@1"):
@@ -275,7 +277,7 @@ def _shown(flat: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Phase:
-    """A phase under way. `total` is 0 while it is not known how far it goes."""
+    """The running phase. `total` is 0 while unknown."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -285,7 +287,8 @@ class _Phase:
 
 
 class _Handler(logging.Handler):
-    """Prints log messages on the screen, above a live display: warnings and worse, and what braid itself tells."""
+    """Prints log messages on the screen, above a live display: warnings and errors, and messages of braid at
+    INFO and above."""
 
     def __init__(self, screen: RichConsole) -> None:
         super().__init__(logging.INFO)
@@ -297,19 +300,20 @@ class _Handler(logging.Handler):
                 return
             head = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
             body = self.format(record)
-            if record.name == "py.warnings":  # after the first line comes the source text
+            if record.name == "py.warnings":  # the first line is followed by the source line
                 body = body.splitlines()[0]
             style = "yellow" if record.levelno == logging.WARNING else "bold red"
             self._screen.print(
                 Text.assemble((head, style), printable(body, keep_lines=True)),
                 soft_wrap=not self._screen.is_terminal,
             )
-        except Exception:  # as logging asks of handlers: a broken message is no reason to end the run
+        except Exception:  # required of logging handlers: a broken message must not end the run
             self.handleError(record)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The curve of `values` in at most `width` characters, each the mean of its share; gaps where nothing is finite."""
+    """Draw `values` as a curve of at most `width` characters, each the mean of a chunk; gaps if a chunk has
+    no finite value."""
     num = min(width, len(values))
     shares = [values[i * len(values) // num : (i + 1) * len(values) // num] for i in range(num)]
     finite = [[v for v in share if abs(v) < float("inf")] for share in shares]  # nan compares as false
@@ -323,14 +327,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`0:42`, `12:05`, `3:01:44`."""
+    """Format a duration: `0:42`, `12:05`, `3:01:44`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def printable(text: str, *, keep_lines: bool = False) -> str:
-    """`text` without characters that steer a terminal: a model may write anything. Line ends become ↵ unless kept."""
+    """Remove terminal control characters, since a model may write anything. Newlines become ↵ unless kept."""
     if not keep_lines:
         text = text.replace("\r\n", "\n").replace("\n", "↵")
     return "".join(c for c in text if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))

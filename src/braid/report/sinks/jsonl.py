@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a round, the run's own record of its numbers."""
+"""metrics.jsonl: one JSON object per round, the run's own record of its metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from braid.report.files import to_json
 
 
 class JsonlSink:
-    """Appends to the file; each line is on the disk when `log` returns. The file is open for no longer than that, so
-    that the run's folder can be rewound. Raises ReportError when a line cannot be written.
+    """Appends to the file; each line is synced to disk when `log` returns. The file is open only during
+    `log`, so that the run folder can be rewound. Raises ReportError when a line cannot be written.
     """
 
     name = "metrics.jsonl"
@@ -33,4 +33,4 @@ class JsonlSink:
             ) from error
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No file is open between calls of `log`."""

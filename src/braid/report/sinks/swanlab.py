@@ -1,4 +1,4 @@
-"""SwanLab (extra `swanlab`). The only file that imports it."""
+"""SwanLab sink (extra `swanlab`). The only file that imports swanlab."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MODES: dict[str, Literal["online", "local", "offline"]] = {
     "local": "local",
     "offline": "offline",
 }
-"""The config's words -> the library's."""
+"""Mode in the config -> mode of the library."""
 
 
 class SwanlabSink:
-    """Logs to a run of SwanLab whose files lie in `folder`/swanlab; `offline` writes there and talks to nobody
-    (`swanlab sync` uploads it later). A resumed cloud run goes on under the id in `id_file`. Its messages are
-    kept off the terminal, which is the run's own display.
+    """Logs to a SwanLab run with its files in `folder`/swanlab; `offline` only writes there, without network
+    access (`swanlab sync` uploads it later). A resumed cloud run continues under the id in `id_file`.
+    SwanLab's own messages are suppressed, since they would disturb the display.
 
-    Raises ConfigError when swanlab is not installed, or does not take the run.
+    Raises ConfigError when swanlab is not installed or rejects the run.
     """
 
     name = "swanlab"

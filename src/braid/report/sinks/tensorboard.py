@@ -1,4 +1,4 @@
-"""TensorBoard event files. The horizontal axis is the round."""
+"""TensorBoard event files, with the round as the horizontal axis."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class TensorboardSink:
-    """Writes scalars to `folder` once at least `queue` of them wait. After a resume or a restart, TensorBoard shows the new
-    points of rounds that were done twice."""
+    """Writes scalars to `folder` once at least `queue` of them are pending. After a resume or a restart,
+    TensorBoard shows the new points of repeated rounds."""
 
     name = "TensorBoard"
 

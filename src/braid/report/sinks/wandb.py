@@ -1,4 +1,4 @@
-"""Weights & Biases (extra `wandb`). The only file that imports it."""
+"""Weights & Biases sink (extra `wandb`). The only file that imports wandb."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .base import Tracker, run_id
 
 
 class WandbSink:
-    """Logs to a run of wandb whose files lie in `folder`/wandb; `offline` writes there and talks to nobody
-    (`wandb sync` uploads it later). A resumed run goes on under the id in `id_file`.
+    """Logs to a wandb run with its files in `folder`/wandb; `offline` only writes there, without network
+    access (`wandb sync` uploads it later). A resumed run continues under the id in `id_file`.
 
-    Raises ConfigError when wandb is not installed, or does not take the run.
+    Raises ConfigError when wandb is not installed or rejects the run.
     """
 
     name = "wandb"
@@ -28,7 +28,7 @@ class WandbSink:
                 "wandb is not installed; run: pip install 'braid-rl[wandb]', or take report.wandb out"
             ) from None
         is_offline = tracker.mode == "offline"
-        if is_offline:  # its service would report its own health over the network
+        if is_offline:  # else its service sends error reports over the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             self._run = wandb.init(
