@@ -1,8 +1,8 @@
-"""The config language of ROLL, of its RLVR pipeline: tables of its keys, by topic, and rules that keys keep together.
+"""The config language of ROLL's RLVR pipeline: tables of its keys by topic, and rules across keys.
 
-roll_facts.py       what a file says as a whole, and the batch arithmetic
+roll_facts.py       values derived from several keys, and the batch arithmetic
 roll_run.py         the run, sizes, rollouts, evaluation; keys of other pipelines
-roll_algorithm.py   credit and loss
+roll_algorithm.py   advantages and loss
 roll_data.py        data_args, generating_args, validation, rewards
 roll_workers.py     actor_train, critic, reference, actor_infer
 roll_strategies.py  strategy_args: Megatron, FSDP2, vLLM, SGLang
@@ -34,11 +34,11 @@ from .roll_workers import ACTOR_INFER, ACTOR_TRAIN, CRITIC, REFERENCE
 from .table import Dialect, Source, table
 
 NO_MODEL = "(none: give pretrain)"
-"""In place of the model folder in a file that names none: it can be explained, and no run can start from it."""
+"""Placeholder for the model folder in a file that names none: the file can be explained, but not run."""
 
 
 def _base(source: Source) -> Mapping[str, Any]:
-    """What follows from several keys: data, rewards, micro-batches, who gives way to whom on a device."""
+    """Native settings that depend on several keys: data, rewards, evaluation, micro-batches, offloading."""
     return {
         "model.path": NO_MODEL,
         **_data(source),
@@ -61,7 +61,7 @@ def _data(source: Source) -> dict[str, Any]:
 
 
 def _rewards(source: Source) -> dict[str, Any]:
-    """A part for each domain; mathematics where the file has none."""
+    """One reward part per domain; a math part if the file has no domains."""
     names = facts.domains(source)
     if not names:
         return {"reward.parts[0].kind": "math"}
@@ -69,7 +69,7 @@ def _rewards(source: Source) -> dict[str, Any]:
 
 
 def _evaluation(source: Source) -> dict[str, Any]:
-    """Sampling of evaluation where the file has it apart; what it leaves out is that of training."""
+    """Sampling settings of evaluation if the file sets any; those it omits equal the ones of training."""
     if not samples_for_itself(source):
         return {}
     role = "validation" if source.has("validation.generating_args") else "actor_infer"
@@ -78,7 +78,8 @@ def _evaluation(source: Source) -> dict[str, Any]:
 
 
 def _micro_batches(source: Source) -> dict[str, Any]:
-    """Token limits that do not bind where micro-batches have a number of rows."""
+    """Micro-batch token limits: as many tokens as the configured number of rows can have, so that they never
+    bind."""
     whole = source.get("prompt_length") + facts.max_new_tokens(source)
     roles = {"actor_train": True, "critic": not facts.no_critic(source)}
     made: dict[str, Any] = {}
@@ -97,13 +98,13 @@ def _micro_batches(source: Source) -> dict[str, Any]:
 
 
 def _sharing(source: Source) -> dict[str, Any]:
-    """A policy that shares devices with its engine leaves them while the engine works."""
+    """Offload a policy that shares devices with its engine while the engine runs."""
     if facts.one_process(source) or not facts.is_colocated(source):
         return {}
     return {f"train.offload.{what}": True for what in ("weights", "gradients", "optimizer")}
 
 
-# Rules that several keys keep together: (key, what is wrong)
+# Rules across keys: (key, error)
 
 Findings = Iterator[tuple[str, str]]
 
@@ -201,7 +202,8 @@ def _batches(source: Source) -> Findings:
 
 
 def _fitting(whole: int, group: int, unit: int) -> str:
-    """Values of gradient_accumulation_steps with which a round is cut into whole prompts."""
+    """Suggest values of gradient_accumulation_steps that divide a round into mini-batches of whole
+    prompts."""
     found = [n for n in range(1, whole // unit + 1) if whole % (n * unit) == 0 and n * unit % group == 0]
     if found:
         shown = [*found[:6], *(["..."] if len(found) > 7 else []), *found[6:][-1:]]

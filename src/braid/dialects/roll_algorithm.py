@@ -1,4 +1,4 @@
-"""ROLL's keys of credit and loss."""
+"""ROLL's keys of advantages and loss."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def _normalised(index: int) -> Any:
 
 
 def _reward_clip(value: float | None, source: Source) -> Became:
-    """Bounds the normalised reward of an answer, and then each token's, which is another number only where KL is in it."""
+    """Clip the normalised reward of a response, and then the reward of each token, which differs only if it
+    includes KL."""
     if value is None:
         return implied("no bound")
     has_kl = facts.kl_place(source) == "reward"
@@ -85,7 +86,7 @@ def _clip(_: Any, source: Source) -> Became:
 
 
 def _dual_clip(source: Source) -> dict[str, Any]:
-    """The bound on the ratio of bad tokens; PPO's alone."""
+    """Dual clip: bound on the ratio of tokens with negative advantage; PPO only."""
     if facts.variant(source) != "ppo":
         return {}
     bound = 1.0 + 2.0 * source.get("pg_clip") if source.get("dual_clip_loss") else "off"
@@ -107,7 +108,7 @@ def _pg_clip_unread(source: Source) -> str:
 
 
 def _kl(_: Any, source: Source) -> Became:
-    """The one KL term, or none."""
+    """The single KL term, in the loss or in the reward, or none."""
     match facts.kl_place(source):
         case "loss":
             coef, estimator = source.get("kl_loss_coef"), "k3"
@@ -141,7 +142,7 @@ def _old_logprobs(_: Any, source: Source) -> str:
 
 
 def _corrections(_: Any, source: Source) -> Became:
-    """Weights first, then filters, as ROLL applies them."""
+    """Corrections in ROLL's order: importance weights, then filters."""
     made: list[dict[str, Any]] = []
     weight = "train_infer_correction.is_weight"
     if source.get(f"{weight}.enabled"):
@@ -168,7 +169,8 @@ def _no_weight(source: Source) -> str:
 
 
 _FILTER_KINDS = (("ratio", "ratio", True, 0.8, 1.2), ("diff", "difference", False, -0.2, 0.2))
-"""(prefix of the keys, native measure, whether it is on unless set, default bounds) of ROLL's two kinds of filters."""
+"""ROLL's two kinds of filters: (key prefix, native measure, enabled by default, default low, default
+high)."""
 _FILTERS = mapping_of(ANY, {"enabled": True}, {"enabled": True, "ratio_high": 1.5}, {"enabled": False})
 _FILTER_KEYS = {
     "enabled", "agg_type", "ratio_enabled", "ratio_low", "ratio_high", "diff_enabled", "diff_low", "diff_high"
@@ -221,7 +223,7 @@ _no_difficulty_mask = facts.only_where("difficulty_mask", True, "difficulty_mask
 
 
 ALGORITHM: tuple[Rule, ...] = (
-    # Credit
+    # Advantages
     Apply(
         "adv_estimator", "algorithm.advantage",
         choice("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"), _advantage,

@@ -42,7 +42,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 OWN_TEMPLATES = ("native", "qwen2_5", "qwen3")
-"""Names by which ROLL takes the tokenizer's own template."""
+"""ROLL's names for the tokenizer's own template."""
 _OTHER_TEMPLATES = (
     "native_nonthinking",
     "base",
@@ -63,7 +63,7 @@ def _template(value: str, _: Source) -> Any:
 
 
 def column_of(source: Source, role: str) -> str | None:
-    """The column of prompts; that of evaluation is training's where it has none of its own."""
+    """The prompt column; for evaluation, the one of training by default."""
     names = (
         f"{worker}.data_args.{key}" for worker in (role, "actor_train") for key in ("messages", "prompt")
     )
@@ -71,7 +71,7 @@ def column_of(source: Source, role: str) -> str | None:
 
 
 def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
-    """data_args of training and evaluation."""
+    """The data_args keys of training or evaluation."""
     data = f"{role}.data_args"
 
     def column(value: str | None, source: Source) -> Any:
@@ -125,7 +125,7 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
 
 
 def sampling(source: Source, role: str) -> dict[str, Any]:
-    """generating_args of a role, under native names."""
+    """The generating_args of a role, under native names."""
     given = {name: source.get(f"{role}.generating_args.{name}") for name in _SAMPLING}
     made = {
         "greedy": not given["do_sample"] or given["temperature"] == 0,
@@ -141,7 +141,7 @@ _SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty",
 
 
 def eval_max_new_tokens(source: Source) -> int:
-    """Longest response of evaluation."""
+    """Maximum response length of evaluation, in tokens."""
     prompt, whole = source.get("val_prompt_length"), source.get("val_sequence_length")
     longest = (
         facts.max_new_tokens(source) if whole is None else whole - (prompt or source.get("prompt_length"))
@@ -151,13 +151,13 @@ def eval_max_new_tokens(source: Source) -> int:
 
 
 def samples_for_itself(source: Source) -> bool:
-    """Evaluation has settings of its own."""
+    """Whether evaluation has its own sampling settings."""
     own = source.has("validation.generating_args") or source.get("val_sequence_length") is not None
     return facts.validates(source) and own
 
 
 def _generating(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
-    """generating_args of training and evaluation."""
+    """The generating_args keys of training and evaluation."""
     generating = f"{role}.generating_args"
 
     def sampled(*names: str) -> Convert:
@@ -250,14 +250,14 @@ PARTS: dict[str, dict[str, Any]] = {
     "CodeSandboxRewardWorker": {"kind": "code", "tests_key": "test_cases"},
     "LLMJudgeRewardWorker": {"kind": "judge", "prompt": JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
-"""Reward worker -> part."""
+"""Reward worker -> reward part."""
 _BY_NAME = {
     "math_rule": "MathRuleRewardWorker",
     "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
     "code_sandbox": "CodeSandboxRewardWorker",
     "llm_judge": "LLMJudgeRewardWorker",
 }
-"""Domain -> its worker, where the file names none."""
+"""Domain -> its default reward worker."""
 ANSWER = "ground_truth"
 """Column of the reference answer in ROLL's rows."""
 
@@ -269,7 +269,7 @@ def worker_of(source: Source, domain: str) -> str:
 
 
 def scored(source: Source) -> list[str]:
-    """Domains that a part of braid's scores, in the file's order: the others' workers are unsupported."""
+    """Domains with a native reward part, in the file's order; the workers of the others are unsupported."""
 
     def has_part(domain: str) -> bool:
         is_server = (source.get(f"rewards.{domain}.judge_model_type") or "api") == "api"
@@ -280,7 +280,7 @@ def scored(source: Source) -> list[str]:
 
 
 def part(source: Source, domain: str) -> dict[str, Any]:
-    """Native path -> value of a domain's reward part; nothing where no part scores it."""
+    """Native path -> value of a domain's reward part; empty for an unsupported domain."""
     if domain not in (names := scored(source)):
         return {}
     named = {"name": domain} | PARTS[worker_of(source, domain)]
@@ -311,7 +311,7 @@ def _tags(value: list[str], source: Source) -> Any:
 
 
 def _judge(name: str) -> Convert:
-    """A key of the judge's server."""
+    """Conversion of a key of the judge's server."""
 
     def convert(value: str, source: Source) -> Any:
         domain = _domain(source)

@@ -1,13 +1,13 @@
-"""What a ROLL file says as a whole: backends, devices, sizes, batches, terms of the loss.
+"""Values that follow from several keys of a ROLL file: backends, devices, sizes, batches, loss terms.
 
-The batch arithmetic is the original's, with the file's own device counts whatever runs it:
+The batch arithmetic is ROLL's, with the file's own device counts regardless of the chosen backend:
 
-    S = rollout_batch_size * num_return_sequences_in_group       samples of a round
+    S = rollout_batch_size * num_return_sequences_in_group       trajectories per round
     dp = devices / (TP * PP * CP) for Megatron (experts do not count), devices / ulysses_size for FSDP2
     global batch = per_device_train_batch_size * gradient_accumulation_steps * dp
-    optimizer steps of a pass = S / global batch
+    optimizer steps per pass = S / global batch
 
-Functions of the last part are the reasons why a key changes nothing in a file; see conversions.when.
+The functions at the end return why a key is unused in a file, or an empty string; see conversions.when.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .devices import parse_devices
 from .table import Source
 
 NATIVE_TRAIN = {"actor_train": "train", "critic": "critic.train", "reference": "reference.train"}
-"""Where the settings of a role's workers stand natively."""
+"""Role -> native path of its worker settings."""
 NATIVE_ROLE = {
     "actor_train": "policy",
     "actor_infer": "rollout",
     "critic": "critic",
     "reference": "reference",
 }
-"""Name of a role in the placement."""
+"""Role -> its native name in the placement."""
 BACKENDS = {
     "megatron_train": "megatron",
     "fsdp2_train": "fsdp2",
@@ -39,22 +39,22 @@ STRATEGY = "strategy_args.strategy_config"
 
 
 def file_backend(source: Source, role: str) -> str:
-    """The training backend that the file gives a role, native name."""
+    """The training backend of a role in the file, as its native name."""
     return BACKENDS[source.get(f"{role}.strategy_args.strategy_name") or "fsdp2_train"]
 
 
 def backend(source: Source, role: str) -> str:
-    """The training backend of a role; the command line comes first."""
+    """The training backend of a role; the command line takes precedence."""
     return source.backend or file_backend(source, role)
 
 
 def engine(source: Source) -> str:
-    """The rollout engine; the command line comes first."""
+    """The rollout engine; the command line takes precedence."""
     return source.engine or ENGINES[source.get("actor_infer.strategy_args.strategy_name") or "vllm"]
 
 
 def devices(source: Source, role: str) -> tuple[int, ...]:
-    """The devices of a role; none where the file has none, or a mapping that cannot be read (its own key says so)."""
+    """The devices of a role; empty without a mapping, or with an invalid one (reported by its own key)."""
     try:
         return parse_devices(source.get(f"{role}.device_mapping") or "")
     except ValueError:
@@ -62,12 +62,12 @@ def devices(source: Source, role: str) -> tuple[int, ...]:
 
 
 def world(source: Source, role: str) -> int:
-    """Ranks of a training role: its devices, or its processes where it has none."""
+    """Ranks of a training role: its devices, or its processes if it has no devices."""
     return len(devices(source, role)) or source.get(f"{role}.world_size") or 1
 
 
 def model_parallel(source: Source, role: str) -> int:
-    """Ranks that share one row: TP * PP * CP, or Ulysses."""
+    """Ranks that process a row together: TP * PP * CP, or the Ulysses size."""
     if file_backend(source, role) != "megatron":
         return source.get(f"{role}.model_args.ulysses_size") or 1
     product = 1
@@ -77,12 +77,12 @@ def model_parallel(source: Source, role: str) -> int:
 
 
 def data_parallel(source: Source, role: str) -> int:
-    """dp: ranks with rows of their own."""
+    """Data-parallel size (dp)."""
     return max(1, world(source, role) // model_parallel(source, role))
 
 
 def samples(source: Source) -> int:
-    """S: trajectories of a round."""
+    """Trajectories per round (S)."""
     return source.get("rollout_batch_size") * source.get("num_return_sequences_in_group")
 
 
@@ -99,25 +99,28 @@ def global_batch(source: Source, role: str) -> int:
 
 
 def steps_per_pass(source: Source, role: str) -> int:
-    """Optimizer steps of one pass over a round's rows; at least 1, as a check of its own tells what does not fit."""
+    """Optimizer steps of one pass over a round's rows; at least 1, because a separate check reports sizes
+    that do not fit."""
     return max(1, samples(source) // global_batch(source, role))
 
 
 def batches(source: Source) -> dict[str, int]:
-    """Native path -> optimizer steps of a pass, for the policy, and for a critic with settings of its own."""
+    """Native path -> optimizer steps per pass, for the policy and for a critic with its own settings."""
     roles = ["actor_train"] if no_critic(source) else ["actor_train", "critic"]
     return {f"{NATIVE_TRAIN[role]}.steps_per_pass": steps_per_pass(source, role) for role in roles}
 
 
 def sequence_length(source: Source) -> int | None:
-    """Longest prompt plus response; None when the file gives neither it nor the response's."""
+    """Maximum length of prompt plus response, in tokens; None if the file sets neither sequence_length nor
+    response_length."""
     response = source.get("response_length")
     whole = source.get("sequence_length")
     return whole or (None if response is None else source.get("prompt_length") + response)
 
 
 def max_new_tokens(source: Source) -> int:
-    """Longest response: what the sequence leaves beside the longest prompt, or less if generating_args say so."""
+    """Maximum response length in tokens: sequence length minus prompt length, or less if generating_args
+    limit it further."""
     limits = [source.get("actor_infer.generating_args.max_new_tokens")]
     if (whole := sequence_length(source)) is not None:
         limits.append(whole - source.get("prompt_length"))
@@ -125,17 +128,18 @@ def max_new_tokens(source: Source) -> int:
 
 
 def replicas(source: Source) -> int:
-    """Engines side by side."""
+    """Number of engines."""
     return max(1, len(devices(source, "actor_infer")) // devices_per_engine(source))
 
 
 def devices_per_engine(source: Source) -> int:
-    """Devices of one engine."""
+    """Devices per engine."""
     return engine_tensor_parallel(source) * _engine_config(source, "pipeline_parallel_size", "pp_size")
 
 
 def engine_tensor_parallel(source: Source) -> int:
-    """Devices that share each layer of an engine; what num_gpus_per_worker says when the engine's own key is absent."""
+    """Tensor-parallel size of an engine; derived from num_gpus_per_worker if the engine's own key is
+    absent."""
     given = _engine_config(source, "tensor_parallel_size", "tp_size", absent=0)
     per_worker = source.get("actor_infer.num_gpus_per_worker")
     return given or max(1, per_worker // _engine_config(source, "pipeline_parallel_size", "pp_size"))
@@ -147,7 +151,7 @@ def _engine_config(source: Source, *names: str, absent: int = 1) -> int:
 
 
 def is_colocated(source: Source) -> bool:
-    """The policy's training and sampling take turns on a device."""
+    """Whether training and sampling of the policy share a device."""
     return bool(set(devices(source, "actor_train")) & set(devices(source, "actor_infer")))
 
 
@@ -156,15 +160,18 @@ def has_critic(source: Source) -> bool:
 
 
 def kl_place(source: Source) -> str | None:
-    """Where a KL term counts: loss, reward, or nowhere."""
+    """Where the KL term is: "loss", "reward", or None without one."""
     if source.get("use_kl_loss") and source.get("kl_loss_coef") > 0:
         return "loss"
     return "reward" if source.get("add_token_level_kl") and source.get("init_kl_coef") > 0 else None
 
 
 def is_plain_grpo(source: Source) -> bool:
-    """`grpo` is there the return of rewards that are normalised in their group. With one reward at the end, gamma 1, no KL in
-    it and no bound on it, it is the advantage `grpo` here."""
+    """Whether ROLL's `grpo` equals the native one.
+
+    ROLL's is the return of rewards that are normalised in their group. The two agree for one reward at the
+    end, gamma 1, no KL in the reward, no whitening and no clipping of it.
+    """
     return (
         source.get("adv_estimator") == "grpo"
         and source.get("gamma") == 1
@@ -175,20 +182,20 @@ def is_plain_grpo(source: Source) -> bool:
 
 
 def normalisation(source: Source) -> tuple[str, str]:
-    """(mean, deviation) that rewards are normalised with before credit is assigned. `grpo` takes the group's."""
+    """(mean, deviation) for normalising rewards before advantages are computed. `grpo` uses the group's."""
     if source.get("adv_estimator") == "grpo":
         return ("none", "none") if is_plain_grpo(source) else ("group", "group")
     return source.get("norm_mean_type") or "none", source.get("norm_std_type") or "none"
 
 
 def variant(source: Source) -> str:
-    """The policy loss: that of ActorPGWorker, else ppo."""
+    """The policy loss: pg_variant with ActorPGWorker, else ppo."""
     worker = source.get("actor_train.worker_cls") or ""
     return (source.get("actor_train.pg_variant") or "vanilla") if worker.endswith("ActorPGWorker") else "ppo"
 
 
 def clip_range(source: Source) -> tuple[float, float]:
-    """(low, high) of the ratio's clip."""
+    """(low, high) clip range of the ratio."""
     match variant(source):
         case "tis":
             return 1.0, 0.0
@@ -209,12 +216,12 @@ def validates(source: Source) -> bool:
 
 
 def one_process(source: Source) -> str:
-    """Keys of devices and processes."""
+    """Why keys of devices and processes are unused."""
     return "the run has one process (--backend single)" if source.backend == "single" else ""
 
 
 def of_backend(name: str, role: str) -> Idle:
-    """Keys of one training backend."""
+    """Why keys of one training backend are unused."""
 
     def idle(source: Source) -> str:
         chosen = backend(source, role)
@@ -224,7 +231,7 @@ def of_backend(name: str, role: str) -> Idle:
 
 
 def of_engine(*names: str) -> Idle:
-    """Keys of some engines."""
+    """Why keys of the engines `names` are unused."""
 
     def idle(source: Source) -> str:
         chosen = engine(source)
@@ -234,43 +241,44 @@ def of_engine(*names: str) -> Idle:
 
 
 def no_critic(source: Source) -> str:
-    """Keys of the critic."""
+    """Why keys of the critic are unused."""
     if not has_critic(source):
         return f"adv_estimator={source.get('adv_estimator')} has no critic"
     return "" if source.has("critic") else "the critic has the policy's settings"
 
 
 def no_values(source: Source) -> str:
-    """Keys of GAE."""
+    """Why keys of GAE are unused."""
     return "" if has_critic(source) else f"adv_estimator={source.get('adv_estimator')} has no values"
 
 
 def no_reference(source: Source) -> str:
-    """Keys of the reference. Its model is there for KL terms alone; ROLL loads it whenever init_kl_coef is not 0."""
+    """Why keys of the reference are unused. Only KL terms need its model; ROLL loads it whenever init_kl_coef
+    is not 0."""
     return "" if kl_place(source) else "no KL term needs a reference"
 
 
 def not_in_loss(source: Source) -> str:
-    """Keys of the KL term in the loss."""
+    """Why keys of the KL term in the loss are unused."""
     return "" if kl_place(source) == "loss" else "there is no KL term in the loss (use_kl_loss, kl_loss_coef)"
 
 
 def not_in_reward(source: Source) -> str:
-    """Keys of the KL term in the reward."""
+    """Why keys of the KL term in the reward are unused."""
     return "" if kl_place(source) == "reward" else "there is no KL in the reward (add_token_level_kl)"
 
 
 def no_validation(source: Source) -> str:
-    """Keys of evaluation."""
+    """Why keys of evaluation are unused."""
     return "" if validates(source) else "there is no validation.data_args.file_name"
 
 
 def no_lora(source: Source) -> str:
-    """Keys of adapters."""
+    """Why keys of adapters are unused."""
     target = source.get("actor_train.model_args.lora_target")
     return "" if target else "there are no adapters without actor_train.model_args.lora_target"
 
 
 def only_where(path: str, value: Any, why: str) -> Idle:
-    """Keys that count where another key has a value."""
+    """Keys that are used only where `path` has `value`; `why` is the reason elsewhere."""
     return lambda source: "" if source.get(path) == value else why

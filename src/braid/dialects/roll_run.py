@@ -1,4 +1,4 @@
-"""ROLL's keys of the pipeline: the run, models, sizes, rollouts, evaluation; and those of its other pipelines."""
+"""ROLL's pipeline keys: the run, models, sizes, rollouts, evaluation; and keys of its other pipelines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _prompt_length(value: int, source: Source) -> Became:
 
 
 def max_new_tokens(_: Any, source: Source) -> Became:
-    """The longest response, which several keys bound."""
+    """Maximum response length, which several keys limit."""
     return Became({"rollout.sampling.max_new_tokens": facts.max_new_tokens(source)})
 
 
@@ -259,7 +259,7 @@ PIPELINE: tuple[Rule, ...] = (
         Unsupported(f"{name}.*", "distillation from a teacher is not built")
         for name in ("teacher", "student_train", "student_infer")
     ),
-    # What ROLL itself does not read, or decides otherwise
+    # Keys that ROLL itself does not read or overrides
     *(
         NoEffect(name, ANY, _DEAD)
         for name in (
@@ -304,4 +304,4 @@ ALIASES = {
     "router_args.max_running_requests": "max_running_requests",
     "global_template": "actor_train.data_args.template",
 }
-"""Names that shipped examples use, and keys that say the same."""
+"""Other spellings of keys, used by ROLL's examples."""

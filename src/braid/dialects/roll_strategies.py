@@ -29,7 +29,8 @@ _LAYER_NOTE = "of Megatron's layers; see braid.train.megatron.transformer"
 
 
 def of_batch(native: str = "", *idle: Idle) -> Convert:
-    """A key of the batch arithmetic: it sets steps_per_pass, and its own native key where no reason stands against it."""
+    """Conversion of a key of the batch arithmetic: sets steps_per_pass, and the key's own native key unless
+    one of `idle` gives a reason against it."""
 
     def convert(value: Any, source: Source) -> Became:
         made = facts.batches(source)
@@ -53,7 +54,7 @@ def _strategy(role: str) -> Convert:
 
 
 def strategies(role: str, *idle: Idle) -> tuple[Rule, ...]:
-    """strategy_args of a role that learns, or computes log-probs."""
+    """The strategy_args keys of a role that trains or computes log-probs."""
     native = facts.NATIVE_TRAIN[role]
     kind = "infer" if role == "reference" else "train"
     names = (f"megatron_{kind}", f"fsdp2_{kind}", *(("hf_infer",) if role == "reference" else ()))
@@ -71,12 +72,12 @@ def strategies(role: str, *idle: Idle) -> tuple[Rule, ...]:
 
 
 def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
-    """strategy_config of megatron_train and megatron_infer. The keys of the page first."""
+    """The strategy_config keys of megatron_train and megatron_infer, the documented ones first."""
     config, native = f"{role}.{STRATEGY}", f"{facts.NATIVE_TRAIN[role]}.megatron"
     chosen = (*idle, of_backend("megatron", role))
 
     def sized(name: str, short: str) -> Rule:
-        """TP, PP and CP, which the batch arithmetic counts."""
+        """The keys of TP, PP and CP, which enter the batch arithmetic."""
         own = f"{native}.{short}"
         convert = (
             when(*chosen, then=null_as(1))
@@ -193,7 +194,7 @@ def _recompute(role: str, native: str) -> Convert:
 
 
 def _fsdp2(role: str, *idle: Idle) -> tuple[Rule, ...]:
-    """strategy_config of fsdp2_train and fsdp2_infer."""
+    """The strategy_config keys of fsdp2_train and fsdp2_infer."""
     config, native = f"{role}.{STRATEGY}", f"{facts.NATIVE_TRAIN[role]}.fsdp"
     chosen = (*idle, of_backend("fsdp2", role))
     dtype = choice(*TORCH_DTYPES)
@@ -237,7 +238,7 @@ def per_worker(_: Any, source: Source) -> Became:
 
 
 def _served(short: str, convert: Convert | None = None) -> Convert:
-    """A key that both engines have."""
+    """Conversion of a key that both engines have."""
 
     def converted(value: Any, source: Source) -> Became:
         made = value if convert is None else convert(value, source)
@@ -247,7 +248,8 @@ def _served(short: str, convert: Convert | None = None) -> Convert:
 
 
 def _engine_keys(engine: str, rows: dict[str, tuple[str, Any, Convert | None]]) -> tuple[Rule, ...]:
-    """strategy_config of one engine: foreign name -> (native name, takes, conversion)."""
+    """The strategy_config keys of one engine. `rows`: ROLL's name -> (native name, allowed values,
+    conversion)."""
     config = f"actor_infer.{STRATEGY}"
     return tuple(
         Apply(f"{config}.{name}", f"rollout.{engine}.{native}", takes, when(of_engine(engine), then=convert))
@@ -264,7 +266,7 @@ def _pipeline_parallel(value: int, source: Source) -> Became:
 _CONFIG = f"actor_infer.{STRATEGY}"
 
 ENGINES: tuple[Rule, ...] = (
-    # strategy_config of both
+    # strategy_config of both engines
     Apply(f"{_CONFIG}.load_format", "rollout.vllm.load_weights", choice("dummy", "auto", "safetensors", "pt"),
           _served("load_weights", lambda v, _: v != "dummy"), default="dummy",
           note="dummy: random weights until the first publication, which comes before the first answer"),

@@ -1,4 +1,5 @@
-"""ROLL's keys of workers: actor_train, critic, reference and actor_infer, with their models, optimizers and devices."""
+"""ROLL's worker keys: actor_train, critic, reference and actor_infer; their models, optimizers and
+devices."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def _names(value: str | list[str], _: Source) -> list[str]:
 
 
 def _model(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
-    """model_args of a trained role."""
+    """The model_args keys of a trained role."""
     model = f"{role}.model_args"
     return (
         Apply(
@@ -137,7 +138,7 @@ def _model(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
 
 
 def _any_model(role: str) -> tuple[Rule, ...]:
-    """model_args that braid has for no role, or decides otherwise."""
+    """The model_args keys that braid supports for no role or overrides."""
     model = f"{role}.model_args"
     return (
         Apply(f"{model}.moe_aux_loss_coef", "", nullable(NON_NEGATIVE),
@@ -171,7 +172,7 @@ def _lora() -> tuple[Rule, ...]:
 
 
 def _trainer(role: str, *idle: Idle) -> tuple[Rule, ...]:
-    """Keys of a role that learns: actor_train, critic."""
+    """Keys of a trained role (actor_train, critic)."""
     native = facts.NATIVE_TRAIN[role]
     arguments, packing = f"{role}.training_args", f"{role}.sequence_packing_args"
     schedule = f"{native}.optimizer.schedule"
@@ -238,7 +239,7 @@ def _dynamic(role: str, what: str) -> Idle:
 
 
 def _by_tokens(role: str, what: str, native: str, packed: str, *idle: Idle) -> tuple[Rule, ...]:
-    """Micro-batches of at most so many tokens."""
+    """Keys that limit micro-batches by tokens."""
     flag, limit = f"{role}.use_dynamic_batching_in_{what}", f"{role}.max_tokens_per_microbatch_in_{what}"
 
     def convert(_: Any, source: Source) -> Any:
@@ -258,7 +259,7 @@ def _by_tokens(role: str, what: str, native: str, packed: str, *idle: Idle) -> t
 
 
 def _worker(role: str) -> tuple[Rule, ...]:
-    """Keys that every worker has."""
+    """Keys common to all workers."""
     native = facts.NATIVE_ROLE[role]
     idle = {"critic": (facts.no_critic,), "reference": (facts.no_reference,)}.get(role, ())
     return (

@@ -1,7 +1,8 @@
-"""The config language of SkyRL: its tables put together, and the spellings of later releases.
+"""The config language of SkyRL: all its tables, and the spellings of later releases.
 
-The first release's documentation says what keys mean. Names that were changed since are aliases; keys that came later have
-rules too. Where a default changed, the first release's holds: a file of a later release that counts on its own must say so (docs/dialects.md).
+The meaning of a key is that of the first release's documentation. Names changed since are aliases, and keys
+added since have rules too. Where a default changed, the first release's applies: a file that relies on the
+default of a later release must set it explicitly (docs/dialects.md).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ENGINE_KEYS = (
     "enforce_eager",
     "gpu_memory_utilization",
 )
-"""Moved from `generator` to `generator.inference_engine` under the same name."""
+"""Keys that moved from `generator` to `generator.inference_engine` under the same name."""
 
 ALIASES: Mapping[str, str] = {
     "trainer.remove_microbatch_padding": "trainer.use_sample_packing",

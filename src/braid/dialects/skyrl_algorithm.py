@@ -1,7 +1,7 @@
 """SkyRL's `trainer.algorithm`: advantages, KL, policy and value losses, corrections, filters.
 
-Two words need care. `kl_loss_coef` is the coefficient in both places, reward and loss. `normalize_reward`
-normalises what the critic predicts, not rewards.
+Two names are misleading. `kl_loss_coef` is the KL coefficient in the reward as well as in the loss.
+`normalize_reward` normalises the critic's targets, not rewards.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ def _batch_normalize(value: bool, source: Source) -> Became:
 
 
 def _kl_place(_: bool, source: Source) -> Became:
-    """Both flags together say where KL goes; with neither it is off."""
+    """Place of the KL term, from both flags; with neither it is off."""
     if not uses_reference(source):
         return Became({"algorithm.kl_coef": 0.0})
     return Became({"algorithm.kl_in": "reward" if source.get(f"{_AT}.use_kl_in_reward") else "loss"})
 
 
 def _estimated(kind: str) -> Became:
-    """An estimator, with the bound that SkyRL has set on k3 since 2025."""
+    """A KL estimator, with the clamp that SkyRL has applied to k3 since 2025."""
     return Became({"algorithm.kl_estimator": kind, "algorithm.kl_clamp": 10.0 if kind == "k3" else "off"})
 
 
 def _flagged_estimator(source: Source) -> Became:
-    """The estimator that the first release's two flags choose: |k3| is k3, which is never negative."""
+    """The estimator selected by the first release's two flags. |k3| is k3, which is never negative."""
     if source.get(f"{_AT}.use_kl_estimator_k3"):
         return _estimated("k3")
     return _estimated("abs" if source.get(f"{_AT}.use_abs_kl") else "k1")
@@ -203,8 +203,8 @@ _FIX = f"{_AT}.off_policy_correction"
 
 
 def corrections(source: Source) -> list[dict[str, Any]]:
-    """Native corrections, w = exp(old - rollout log-prob), in the order in which SkyRL takes them: each over the tokens that
-    those before it kept."""
+    """Native corrections with w = exp(old - rollout log-prob), in SkyRL's order: each covers the tokens that
+    the earlier ones kept."""
 
     def get(name: str) -> Any:
         return source.get(f"{_FIX}.{name}")
@@ -235,7 +235,7 @@ def _corrected(_: Any, source: Source) -> Became:
 
 
 def _correction_read(name: str, *wanted: Any) -> Any:
-    """Corrections where off_policy_correction's `name` is one of `wanted`."""
+    """Convert to corrections if off_policy_correction's `name` is one of `wanted`; else no effect."""
 
     def convert(value: Any, source: Source) -> Became:
         chosen = source.get(f"{_FIX}.{name}")
@@ -413,7 +413,7 @@ ALGORITHM: tuple[Rule, ...] = (
         note="left out of the loss"),
     Apply(f"{_AT}.zero_variance_filter_tol", "rollout.filter.min_std", NON_NEGATIVE, when(_filter_idle),
         default=1e-6),
-    # DAPO's penalty of long answers, of the example examples/algorithms/dapo
+    # DAPO's overlong penalty, from SkyRL's example examples/algorithms/dapo
     Apply(f"{_AT}.overlong_buffer_len", "reward.overlong.buffer_tokens", COUNT,
         note="r - factor * clip((length - (max_generate_length - len)) / len, 0, 1)"),
     Apply(f"{_AT}.overlong_buffer_penalty_factor", "reward.overlong.penalty", POSITIVE, _penalty),

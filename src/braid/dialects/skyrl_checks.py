@@ -1,7 +1,7 @@
 """Rules between keys of a SkyRL file: sizes, devices, and options that exclude each other.
 
-Each check yields (key, message). Counts of devices are the file's own whatever backend runs it, so a file that SkyRL
-refuses is refused here too.
+Each check yields (key, message). Device counts are the file's own regardless of the chosen backend, so a file
+that SkyRL refuses is refused here too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .table import Check, Source
 
 Finding = tuple[str, str]
 _LARGE = 10**9
-"""Batches beyond it are not looked through for divisors."""
+"""Divisors of larger batches are not searched."""
 
 
 def _trained(source: Source) -> list[Role]:
@@ -35,7 +35,8 @@ def _trained(source: Source) -> list[Role]:
 
 
 def _batches(source: Source) -> Iterator[Finding]:
-    """train_batch_size (prompts) -> mini-batches (prompts) -> per rank (samples) -> micro batches (samples)."""
+    """Check that train_batch_size (prompts) divides into mini-batches (prompts), those into samples per rank,
+    and those into micro batches (samples)."""
     batch, num = source.get("trainer.train_batch_size"), source.get("generator.n_samples_per_prompt")
     micro = source.get("trainer.micro_train_batch_size_per_gpu")
     is_counted_in_tokens = source.get("trainer.max_tokens_per_microbatch") > 0
@@ -52,7 +53,7 @@ def _batches(source: Source) -> Iterator[Finding]:
             )
             continue
         if dp == 0:
-            continue  # the devices have a problem of their own
+            continue  # reported by the checks of devices
         per_rank = mini * num // dp
         arithmetic = (
             f"{role}_mini_batch_size * n_samples_per_prompt // ranks = {mini}*{num}//{dp} = {per_rank}"
@@ -78,7 +79,7 @@ def _batches(source: Source) -> Iterator[Finding]:
 
 
 def _fitting(value: int, total: int) -> str:
-    """The divisors of `total` next to `value`, in words."""
+    """The divisors of `total` closest to `value`, in words."""
     if total > _LARGE:
         return "a divisor"
     low = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]

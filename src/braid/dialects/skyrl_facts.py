@@ -1,4 +1,4 @@
-"""What a SkyRL file as a whole says: models in use, device counts, sizes; and why keys have no effect in it."""
+"""Values that follow from several keys of a SkyRL file: models in use, device counts, sizes, unused keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .table import Became, Convert, Source, implied, no_effect, unsupported
 Role = Literal["policy", "critic", "ref"]
 
 NATIVE_TRAIN: dict[Role, str] = {"policy": "train", "critic": "critic.train", "ref": "reference.train"}
-"""Where the settings of a role's workers stand natively."""
+"""Role -> native path of its worker settings."""
 
 NO_REWARD_WORKERS = (
     "models that score are reward parts (braid.reward.parts), not workers; SkyRL never built them"
@@ -20,17 +20,17 @@ NO_REWARD_WORKERS = (
 
 
 def backend(source: Source) -> str:
-    """The training backend: the command line's, or the file's strategy."""
+    """The training backend: from the command line, else the file's strategy."""
     return source.backend or source.get("trainer.strategy")
 
 
 def engine(source: Source) -> str:
-    """The rollout engine: the command line's, or the file's."""
+    """The rollout engine: from the command line, else from the file."""
     return source.engine or source.get("generator.backend")
 
 
 def is_remote(source: Source) -> bool:
-    """Whether the engines are servers that run already."""
+    """Whether the engines are servers that are already running."""
     return not source.get("generator.run_engines_locally")
 
 
@@ -55,23 +55,23 @@ def loss(source: Source) -> str:
 
 
 def longest_input(source: Source) -> int:
-    """Tokens before the policy's answer at most."""
+    """Maximum number of tokens before a response."""
     return source.get("generator.max_input_length") or source.get("trainer.max_prompt_length")
 
 
 def longest_row(source: Source) -> int:
-    """Tokens of a trained sequence at most."""
+    """Maximum number of tokens of a training row."""
     return longest_input(source) + source.get("generator.sampling_params.max_generate_length")
 
 
 def world(source: Source, role: Role) -> int:
-    """GPUs of a role."""
+    """Number of GPUs of a role."""
     counts = [source.get(f"trainer.placement.{role}_num_{what}") for what in ("nodes", "gpus_per_node")]
     return math.prod(counts)
 
 
 def model_parallel(source: Source, role: Role) -> int:
-    """GPUs that hold one copy of a role's model together: Ulysses ranks, or Megatron's three kinds."""
+    """GPUs per model replica of a role: the Ulysses size, or Megatron's TP * PP * CP."""
     if source.get("trainer.strategy") != "megatron":
         return source.get(f"trainer.{role}.sequence_parallel_size")
     kinds = ("tensor_model", "pipeline_model", "context")
@@ -80,12 +80,12 @@ def model_parallel(source: Source, role: Role) -> int:
 
 
 def ranks(source: Source, role: Role) -> int:
-    """Data-parallel ranks of a role, by the file's own device counts whatever runs it."""
+    """Data-parallel size of a role, from the file's own device counts regardless of the chosen backend."""
     return world(source, role) // model_parallel(source, role)
 
 
 def engine_gpus(source: Source) -> int:
-    """GPUs of all engines that the run starts."""
+    """Number of GPUs of all engines that the run starts."""
     sizes = ("tensor", "pipeline", "data")
     prefix, num = "generator.inference_engine_", source.get("generator.num_inference_engines")
     return num * math.prod(source.get(f"{prefix}{size}_parallel_size") for size in sizes)
@@ -97,18 +97,19 @@ def trained_roles(source: Source) -> list[Role]:
 
 
 def roles(source: Source) -> list[Role]:
-    """All roles with settings of their own. In one process the reference shares the policy's."""
+    """Roles with their own worker settings. In a single process the reference shares the policy's."""
     has_own = uses_reference(source) and is_distributed(source)
     return [*trained_roles(source), "ref"] if has_own else trained_roles(source)
 
 
 def shared(key: str, then: Convert | None = None) -> Convert:
-    """A key for policy and critic at once: the same value in the native settings of each."""
+    """Conversion of a key that applies to policy and critic: the same value in the native settings of
+    each."""
     return _at(key, then, trained_roles)
 
 
 def everywhere(key: str, then: Convert | None = None) -> Convert:
-    """A key for all models at once, the reference too."""
+    """Conversion of a key that applies to all models, including the reference."""
     return _at(key, then, roles)
 
 
@@ -121,7 +122,7 @@ def _at(key: str, then: Convert | None, chosen: Callable[[Source], list[Role]]) 
 
 
 def of_engine(key: str, then: Convert | None = None, *, only: tuple[str, ...] = ()) -> Convert:
-    """An option of the rollout engine in use; no effect where that is none of `only`."""
+    """Conversion to an option of the selected rollout engine; no effect if that is not one of `only`."""
 
     def convert(value: Any, source: Source) -> Any:
         chosen = engine(source)
@@ -134,12 +135,12 @@ def of_engine(key: str, then: Convert | None = None, *, only: tuple[str, ...] = 
 
 
 def off_only(why: str, instead: str) -> Convert:
-    """A feature that braid does not have: its absence (false, null, 0, nothing) is braid's way."""
+    """Conversion of a feature that braid lacks: supported only when disabled (false, null, 0, empty)."""
     return lambda value, _: unsupported(instead) if value else implied(why)
 
 
 def always(why: str) -> Convert:
-    """A flag that asks for what braid always does; false changes nothing."""
+    """Conversion of a flag for something that braid always does; false has no effect."""
     return lambda value, _: implied(why) if value else no_effect(why)
 
 
@@ -157,7 +158,7 @@ def in_one_process(source: Source) -> str:
 
 
 def not_backend(*names: str) -> Idle:
-    """No effect under other training backends than these."""
+    """No effect unless the training backend is one of `names`."""
     return lambda source: (
         ""
         if backend(source) in names
@@ -166,12 +167,12 @@ def not_backend(*names: str) -> Idle:
 
 
 def not_loss(*names: str) -> Idle:
-    """No effect under other policy losses than these."""
+    """No effect unless the policy loss is one of `names`."""
     return lambda source: "" if loss(source) in names else f"ppo_loss_type={loss(source)} does not read it"
 
 
 def not_estimator(*names: str) -> Idle:
-    """No effect under other advantage estimators than these."""
+    """No effect unless the advantage estimator is one of `names`."""
     key = "trainer.algorithm.advantage_estimator"
     return lambda source: (
         "" if source.get(key) in names else f"advantage_estimator={source.get(key)} does not read it"

@@ -1,4 +1,5 @@
-"""SkyRL's `data`, `environment` and `generator`: prompts, the environment that scores, engines and sampling."""
+"""SkyRL's `data`, `environment` and `generator`: prompts, the environment that scores, engines and
+sampling."""
 
 from __future__ import annotations
 
@@ -52,11 +53,11 @@ from .values import (
 
 _FILES = (".parquet", ".json", ".jsonl")
 ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground_truth"}
-"""Environment -> column of a row that holds the reference answer."""
+"""Environment -> column of the reference answer."""
 
 
 def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
-    """One native source of all files together, as SkyRL joins them, and one for each data set of the hub."""
+    """One native source for all files, which SkyRL concatenates, and one for each data set on the hub."""
     columns = {
         "prompt_key": "prompt",
         "answer_key": ANSWER_KEYS.get(source.get("environment.env_class"), "reward_spec.ground_truth"),
@@ -162,7 +163,7 @@ def _tensor_parallel(value: int, source: Source) -> Became:
 
 
 def _with_placement(made: Became, source: Source) -> Became:
-    """Engines that have devices of their own change where everything sits, too."""
+    """Add a note where the engines have their own devices, so that the placement changes too."""
     if not made.native or in_one_process(source) or is_colocated(source):
         return made
     return Became(made.native, note=f"{engine_gpus(source)} devices of their own (cluster.placement)")
@@ -191,7 +192,8 @@ def _existing_group(value: str, source: Source) -> Became:
 
 
 def _input_length(value: int | None, source: Source) -> Became:
-    """What comes before an answer, plus the longest answer, bounds a conversation and what an engine must accept."""
+    """Limit of a conversation, and of the engine's context: tokens before a response plus the longest
+    response."""
     answers = [
         source.get(f"{_AT}.{name}.max_generate_length")
         for name in ("sampling_params", "eval_sampling_params")
@@ -252,7 +254,7 @@ _MISSING = (
     ("external_proxy_url", None, "remote_inference_engine_urls"),
     ("external_server_urls", None, "remote_inference_engine_urls"),
 )
-"""Keys of the engines that came with later releases; the value that asks for nothing, and what to use instead."""
+"""Engine keys of later releases: (key, value that requests nothing, what to use instead)."""
 
 ENGINES: tuple[Rule, ...] = (
     Apply(f"{_AT}.backend", "rollout.engine", choice("vllm", "sglang"), _backend, default="vllm",

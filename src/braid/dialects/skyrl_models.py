@@ -1,4 +1,5 @@
-"""SkyRL's models (`trainer.policy`, `critic`, `ref`) and backends: optimizers, FSDP, DeepSpeed, Megatron, adapters."""
+"""SkyRL's models (`trainer.policy`, `critic`, `ref`) and backends: optimizers, FSDP, DeepSpeed, Megatron,
+adapters."""
 
 from __future__ import annotations
 
@@ -151,7 +152,7 @@ _DEEPSPEED_USUAL: Mapping[str, Any] = {
     "prescale_gradient": False,
     "data_types": {"grad_accum_dtype": "fp32"},
 }
-"""DeepSpeed's keys that change numbers -> the value that braid has."""
+"""DeepSpeed keys that change results -> the only value that braid supports."""
 _DEEPSPEED_SPEED = frozenset([
     "sub_group_size", "reduce_bucket_size", "round_robin_gradients", "disable_trace_cache", "wall_clock_breakdown",
 ])  # fmt: skip
@@ -173,7 +174,7 @@ def _on_cpu(value: str, _: Source) -> bool:
 
 
 def _deepspeed(role: Role) -> tuple[Rule, ...]:
-    """The rules of `trainer.ROLE.deepspeed_config`, which is a reference to one of the top-level groups."""
+    """The rules of `trainer.ROLE.deepspeed_config`, which refers to one of the top-level groups."""
     at, native = f"trainer.{role}.deepspeed_config", f"{NATIVE_TRAIN[role]}.deepspeed"
     idle, zero = (not_backend("deepspeed"), *_IDLE[role]), f"{at}.zero_optimization"
     return (
@@ -192,7 +193,8 @@ def _deepspeed(role: Role) -> tuple[Rule, ...]:
 
 
 def _groups() -> tuple[Rule, ...]:
-    """The groups `deepspeed_config.train` and `.eval`, which `${...}` puts into the models' settings."""
+    """The rules of `deepspeed_config.train` and `.eval`, which `${...}` interpolates into the model
+    settings."""
     why = "a template: it counts where ${deepspeed_config.train} or ${deepspeed_config.eval} names it"
     paths = [
         f"deepspeed_config.{group}{part}"
@@ -221,7 +223,7 @@ _MEGATRON_USUAL: Mapping[str, Any] = {
     "optimizer_config_kwargs.optimizer_offload_fraction": 0.0,
     "transformer_config_kwargs.recompute_modules": ["core_attn"],
 }
-"""Keys below `megatron_config` that are passed on -> the value that changes nothing."""
+"""Pass-through keys of `megatron_config` -> the value that has no effect."""
 _MEGATRON_PARTS = ("optimizer_config_kwargs", "model_config_kwargs", "torch_profiler_config", "hf_export_config",
                    "lora_config", "transformer_config_kwargs", "ddp_config")  # fmt: skip
 
@@ -234,7 +236,7 @@ def _passed_on(value: Any, source: Source) -> Became:
 
 
 def _megatron(role: Role) -> tuple[Rule, ...]:
-    """The rules of `trainer.ROLE.megatron_config` (newer releases)."""
+    """The rules of `trainer.ROLE.megatron_config` (later releases)."""
     at, native = f"trainer.{role}.megatron_config", f"{NATIVE_TRAIN[role]}.megatron"
     idle = (not_backend("megatron"), *_IDLE[role])
     kwargs, ddp = f"{at}.transformer_config_kwargs", f"{at}.ddp_config"

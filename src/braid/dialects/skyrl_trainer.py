@@ -1,7 +1,8 @@
-"""SkyRL's `trainer`: sizes, schedules, models, backends, checkpoints, loggers. The algorithm is in skyrl_algorithm.py.
+"""SkyRL's `trainer`: sizes, schedules, models, backends, checkpoints, loggers. The algorithm is in
+skyrl_algorithm.py.
 
-Sizes are counted in prompts where SkyRL says batch, and in samples where it says micro batch. Every batch is cut into
-mini-batches of whole prompts in both systems; which prompts share one differs (see docs/dialects.md).
+SkyRL's batch sizes count prompts, its micro batch sizes count samples. Both systems divide a batch into
+mini-batches of whole prompts, but group different prompts together (see docs/dialects.md).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from .values import (
 )
 
 _NEVER = integer(samples=(-1, 5, 3))
-"""A cadence, where -1 (and 0) is never."""
+"""A cadence; -1 and 0 mean never."""
 _STEP_FOLDER = re.compile(r"(global_)?step_\d+")
 
 
@@ -75,7 +76,7 @@ def _expanded(value: str, _: Source) -> str:
 
 
 def _blocks(source: Source) -> list[tuple[list[str], int]]:
-    """(roles, how many devices they share) of each set of devices, in the order of their numbers."""
+    """(roles, number of devices they share) of each set of devices, in order of device number."""
     extra = [("critic", uses_critic(source)), ("reference", uses_reference(source))]
     if is_colocated(source):
         return [
@@ -95,7 +96,7 @@ def _blocks(source: Source) -> list[tuple[list[str], int]]:
 
 
 def _placement(source: Source) -> dict[str, str]:
-    """Role names -> device numbers, in the native grammar."""
+    """Role names -> device numbers, in native syntax."""
     placed, first = {}, 0
     for roles, num in _blocks(source):
         last = first + num - 1
@@ -105,8 +106,8 @@ def _placement(source: Source) -> dict[str, str]:
 
 
 def _cluster(source: Source) -> dict[str, Any]:
-    """The file does not say how large a machine is: one has all devices where the policy is on one, else as many as the policy
-    takes of each."""
+    """Cluster settings. The file does not give the number of devices per node: all of them if the policy is
+    on one node, else the number that the policy uses on each."""
     devices = sum(num for _, num in _blocks(source))
     is_one = source.get("trainer.placement.policy_num_nodes") == 1
     per_node = devices if is_one else source.get("trainer.placement.policy_num_gpus_per_node")
@@ -118,7 +119,7 @@ def _cluster(source: Source) -> dict[str, Any]:
 
 
 def _place(*keys: str) -> Any:
-    """The parts of the cluster that a placement key decides together with the others."""
+    """Conversion to the cluster settings `keys`, which depend on several placement keys."""
     return lambda _, source: Became({key: _cluster(source)[key] for key in keys})
 
 
@@ -193,7 +194,7 @@ def _policy_steps(value: int, source: Source) -> int:
 
 
 def _micro_rows(key: str) -> Any:
-    """Samples per pass; the token limit beside it is set so that it never binds."""
+    """Conversion of samples per forward pass; the token limit is set so that it never binds."""
 
     def convert(value: int, source: Source) -> Became:
         if source.get("trainer.max_tokens_per_microbatch") > 0:
@@ -406,8 +407,8 @@ REPORT: tuple[Rule, ...] = (
 
 
 def base(source: Source) -> dict[str, Any]:
-    """What the trainer does in every file: rows in rollout order, all roles on the chosen backend, paths from where it was
-    started."""
+    """Settings common to all files: rows in rollout order, all roles on the chosen backend, paths relative to
+    the working directory."""
     out: dict[str, Any] = {"run.base_dir": str(Path.cwd()), **shared("shuffle")(False, source).native}
     if source.backend is not None:
         out |= everywhere("backend")(source.backend, source).native
