@@ -1,12 +1,13 @@
-"""Training on several ranks by DeepSpeed's ZeRO-3: weights, gradients and optimizer shared out, gathered module by module.
+"""DeepSpeed ZeRO-3 backend: weights, gradients and optimizer states are sharded, and weights gathered module
+by module.
 
-DeepSpeed moves weights and gradients and calls the optimizer, which is ours. Steps, clipping, schedule, loss scale and reports
-are as everywhere (see single and ranks): this rank's parts of the gradients are read and scaled where ZeRO keeps them, before
-it takes a step.
+DeepSpeed moves weights and gradients and calls braid's optimizer. Steps, clipping, schedule, loss scale and
+reports are shared with the other backends (see single and ranks): gradients are read and scaled in place in
+ZeRO's partitions before the step.
 
-A rank's part of a parameter is a range of its elements, with zeros behind the last rank's. ZeRO lays the parts of all
-parameters of an optimizer group end to end in one flat tensor, which is what the optimizer has. Weights of half precision
-have a float32 copy there, and it is this that `state` gives.
+A rank's part of a parameter is a range of its elements, zero-padded on the last rank. ZeRO concatenates the
+parts of all parameters of an optimizer group in one flat tensor, which the optimizer updates. For
+half-precision weights this tensor is a float32 copy, and `state` returns the copy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from braid.training.shards import Boxes
 from .ranks import Pass, RankBackend, WholeMoments
 
 _BUCKET = 2**26
-"""Elements of gradients that travel together."""
+"""Number of gradient elements reduced together."""
 
 
 class DeepSpeedBackend(RankBackend):
@@ -46,8 +47,9 @@ class DeepSpeedBackend(RankBackend):
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
     ) -> None:
-        """The process group must be up. `model` holds its weights on rank 0, and is sharded in place. It may be in host memory, from
-        where it is moved tensor by tensor. Raises TrainingError when the package is not installed."""
+        """The process group must be initialized. `model` holds its weights on rank 0, and is sharded in
+        place. It may be in host memory, from where it is moved tensor by tensor. Raises TrainingError if
+        deepspeed is not installed."""
         package = _package(device)
         if config.deepspeed.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
@@ -57,26 +59,27 @@ class DeepSpeedBackend(RankBackend):
         super().__init__(model, config, total_steps=total_steps, device=device)
         settings = _settings(model.module, config.deepspeed, device)
         net = Pass(model, super()._autocast)
-        former = package.utils.groups._get_zero_param_intra_parallel_group()  # which a process has but one of
-        package.zero.Init(net, config_dict_or_path=settings, zero_param_parallel_group=former)  # from rank 0
+        former = package.utils.groups._get_zero_param_intra_parallel_group()  # one per process
+        package.zero.Init(net, config_dict_or_path=settings, zero_param_parallel_group=former)  # broadcasts rank 0's weights
         for buffer in net.buffers():
             buffer.data = buffer.data.to(device)
         self._engine: Any = package.initialize(model=net, optimizer=self._optimizer, config=settings)[0]
         self._zero: Any = self._engine.optimizer
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        """Without master weights: DeepSpeed has its own."""
+        """Build the optimizer without master weights: DeepSpeed keeps its own."""
         return build_optimizer(self._model.module, self._config.optimizer, self._model.value_head)
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._engine(batch, outputs)
 
     def _autocast(self) -> AbstractContextManager[None]:
-        """Inside of DeepSpeed's own module call, which would switch it off again."""
+        """No context here: autocast is entered inside DeepSpeed's module call, which would turn it off
+        otherwise."""
         return nullcontext()
 
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients travel in every pass: each rank keeps its parts only."""
+        """See RankBackend. Gradients are reduced in every pass because each rank keeps only its parts."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
 
@@ -102,7 +105,7 @@ class DeepSpeedBackend(RankBackend):
             self._zero.reset_cpu_buffers()
 
     def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
-        """With the head whole for as long as it takes."""
+        """Update the head's statistics with its parameters gathered temporarily."""
         params = list(head.parameters())
         names = {id(tensor): name for name, tensor in self._model.named_weights()}
         held = [p.data for p in params]
@@ -120,7 +123,7 @@ class DeepSpeedBackend(RankBackend):
         return {name: whole.cpu().clone() for name, whole in self.iter_weights(merged=merged) if is_first}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ShardedBackend. Gathered a tensor at a time."""
+        """See ShardedBackend. Gathers one tensor at a time."""
         with self._awake():
             if not merged:
                 yield from ((name, self._gathered(tensor)) for name, tensor in self._model.named_weights())
@@ -168,7 +171,8 @@ class DeepSpeedBackend(RankBackend):
         return boxes
 
     def _moments_of(self, p: Any, state: Mapping[str, Tensor], start: int) -> dict[str, Boxes]:
-        """Of one parameter, which begins at `start` of its group. What a group has one of, each has."""
+        """Boxes of a parameter's moments; the parameter starts at offset `start` in its group's flat tensor.
+        Scalars of the group, such as the step count, are repeated for each parameter."""
         size = p.partition_numel()
         return {
             key: self._boxes_of(p, value[start : start + size]) if value.ndim else Boxes.of(value)
@@ -176,14 +180,14 @@ class DeepSpeedBackend(RankBackend):
         }
 
     def _in_groups(self) -> Iterator[tuple[Any, Tensor, int]]:
-        """Trained parameters, each with the flat tensor of its group and where in that it begins."""
+        """(parameter, flat tensor of its group, offset in it) of each trained parameter."""
         for p in self._names:
             if p.requires_grad:
                 group, start, _ = self._zero.grad_position[self._zero.get_param_id(p)]
                 yield p, self._zero.fp32_partitioned_groups_flat[group], start
 
     def _part(self, p: Any) -> Tensor:
-        """This rank's part, in the precision that is trained."""
+        """This rank's part, in the precision in which it is trained."""
         if self._optimizer is None or not p.requires_grad:
             return p.ds_tensor
         group, start, size = self._zero.grad_position[self._zero.get_param_id(p)]
@@ -194,7 +198,7 @@ class DeepSpeedBackend(RankBackend):
         return Boxes.of_range(part[: max(0, p.ds_numel - start)], p.ds_shape, start)
 
     def _whole(self, p: Any, part: Tensor) -> Tensor:
-        """All ranks' parts of a parameter."""
+        """All-gather the ranks' parts of a parameter."""
         own = part.detach().to(self._device).contiguous()
         whole = own.new_empty(dist.get_world_size() * len(own))
         dist.all_gather_into_tensor(whole, own)
@@ -212,12 +216,12 @@ class DeepSpeedBackend(RankBackend):
             self._zero.invalidate_secondary_tensor()
 
     def _let_go(self) -> None:
-        """Of the parameters that ZeRO keeps whole between passes."""
+        """Partition the parameters that ZeRO keeps gathered between passes."""
         offload = self._zero if self._optimizer is None else self._zero.parameter_offload
         offload.partition_all_parameters()
 
     def to_host(self) -> None:
-        """See TrainingBackend. Storages are emptied, so that all views of them stay."""
+        """See TrainingBackend. Storages are resized to zero so that all views of them stay valid."""
         self._let_go()
         kept, scratch = [], []
         if self._config.offload.weights:
@@ -247,13 +251,13 @@ class DeepSpeedBackend(RankBackend):
             storage.resize_(size)
             if copy is not None:
                 _bytes_of(storage).copy_(copy)
-            else:  # ZeRO writes no gradients behind the end of a parameter, and they count in the norm
+            else:  # ZeRO never writes the padding of gradients, which counts in the norm
                 _bytes_of(storage).zero_()
         self._parked = []
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """With the weights on the device."""
+        """Context with the weights on the device."""
         is_away = bool(self._parked)
         if is_away:
             self.to_device()
@@ -279,24 +283,24 @@ class DeepSpeedBackend(RankBackend):
 
 
 def _package(device: torch.device) -> Any:
-    """DeepSpeed, told which device this rank has."""
+    """Import DeepSpeed with this rank's device selected."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try:
-        import deepspeed  # noqa: TID251  # which takes seconds
+        import deepspeed  # noqa: TID251  # the import takes seconds
     except ImportError as error:
         raise TrainingError(
             f"train.backend=deepspeed needs the package deepspeed, and it cannot be imported ({error}); install it with "
             "DS_BUILD_OPS=0 pip install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
         ) from error
-    # On CPU it would compile, for minutes, a way for ranks to talk that only inference takes; a build that was killed leaves a lock
-    # for which all later ones wait.
+    # On CPUs it would compile, for minutes, a communication backend that only inference uses; a killed build
+    # leaves a lock on which all later builds wait.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def _settings(module: nn.Module, config: DeepSpeedConfig, device: torch.device) -> dict[str, Any]:
-    """What DeepSpeed is told. It neither clips nor schedules nor scales."""
+    """DeepSpeed's config. Gradient clipping, learning rate schedule and loss scaling are off."""
     params = list(module.parameters())
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     return {
@@ -321,7 +325,7 @@ def _settings(module: nn.Module, config: DeepSpeedConfig, device: torch.device) 
 
 
 def _is_shared_out(tensor: Tensor) -> bool:
-    """Parameters are, buffers are not."""
+    """Whether ZeRO has partitioned the tensor: True for parameters, False for buffers."""
     return hasattr(tensor, "ds_tensor")
 
 

@@ -1,6 +1,6 @@
-"""Training on several ranks by PyTorch's FSDP and FSDP2.
+"""FSDP and FSDP2 backends.
 
-Every rank holds a shard of weights, gradients and optimizer, and runs the rows it is given (see ranks).
+Every rank holds a shard of weights, gradients and optimizer states, and runs its own rows (see ranks).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 _SHARDINGS = {
     "full": ShardingStrategy.FULL_SHARD,
     "grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "hybrid": ShardingStrategy.FULL_SHARD,  # over the shards of the mesh; with all of them it is full
+    "hybrid": ShardingStrategy.FULL_SHARD,  # without replicas it equals full sharding
     "none": ShardingStrategy.NO_SHARD,
 }
 _HYBRIDS = {
@@ -59,13 +59,13 @@ _HYBRIDS = {
     "hybrid": ShardingStrategy.HYBRID_SHARD,
     "none": ShardingStrategy.NO_SHARD,
 }
-"""With replicas of the shards."""
+"""Strategies for a mesh with several replicas of the shards."""
 _PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "off": None}
 
 
 class FsdpBackend(RankBackend):
-    """See RankBackend. Half-precision weights that are trained have float32 shards, which are the master weights; passes
-    gather and compute with them in half precision, and everybody else is given that."""
+    """See RankBackend. Trainable half-precision weights have float32 shards, which serve as master weights;
+    passes gather and compute in half precision, and exported weights are half precision too."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class FsdpBackend(RankBackend):
         device: torch.device,
         kind: Literal["fsdp", "fsdp2"],
     ) -> None:
-        """The process group must be up. `model` holds its weights on rank 0, and is sharded in place. It may be in host memory, from
-        where it is moved layer by layer."""
+        """The process group must be initialized. `model` holds its weights on rank 0, and is sharded in
+        place. It may be in host memory, from where it is moved layer by layer."""
         if config.fsdp.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
@@ -102,7 +102,8 @@ class FsdpBackend(RankBackend):
         self._take_from_first(whole, boxes)
 
     def _flat_starts(self) -> dict[str, int]:
-        """Where in each parameter this rank's part of it begins: FSDP's shards are flat pieces, one after the other."""
+        """Offset of this rank's part in each parameter: FSDP's shards are consecutive ranges of the flattened
+        parameter."""
         sizes: list[dict[str, int]] = [{}] * dist.get_world_size(self._shard_group)
         mine = {_own_name(name): p.numel() for name, p in self._net.named_parameters()}
         dist.all_gather_object(sizes, mine, group=self._shard_group)
@@ -117,20 +118,21 @@ class FsdpBackend(RankBackend):
         return {name: whole[name] for name in names} if is_first else {}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ShardedBackend. FSDP2 gathers a tensor at a time, FSDP a layer."""
+        """See ShardedBackend. FSDP2 gathers one tensor at a time, FSDP one layer."""
         made = {stored: Recipe((name,)) for name, stored in self._weights.items()}
         if merged:
             made = self._recipes
         stored_as = {recipe.parts[0]: stored for stored, recipe in made.items()}
         own = dict(self._own_tensors())
         for gathered, names in self._gathered_together(stored_as):
-            with gathered:  # with the adapters of a layer, which are in it
+            with gathered:  # includes the layer's adapters
                 for stored in (stored_as[name] for name in names):
                     tensors = [self._gathered(own[part], self._dtypes[part]) for part in made[stored].parts]
                     yield stored, made[stored].weight(tensors) if dist.get_rank() == 0 else tensors[0]
 
     def _gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole of a tensor as `dtype`; of FSDP's, whose layer is gathered, a copy for rank 0, since FSDP takes the memory back."""
+        """The whole tensor as `dtype`. With FSDP the layer is gathered already; rank 0 gets a copy because
+        FSDP frees the memory afterwards."""
         value: Any = tensor.detach()
         if isinstance(value, DTensor):
             return value.to(self._device, dtype).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
@@ -139,7 +141,8 @@ class FsdpBackend(RankBackend):
     def _gathered_together(
         self, names: Iterable[str]
     ) -> Iterator[tuple[AbstractContextManager[None], list[str]]]:
-        """The names in the parts in which FSDP gathers them, each part with what holds it gathered; FSDP2 has one."""
+        """(context that gathers them, names) for each FSDP layer. For FSDP2 a single entry, with an empty
+        context."""
         layer_of: dict[str, FullyShardedDataParallel] = {}
         for prefix, module in self._net.named_modules():
             if isinstance(module, FullyShardedDataParallel):  # inner ones come later
@@ -164,7 +167,7 @@ class FsdpBackend(RankBackend):
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
-        """The shards to `device`, each kind of FSDP in the way that keeps its own views of them."""
+        """Move the shards to `device`, keeping the views that each FSDP version has of them valid."""
         self._let_go()
         for module in self._net.modules():
             if isinstance(module, FullyShardedDataParallel) and (handle := module._handle) is not None:
@@ -174,7 +177,7 @@ class FsdpBackend(RankBackend):
             self._net.to(device)
 
     def _sharded_state(self) -> dict[str, Any]:
-        """`state` with this rank's parts in place of whole tensors."""
+        """See PartBackend."""
         optimizer: dict[str, dict[str, Boxes]] | None = None
         if self._optimizer is not None:
             states = self._optimizer.state
@@ -186,7 +189,7 @@ class FsdpBackend(RankBackend):
         return {"weights": self._weight_boxes(), "optimizer": optimizer, **self._counters()}
 
     def _weight_boxes(self) -> dict[str, Boxes]:
-        """This rank's parts of the weights, by their checkpoint names."""
+        """See PartBackend."""
         return {
             self._weights[name]: self._boxes_of(name, tensor, like=tensor)
             for name, tensor in self._own_tensors()
@@ -194,7 +197,7 @@ class FsdpBackend(RankBackend):
         }
 
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
-        """Room in the optimizer for this rank's parts of moments whose whole shapes and types are `like`."""
+        """See PartBackend."""
         assert self._optimizer is not None, "a model that is never trained has none"
         states, boxes = self._optimizer.state, {}
         states.clear()
@@ -212,19 +215,20 @@ class FsdpBackend(RankBackend):
         return boxes
 
     def _boxes_of(self, name: str, tensor: Tensor, *, like: Tensor) -> Boxes:
-        """This rank's parts of the parameter or buffer `like`, or of a `tensor` that is laid out as it is, or plain."""
+        """This rank's parts of `tensor`: the parameter or buffer `like`, a tensor sharded like it, or an
+        unsharded one."""
         if name in self._starts and tensor.shape == like.shape:
             return Boxes.of_range(tensor, self._shapes[name], self._starts[name])
         return Boxes.of(tensor)
 
     def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers by the names that they have outside of FSDP, none of them gathered."""
+        """Sharded parameters and buffers under their names without FSDP's wrappers."""
         self._let_go()
         for name, tensor in _tensors_of(self._net):
             yield _own_name(name), tensor
 
     def _let_go(self) -> None:
-        """Of parameters that are gathered between passes."""
+        """Free parameters that stay gathered between passes."""
         for module in self._net.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -232,7 +236,7 @@ class FsdpBackend(RankBackend):
                 _free_gathered(module)
 
     def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
-        """In this rank's part of the head, whose elements change each alone."""
+        """Update this rank's part of the head; the update is elementwise."""
         self._let_go()
         head.observe(returns)
 
@@ -240,7 +244,7 @@ class FsdpBackend(RankBackend):
         return self._net(batch, outputs)
 
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients travel in this pass only when they have to."""
+        """See RankBackend. Earlier passes skip the reduction if `sync_last_micro_batch_only` is set."""
         travels = is_last or not self._syncs_last_only
         if isinstance(self._net, FullyShardedDataParallel):
             return nullcontext() if travels else self._net.no_sync()
@@ -260,19 +264,21 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_name(name: str) -> str:
-    """Of a parameter inside FSDP's wrappers, without them."""
+    """Name of a parameter without the prefixes of FSDP's wrappers and of `Pass`."""
     return name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
 
 
 def _weight_names(model: TrainableModel) -> dict[str, str]:
-    """Checkpoint name by the name in the module, in the order of the former."""
+    """Name in the module -> checkpoint name, in checkpoint order."""
     names = {id(tensor): name for name, tensor in _tensors_of(model.module)}
     return {names[id(tensor)]: name for name, tensor in model.named_weights()}
 
 
 def _free_gathered(module: FullyShardedDataParallel) -> None:
-    """FSDP keeps what it gathered for a forward pass without gradients, and would go on with it whatever is written into the
-    shards."""
+    """Free the parameters that FSDP gathered for a forward pass without gradients.
+
+    FSDP would keep using them even after the shards have been written to.
+    """
     handle = module._handle
     if (
         handle is not None
@@ -283,7 +289,7 @@ def _free_gathered(module: FullyShardedDataParallel) -> None:
 
 
 def _mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
-    """Ranks as replicas x shards."""
+    """Device mesh of ranks: replicas x shards."""
     world = dist.get_world_size()
     size = config.size
     if size is None and config.sharding == "hybrid":
@@ -297,20 +303,21 @@ def _mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
 
 
 def _layers(module: nn.Module) -> set[type[nn.Module]]:
-    """The classes of the model's repeated layers: what `nn.ModuleList`s of more than one hold."""
+    """Classes of the model's repeated layers: the members of its non-empty `nn.ModuleList`s."""
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m)]
     return {type(layer) for layers in lists for layer in layers}
 
 
 def _use_float32_shards(module: nn.Module, kind: Literal["fsdp", "fsdp2"]) -> torch.dtype | None:
-    """Give trainable half-precision parameters float32 memory, which nothing has been written to; returns the type that
-    they had. FSDP's flat parameters are of one type, so that frozen ones are given it as well."""
+    """Replace the memory of trainable half-precision parameters by uninitialized float32 memory, and return
+    their former type. FSDP's flat parameters have a single type, so with FSDP frozen parameters are converted
+    too."""
     halves = [p for p in module.parameters() if p.dtype in HALF]
     had = next((p.dtype for p in halves if p.requires_grad), None)
     for p in halves if had else []:
         if p.requires_grad or kind == "fsdp":
             p.data = torch.empty_like(p, dtype=torch.float32)
-            p.grad_dtype = None  # FSDP keeps gradients in half precision until they travel
+            p.grad_dtype = None  # FSDP keeps gradients in half precision until they are reduced
     return had
 
 
@@ -352,7 +359,7 @@ def _wrap(
     if mesh.size(1) == 1:  # replicas alone
         strategy = ShardingStrategy.NO_SHARD
     with warnings.catch_warnings():
-        # beside frozen weights: FSDP makes room for the gradients of both
+        # With frozen weights FSDP warns that it allocates gradients for them too.
         warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
         return FullyShardedDataParallel(
             net,
@@ -365,5 +372,5 @@ def _wrap(
             device_id=device if device.type == "cuda" else torch.device("cpu"),
             forward_prefetch=config.forward_prefetch,
             limit_all_gathers=config.limit_all_gathers,
-            use_orig_params=True,  # the optimizer's groups and LoRA need each parameter apart
+            use_orig_params=True,  # optimizer groups and LoRA need separate parameters
         )

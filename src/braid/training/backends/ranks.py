@@ -1,10 +1,11 @@
-"""What the backends that share a model out among data-parallel ranks have in common: rows, passes, reports and state.
+"""Base classes of backends that shard a model over data-parallel ranks: rows, passes, reports and state.
 
-All ranks make the same number of passes through the model, since each pass gathers its layers together: a rank that has run
-out of rows passes a spare one, which counts for nothing. Gradients are averaged over ranks by what wraps the model, and a
-step's loss is a sum over them, so each rank's share is multiplied by their number.
+All ranks run the same number of passes because each pass gathers layers collectively: a rank that is out of
+rows runs a spare row with zero weight. The model wrapper (FSDP, DeepSpeed) averages gradients over ranks,
+while a step's loss is a sum over them, so each rank's loss is multiplied by the number of ranks.
 
-With `train.sequence_parallel` ranks next to each other have the same rows, and a piece each of every packed sequence.
+With `train.sequence_parallel` neighboring ranks have the same rows, and each holds a slice of every packed
+sequence.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ from braid.types import Row
 from .single import Running, SingleBackend
 
 WholeMoments = Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]
-"""Parameter -> moment -> its whole shape and type."""
+"""Parameter -> moment -> (full shape, type)."""
 
 
 class PartBackend(SingleBackend):
-    """One rank's part of a model and its optimizer: how all ranks together give their state, save it, and take one over.
+    """One rank's part of a model and its optimizer: collective state, save, load and restore.
 
-    A subclass says which boxes of which tensors it has, by the names and shapes that one process has.
+    Subclasses define which boxes of which tensors the rank holds, under the names and shapes of the unsharded
+    model.
     """
 
     def state(self) -> dict[str, Any]:
-        """See TrainingBackend: whole tensors, on rank 0; the others return what is small."""
+        """See TrainingBackend: whole tensors on rank 0; the other ranks return only the small parts."""
         with self._awake():
             mine = self._sharded_state()
             parts: list[Any] = [None] * dist.get_world_size()
@@ -54,7 +56,7 @@ class PartBackend(SingleBackend):
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors by their checkpoint names: of each its part."""
+        """Copy this rank's parts out of whole tensors, given by checkpoint name."""
         with self._awake():
             for name, boxes in self._weight_boxes().items():
                 if name in weights:
@@ -62,7 +64,7 @@ class PartBackend(SingleBackend):
             self._spread()
 
     def load(self, state: dict[str, Any]) -> None:
-        """See TrainingBackend. Every rank is given the whole state."""
+        """See TrainingBackend. Every rank gets the whole state."""
         self.load_weights(state["weights"])
         if self._trains:
             like = {
@@ -103,15 +105,18 @@ class PartBackend(SingleBackend):
 
     @abstractmethod
     def _weight_boxes(self) -> dict[str, Boxes]:
-        """This rank's parts of the weights, by their checkpoint names; of all weights, also those of which it has nothing."""
+        """This rank's parts of the weights by checkpoint name. Covers all weights, including those with no
+        part on this rank."""
 
     @abstractmethod
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
-        """Room in the optimizer for this rank's parts of moments like these, and for no others."""
+        """Replace the optimizer state by zeros for this rank's parts of the moments in `like`, and return
+        these parts."""
 
     @torch.no_grad()
     def _take_from_first(self, whole: Mapping[str, Tensor], boxes: Mapping[str, Boxes]) -> None:
-        """Write into this rank's boxes what rank 0 has as `whole` under their names; the others' say shapes and types only."""
+        """Broadcast rank 0's `whole` tensors into all ranks' boxes by name. On other ranks `whole` gives only
+        shapes and types."""
         described = {(name, tensor.dtype, tensor.shape) for name, tensor in whole.items()}
         first: list[Any] = [described]
         dist.broadcast_object_list(first, device=self._device)
@@ -131,20 +136,20 @@ class PartBackend(SingleBackend):
         self._spread()
 
     def _spread(self) -> None:
-        """Make what passes use of the parts that were written, where that is something else."""
+        """Refresh the weights used in forward passes from the parts that were written, if the two differ."""
 
     def _awake(self) -> AbstractContextManager[None]:
-        """With the parts where they can be read and written, whatever `to_host` has moved."""
+        """Context in which the parts can be read and written, even after `to_host`."""
         return nullcontext()
 
 
 class RankBackend(PartBackend):
-    """One rank's part of a model. See training.group.ShardedBackend; all calls are made on all ranks together."""
+    """One rank's part of a model. See training.group.ShardedBackend; all calls are collective."""
 
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
     ) -> None:
-        """The process group must be up."""
+        """The process group must be initialized."""
         self._sequence = _sequence_group(config.sequence_parallel)
         self._num_sharers = config.sequence_parallel
         self._spare: PackedBatch | None = None
@@ -152,7 +157,7 @@ class RankBackend(PartBackend):
         super().__init__(model, config, total_steps=total_steps, device=device)
 
     def data_place(self) -> tuple[int, int]:
-        """See ShardedBackend: every rank has rows of its own, or those that share sequences have the same."""
+        """See ShardedBackend: one share per rank, or per sequence-parallel group."""
         return dist.get_rank() // self._num_sharers, dist.get_world_size() // self._num_sharers
 
     def infer(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
@@ -184,7 +189,7 @@ class RankBackend(PartBackend):
         return replace(super()._pack(rows, weights, with_fields=with_fields), sequence=self._sequence)
 
     def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
-        """Of the rows of all ranks, each once."""
+        """Returns of the rows of all ranks, each row once."""
         mine = super()._returns(rows) if rows and self._is_first_sharer else np.zeros(0, np.float32)
         parts: list[NDArray[np.floating]] = [mine] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
@@ -223,11 +228,12 @@ class RankBackend(PartBackend):
 
     @abstractmethod
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around a pass; gradients have to travel at the latest in the last one."""
+        """Context for one forward and backward pass. Gradients must be synchronized in the last pass at the
+        latest."""
 
     @property
     def _is_first_sharer(self) -> bool:
-        """Of the ranks that have the same rows one counts them."""
+        """Whether this rank counts the rows, among the ranks that share them."""
         return dist.get_rank() % self._num_sharers == 0
 
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
@@ -237,20 +243,21 @@ class RankBackend(PartBackend):
         return super()._report(running, int(count), limits)
 
     def _most(self, number: int) -> int:
-        """The greatest of the ranks' numbers."""
+        """Maximum of `number` over ranks."""
         return int(_all_max(torch.tensor(number, dtype=torch.int64, device=self._device)))
 
 
 class Pass(nn.Module):
-    """The whole way from a batch to its outputs as one module, so that what wraps it sees where it begins and ends."""
+    """The whole pass from a batch to its outputs as one module, which gives wrappers a single forward call to
+    hook."""
 
     def __init__(
         self, model: TrainableModel, around: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Every pass is made within `around()`."""
+        """Every forward call runs in the context `around()`."""
         super().__init__()
         self.model = model.module
-        self._trainable = [model]  # in a list, so that it is no submodule
+        self._trainable = [model]  # in a list so that it is not registered as a submodule
         self._around = around
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
@@ -259,7 +266,7 @@ class Pass(nn.Module):
 
 
 def _sequence_group(size: int) -> SequenceGroup | None:
-    """That of this rank, of `size` ranks next to each other; None for one alone. A call of all ranks."""
+    """This rank's sequence-parallel group of `size` neighboring ranks, or None for size 1. Collective."""
     if size == 1:
         return None
     world = dist.get_world_size()

@@ -43,14 +43,15 @@ logger = logging.getLogger(__name__)
 
 
 class SingleBackend:
-    """One model, its optimizer and its schedule. See training.backend.TrainingBackend.
+    """A model, its optimizer and its learning rate schedule. See training.backend.TrainingBackend.
 
-    A step whose loss or gradient is not finite, or that passes a limit of its loss, changes neither weights nor optimizer (its
-    moments and step count), but does count for the schedule, which belongs to the run's steps. Gradients exist only while a
-    step runs.
+    A step whose loss or gradient is not finite, or that exceeds a limit of its loss, changes neither weights
+    nor optimizer state (moments and step count), but still advances the schedule, which follows the run's
+    steps. Gradients are allocated only during a step.
 
-    Half-precision weights that are trained have float32 master weights: the optimizer updates the masters, and the state
-    holds them in place of the weights (see optimizer.master_weights). They are kept with the optimizer's moments.
+    Trainable half-precision weights have float32 master weights: the optimizer updates the masters, and the
+    state holds them in place of the weights (see optimizer.master_weights). They are offloaded together with
+    the optimizer's moments.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class SingleBackend:
         device: torch.device,
         keeps_weights: bool = False,
     ) -> None:
-        """`total_steps` is the length of the schedule; 0 for a model that is never trained, which has no optimizer.
-        With `keeps_weights` others use them too, so that they stay on the device whatever `offload` says."""
+        """`total_steps` is the length of the schedule; 0 for a model that is never trained, which has no
+        optimizer. With `keeps_weights` the weights stay on the device regardless of `config.offload`, because
+        they are used elsewhere too."""
         self._model = model
         self._config = config
         self._total_steps = total_steps
@@ -80,7 +82,7 @@ class SingleBackend:
         self._skipped_in_row = 0
 
     def data_place(self) -> tuple[int, int]:
-        """See ShardedBackend: alone, with all rows."""
+        """See ShardedBackend: a single share of all rows."""
         return 0, 1
 
     def infer(
@@ -89,7 +91,7 @@ class SingleBackend:
         outputs: frozenset[Output],
         spare: Row | None = None,  # noqa: ARG002
     ) -> list[dict[str, NDArray[np.float32]]]:
-        """See TrainingBackend. One rank alone needs no `spare` row."""
+        """See TrainingBackend. `spare` is unused on a single rank."""
         start = time.perf_counter()
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
         with torch.no_grad(), self._autocast():
@@ -110,7 +112,7 @@ class SingleBackend:
         loss: Loss,
         spare: Row | None = None,  # noqa: ARG002
     ) -> StepReport:
-        """See TrainingBackend. Raises TrainingError after `max_skipped_steps` skipped steps in a row."""
+        """See TrainingBackend. Raises TrainingError after `max_skipped_steps` consecutive skipped steps."""
         start = time.perf_counter()
         if (head := self._model.value_head) is not None and head.normalizes:
             self._observe(head, self._returns(rows))
@@ -144,13 +146,13 @@ class SingleBackend:
         self._spread_masters(head.parameters())
 
     def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
-        """Of all positions of a step that the policy wrote."""
+        """Returns at all positions of a step that the policy wrote."""
         return np.concatenate([row.fields["returns"][row.mask] for row in rows])
 
     def _accumulate(
         self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
     ) -> None:
-        """Forward and backward passes over all rows of a step."""
+        """Run forward and backward passes over all rows of a step."""
         for batch in self._batches(rows, weights):
             self._learn(batch, loss, running)
         if self._scale is not None:
@@ -178,7 +180,7 @@ class SingleBackend:
         return running.report(self._grad_norm(), self._lr(), num_tokens, limits)
 
     def _learn(self, batch: PackedBatch, loss: Loss, running: Running) -> None:
-        """Forward and backward of one micro-batch."""
+        """Forward and backward pass of one micro-batch."""
         with self._autocast():
             outputs = self._forward(batch, loss.outputs)
         share, diagnostics = loss.compute(outputs, batch)
@@ -210,7 +212,7 @@ class SingleBackend:
         return [p.grad for p in self._model.module.parameters() if p.grad is not None]
 
     def _grad_norm(self) -> Tensor:
-        """Euclidean norm over all gradients together."""
+        """Global L2 norm of the gradients."""
         return torch.nn.utils.get_total_norm(self._gradients())
 
     def _update(self, report: StepReport) -> None:
@@ -237,7 +239,7 @@ class SingleBackend:
             p.copy_(self._masters[p])
 
     def _rest_optimizer(self) -> None:
-        """Between steps the optimizer's tensors may wait in host memory."""
+        """Offload the optimizer state between steps if the config says so."""
         if self._optimizer is not None and self._config.offload.optimizer:
             self._move_optimizer(HOST)
 
@@ -248,8 +250,8 @@ class SingleBackend:
             master.data = moved(master.data, device)
 
     def _scaled(self, report: StepReport) -> StepReport:
-        """With what the step says of the loss scale, which learns from it. A loss that is not finite before any scaling, or a
-        gradient at the least scale, is no overflow."""
+        """Add the loss scale and overflow flag to the report, and update the scale. A loss that is not finite
+        before scaling, or a gradient that is not finite at the minimum scale, is not an overflow."""
         scale = self._scale
         if scale is None:
             return report
@@ -297,7 +299,7 @@ class SingleBackend:
         return self._model.named_weights()
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """See ShardedBackend; the live ones, where they are."""
+        """See ShardedBackend; live tensors on their current device."""
         return dict(self.iter_weights(merged=merged))
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -315,11 +317,12 @@ class SingleBackend:
         return ((name, self._masters.get(tensor, tensor).detach()) for name, tensor in self.named_weights())
 
     def _trained_parameters(self) -> dict[str, Tensor]:
-        """What the optimizer updates, by the parameter's name in the module."""
+        """The tensors that the optimizer updates, by the parameter's name in the module."""
         return {name: self._masters.get(p, p) for name, p in self._model.module.named_parameters()}
 
     def to_host(self) -> None:
-        """See TrainingBackend. Gradients exist only while a step runs, and the optimizer's states leave after each."""
+        """See TrainingBackend. Moves only weights: gradients are allocated only during a step, and optimizer
+        states are offloaded after each step."""
         if self._leaves_weights:
             move_weights(self._model.module, HOST)
 
@@ -360,7 +363,7 @@ class SingleBackend:
         }
 
     def save(self, folder: str) -> Written:
-        """See ShardedBackend. Alone in its process group, or without one, it leaves the writing to the caller."""
+        """See ShardedBackend. Without a process group the state is returned for the caller to write."""
         state = self.state()
         return write_state(Path(folder), state) if dist.is_initialized() else Written(state)
 
@@ -391,7 +394,8 @@ class SingleBackend:
 
 
 class Running:
-    """Loss and metrics of a step, gathered on the device; reading them is the step's one wait for it."""
+    """Loss and metrics of a step, accumulated on the device; `report` is the step's only synchronization with
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -407,7 +411,7 @@ class Running:
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def merge(self, add: Callable[[Tensor], Tensor], greatest: Callable[[Tensor], Tensor]) -> None:
-        """With what the other ranks have gathered: `add` and `greatest` take a tensor to that of all ranks."""
+        """Reduce over ranks: `add` and `greatest` all-reduce a tensor to its sum and maximum."""
         add(self._loss)
         for name in sorted(self._means):
             self._means[name] = add(self._means[name])
@@ -417,7 +421,7 @@ class Running:
     def report(
         self, grad_norm: Tensor, lr: float, num_tokens: int, limits: Mapping[str, float]
     ) -> StepReport:
-        """The numbers on the host, and what they say of the step."""
+        """Copy the numbers to the host and decide whether the step is skipped or stopped."""
         parts = [
             self._loss[None],
             grad_norm[None],
@@ -442,7 +446,7 @@ class Running:
 
 
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """What passes compute in where that is not the weights' own type."""
+    """Autocast type of forward passes; None to compute in the type of the weights."""
     kind = config.autocast
     if kind == "none" or (kind == "auto" and device.type != "cuda"):
         return None

@@ -1,8 +1,8 @@
-"""Training by Megatron-core. The one package that imports it, and mbridge with it.
+"""Training with Megatron-core. The only package that imports Megatron-core and mbridge.
 
-checks.py    which models are built here, and how they can be shared out
-ranks.py     the process groups, and which rows a rank is given
-model.py     Megatron's layers for a Hugging Face model; attention over packed rows; hidden states to log-probs
-names.py     weights and moments between Megatron's shards and Hugging Face's names
-backend.py   one rank of it, as training.group.ShardedBackend wants it
+checks.py    supported models and parallel layouts
+ranks.py     process groups, and which rows each rank trains on
+model.py     a Hugging Face model built from Megatron layers: packed attention, hidden states to log-probs
+names.py     conversion of weights and moments between Megatron shards and Hugging Face names
+backend.py   the backend of one rank (training.group.ShardedBackend)
 """

@@ -1,8 +1,9 @@
-"""One rank of a model that Megatron-core trains.
+"""Megatron-core backend of one rank.
 
-Megatron owns the layers, the pipeline schedule, the gradient buffers and the optimizer; the loss, the steps, their reports, the
-learning rate and the loss scale are as everywhere. All ranks make the same number of passes, since experts and
-collectives run over all of them: a rank that has run out of rows passes a spare one, which counts for nothing.
+Megatron owns the layers, the pipeline schedule, the gradient buffers and the optimizer. Loss, steps, reports,
+learning rate and loss scale are shared with the other backends. All ranks run the same number of passes
+because experts and collectives span all of them: a rank that is out of rows runs a spare row with zero
+weight.
 """
 
 from __future__ import annotations
@@ -61,13 +62,14 @@ from .ranks import Ranks, groups, join
 
 
 class MegatronBackend(PartBackend):
-    """See training.group.ShardedBackend; all calls are made on all ranks together."""
+    """See training.group.ShardedBackend; all calls are collective."""
 
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
     ) -> None:
-        """The process group must be up. `model` holds its weights on rank 0, in host memory, and is left without them. Raises
-        TrainingError or ModelError when it cannot be shared out as `config.megatron` says."""
+        """The process group must be initialized. `model` holds its weights on rank 0 in host memory, and is
+        moved to the meta device. Raises TrainingError or ModelError if it cannot be partitioned as
+        `config.megatron` says."""
         if not isinstance(model, CausalLM | ValueModel) or (
             isinstance(model, CausalLM) and model.has_adapters
         ):
@@ -103,7 +105,7 @@ class MegatronBackend(PartBackend):
             self._scale = LossScale(scaler.model_copy(update={"growth_interval": window}))
 
     def _build_optimizer(self) -> None:
-        """Megatron's own, in place of torch's."""
+        """Build Megatron's optimizer instead of torch's."""
         config, own = self._config.optimizer, self._config.megatron
         settings = OptimizerConfig(
             optimizer="adam" if config.kind == "adamw" else "sgd",
@@ -113,9 +115,9 @@ class MegatronBackend(PartBackend):
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             sgd_momentum=0.0,
-            bf16=self._dtype != torch.float32,  # its optimizer with fp32 copies of half-precision weights
+            bf16=self._dtype != torch.float32,  # selects Megatron's optimizer with float32 master weights
             params_dtype=self._dtype,
-            clip_grad=0.0,  # ours
+            clip_grad=0.0,  # clipped in _update
             use_distributed_optimizer=self._stages[0].ddp_config.use_distributed_optimizer,
             overlap_param_gather=own.overlap_param_gather,
         )
@@ -132,7 +134,7 @@ class MegatronBackend(PartBackend):
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
 
     def data_place(self) -> tuple[int, int]:
-        """See ShardedBackend: all ranks of one copy of the model have the same rows."""
+        """See ShardedBackend: all ranks of a model replica have the same rows."""
         return self._ranks.data, self._ranks.data_size
 
     def infer(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
@@ -177,8 +179,8 @@ class MegatronBackend(PartBackend):
     def _loss_of(
         self, loss: Loss, running: Running, batch: PackedBatch, outputs: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, None]:
-        """What Megatron's schedule wants of the last stage: the loss that it goes back from, the number of tokens to average
-        over, which is nobody's business here, and what it should keep."""
+        """Loss function of the last stage as Megatron's schedule expects it: (loss for the backward pass,
+        number of tokens to average over, data to keep). The number of tokens is unused here."""
         share, diagnostics = loss.compute(outputs, batch)
         if batch is self._spare:
             share, diagnostics = share * 0.0, diagnostics.emptied()
@@ -194,7 +196,8 @@ class MegatronBackend(PartBackend):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """All passes by Megatron's schedule. What `loss` wants kept of each, on the last stage; nothing on the others."""
+        """Run all passes with Megatron's schedule. Returns the data that `loss` keeps per batch on the last
+        stage, and an empty list on the others."""
 
         def step(data: Iterator[PackedBatch], stage: Any) -> tuple[Any, Callable[[Any], Any]]:
             batch = next(data)
@@ -205,27 +208,28 @@ class MegatronBackend(PartBackend):
         for stage in self._stages:
             stage.train(
                 not forward_only
-            )  # nothing is random either way; what is recomputed is so in train mode
+            )  # there is no dropout; activations are recomputed in train mode only
         data = [iter(batches) for _ in self._stages]
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data if len(data) > 1 else data[0],
             model=self._stages if len(self._stages) > 1 else self._stages[0],
             num_microbatches=len(batches),
-            seq_length=1,  # lengths vary, and travel with what the stages send
+            seq_length=1,  # unused: with variable_seq_lengths stages send the shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _num_passes(self, own: int) -> int:
-        """As many as the rank with the most rows needs, and of interleaved stages a multiple of the stages."""
+        """Maximum number of passes over all ranks; with the interleaved schedule, rounded up to a multiple of
+        the pipeline-parallel size."""
         most = torch.tensor(max(own, 1), dtype=torch.int64, device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         multiple = self._ranks.pipeline_size if len(self._stages) > 1 else 1
         return -(-int(most) // multiple) * multiple
 
     def _from_last(self, values: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """What the last pipeline stage has, on all stages."""
+        """Broadcast `values` of the last pipeline stage to all stages."""
         if self._ranks.pipeline_size == 1:
             assert values is not None, "the only stage is the last"
             return values
@@ -283,13 +287,14 @@ class MegatronBackend(PartBackend):
         self._megatron.zero_grad()
 
     def _inner(self) -> list[torch.optim.Optimizer]:
-        """torch's optimizers inside Megatron's; none for a rank without weights of a kind."""
+        """The torch optimizers inside Megatron's chained optimizer; a part without weights on this rank has
+        none."""
         if self._megatron is None:
             return []
         return [part.optimizer for part in self._megatron.chained_optimizers if part.optimizer is not None]
 
     def _flops_of(self, rows: Sequence[Row]) -> Flops:
-        """This rank's part of what the ranks that share the rows do."""
+        """FLOPs of `rows` divided by the number of ranks that share them."""
         whole, sharers = super()._flops_of(rows), dist.get_world_size() // self._ranks.data_size
         return Flops(whole.forward // sharers, whole.training // sharers)
 
@@ -299,20 +304,21 @@ class MegatronBackend(PartBackend):
         return {name: whole.cpu() for name, whole in self.iter_weights(merged=merged) if is_first}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # no adapters here
-        """See ShardedBackend. Gathered a tensor at a time, on rank 0 alone."""
+        """See ShardedBackend. Gathers one tensor at a time, on rank 0 only."""
         with self._awake():
             self._gather_parameters()
             yield from self._names.gathered()
 
     def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
-        """Of the rows of all ranks, each once."""
+        """Returns of the rows of all ranks, each row once."""
         mine = super()._returns(rows) if rows else np.zeros(0, np.float32)
         parts: list[NDArray[np.floating]] = [mine] * self._ranks.data_size
         dist.all_gather_object(parts, mine, groups.get_data_parallel_group())
         return np.concatenate(parts)
 
-    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:  # noqa: ARG002  # the last stage's own
-        """In what passes use, of which float32 that is trained is a part, and in the float32 copies of anything else."""
+    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:  # noqa: ARG002  # uses the last stage's head
+        """Update the head's statistics and rescale its weights: the model's weights, and their float32 master
+        weights if they are half precision (float32 weights are trained in place)."""
         trained = {shard.parameter: part.values for shard, part in self._parts(with_copies=False)}
         for stage in self._stages:
             if (own := stage.module.value_head) is None:
@@ -328,7 +334,7 @@ class MegatronBackend(PartBackend):
         return self._weights(with_copies=True)
 
     def _weights(self, *, with_copies: bool) -> dict[str, Boxes]:
-        """In the precision that is trained."""
+        """This rank's weights in the precision in which they are trained."""
         parts: dict[str, list[tuple[list[int], Tensor]]] = {name: [] for name in self._names.shapes}
         for shard, part in self._parts(with_copies=with_copies):
             for name, offsets, box in self._names.boxes(shard, part.values, part.start):
@@ -353,7 +359,8 @@ class MegatronBackend(PartBackend):
         return self._moments(with_copies=True)
 
     def _moments(self, *, with_copies: bool) -> dict[str, dict[str, Boxes]]:
-        """Of each weight. What a parameter has one of, such as its count of steps, each weight that is part of it has."""
+        """Optimizer moments per weight. A scalar of a fused parameter, such as its step count, is repeated
+        for each of the weights that are fused into it."""
         parts: dict[tuple[str, str], list[tuple[list[int], Tensor]]] = {}
         for shard, part in self._parts(with_copies=with_copies):
             for key, value in part.state.items():
@@ -370,8 +377,9 @@ class MegatronBackend(PartBackend):
         return moments
 
     def _parts(self, *, with_copies: bool) -> Iterator[tuple[Shard, _Part]]:
-        """What this rank trains of its parameters, or all of them where nothing is trained. The copies of tied weights that
-        other stages have are shared out among data-parallel ranks in ways of their own, and written by none."""
+        """The parts of this rank's parameters that it trains, or whole parameters if the model is not
+        trained. Copies of tied weights on other stages are sharded differently over data-parallel ranks, and
+        are never saved."""
         for shard in self._names.shards:
             if with_copies or not shard.is_copy:
                 part = _Part.of(self._optimizer_of(shard), shard) if self._trains else _Part.all_of(shard)
@@ -381,12 +389,12 @@ class MegatronBackend(PartBackend):
     def _spread(self) -> None:
         if self._trains:
             for part in self._megatron.chained_optimizers:
-                if not isinstance(part, FP32Optimizer):  # which trains the parameters themselves
+                if not isinstance(part, FP32Optimizer):  # FP32Optimizer updates the parameters in place
                     part._copy_main_params_to_model_params()
             self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """From the data-parallel ranks that train a part of each."""
+        """All-gather parameters from the data-parallel ranks that each train a part."""
         for stage in self._stages:
             if stage.ddp_config.use_distributed_optimizer:
                 stage.start_param_sync(force_sync=True)
@@ -396,12 +404,12 @@ class MegatronBackend(PartBackend):
         return self._megatron is not None
 
     def _optimizer_of(self, shard: Shard) -> Any:
-        """The one of the chained optimizers that has a parameter."""
+        """The chained optimizer that owns the parameter."""
         parts = self._megatron.chained_optimizers
         return parts[-1] if shard.is_expert else parts[0]
 
     def to_host(self) -> None:
-        """See ShardedBackend. Optimizer states leave after each step."""
+        """See ShardedBackend. Optimizer states are offloaded after each step already."""
         if self._device.type == "cpu":
             return
         offload = self._config.offload
@@ -435,7 +443,7 @@ class MegatronBackend(PartBackend):
             master.data = moved(master.data, HOST if to_host else self._device)
 
     def _float32_copies(self) -> Iterator[Tensor]:
-        """Megatron's master weights of half-precision parameters: this rank's parts of them."""
+        """This rank's parts of Megatron's float32 master weights."""
         for part in self._megatron.chained_optimizers if self._trains else ():
             of_shards = getattr(part, "shard_fp32_from_float16_groups", None)
             groups_of = getattr(part, "fp32_from_float16_groups", ()) if of_shards is None else of_shards
@@ -470,8 +478,8 @@ class MegatronBackend(PartBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The part of a parameter that this rank's optimizer updates: its values in the precision that is trained, which of the
-    parameter's elements they begin with, and what the optimizer has for them."""
+    """The part of a parameter that this rank's optimizer updates: values in the trained precision, offset of
+    the first one among the parameter's elements, and optimizer state."""
 
     values: Tensor
     start: int
@@ -479,12 +487,12 @@ class _Part:
 
     @classmethod
     def all_of(cls, shard: Shard) -> _Part:
-        """Without an optimizer."""
+        """The whole parameter, without optimizer state."""
         return cls(shard.parameter.detach(), 0, {})
 
     @classmethod
     def of(cls, optimizer: Any, shard: Shard) -> _Part | None:
-        """None where other data-parallel ranks have all of it."""
+        """This rank's part, or None if other data-parallel ranks hold all of the parameter."""
         parameter: Any = shard.parameter
         if not isinstance(optimizer, DistributedOptimizer):
             main = getattr(parameter, "main_param", None)
@@ -499,7 +507,7 @@ class _Part:
 
 
 def _head_names(model: CausalLM | ValueModel) -> dict[str, str]:
-    """Of a critic's head: the names of its weights in a checkpoint, by those that they have in the last stage."""
+    """Names of the value head's weights in the last stage -> names in a checkpoint."""
     if isinstance(model, CausalLM):
         return {}
     stored = {id(tensor): name for name, tensor in model.named_weights()}
@@ -508,7 +516,7 @@ def _head_names(model: CausalLM | ValueModel) -> dict[str, str]:
 
 
 def _stages(model: CausalLM | ValueModel, layers: Any, ranks: Ranks) -> list[Any]:
-    """The stages of this rank: one, or with the interleaved schedule several, whose layers lie apart."""
+    """Build this rank's stages: one, or several non-adjacent ones with the interleaved schedule."""
     number = layers.virtual_pipeline_model_parallel_size
     stages: list[Any] = []
     for index in range(number or 1):
@@ -530,7 +538,7 @@ def _stages(model: CausalLM | ValueModel, layers: Any, ranks: Ranks) -> list[Any
 
 
 def _wrapped(stage: Decoder, index: int, config: TrainConfig, layers: Any) -> Any:
-    """With gradient buffers that data-parallel ranks reduce."""
+    """Wrap a stage in Megatron's DistributedDataParallel, which owns the gradient buffers."""
     own = config.megatron
     shards = own.distributed_optimizer and config.optimizer.kind == "adamw"
     return DistributedDataParallel(
@@ -547,22 +555,22 @@ def _wrapped(stage: Decoder, index: int, config: TrainConfig, layers: Any) -> An
     )
 
 
-def _finalize(stages: list[Any], num_tokens: Tensor | None, **options: Any) -> None:  # noqa: ARG001  # never divided by
-    """Megatron's reduction of gradients over ranks, as sums."""
+def _finalize(stages: list[Any], num_tokens: Tensor | None, **options: Any) -> None:  # noqa: ARG001  # gradients are not divided by it
+    """Reduce gradients over ranks with Megatron, as sums."""
     finalize_model_grads(stages, None, **options)
 
 
 def _of_stages(calls: list[Any]) -> Any:
-    """Megatron's schedules want one call, or one for each interleaved stage."""
+    """A single callable, or one per interleaved stage, as Megatron's schedules expect."""
     return calls if len(calls) > 1 else calls[0]
 
 
 def _outputs_of(
     names: Sequence[str],
-    batch: PackedBatch,  # noqa: ARG001  # a loss would look at it
+    batch: PackedBatch,  # noqa: ARG001  # the signature of a loss
     outputs: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Instead of a loss, for passes without one: keeps the outputs [names, T]."""
+    """Stand-in for the loss in inference passes; keeps the outputs [names, T]."""
     kept = torch.stack([outputs[name].float() for name in names])
     return kept.new_zeros(()), _no_tokens(), kept
 

@@ -1,4 +1,4 @@
-"""Which models are built here, and how they can be shared out. Imports no Megatron."""
+"""Supported models and parallel layouts of the Megatron backend. Does not import Megatron."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from braid.config.backends import MegatronConfig
 from braid.errors import ModelError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""transformers' model types that are built here."""
+"""Supported transformers model types."""
 _FIXED_ROTARY = ("default", "linear", "llama3")
 
 
 def check_model(config: PreTrainedConfig, own: MegatronConfig) -> None:
-    """Raise ModelError when a model of this config is not built here, or cannot be shared out so."""
+    """Raise ModelError if the architecture is not supported or cannot be partitioned as `own` says."""
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise ModelError(
@@ -83,7 +83,7 @@ def _check_experts(config: PreTrainedConfig, own: MegatronConfig) -> None:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Whether its layers are mixtures of experts."""
+    """Whether the layers are mixtures of experts."""
     return config.model_type in ("qwen3_moe", "mixtral")
 
 

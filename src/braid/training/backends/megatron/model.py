@@ -1,12 +1,13 @@
-"""A Hugging Face decoder built of Megatron's layers: token ids of packed rows to log-probs.
+"""A Hugging Face decoder built from Megatron layers: token ids of packed rows to log-probs.
 
-The layers are those of Megatron's local specification, which runs on any device, with three parts of our own: attention that keeps
-packed rows apart (Megatron's local one cannot), norms that also run under sequence parallelism, and a head that turns the
-last hidden states into log-probs without whole logits. Rotary positions come from the rows and from the frequencies that
-transformers computes, so that every scaling of them that is fixed beforehand is right.
+Layers follow Megatron's local specification, which runs on any device. Three parts are replaced: attention,
+which must not cross the boundaries of packed rows (Megatron's local attention cannot do that); norms, which
+must also run under sequence parallelism; and the output head, which computes log-probs without materializing
+the logits. Rotary embeddings use the rows' position ids and the frequencies that transformers computes, so
+every static RoPE scaling is supported.
 
-    rows -> flat positions, padded -> this rank's slice (context parallel) -> layers -> hidden states at written positions
-         -> log-probs over all vocabulary shards -> put together over context-parallel ranks: [T], as the loss wants them
+    rows -> flat positions, padded -> this rank's slice (context parallel) -> layers -> hidden states at policy tokens
+         -> log-probs over all vocabulary shards -> combined over context-parallel ranks: [T], the input of the loss
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ from .checks import is_mixture
 from .ranks import Ranks, groups
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]  # Megatron 0.16 looks for None there
+    moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]  # Megatron 0.16 compares it with None
 
 
 def _keeping_autocast(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `checkpoint` recomputes in the backward pass, where autocast is off: here what it calls enters autocast itself,
-    as it was in the forward pass."""
+    """Wrap Megatron's `checkpoint` to recompute under the autocast state of the forward pass.
+
+    Recomputation runs in the backward pass, where autocast is off.
+    """
 
     def kept(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
         device = args[0].device.type
@@ -58,23 +61,26 @@ def _keeping_autocast(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-# Layers, attention and experts look it up there.
+# Layers, attention and experts look it up in this module.
 tensor_parallel.checkpoint = _keeping_autocast(tensor_parallel.checkpoint)
 
 
 def layer_options(
     config: PreTrainedConfig, train: TrainConfig, dtype: torch.dtype, autocast: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """What Megatron's TransformerConfig is given beside the sizes of the model: weights are of `dtype`, and passes compute in
-    `autocast` where it is given. No dropout, no loss of its own for experts: the loss is ours."""
+    """Options for Megatron's TransformerConfig in addition to the model's sizes.
+
+    `dtype` is the type of the weights, `autocast` the compute type if given. Dropout and Megatron's auxiliary
+    expert loss are disabled: the loss is computed by the caller.
+    """
     own, layers = train.megatron, train.megatron.transformer
     options: dict[str, Any] = {
         "params_dtype": dtype,
-        "pipeline_dtype": autocast or dtype,  # Megatron's layers add up in what they compute in
-        "bf16": False,  # types are the parameters' own, and autocast's
+        "pipeline_dtype": autocast or dtype,  # residuals are summed in the compute type
+        "bf16": False,  # types come from the parameters and autocast
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "calculate_per_token_loss": True,  # our shares of the loss add up: nothing is to be averaged
+        "calculate_per_token_loss": True,  # losses of micro-batches are summed, not averaged
         "sequence_parallel": own.sequence_parallel and own.tensor_parallel > 1,
         "variable_seq_lengths": True,
         "batch_p2p_comm": layers.batch_p2p_comm,
@@ -90,7 +96,7 @@ def layer_options(
         options["add_qkv_bias"] = True
     if is_mixture(config):
         options |= {
-            # softmax over the chosen experts is softmax over all of them, renormalised over the chosen
+            # softmax over the selected experts equals softmax over all, renormalized over the selected
             "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
@@ -123,21 +129,23 @@ def _recompute_options(train: TrainConfig) -> dict[str, Any]:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """How Megatron's layers carry our attention to its place; `qkv_format` stays theirs for plain sequences."""
+    """Passes the packed attention through Megatron's layers. `qkv_format` keeps Megatron's value for plain
+    sequences."""
 
     qkv_format: str = "sbhd"
     attention: PackedAttention | None = None
 
 
 class PackedCoreAttention(nn.Module):
-    """Megatron's core attention, over packed rows. With context parallelism each rank has a slice of the positions; here they
-    trade it for all positions of a share of the heads, and back (Ulysses, arXiv 2309.14509)."""
+    """Core attention over packed rows. With context parallelism each rank holds a slice of the positions; an
+    all-to-all exchanges it for all positions of a subset of the heads, and a second one reverses it (Ulysses,
+    arXiv 2309.14509)."""
 
     def __init__(
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,  # noqa: ARG002  # the signature is Megatron's; what attends to what comes with the rows
+        attn_mask_type: Any,  # noqa: ARG002  # Megatron's signature; the mask comes with the rows
         attention_type: str,  # noqa: ARG002
         softmax_scale: float | None = None,
         **_: Any,
@@ -152,11 +160,11 @@ class PackedCoreAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # noqa: ARG002  # the signature is Megatron's
+        attention_mask: Tensor | None,  # noqa: ARG002  # Megatron's signature
         packed_seq_params: PackedRows,
         **_: Any,
     ) -> Tensor:
-        """[T, 1, Hq, d], [T, 1, Hkv, d] of this rank's positions and heads -> [T, 1, Hq * d]."""
+        """Attention over this rank's positions and heads: [T, 1, Hq, d], [T, 1, Hkv, d] -> [T, 1, Hq * d]."""
         attention = packed_seq_params.attention
         assert attention is not None, "every pass has rows"
         size = groups.get_context_parallel_world_size()
@@ -172,22 +180,27 @@ class PackedCoreAttention(nn.Module):
 
 
 def _all_positions(x: Tensor, size: int) -> Tensor:
-    """[T / size, H, d] of a context-parallel rank -> [T, H / size, d]."""
+    """Gather positions and scatter heads over context-parallel ranks: [T / size, H, d] -> [T, H / size,
+    d]."""
     parts = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
     return tensor_parallel.all_to_all(groups.get_context_parallel_group(), parts).flatten(0, 1)
 
 
 def _all_heads(x: Tensor, size: int) -> Tensor:
-    """[T, H / size, d] -> [T / size, H, d]."""
+    """Inverse of `_all_positions`: [T, H / size, d] -> [T / size, H, d]."""
     parts = x.unflatten(0, (size, -1)).contiguous()
     parts = tensor_parallel.all_to_all(groups.get_context_parallel_group(), parts)
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32. Megatron's local norm refuses sequence parallelism, where each rank sees some of the
-    positions and the gradients of `weight` have to be added up: what the mark on it says. There a linear layer comes next, whose
-    backward pass has room for gradients in the type of its input, which with autocast has to be the type it computes in."""
+    """x / rms(x) * weight, computed in float32.
+
+    Replaces Megatron's local norm, which rejects sequence parallelism. There each rank sees a part of the
+    positions, and the attribute `sequence_parallel` tells Megatron to sum the gradients of `weight`. The
+    linear layer that follows allocates its gradient buffers in the type of its input, so under autocast the
+    norm returns the autocast type.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
@@ -207,7 +220,7 @@ class RMSNorm(nn.Module):
 def stage_spec(
     config: PreTrainedConfig, layers: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of a stage: Megatron's local specification with our attention and norms."""
+    """Specification of a pipeline stage: Megatron's local one with this module's attention and norms."""
     spec: Any = get_gpt_layer_local_spec(
         num_experts=_num_experts(config),
         qk_layernorm=config.model_type.startswith("qwen3"),
@@ -232,7 +245,8 @@ def _num_experts(config: PreTrainedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a pass computes beside the layers: attention (models.kernels) and log-probs (models.logprobs)."""
+    """Settings of a forward pass outside the layers: attention (models.kernels) and log-probs
+    (models.logprobs)."""
 
     temperature: float
     chunk_bytes: int
@@ -242,15 +256,15 @@ class Rule:
 
     @classmethod
     def of(cls, model: CausalLM | ValueModel) -> Rule:
-        """Of a critic only attention counts."""
+        """Settings of `model`. For a critic only `attention` is meaningful."""
         if isinstance(model, ValueModel):
             return cls(1.0, DEFAULT_CHUNK_BYTES, compiles=False, vocab_size=0, attention=model.attention)
         return cls(model.temperature, model.chunk_bytes, model.compiles, model.vocab_size, model.attention)
 
 
 class Decoder(GPTModel):
-    """A stage of the model. The first one takes token ids, the last one gives log-probs, or of a critic values, all others hidden
-    states."""
+    """One pipeline stage. The first stage takes token ids; the last returns log-probs, or values for a
+    critic; all others return hidden states."""
 
     def __init__(
         self,
@@ -262,7 +276,7 @@ class Decoder(GPTModel):
         is_last: bool,
         vp_stage: int | None,
     ) -> None:
-        """`vp_stage` is the number of the stage among those of this rank in the interleaved schedule."""
+        """`vp_stage` is the index of this stage among the rank's stages in the interleaved schedule."""
         hf, is_critic = text_config(model), isinstance(model, ValueModel)
         super().__init__(
             config=config,
@@ -270,7 +284,7 @@ class Decoder(GPTModel):
             vocab_size=padded_vocab(hf.vocab_size, ranks),
             max_sequence_length=hf.max_position_embeddings,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and not is_critic,
-            position_embedding_type="none",  # those of the rows are given with each pass
+            position_embedding_type="none",  # passed to `decoder` with each batch
             pre_process=is_first,
             post_process=is_last,
             vp_stage=vp_stage,
@@ -284,11 +298,15 @@ class Decoder(GPTModel):
         self._rule, self._ranks = Rule.of(model), ranks
         self._padding: int | None = getattr(model.backbone.get_input_embeddings(), "padding_idx", None)
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # rows in place of rectangles
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed rows, not a padded batch
         self, batch: PackedBatch, outputs: frozenset[Output]
     ) -> Any:
-        """On the last stage `outputs` by name, [T] each, zero where the policy did not write; else hidden states for the next
-        stage, [T / tensor-parallel ranks with sequence parallelism, / context-parallel ranks, 1, D]."""
+        """Run the stage over packed rows.
+
+        The last stage returns `outputs` by name, [T] each, zero at positions that the policy did not write.
+        Other stages return hidden states [T', 1, D], where T' is T divided by the context-parallel size and,
+        with sequence parallelism, the tensor-parallel size.
+        """
         ranks = self._ranks
         split = ranks.context_size * (ranks.tensor_size if self.config.sequence_parallel else 1)
         padded = batch.num_positions + -batch.num_positions % split
@@ -311,8 +329,8 @@ class Decoder(GPTModel):
         return self._outputs(hidden, batch, outputs, start, size) if self.post_process else hidden
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """[T] -> [T, 1, D], or this rank's part of it with sequence parallelism. As in transformers, the embedding of the
-        padding token does not learn from being looked up."""
+        """Embed token ids: [T] -> [T, 1, D], or this rank's part with sequence parallelism. As in
+        transformers, the padding token's embedding receives no gradient."""
         hidden = self.embedding(ids.unsqueeze(0), None)
         if self._padding is None:
             return hidden
@@ -329,7 +347,7 @@ class Decoder(GPTModel):
         if self.value_head is not None:
             if (
                 self.config.sequence_parallel
-            ):  # each rank computes all values, and keeps the gradient of its own positions
+            ):  # every rank computes all values, and keeps the gradient of its own positions
                 hidden = tensor_parallel.gather_from_sequence_parallel_region(
                     hidden, tensor_parallel_output_grad=False
                 )
@@ -340,7 +358,8 @@ class Decoder(GPTModel):
         flat = {name: spread(computed[name], own, batch) for name in outputs}
         if self._ranks.context_size == 1:
             return flat
-        # Each position was filled in by one rank. The loss is the same on all, and each keeps the gradient of its own.
+        # Each position is nonzero on one rank only. All ranks compute the same loss and keep the gradient of
+        # their positions.
         group = groups.get_context_parallel_group()
         return {
             name: tensor_parallel.reduce_from_tensor_model_parallel_region(flat[name], group)
@@ -350,9 +369,9 @@ class Decoder(GPTModel):
     def _logprobs(
         self, hidden: Tensor, here: Tensor, ids: Tensor, outputs: frozenset[Output]
     ) -> dict[Output, Tensor | None]:
-        """Of `ids` [N], each after the hidden state at its place in `here` [N]."""
+        """Log-probs of `ids` [N], each predicted from the hidden state at its index in `here` [N]."""
         output_layer: Any = self.output_layer
-        for hook in output_layer._forward_pre_hooks.values():  # its weight is used, without a call
+        for hook in output_layer._forward_pre_hooks.values():  # the weight is used without calling the layer
             hook(output_layer, ())
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
@@ -370,7 +389,7 @@ class Decoder(GPTModel):
         return {"logprobs": logprobs, "entropy": entropy}
 
     def _head(self) -> Head:
-        """This rank's tokens of the vocabulary, without those that only fill it up."""
+        """This rank's vocabulary shard, without padding rows."""
         output_layer: Any = self.output_layer
         weight = (
             self.shared_embedding_or_output_weight()
@@ -385,17 +404,17 @@ class Decoder(GPTModel):
 
 
 def text_config(model: CausalLM | ValueModel) -> PreTrainedConfig:
-    """Of the decoder's sizes."""
+    """Config of the text decoder."""
     return model.backbone.config.get_text_config(decoder=True)
 
 
 def padded_vocab(vocab_size: int, ranks: Ranks) -> int:
-    """Rows of the embedding: a multiple of the tensor-parallel ranks."""
+    """Vocabulary size rounded up to a multiple of the tensor-parallel size."""
     return vocab_size + -vocab_size % ranks.tensor_size
 
 
 def _padded_rows(batch: PackedBatch, padded: int) -> PackedBatch:
-    """The batch with one more row, which fills it up; it attends to itself only."""
+    """Pad the batch to `padded` positions with one more row, which attends only to itself."""
     num = padded - batch.num_positions
     if not num:
         return batch

@@ -1,9 +1,9 @@
-"""Weights and moments between Megatron's shards and whole tensors under Hugging Face's names.
+"""Conversion of weights and moments between Megatron shards and whole tensors under Hugging Face names.
 
-Which weights Megatron fuses, how their rows lie, and how shards of them go together is mbridge's knowledge, asked through its
-per-weight conversions (its loading and saving go through files and NCCL). Ours is only what it cannot know: the names in
-Megatron's local layers, where norms and experts are modules of their own, and transformers' 5 way to hold the experts of a
-layer as one tensor.
+Which weights Megatron fuses, in which row order, and how shards are combined is known to mbridge, and is
+queried through its per-weight conversions (its own loading and saving need files and NCCL). This module adds
+only what mbridge does not cover: the names in Megatron's local layers, where norms and experts are separate
+modules, and the layout of transformers 5, which stores a layer's experts as one tensor.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ _LOCAL = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Norms that Megatron's Transformer Engine layers, whose names mbridge knows, hold inside the next linear layer."""
+"""Norms that Megatron's Transformer Engine layers, whose names mbridge expects, fuse into the following
+linear layer."""
 _TIED = "model.embed_tokens.weight"
 _EXPERT_PIECES = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 
 
 def bridge_of(config: PreTrainedConfig, padded_vocab: int, **options: Any) -> Any:
-    """mbridge's conversions for a model, with `options` for Megatron's TransformerConfig, which is its `config`."""
+    """mbridge's conversions for a model. `options` go to Megatron's TransformerConfig, available as its
+    `config`."""
     auto: Any = AutoBridge
     bridge: Any = auto.from_config(config, dtype=options["params_dtype"])
     bridge.set_extra_args(**options)
-    bridge.make_vocab_size_divisible_by = 1  # makes it fill up embeddings to the next number
+    bridge.make_vocab_size_divisible_by = 1  # not None: embeddings are padded to padded_vocab_size
     bridge.vocab_size, bridge.padded_vocab_size = config.vocab_size, padded_vocab
-    bridge.dtype = None  # or it rounds what it rearranges
+    bridge.dtype = None  # otherwise it casts the tensors that it converts
     bridge._DIRECT_MAPPING = {
         **bridge._DIRECT_MAPPING,
         "output_layer.weight": "lm_head.weight",
-    }  # tied ones have none
+    }  # absent with tied embeddings
     return bridge
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A whole tensor, or with `index` one entry along the first axis of one, under its Hugging Face name."""
+    """A whole tensor under its Hugging Face name, or with `index` one entry along its first axis."""
 
     name: str
     index: int | None = None
@@ -61,7 +63,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of a parameter, from `start` on, that are next to each other in a whole tensor too: there from (`row`, `column`) on."""
+    """`size` rows of a parameter from `start` that are contiguous in a whole tensor too, where they begin at
+    (`row`, `column`)."""
 
     piece: Piece
     start: int
@@ -72,37 +75,39 @@ class Run:
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of this rank: what it is a shard of, and the ranks that have the others."""
+    """A parameter of this rank and the tensors that it is a shard of. `name` is the one that mbridge
+    knows."""
 
     parameter: nn.Parameter
     name: str
     pieces: tuple[Piece, ...]
     is_expert: bool = False
     is_copy: bool = False
-    """Another stage has the parameter too."""
+    """Whether this is a copy of a parameter (tied embeddings) that another stage owns."""
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share the tensor out."""
+        """The ranks that the tensor is sharded over."""
         if self.is_expert:
             return groups.get_expert_tensor_parallel_group()
         return groups.get_tensor_model_parallel_group()
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank of the group has a part of its own; else all have all."""
+        """Whether the parameter is sharded over the group; otherwise it is replicated."""
         return getattr(self.parameter, "tensor_model_parallel", False)
 
     @cached_property
     def is_spoken_for(self) -> bool:
-        """Whether this rank hands its part on, and not another one that has the same."""
+        """Whether this rank sends the part when weights are gathered, among all ranks that hold the same
+        part."""
         replicas = groups.get_expert_data_parallel_group() if self.is_expert else _replicas()
         is_first = self.is_cut or dist.get_rank(self.group) == 0
         return not self.is_copy and is_first and dist.get_rank(replicas) == 0
 
 
 class Names:
-    """The parameters of this rank's stages, by their Hugging Face names."""
+    """Maps the parameters of this rank's stages to Hugging Face names."""
 
     def __init__(
         self,
@@ -111,8 +116,8 @@ class Names:
         weights: Mapping[str, Tensor],
         head: Mapping[str, str],
     ) -> None:
-        """`weights` are the whole model's, or like them; `head` are the names among them of those of a value head, by those that
-        they have in the last stage. Raises ModelError when the stages have other weights."""
+        """`weights` are the whole model's (only names, shapes and types are read). `head` maps a value head's
+        names in the last stage to those in `weights`. Raises ModelError if the stages have other weights."""
         self._bridge, self._head = bridge, head
         self.shapes = {name: tensor.shape for name, tensor in weights.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in weights.items()}
@@ -137,7 +142,7 @@ class Names:
         layers: Any = module.decoder.layers
         for name, parameter in module.named_parameters():
             if name == "output_layer.weight" and module.share_embeddings_and_output_weights:
-                if not module.pre_process:  # the last stage's own copy of the first one's
+                if not module.pre_process:  # the last stage's copy of the first stage's embedding
                     yield Shard(parameter, "embedding.word_embeddings.weight", (Piece(_TIED),), is_copy=True)
                 continue
             head, *rest = name.split("decoder.layers.")
@@ -169,8 +174,8 @@ class Names:
         return Shard(parameter, name, pieces)
 
     def boxes(self, shard: Shard, flat: Tensor, start: int) -> Iterator[tuple[str, list[int], Tensor]]:
-        """(name, offsets, part) for the boxes of whole tensors that `flat` has: a parameter's elements from `start` on, in
-        row-major order. The parts are views of it."""
+        """(name, offsets, part) of the boxes of whole tensors in `flat`, which holds a parameter's elements
+        from `start` in row-major order. The parts are views of `flat`."""
         done = 0
         for (first, *columns), sizes in boxes_of_range(shard.parameter.shape, start, start + flat.numel()):
             size = math.prod(sizes)
@@ -188,20 +193,21 @@ class Names:
                     yield run.piece.name, [run.piece.index, *offsets], part.unsqueeze(0)
 
     def _runs_of(self, shard: Shard) -> list[Run]:
-        """Where a parameter's rows are in the whole tensors, which mbridge is asked by giving it row numbers to rearrange."""
+        """Location of a parameter's rows in the whole tensors, found by letting mbridge convert tensors of
+        row numbers."""
         parameter: Any = shard.parameter
         size, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
         if shard.is_cut and parameter.partition_dim == 1:
             rows, columns = parameter.shape
             return [Run(shard.pieces[0], 0, rows, 0, rank * columns)]
         heights = [self.shapes[p.name][0 if p.index is None else 1] for p in shard.pieces]
-        bounds = list(itertools.accumulate(heights, initial=1))  # 0 stands for what only fills a tensor up
+        bounds = list(itertools.accumulate(heights, initial=1))  # 0 marks padding
         numbers = [torch.arange(a, b) for a, b in itertools.pairwise(bounds)]
         if shard.is_expert:
             whole = numbers[0]
         elif len(numbers) == 1:
             whole = self._bridge._weight_to_mcore_format(shard.name, [numbers[0][:, None]])[:, 0]
-        else:  # a weight's rows lie as the entries of its bias
+        else:  # a weight's rows have the order of the bias entries
             whole = self._bridge._weight_to_mcore_format(shard.name.replace(".weight", ".bias"), numbers)
         if shard.is_cut:
             column = parameter.view(len(parameter), -1)[:, 0]
@@ -218,8 +224,8 @@ class Names:
         return runs
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole tensors that passes use, in the model's order: on rank 0 one at a time, on the others nothing. A call of all
-        ranks, which read to the end."""
+        """Gather the model's weights on rank 0, one whole tensor at a time in the model's order; other ranks
+        yield empty tensors. Collective: all ranks must exhaust the iterator."""
         own = self._handed_on()
         places: list[Any] = [None] * dist.get_world_size()
         mine = {name: [(offsets, part.shape) for offsets, part in boxes] for name, boxes in own.items()}
@@ -238,7 +244,7 @@ class Names:
             yield name, whole
 
     def _handed_on(self) -> dict[str, list[tuple[list[int], Tensor]]]:
-        """The boxes of whole tensors that this rank tells of, and none of those with the same does."""
+        """Boxes of whole tensors that this rank sends; of ranks with identical parts only one sends them."""
         out: dict[str, list[tuple[list[int], Tensor]]] = {}
         for shard in self.shards:
             if shard.is_spoken_for:
@@ -253,7 +259,7 @@ class Names:
 def _received(
     source: int, places: Sequence[tuple[list[int], torch.Size]], like: Tensor
 ) -> list[tuple[list[int], Tensor]]:
-    """Boxes that lie at `places`, from another rank."""
+    """Receive the boxes at `places` (offsets, shape) from rank `source`."""
     sizes = [shape.numel() for _, shape in places]
     flat = like.new_empty(sum(sizes))
     dist.recv(flat, src=source)

@@ -1,4 +1,4 @@
-"""Megatron's process groups: which ranks share a layer, the layers, a sequence, the experts, and the rows."""
+"""Megatron's process groups: tensor, pipeline, context, expert and data parallel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from braid.config.backends import MegatronConfig
 from braid.errors import TrainingError
 
 groups: Any = parallel_state
-"""Megatron's own record of them."""
+"""Megatron's process-wide registry of the groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this process stands. `tensor`, `context`: the ranks of its own tensor and context parallel groups."""
+    """Position of this process in the groups. `tensor`, `context` and `data` are its ranks within them."""
 
     tensor: int
     tensor_size: int
@@ -31,12 +31,13 @@ class Ranks:
 
     @property
     def report_from(self) -> int:
-        """The rank of the world that computes the step's report: the first of the last pipeline stage."""
+        """Global rank that computes the step report: the first rank of the last pipeline stage."""
         return (self.pipeline_size - 1) * (dist.get_world_size() // self.pipeline_size)
 
 
 def join(config: MegatronConfig) -> Ranks:
-    """Set up the groups within the world, which must be up. Raises TrainingError when the world does not divide so."""
+    """Create the groups within the default process group, which must be initialized. Raises TrainingError if
+    the world size is not divisible accordingly."""
     _check_device()
     parts = {
         "tensor_parallel": config.tensor_parallel,
@@ -79,7 +80,7 @@ def join(config: MegatronConfig) -> Ranks:
 
 
 _set_up_with: dict[str, int | None] = {}
-"""The sizes that this process' groups have; Megatron has one set of them in a process."""
+"""Sizes of this process' groups. Megatron supports a single set of groups per process."""
 
 
 def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
@@ -98,7 +99,7 @@ def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
     _set_up_with.update(sizes)
     model_parallel_cuda_manual_seed(
         0
-    )  # of initial weights, which are overwritten; sequence parallelism forks its state
+    )  # any seed: initial weights are overwritten, but sequence parallelism forks the generator's state
 
 
 def _check_device() -> None:
