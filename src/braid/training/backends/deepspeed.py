@@ -60,7 +60,9 @@ class DeepSpeedBackend(RankBackend):
         settings = _settings(model.module, config.deepspeed, device)
         net = Pass(model, super()._autocast)
         former = package.utils.groups._get_zero_param_intra_parallel_group()  # one per process
-        package.zero.Init(net, config_dict_or_path=settings, zero_param_parallel_group=former)  # broadcasts rank 0's weights
+        package.zero.Init(
+            net, config_dict_or_path=settings, zero_param_parallel_group=former
+        )  # broadcasts rank 0's weights
         for buffer in net.buffers():
             buffer.data = buffer.data.to(device)
         self._engine: Any = package.initialize(model=net, optimizer=self._optimizer, config=settings)[0]
