@@ -1,4 +1,4 @@
-"""Options of the training backends beside `single`."""
+"""Options of the training backends other than `single`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ class FsdpConfig(Section):
     """PyTorch FSDP (`train.backend=fsdp`) and FSDP2 (`fsdp2`)."""
 
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"
-    """What is sharded: all states; gradients and optimizer (weights stay gathered from forward to backward); all states within
-    a machine, replicated over machines; nothing."""
+    """full: shard parameters, gradients and optimizer state. grad_op: shard gradients and optimizer state
+    (weights stay gathered from forward to backward). hybrid: shard everything within a machine, replicate
+    across machines. none: shard nothing."""
     size: PositiveInt | None = None
-    """Devices of one shard group, replicated over the others; all when null."""
+    """Devices per shard group, with replicas across groups; null for all devices."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer live in host memory."""
+    """Keep parameters, gradients and optimizer state in host memory."""
     pin_memory: bool = False
-    """fsdp2: in pinned host memory."""
+    """fsdp2: use pinned host memory for cpu_offload."""
     reshard_after_forward: bool | PositiveInt = True
-    """fsdp2: free the gathered weights after the forward pass; a number: reshard over so many devices. grad_op keeps them."""
+    """fsdp2: free the gathered weights after the forward pass; a number reshards them to that many devices.
+    grad_op keeps them gathered."""
     sync_last_micro_batch_only: bool = True
-    """Reduce gradients after the last micro-batch of a step instead of after each."""
+    """Reduce gradients only after the last micro-batch of a step instead of after each."""
     forward_prefetch: bool = False
-    """fsdp: gather the next layer's weights during the forward pass of this one."""
+    """fsdp: gather the next layer's weights during the current layer's forward pass."""
     backward_prefetch: Literal["pre", "post", "off"] = "off"
-    """fsdp: when the next layer's weights are gathered in the backward pass."""
+    """fsdp: when the next layer's weights are gathered in the backward pass: before (pre) or after (post) the
+    current layer's gradients are computed; off for no prefetch."""
     limit_all_gathers: bool = False
-    """fsdp: hold back gathers that would run ahead of memory."""
+    """fsdp: limit the number of all-gathers in flight to bound memory."""
     use_orig_params: bool = False
-    """fsdp: keep each parameter apart. Not used: they always are, for the optimizer's groups and adapters."""
+    """fsdp: expose the original parameters. Has no effect: they always are exposed, because optimizer groups
+    and adapters need them."""
     param_dtype: DType | None = None
-    """Type of gathered weights and computation; model.dtype when null."""
+    """Dtype of gathered weights and of computation; model.dtype when null."""
     reduce_dtype: DType | None = None
-    """Type in which gradients are reduced; fp32 when null."""
+    """Dtype of gradient reduction; fp32 when null."""
     buffer_dtype: DType | None = None
-    """fsdp: type of buffers; param_dtype when null, and as they are when that is null too."""
+    """fsdp: dtype of buffers; param_dtype when null, unchanged when that is null too."""
 
 
 class DeepSpeedConfig(Section):
@@ -49,16 +53,16 @@ class DeepSpeedConfig(Section):
     stage: Literal[3] = 3
     """ZeRO stage."""
     hpz_partition_size: PositiveInt = 1
-    """Devices of a secondary weight partition (ZeRO++ hpZ); 1 for none."""
+    """Devices per secondary weight partition (ZeRO++ hpZ); 1 disables it."""
     cpu_offload: bool = False
-    """Parameters and optimizer live in host memory."""
+    """Keep parameters and optimizer state in host memory."""
 
 
 class MegatronTransformerConfig(Section):
-    """How Megatron builds a layer. Sizes come from the model folder."""
+    """Megatron's transformer layer. Sizes come from the model folder."""
 
     layer_spec: str = "decoder_gpt"
-    """Name of the layer specification."""
+    """Name of the Megatron layer spec."""
     activation: Literal[
         "swiglu",
         "gelu",
@@ -70,152 +74,156 @@ class MegatronTransformerConfig(Section):
         "fast-reglu",
         "approx-gelu",
     ] = "swiglu"
-    """Nonlinearity of the feed-forward layers; must be the model's."""
+    """Activation of the feed-forward layers; must match the model."""
     normalization: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"
-    """Kind of the norms; must be the model's."""
+    """Type of normalization; must match the model."""
     position_embedding: Literal["rope", "learned_absolute", "none"] = "rope"
-    """Kind of positions; must be the model's."""
+    """Type of position embedding; must match the model."""
     add_bias_linear: bool = False
-    """Linear layers have biases; must be as in the model."""
+    """Linear layers have biases; must match the model."""
     apply_rope_fusion: bool = True
-    """Fused rotary positions (GPU)."""
+    """Use the fused rotary embedding kernel (GPU)."""
     bias_dropout_fusion: bool = False
-    """Fused bias and dropout (GPU)."""
+    """Fuse bias and dropout (GPU)."""
     bias_activation_fusion: bool = False
-    """Fused bias and activation (GPU)."""
+    """Fuse bias and activation (GPU)."""
     persist_layer_norm: bool = False
-    """Persistent norm kernel (GPU)."""
+    """Use the persistent layer norm kernel (GPU)."""
     gradient_accumulation_fusion: bool = False
-    """Weight gradients accumulate inside the matrix product (GPU)."""
+    """Fuse weight gradient accumulation into the matrix multiplication (GPU)."""
     attention_softmax_fp32: bool = True
-    """Softmax of the attention in fp32."""
+    """Compute the attention softmax in fp32."""
     batch_p2p_comm: bool = False
-    """Batched sends and receives between pipeline stages."""
+    """Batch sends and receives between pipeline stages."""
     variable_seq_lengths: bool = True
-    """Packed micro-batches; false pads every row to seq_length."""
+    """Use packed micro-batches; false pads every row to seq_length."""
     cpu_initialization: bool = False
-    """Weights are made in host memory."""
+    """Initialize weights in host memory."""
     seq_length: PositiveInt | None = None
-    """Padded length where rows are padded; the longest row's when null."""
+    """Length in tokens to which rows are padded when variable_seq_lengths is false; the longest row's when
+    null."""
 
 
 class MegatronCheckpointConfig(Section):
-    """Where Megatron's weights come from and how they are stored."""
+    """Where Megatron's initial weights come from and how checkpoints are stored."""
 
     load_path: str | None = None
-    """A Megatron checkpoint to start from in place of the model folder."""
+    """Megatron checkpoint to start from instead of the model folder."""
     format: Literal["torch", "torch_dist", "zarr"] = "torch_dist"
-    """Format of stored shards."""
+    """Checkpoint format."""
     distributed: bool = True
-    """Every rank writes its shard."""
+    """Every rank writes its own shard."""
     from_hf: bool = True
-    """Convert the Hugging Face folder at the start."""
+    """Convert the Hugging Face folder at startup."""
     preset: str | None = None
-    """Name of the conversion's preset; from the model's config when null."""
+    """Name of the conversion preset; derived from the model's config when null."""
     model_type: str | None = None
-    """Architecture that the conversion assumes; from the model's config when null."""
+    """Architecture for the conversion; derived from the model's config when null."""
     hf_path: str | None = None
-    """Folder to convert; model.path when null."""
+    """Hugging Face folder to convert; model.path when null."""
     cache_dir: str | None = None
-    """Keeps converted weights here; converted in memory when null."""
+    """Folder in which converted weights are cached; null converts in memory."""
     num_processes: PositiveInt = 1
-    """Processes of the conversion."""
+    """Number of conversion processes."""
     devices: tuple[NonNegativeInt, ...] = ()
-    """Accelerators that convert; host memory when empty."""
+    """Indices of the accelerators used for the conversion; empty for the CPU."""
     tensor_parallel: PositiveInt | None = None
-    """Layout of the converted weights; the policy's when null."""
+    """Tensor-parallel size of the converted weights; the policy's when null."""
     pipeline_parallel: PositiveInt | None = None
-    """Layout of the converted weights; the policy's when null."""
+    """Pipeline-parallel size of the converted weights; the policy's when null."""
 
 
 class MegatronConfig(Section):
     """Megatron-core (`train.backend=megatron`)."""
 
     tensor_parallel: PositiveInt = 1
-    """Devices that share each layer."""
+    """Tensor-parallel size."""
     pipeline_parallel: PositiveInt = 1
-    """Devices that share the layers out among them."""
+    """Pipeline-parallel size."""
     virtual_pipeline: PositiveInt | None = None
-    """Pieces of each stage in the interleaved schedule."""
+    """Virtual pipeline chunks per stage, for the interleaved schedule."""
     context_parallel: PositiveInt = 1
-    """Devices that share each sequence."""
+    """Context-parallel size: devices that share each sequence."""
     expert_parallel: PositiveInt = 1
-    """Devices that share the experts of a layer."""
+    """Expert-parallel size: devices over which a layer's experts are distributed."""
     expert_tensor_parallel: PositiveInt | None = None
-    """Devices that share each expert; tensor_parallel when null."""
+    """Tensor-parallel size of each expert; tensor_parallel when null."""
     sequence_parallel: bool = False
     """Split norms and dropouts along the sequence within the tensor-parallel group."""
     recompute_granularity: Literal["off", "full", "selective"] = "off"
-    """What is recomputed in the backward pass."""
+    """Activation recomputation in the backward pass: none, whole layers (full), or attention only
+    (selective)."""
     recompute_method: Literal["block", "uniform"] | None = None
-    """full: recompute the first layers, or groups of layers."""
+    """With recompute_granularity full: recompute the first layers (block), or uniform groups of layers
+    (uniform)."""
     recompute_num_layers: PositiveInt | None = None
-    """full: how many layers, or layers of a group."""
+    """With recompute_granularity full: number of layers recomputed (block), or layers per group (uniform)."""
     moe_layer_recompute: bool = False
-    """Recompute the expert layers only."""
+    """Recompute only the expert layers."""
     moe_token_dispatcher: Literal["allgather", "alltoall", "flex"] = "alltoall"
-    """How tokens travel to their experts."""
+    """How tokens are dispatched to experts."""
     moe_grouped_gemm: bool = False
-    """One grouped matrix product for a device's experts (GPU)."""
+    """Use one grouped GEMM for all experts of a device (GPU)."""
     moe_shared_expert_overlap: bool = False
-    """Shared experts compute while tokens travel; needs alltoall."""
+    """Overlap shared experts with token dispatch; requires moe_token_dispatcher=alltoall."""
     distributed_optimizer: bool = True
-    """Shard the optimizer's states over data-parallel ranks."""
+    """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients during the backward pass."""
+    """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather parameters during the forward pass; needs distributed_optimizer."""
+    """Overlap the parameter all-gather with the forward pass; requires distributed_optimizer."""
     overlap_param_gather_with_step: bool = False
-    """Gather them during the optimizer step."""
+    """Overlap the parameter all-gather with the optimizer step."""
     ddp_bucket_size: PositiveInt | None = None
-    """Parameters of one gradient bucket; Megatron's rule when null."""
+    """Parameters per gradient bucket; Megatron's default when null."""
     dynamic_loss_scale_window: PositiveInt = 1000
-    """fp16: finite steps after which the loss scale doubles."""
+    """fp16: consecutive finite steps after which the loss scale doubles."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl on GPUs, gloo on CPUs."""
+    """Backend of collectives. auto: nccl on GPUs, gloo on CPUs."""
     timeout_minutes: PositiveFloat = 30.0
-    """Limit of one collective."""
+    """Timeout of one collective, in minutes."""
     tp_comm_bootstrap: Literal["nccl", "mpi", "gloo"] = "nccl"
-    """How overlapped tensor-parallel communication finds its peers."""
+    """Bootstrap backend of overlapped tensor-parallel communication."""
     tp_comm_overlap_file: str | None = None
-    """YAML of overlapped tensor-parallel communication; none when null."""
+    """YAML file that configures overlapped tensor-parallel communication; null disables it."""
     transformer: MegatronTransformerConfig = MegatronTransformerConfig()
-    """How a layer is built."""
+    """Transformer layer."""
     checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
-    """Where weights come from and how they are stored."""
+    """Initial weights and checkpoint storage."""
 
 
 class OffloadConfig(Section):
-    """What moves to host memory while other roles have the device."""
+    """State moved to host memory while other roles use the device."""
 
     weights: bool = False
-    """Weights."""
+    """Offload weights."""
     gradients: bool = False
-    """Gradient buffers (freed, not copied)."""
+    """Free gradient buffers (they are not copied)."""
     optimizer: bool = False
-    """Optimizer states, right after each step."""
+    """Offload optimizer state after each step."""
 
 
 class GradScalerConfig(Section):
     """Dynamic loss scaling for fp16."""
 
     init_scale: PositiveFloat = 65536.0
-    """Scale at the start."""
+    """Initial loss scale."""
     growth_interval: PositiveInt = 2000
-    """Finite steps in a row after which it doubles. An overflow halves it and leaves the step out, which does not count
-    towards max_skipped_steps."""
+    """Consecutive finite steps after which the scale doubles. An overflow halves the scale and skips the
+    step, which does not count towards max_skipped_steps."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (peft) in place of all weights."""
+    """Low-rank adapters (peft), trained instead of the full weights."""
 
     rank: PositiveInt = 32
-    """Rank of the adapters."""
+    """Adapter rank."""
     alpha: PositiveFloat | None = None
-    """Their scale times rank; the rank when null."""
+    """Adapter scale times rank (the LoRA alpha); rank when null."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Not used: log-probs must be the same in rollout and in training."""
+    """Has no effect: log-probs must agree between rollout and training."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Names of the layers that get one (q_proj, ...); all-linear for every linear layer but the output head."""
+    """Names of the layers that get an adapter (q_proj, ...); all-linear for every linear layer except the
+    output head."""
     path: str | None = None
-    """Adapter folder of peft to start from; its own rank, alpha and targets count."""
+    """peft adapter folder to start from; its rank, alpha and targets take precedence."""

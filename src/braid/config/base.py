@@ -1,4 +1,4 @@
-"""What every config section shares: frozen, unknown keys rejected, defaults validated, numbers finite."""
+"""Base of all config sections: frozen, unknown keys rejected, defaults validated, numbers finite."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A part of the config. Instances are never written to after loading."""
+    """A section of the config. Instances are immutable."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -1,4 +1,4 @@
-"""What has changed between two texts of a run's config, and which of it a resume must be told to accept."""
+"""Differences between two versions of a run's config, and which of them a resume has to accept explicitly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .load import leaves
 from .source import path_text
 
 GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft")
-"""Sections that say what is trained, on what."""
+"""Sections that determine what is trained, and on what."""
 _FREE = ("data.eval",)
 _OF_THE_START = ("run.resume", "run.allow_changes", "run.if_exists")
-"""Keys that say how a run starts, and nothing of what it does."""
+"""Keys that affect only how a run starts."""
 
 
 class Change(NamedTuple):
-    """A key whose value was `before` and is `after`, as written in YAML; None where there is none."""
+    """A key whose value changed from `before` to `after`, both as YAML text; None where the key is absent."""
 
     key: str
     before: str | None
@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
 
 def changes(before: str, after: str) -> list[Change]:
-    """Those from one text of `config.load.to_yaml` to another, in the order of the keys."""
+    """Changes between two outputs of `config.load.to_yaml`, in key order."""
     old, new = dict(_values(before)), dict(_values(after))
     return [
         Change(key, old.get(key), new.get(key))

@@ -1,4 +1,4 @@
-"""Which devices there are, and which roles sit on which of them."""
+"""Devices and the placement of roles."""
 
 from __future__ import annotations
 
@@ -12,50 +12,54 @@ Role = Literal["policy", "critic", "reference", "inference", "reward", "rollout"
 
 
 def _as_text(value: Any) -> Any:
-    """A device number alone is a number in YAML."""
+    """Convert an int to text: YAML reads a single device index as a number."""
     return str(value) if type(value) is int else value
 
 
 class ClusterConfig(Section):
-    """Processes and devices. With one process everything runs where `braid` was started."""
+    """Processes and devices. With a single process everything runs in the `braid` process itself."""
 
     runtime: Literal["auto", "in_process", "ray"] = "auto"
-    """auto: in this process when the placement has one device and nothing needs more, else Ray."""
+    """How workers are run. auto: in the driver process when the placement has one device and nothing requires
+    more, else on Ray."""
     address: str | None = None
-    """Ray cluster to join: HOST:PORT, or `auto` for the one that this machine is part of. null: that of RAY_ADDRESS, else one is
-    started on this machine. `local` always starts one."""
+    """Ray cluster to join: HOST:PORT, or `auto` for the cluster of this machine. null: RAY_ADDRESS if set,
+    else a new cluster is started on this machine. `local` always starts one."""
     num_nodes: PositiveInt = 1
-    """Machines. More than one needs a cluster to join."""
+    """Number of machines. More than one requires a running cluster to join."""
     devices_per_node: PositiveInt | None = None
-    """Accelerators (or CPU processes) of each. null: the GPUs of this machine; on CPU as many as the placement names."""
+    """Accelerators (or CPU processes) per machine. null: the GPUs of this machine; on CPU, the number that
+    the placement uses."""
     placement: dict[str, Annotated[str, BeforeValidator(_as_text)]] = Field(default_factory=dict)
-    """Roles (policy, critic, reference, inference, reward, rollout, env), comma-separated, to device numbers: `all`, `0-3`,
-    `0,2,4`, `0-7:0-3` (devices:processes). Roles on the same devices take turns. A role that is not named sits with the policy;
-    the policy, not named, on all devices (with the backend single on device 0). See placement.md."""
+    """Maps roles (policy, critic, reference, inference, reward, rollout, env; comma-separated) to device
+    indices: `all`, `0-3`, `0,2,4`, `0-7:0-3` (devices:processes). Roles that share devices take turns. A role
+    that is not listed is placed with the policy; a policy that is not listed, on all devices (with backend
+    single on device 0). See placement.md."""
     group_names: dict[Role, str] = Field(default_factory=dict)
-    """Names of the worker groups in messages and process titles; the role's own when absent."""
+    """Names of worker groups in messages and process titles; the role name by default."""
     env: dict[str, Annotated[str | None, BeforeValidator(_as_text)]] = Field(default_factory=dict)
-    """Environment variables of every worker, and of this process and those that score in it; null leaves one as it is. A run's
-    config.yaml has `${oc.env:NAME,null}` in place of each value."""
+    """Environment variables set in every worker, in the driver, and in its scoring processes; null leaves a
+    variable unchanged. A run's config.yaml stores `${oc.env:NAME,null}` instead of each value."""
     start_timeout_s: PositiveFloat = 600.0
-    """Limit for all workers to be up."""
+    """Timeout for starting all workers, in seconds."""
     call_timeout_s: PositiveFloat = 3600.0
-    """Limit for one call of a role."""
+    """Timeout of one call to a role, in seconds."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that are to be set."""
+        """The environment variables to set."""
         return {name: value for name, value in self.env.items() if value is not None}
 
 
 class InferenceConfig(Section):
-    """The workers that compute log-probs before the update, where `cluster.placement` gives them devices of their own."""
+    """Workers that compute log-probs before the update, when `cluster.placement` gives them their own
+    devices."""
 
     load_from_policy: bool = True
-    """Take the weights from the policy's workers in place of the model folder."""
+    """Receive weights from the policy's workers instead of reading the model folder."""
     tensor_parallel: PositiveInt | None = None
-    """Megatron tensor parallelism; the policy's when null."""
+    """Megatron tensor-parallel size; the policy's when null."""
     pipeline_parallel: PositiveInt | None = None
-    """Megatron pipeline parallelism; the policy's when null."""
+    """Megatron pipeline-parallel size; the policy's when null."""
     sequence_parallel: bool | None = None
     """Megatron sequence parallelism; the policy's when null."""

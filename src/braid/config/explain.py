@@ -1,4 +1,4 @@
-"""What is wrong with a config's data, in plain words: the schema's complaints with the value and what is allowed."""
+"""Readable error messages for invalid configs: schema errors with the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .source import ROOT, child
 
 _ABSENT = object()
 MAX_HINTS = 50
-"""Problems with a hint of what may be meant; looking for one takes time."""
+"""Problems that get a suggestion; searching for one is slow."""
 
 
 def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, message) of each thing that the schema has against `tree`; one per key."""
+    """(key, message) of each schema error in `tree`; one per key."""
     seen: set[str] = set()
     listed: set[type[Section]] = set()
     for detail in error.errors(include_url=False):
@@ -40,8 +40,8 @@ def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[s
 def unlike_numbers(
     tree: Any, section: type[Section] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """(key, message) of each true or false that stands where a number or text belongs. Python counts True as 1, and so
-    does the schema; `group_size: true` is a mistake all the same."""
+    """(key, message) of each boolean where a number or text is expected. Python counts True as 1, and so does
+    the schema, but `group_size: true` is a mistake."""
     for name, value in tree.items() if isinstance(tree, dict) else ():
         field = section.model_fields.get(name)
         if field is None:
@@ -59,7 +59,7 @@ def unlike_numbers(
 
 
 def show_value(value: Any) -> str:
-    """A value as its user would write it, cut to a line."""
+    """A value as the user would write it, truncated to 60 characters."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -67,8 +67,9 @@ def show_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """Where the schema points: a key, its value, the section that should have it, and its field if there is one.
-    `is_item`: the value is an item of the field's list. `kinds`: the sections that could stand in place of `section`."""
+    """Location of a schema error: key, value, the section that the key belongs to, and its field, if it has
+    one. `is_item`: the value is an item of the field's list. `kinds`: the alternatives to `section` in a
+    union."""
 
     key: str
     value: Any
@@ -79,7 +80,7 @@ class _Spot:
 
 
 def _locate(loc: tuple[str | int, ...], tree: Any) -> _Spot:
-    """Follow pydantic's location, which names the kinds of unions and the members of plain ones on its way."""
+    """Resolve a pydantic error location, which also contains the names of union members."""
     spot = _Spot("", tree, RunConfig, None)
     inner: type[Section] | None = RunConfig
     kinds: tuple[type[Section], ...] = ()
@@ -126,7 +127,7 @@ def _message(kind: str, context: Mapping[str, Any], spot: _Spot) -> str:
 
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-"""torch's names of types -> those of a config."""
+"""torch dtype name -> config dtype name."""
 
 
 def _not_allowed(value: Any, words: str) -> str:
@@ -138,7 +139,8 @@ def _not_allowed(value: Any, words: str) -> str:
 
 
 def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
-    """What may be meant by an unknown key. The keys of a section are listed once; `listed` has those that were."""
+    """Suggestion for an unknown key. The keys of a section are listed only once; `listed` has the sections
+    already listed."""
     name = spot.key.rpartition(".")[2]
     own = list(spot.section.model_fields)
     if name in HABITS:

@@ -1,4 +1,4 @@
-"""Keys of other frameworks that people type out of habit, and the key here."""
+"""Config keys of other frameworks and their equivalents, for error messages."""
 
 from __future__ import annotations
 
@@ -75,4 +75,4 @@ HABITS = {
     "train_dataset": "data.train",
     "eval_dataset": "data.eval",
 }
-"""Key of verl or TRL -> what it is here."""
+"""Key of verl or TRL -> braid's equivalent."""

@@ -1,4 +1,4 @@
-"""The JSON schema of the config, for completion and checks in editors."""
+"""JSON schema of the config, for completion and validation in editors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .schema import RunConfig
 def schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a config file, with a description of every key.
 
-    Every value may also be an interpolation, so each place takes text of the form `${...}` too.
+    Every value may also be an interpolation, so each property also accepts text of the form `${...}`.
     """
     found = RunConfig.model_json_schema(mode="validation")
     for definition in (found, *found.get("$defs", {}).values()):
@@ -21,12 +21,12 @@ def schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as the file docs/schema.json holds it."""
+    """The contents of docs/schema.json."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _or_interpolation(value: dict[str, Any]) -> dict[str, Any]:
-    """A property that also takes `${...}`, unless it takes any text already, or tells kinds apart."""
+    """Let a property also accept `${...}`, unless it accepts any text already, or is a discriminator."""
     if (
         value.get("type") == "string"
         and "enum" not in value

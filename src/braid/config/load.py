@@ -1,8 +1,9 @@
-"""From a YAML file and overrides to a frozen RunConfig that knows where each value came from.
+"""Loads a YAML file and overrides into a frozen RunConfig, with the origin of every value.
 
-    text ─source.py─> tree with places ─OmegaConf─> interpolations resolved ─schema─> RunConfig
+    text ─source.py─> tree with origins ─OmegaConf─> interpolations resolved ─schema─> RunConfig
 
-All problems are collected and raised together as one ConfigError. What follows from the config is up to braid.plan.
+All problems are collected and raised together as one ConfigError. Values derived from the config belong to
+braid.plan.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ from .source import (
 )
 
 DEFAULT = "default"
-"""Origin of values that the user did not write."""
+"""Origin of values that the user did not set."""
 _MAX_SHOWN = 200
-"""Characters of an interpolation in messages."""
+"""Maximum length of an interpolation in messages, in characters."""
 MANDATORY = "???"
-"""A value that says: to be given on the command line."""
+"""Placeholder for a value that must be given on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A config and where it came from.
+    """A config and its origins.
 
-    `origins` has every leaf of the config: key path -> "file.yaml:12", "override" or "default". `base_dir` is what
-    relative paths of data files and functions start from. `path` is the file, None when there was none. `kept` are texts that a
-    run's folder keeps beside the config, by file name: of a config in another language, its source and what became of it.
-    `references` and `secrets` are those of what was written (source.Written).
+    `origins` maps the key path of every leaf to "file.yaml:12", "override" or "default". Relative paths of
+    data files and functions start from `base_dir`. `path` is the config file, None without one. `kept` has
+    further texts to store in the run's folder, by file name: for a config in another framework's format, its
+    source and the converted keys. `references` and `secrets` are those of source.Written.
     """
 
     config: RunConfig
@@ -70,8 +71,8 @@ class Loaded:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def to_show(self) -> dict[str, Any]:
-        """The config as plain data that may be written down: references stand in place of what came from environment variables,
-        and of what `cluster.env` sets."""
+        """The config as plain data without secrets: values from environment variables and those that
+        `cluster.env` sets are replaced by references."""
         data = with_references(plain_data(self.config), self.references)
         env = data["cluster"]["env"]
         for name, value in env.items():
@@ -80,8 +81,8 @@ class Loaded:
         return data
 
     def origin(self, key: str) -> str:
-        """Where `key` was written; for a part of the config, the first of its values that the user wrote; for a key that
-        the config does not have, where the part around it was written."""
+        """Where `key` was set. For a section: the origin of its first value that the user set; for an unknown
+        key: the origin of the section around it."""
         path = parse_path(key)
         for end in range(len(path), 0, -1):
             near = path_text(path[:end])
@@ -95,14 +96,14 @@ class Loaded:
         return DEFAULT
 
     def placed(self, problem: Problem) -> Problem:
-        """The problem with the place where its key was written, if it was; for parts that know keys but no places."""
+        """Add the origin of its key to a problem, for callers that know keys but no origins."""
         origin = self.origin(problem.key)
         message = hidden(problem.message, distinct(self.secrets))
         return replace(problem, message=message, origin=problem.origin if origin == DEFAULT else origin)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
-    """Read, override, interpolate and validate a config; without a `path`, of overrides alone.
+    """Read, override, interpolate and validate a config; without a `path`, from overrides only.
 
     Raises ConfigError with every problem found, each with its origin.
     """
@@ -115,7 +116,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
 
 
 def validate(written: Written, file: Path | None) -> Loaded:
-    """The config of a tree without interpolations. Raises ConfigError with the problems in `written` and all further ones.
+    """Build the config from a tree without interpolations. Raises ConfigError with the problems in `written`
+    and all others found.
 
     Relative paths start from the folder of `file`, or from the working directory without one.
     """
@@ -147,19 +149,19 @@ def validate(written: Written, file: Path | None) -> Loaded:
 
 
 def to_yaml(loaded: Loaded) -> str:
-    """The whole config with all defaults as YAML text that loads as the same config, wherever it is put."""
+    """The whole config with all defaults as YAML text that loads as the same config, from any folder."""
     data = loaded.to_show()
     data["run"]["base_dir"] = str(loaded.base_dir)
     return yaml_text(data)
 
 
 def yaml_text(data: Mapping[str, Any]) -> str:
-    """Plain data as YAML text that is read back as the same."""
+    """Plain data as YAML text that reads back as the same data."""
     return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def plain_data(value: Any) -> Any:
-    """A config or a part of it as mappings, lists and plain values."""
+    """Convert a config or a section to mappings, lists and plain values."""
     if isinstance(value, Section):
         return {name: plain_data(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):
@@ -170,7 +172,7 @@ def plain_data(value: Any) -> Any:
 
 
 def with_references(data: Any, references: Mapping[str, Any], path: str = "") -> Any:
-    """Plain data with what stands in place of the values at some key paths."""
+    """Replace the values at the key paths of `references` by their references."""
     if path in references:
         return references[path]
     if isinstance(data, dict):
@@ -181,7 +183,7 @@ def with_references(data: Any, references: Mapping[str, Any], path: str = "") ->
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """(key path, value) of everything that is not a mapping or list with entries."""
+    """(key path, value) of every leaf, including empty mappings and lists."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from leaves(item, (*path, key))
@@ -193,13 +195,13 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _line(problem: Problem) -> int:
-    """The line of a problem's origin, for reading them from top to bottom; 0 when it has none."""
+    """Sort key of a problem: the line of its origin, 0 if it has none."""
     found = re.search(r":(\d+)(:\d+)?$", problem.origin)
     return int(found[1]) if found else 0
 
 
 def _origin_of(origins: Mapping[str, str], path: KeyPath) -> str:
-    """The origin of `path`, or else of the nearest part that holds it."""
+    """The origin of `path`, or of the nearest enclosing section that has one."""
     for end in range(len(path), 0, -1):
         if (origin := origins.get(path_text(path[:end]))) is not None:
             return origin
@@ -207,9 +209,9 @@ def _origin_of(origins: Mapping[str, str], path: KeyPath) -> str:
 
 
 def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """The tree with every `${...}` replaced by what it stands for; problems go to `written`.
+    """The tree with every `${...}` resolved; problems are added to `written`.
 
-    `context_of` gives what interpolations can name: the tree over its defaults.
+    `context_of` returns the tree that interpolations may refer to: the given tree merged over its defaults.
     """
     pending = [(path, text) for path, text in leaves(written.tree) if isinstance(text, str) and "${" in text]
     if not pending:
@@ -254,7 +256,7 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
 
 
 def _context(tree: dict[str, Any]) -> Any:
-    """What interpolations are resolved in, without texts that are none."""
+    """The tree in which interpolations are resolved, without malformed interpolations."""
     try:
         return OmegaConf.create(tree)
     except GrammarParseError:
@@ -273,7 +275,7 @@ def _resolve(context: Any, path: KeyPath) -> Any:
 
 
 def _replaced(tree: Any, path: KeyPath, value: Any) -> Any:
-    """A copy of `tree` with `value` at `path`; untouched parts are shared."""
+    """Copy `tree` with `value` at `path`; unchanged subtrees are shared."""
     if not path:
         return value
     copy: Any = tree.copy()
@@ -282,7 +284,7 @@ def _replaced(tree: Any, path: KeyPath, value: Any) -> Any:
 
 
 def _with_defaults(tree: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """What the user wrote over the schema's defaults, so that an interpolation can name either."""
+    """Merge the user's values over the schema's defaults, so that interpolations can refer to both."""
     fields = section.model_fields
     filled = {
         name: plain_data(field.get_default(call_default_factory=True))
@@ -304,7 +306,7 @@ def _filled(value: Any, shape: Shape) -> Any:
 
 
 def _interpolation_message(error: Exception, text: str, context: Any) -> str:
-    """Why `text` stands for nothing."""
+    """Error message for an interpolation that cannot be resolved."""
     text = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
     first = str(error).splitlines()[0]
     quoted = re.findall(r"'([^']*)'", first)
@@ -330,7 +332,8 @@ def _interpolation_message(error: Exception, text: str, context: Any) -> str:
 
 
 def _validate(tree: dict[str, Any], written: Written) -> RunConfig | None:
-    """The config of `tree`, or None; problems go to `written`, but for keys that have one already."""
+    """Build the config from `tree`, or return None; problems are added to `written`, except for keys that
+    already have one."""
     config = None
     complaints = list(unlike_numbers(tree))
     try:
@@ -351,7 +354,7 @@ def _validate(tree: dict[str, Any], written: Written) -> RunConfig | None:
 
 
 def _escape(value: Any) -> Any:
-    """Texts that hold `${` written so that loading gives the same text back."""
+    """Escape `${` in texts, so that loading returns the same text."""
     if isinstance(value, dict):
         return {k: _escape(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -362,7 +365,8 @@ def _escape(value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text in quotes where source.py would read something else, and lists of plain values on one line."""
+    """YAML dumper that quotes text which source.py would read differently, and writes lists of plain values
+    on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True

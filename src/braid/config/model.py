@@ -1,4 +1,4 @@
-"""Models: a Hugging Face folder, or a small one built from sizes; critics and references beside the policy."""
+"""Models: a Hugging Face folder, or a small model built from sizes; also the critic and the reference."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .train import TrainConfig
 
 
 class BuildSpec(Section):
-    """A language model made from scratch with random weights; its tokenizer knows single characters."""
+    """A language model with random weights and a character-level tokenizer."""
 
     architecture: Literal["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral"] = "qwen3"
-    """Transformers architecture that the sizes below are given to."""
+    """Transformers architecture to build."""
     hidden_size: PositiveInt = 256
-    """Width of the residual stream."""
+    """Hidden size."""
     intermediate_size: PositiveInt = 704
-    """Width of the feed-forward layers."""
+    """Hidden size of the feed-forward layers."""
     num_layers: PositiveInt = 4
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_heads: PositiveInt = 4
-    """Attention heads."""
+    """Number of attention heads."""
     num_kv_heads: PositiveInt = 2
-    """Key/value heads; divides num_heads."""
+    """Number of key/value heads; must divide num_heads."""
     head_dim: PositiveInt = 64
-    """Width of one head."""
+    """Dimension of one attention head; must be even."""
     max_positions: PositiveInt = 2048
-    """Longest sequence the model accepts, in tokens."""
+    """Maximum sequence length, in tokens."""
     characters: str = " 0123456789+-*/=().,:;?!'\"\nABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz<>_"
-    """Alphabet of the character tokenizer; other characters become the unknown token."""
+    """Alphabet of the character tokenizer; other characters map to the unknown token."""
     tie_embeddings: bool = True
-    """Share the input embedding with the output head."""
+    """Tie the output head to the input embedding."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> BuildSpec:
@@ -48,88 +48,92 @@ class BuildSpec(Section):
 
 
 class MlpSpec(Section):
-    """A multilayer perceptron over flat observations, for simulators."""
+    """A multilayer perceptron on flat observations, for simulators."""
 
     hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
-    """Widths of the hidden layers."""
+    """Sizes of the hidden layers."""
     activation: Literal["tanh", "relu", "silu"] = "tanh"
-    """Nonlinearity between them."""
+    """Activation of the hidden layers."""
 
 
 class VlaConfig(Section):
-    """What makes a folder a vision-language-action policy."""
+    """Settings of a vision-language-action policy."""
 
     kind: Literal["openvla", "openvla_oft"] = "openvla_oft"
-    """Architecture."""
+    """Model architecture."""
     action_dim: PositiveInt = 7
-    """Numbers of one action."""
+    """Dimensions of one action."""
     num_action_chunks: PositiveInt = 8
-    """Actions of one answer of the policy."""
+    """Actions per chunk, the output of one forward pass of the policy."""
     value_level: Literal["chunk", "action"] = "chunk"
-    """The value head gives one value per chunk, or one per action."""
+    """Whether the value head predicts one value per chunk, or one per action."""
     unnorm_key: str | None = None
-    """Data set whose statistics turn the model's numbers into actions."""
+    """Data set whose statistics are used to unnormalize actions."""
     policy_setup: str = "widowx_bridge"
     """Control mode of the robot."""
     image_size: tuple[PositiveInt, PositiveInt] = (224, 224)
-    """Height and width of images, in pixels."""
+    """Image height and width, in pixels."""
     num_images: PositiveInt = 1
-    """Cameras."""
+    """Number of camera images per observation."""
     center_crop: bool = True
-    """Crop images to the middle 90 % of their area."""
+    """Crop images to the central 90 % of their area."""
     use_proprio: bool = False
-    """The robot's own state is an input."""
+    """Include the robot's proprioceptive state in the input."""
     greedy: bool = False
-    """Decode actions by the likeliest token in evaluation; training samples."""
+    """Decode actions greedily in evaluation; training always samples."""
     max_prompt_tokens: PositiveInt = 30
-    """Instructions are padded to this length."""
+    """Length to which instructions are padded, in tokens."""
     vocab_size: PositiveInt | None = None
-    """Where the action tokens begin to count back from; the model's when null."""
+    """Vocabulary size from which action token ids count down; the model's when null."""
     extra_vocab_size: int = Field(default=0, ge=0)
-    """Tokens added to the tokenizer's vocabulary."""
+    """Number of tokens added to the tokenizer's vocabulary."""
     hidden_size: PositiveInt | None = None
-    """Input width of the value head; the model's when null."""
+    """Input size of the value head; the model's hidden size when null."""
     qkv_bias: bool | None = None
-    """Attention has biases; as in the model when null, and checked against it otherwise."""
+    """Whether the attention projections have biases; taken from the model when null, else checked against
+    it."""
     eval_batch_rows: PositiveInt = 8
-    """Observations of one forward pass in evaluation."""
+    """Observations per forward pass in evaluation."""
 
 
 class ModelConfig(Section):
-    """The policy. Give one of `path`, `build` (language models) or `mlp` (simulators)."""
+    """The policy. Set exactly one of `path`, `build` (language models) and `mlp` (simulators)."""
 
     path: str | None = None
-    """A Hugging Face model folder or hub name."""
+    """Hugging Face model folder or hub name."""
     build: BuildSpec | None = None
-    """Sizes of a language model made from scratch."""
+    """Sizes of a language model built from scratch."""
     mlp: MlpSpec | None = None
     """Sizes of a perceptron policy for a simulator."""
     tokenizer: str | None = None
-    """Tokenizer folder or hub name; the model's own when absent."""
+    """Tokenizer folder or hub name; the model's own tokenizer when null."""
     chat_template: str | None = None
-    """Jinja text, or path to a .jinja file, in place of the tokenizer's own template."""
+    """Chat template as Jinja text, or the path of a .jinja file; the tokenizer's own when null."""
     eos_token_id: NonNegativeInt | None = None
-    """The token that ends an answer; when null, the tokenizer's end token and those of the folder's generation_config.json."""
+    """Token id that ends a response; when null, the tokenizer's EOS token and those of the folder's
+    generation_config.json."""
     pad_token_id: NonNegativeInt | None = None
-    """Token that fills up rows where an engine wants rectangles, and in exports; the tokenizer's when null."""
+    """Padding token id, for engines that need rectangular batches and for exports; the tokenizer's when
+    null."""
     dtype: DType = "fp32"
-    """Type of the weights that the model computes with. bf16 and fp16 are trained through float32 master weights."""
+    """Dtype of the model weights in computation. bf16 and fp16 are trained with fp32 master weights."""
     trust_remote_code: bool = False
-    """Allow a model folder to bring its own Python code."""
+    """Allow the model folder to run its own Python code."""
     architecture: str | None = None
-    """Architecture that the model must have, by transformers' name (qwen2, qwen3, llama, ...; qwen2.5 counts as qwen2); any
-    when null."""
+    """Required architecture of the model, by its transformers name (qwen2, qwen3, llama, ...; qwen2.5 counts
+    as qwen2); null accepts any."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
-    """Kernel of the attention over packed rows. auto, sdpa: torch's scaled_dot_product_attention. eager: plain matrix
-    products. flash_attention_2: the package flash-attn, on CUDA in bf16 or fp16. Sampling has kernels of its own."""
+    """Attention implementation for packed rows in training. auto, sdpa: torch's scaled_dot_product_attention.
+    eager: plain matrix multiplications. flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.
+    Engines use their own kernels."""
     low_memory_load: bool = True
-    """Read weights straight into the memory of the device, and of a role on several ranks by the first alone, which hands
-    the others their parts; false: every rank reads the whole model into host memory first."""
+    """Load weights directly to the device; of a role with several ranks, only the first reads them and sends
+    the others their shards. false: every rank first loads the whole model into host memory."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters in place of all the policy's weights. A reference without a path is the same base with the
-    adapters as they were; a critic has none. Checkpoints hold adapters, exports merged weights."""
+    """Train low-rank adapters instead of all weights of the policy. A reference without a path is the base
+    model with the initial adapters; a critic has none. Checkpoints store adapters, exports merged weights."""
     vla: VlaConfig | None = None
-    """Settings of a vision-language-action policy, in the folder `path`."""
+    """Settings of the vision-language-action policy in `path`."""
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
@@ -141,26 +145,28 @@ class ModelConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model, used when the algorithm's advantage needs values (gae)."""
+    """The value model, used when the advantage estimator needs values (gae)."""
 
     path: str | None = None
-    """Folder of its backbone; a copy of the policy's initial weights when absent."""
+    """Model folder of the backbone; a copy of the policy's initial weights when null."""
     train: TrainConfig | None = None
-    """Its own optimizer and batch settings; those of the policy when absent."""
+    """Optimizer and batch settings of the critic; the policy's when null."""
     warmup_rounds: int = Field(default=0, ge=0)
-    """Rounds at the start in which only the critic learns."""
+    """Number of initial rounds in which only the critic is trained."""
     normalize_values: bool = False
-    """Learn the mean and deviation of returns while training, and predict in their units (PopArt, arXiv 1602.07714)."""
+    """Normalize value targets by a running mean and standard deviation of the returns (PopArt, arXiv
+    1602.07714)."""
     head_name: str = Field(default="value_head", pattern=r"^[A-Za-z_]\w*$")
-    """Name of the value head's weights in checkpoints (`score` is what transformers' token classifiers have)."""
+    """Name of the value head's weights in checkpoints (`score` in transformers' token classifiers)."""
 
 
 class ReferenceConfig(Section):
-    """The frozen model of the KL terms, used when a KL coefficient is not 0."""
+    """The frozen reference model of the KL terms, used when a KL coefficient is not 0."""
 
     path: str | None = None
-    """Its folder; a copy of the policy as it is when reinforcement starts, when absent."""
+    """Model folder; when null, a copy of the policy at the start of reinforcement learning."""
     update_every_epochs: int = Field(default=0, ge=0)
-    """Take over the policy's weights after so many passes over the training prompts, at the end of a round; 0 for never."""
+    """Copy the policy's weights into the reference after this many passes over the training prompts, at the
+    end of a round; 0 for never."""
     train: TrainConfig | None = None
-    """Its own backend and batch settings; those of the policy when absent."""
+    """Backend and batch settings of the reference; the policy's when null."""

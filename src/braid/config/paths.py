@@ -1,7 +1,7 @@
-"""Paths of a config, made absolute: those in a file start from its folder (or run.base_dir), those given on the command line from
-the working directory.
+"""Makes the paths of a config absolute: those in a file relative to its folder (or run.base_dir), those given
+on the command line relative to the working directory.
 
-A model's or a data set's name on the Hugging Face hub stays as it is, unless there is such a folder.
+The hub name of a model or data set is left unchanged, unless a folder of that name exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = re.compile(
 
 
 def with_absolute_paths(loaded: Loaded) -> Loaded:
-    """The config with all its paths absolute, so that it means the same in every working directory."""
+    """Make all paths of the config absolute, so that it is independent of the working directory."""
     config = loaded.config
     for path, value in leaves(plain_data(config)):
         name = path_text(path)
@@ -60,7 +60,8 @@ def _absolute(name: str, value: str, start: Path, kind: object) -> str:
 
 
 def _is_surely_local(value: str, start: Path) -> bool:
-    """Whether what is not there can be no hub name: it is not of the form NAME or OWNER/NAME, or the folder OWNER is there."""
+    """Whether a missing path cannot be a hub name: it is not of the form NAME or OWNER/NAME, or a folder
+    OWNER exists."""
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", value):
         return True
     owner, slash, _ = value.partition("/")
@@ -68,7 +69,7 @@ def _is_surely_local(value: str, start: Path) -> bool:
 
 
 def _value_at(node: Any, path: KeyPath, name: str) -> object:
-    """The attribute `name` of the section around the value at `path`, past the list that it may stand in."""
+    """The attribute `name` of the section that contains `path`, skipping an enclosing list."""
     for key in path:
         node = getattr(node, str(key)) if isinstance(node, Section) else node[key]
         if isinstance(node, Section) and hasattr(node, name):
@@ -77,7 +78,7 @@ def _value_at(node: Any, path: KeyPath, name: str) -> object:
 
 
 def _replaced(node: Any, path: KeyPath, value: Any) -> Any:
-    """A copy of the section or tuple with `value` at `path`."""
+    """Copy a section or tuple with `value` at `path`."""
     if not path:
         return value
     key, rest = path[0], path[1:]

@@ -1,4 +1,4 @@
-"""The reference page docs/config.md, written from the schema."""
+"""Generates the reference page docs/config.md from the schema."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Every key of a config file. This page is written from the schema by `braid schem
 
 
 def reference_text() -> str:
-    """The page."""
+    """The page as Markdown."""
     return "\n".join([_HEAD, *_sections(RunConfig, ""), ""])
 
 
@@ -61,11 +61,12 @@ _REPEATED = {
     "critic.train": "train",
     "eval.sampling": "rollout.sampling",
 }
-"""Sections that have the keys of another, which is written out."""
+"""Section -> the section with the same keys, which is documented in full."""
 
 
 def _repeated(path: str, field: FieldInfo) -> str:
-    """Where the keys of `path` are written out, and which defaults differ from there."""
+    """Sentence that refers to the section where the keys of `path` are documented, with the defaults that
+    differ."""
     if path not in _REPEATED:
         return ""
     default = field.get_default(call_default_factory=True)

@@ -1,4 +1,4 @@
-"""Run, evaluation, checkpoints and reports."""
+"""Run, evaluation, checkpoints and reporting."""
 
 from __future__ import annotations
 
@@ -13,41 +13,44 @@ from .train import OptimizerConfig
 
 
 class RunSection(Section):
-    """Name, place, length and seed of the run."""
+    """Name, output folder, length and seed of the run."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
-    """Folder name of the run."""
+    """Name of the run and of its folder."""
     output_dir: str = "runs"
-    """Parent of the run's folder. As all paths of a config, it starts from the config's folder, or from where `braid` is run when it
-    is given on the command line."""
+    """Parent of the run's folder. Like all paths in a config, relative to the config file's folder, or to the
+    working directory when given on the command line."""
     seed: NonNegativeInt = 0
-    """Seed of everything drawn at random."""
+    """Random seed of the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA when there is a GPU."""
+    """Device type. auto: CUDA if a GPU is present."""
     num_threads: PositiveInt | None = None
-    """CPU threads of torch; its own choice when null."""
+    """Number of torch CPU threads; torch's default when null."""
     max_rounds: PositiveInt | None = None
-    """Rounds to run; with max_epochs the smaller counts."""
+    """Number of rounds; if max_epochs is set too, the run ends at whichever comes first."""
     max_epochs: PositiveInt | None = None
-    """Passes over the training prompts."""
+    """Number of passes over the training prompts."""
     resume: str = "none"
-    """none, latest, or the path of a checkpoint folder."""
+    """Checkpoint to resume from: none, latest, or the path of a checkpoint folder."""
     allow_changes: bool = False
-    """Resume although the algorithm, the model, the data, the environment or the reward is not what the checkpoint was trained
-    with, or the checkpoint is of another run."""
+    """Resume even if the algorithm, the model, the data, the environment or the reward has changed since the
+    checkpoint, or if the checkpoint belongs to another run."""
     stop_within_s: NonNegativeFloat = 20.0
-    """Time that the first SIGINT (Ctrl-C), SIGTERM or SIGHUP leaves a training run to end with a checkpoint. A round that fits is
-    finished; else it is given up and the state before it saved. An update or save under way is finished, however long it takes.
-    A second signal ends the run at once; with 0 the first one does."""
+    """Seconds in which a training run stops with a checkpoint after the first SIGINT (Ctrl-C), SIGTERM or
+    SIGHUP. The current round is finished if it fits; otherwise it is discarded and the state before it is
+    saved. An update or save in progress is always finished, however long it takes. A second signal, or the
+    first one with 0, ends the run immediately."""
     if_exists: Literal["refuse", "new"] = "refuse"
-    """When the folder holds a run and resume is none: stop, or take the next free name (name-2, ...)."""
+    """What to do if the folder already holds a run and resume is none: refuse, or use the next free name
+    (name-2, ...)."""
     eval_only: bool = False
-    """`braid train` evaluates the config's model, or the checkpoint that `resume` names, as `braid eval` does, and ends."""
+    """Make `braid train` only evaluate the config's model, or the checkpoint of `resume`, like `braid
+    eval`."""
     max_restarts: NonNegativeInt = 0
-    """Times that a run goes on by itself from its newest checkpoint after a failure that may pass: of a worker, the engine, an
-    environment, a service, or the network."""
+    """Maximum number of automatic restarts from the newest checkpoint after a transient failure of a worker,
+    the engine, an environment, a service, or the network."""
     base_dir: str | None = None
-    """Folder that relative paths in the config file start from; that of the file when null."""
+    """Folder to which relative paths in the config file refer; the config file's folder when null."""
 
     @field_validator("name")
     @classmethod
@@ -60,57 +63,60 @@ class RunSection(Section):
 
 
 class EvalTarget(Section):
-    """What the run must reach; `braid train` exits with 3 when it does not."""
+    """Targets of the run; `braid train` exits with status 3 if it misses one."""
 
     min_final: float | None = None
-    """Least mean@n over all evaluation prompts at the end."""
+    """Lowest mean@n over all evaluation prompts in the last evaluation."""
     min_gain: float | None = None
-    """Least difference between the last and the first evaluation."""
+    """Smallest improvement from the first to the last evaluation."""
 
 
 class EvalConfig(Section):
-    """Evaluation on the eval sources."""
+    """Evaluation on data.eval."""
 
     before: bool = True
     """Evaluate before training."""
     every_rounds: NonNegativeInt = 0
-    """Cadence; 0 for none."""
+    """Evaluate every this many rounds; 0 for never."""
     at_end: bool = True
     """Evaluate after the last round."""
     batch_prompts: PositiveInt | None = None
     """Prompts evaluated at a time; all when null."""
     shuffle: bool = False
-    """Evaluate in an order drawn by the run's seed (it matters with batch_prompts for the order of samples only)."""
+    """Evaluate in an order shuffled by the run's seed (with batch_prompts, this only changes the order of the
+    stored samples)."""
     samples_per_prompt: PositiveInt = 1
-    """n of mean@n."""
+    """Samples per prompt, the n of mean@n."""
     pass_at: tuple[PositiveInt, ...] = (1,)
-    """The ks of pass@k, each at most samples_per_prompt (unbiased estimator)."""
+    """Values of k for pass@k, each at most samples_per_prompt (unbiased estimator)."""
     success_reward: float = 1.0
-    """Rewards of at least this count as passed."""
+    """Reward from which a trajectory counts as a success."""
     sampling: SamplingConfig | None = None
-    """How evaluation samples; that of the rollout when null."""
+    """Sampling settings of evaluation; those of the rollout when null."""
     target: EvalTarget = EvalTarget()
-    """What the run must reach."""
+    """Targets of the run."""
 
 
 class CheckpointConfig(Section):
-    """Saving the whole state."""
+    """Checkpoints of the whole training state."""
 
     every_rounds: NonNegativeInt = 0
-    """Cadence in rounds; 0: by time, as every_s says."""
+    """Save every this many rounds; with 0, every_s decides."""
     every_s: NonNegativeFloat = 600.0
-    """With every_rounds 0: save at the end of a round, or of a step of the warm-up, when so many seconds have passed since the
-    last save; sooner, down to 10 s, where saving takes less than 2 % of the time. 0: never by time."""
+    """With every_rounds 0: save at the end of a round, or of a warm-up step, once this many seconds have
+    passed since the last save; sooner, down to 10 s, if saving takes less than 2 % of the time. 0 disables
+    it."""
     at_end: bool = True
     """Save after the last round."""
     keep: PositiveInt | None = 2
-    """Newest checkpoints kept; null for all."""
+    """Number of newest checkpoints to keep; null for all."""
     dir: str | None = None
-    """Folder of the checkpoints; `checkpoints/` in the run's folder when null."""
+    """Checkpoint folder; `checkpoints/` in the run's folder when null."""
     export_every_rounds: NonNegativeInt = 0
-    """Cadence of Hugging Face folders; 0 for none (`braid export` makes one from any checkpoint)."""
+    """Export a Hugging Face folder every this many rounds; 0 for never (`braid export` makes one from any
+    checkpoint)."""
     export_dir: str | None = None
-    """Parent of those folders; `exports/` in the run's folder when null."""
+    """Parent folder of the exports; `exports/` in the run's folder when null."""
 
 
 class WandbConfig(Section):
@@ -119,9 +125,9 @@ class WandbConfig(Section):
     project: str = "braid"
     """Project name."""
     name: str | None = None
-    """Name of the run there; run.name when null."""
+    """Name of the run in Weights & Biases; run.name when null."""
     mode: Literal["online", "offline"] = "offline"
-    """offline writes to the run's folder only."""
+    """Mode; offline writes only to the run's folder."""
 
 
 class SwanlabConfig(Section):
@@ -130,42 +136,42 @@ class SwanlabConfig(Section):
     project: str = "braid"
     """Project name."""
     name: str | None = None
-    """Name of the run there; run.name when null."""
+    """Name of the run in SwanLab; run.name when null."""
     mode: Literal["cloud", "local", "offline"] = "offline"
-    """offline writes to the run's folder only."""
+    """Mode; offline writes only to the run's folder."""
 
 
 class ReportConfig(Section):
-    """What is told where. metrics.jsonl is always written."""
+    """Logging and reports. metrics.jsonl is always written."""
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
-    """Live display on a terminal, a line per round elsewhere."""
+    """Console output. auto: a live display on a terminal, one line per round otherwise."""
     dir: str | None = None
-    """Folder of the sinks' own files; the run's folder when null."""
+    """Folder of the TensorBoard, Weights & Biases and SwanLab files; the run's folder when null."""
     tensorboard: bool = True
-    """Write event files to tensorboard/."""
+    """Write TensorBoard event files to tensorboard/."""
     tensorboard_queue: PositiveInt = 10
-    """Values that wait before they are written together."""
+    """Number of values buffered before they are written."""
     wandb: WandbConfig | None = None
     """Weights & Biases (extra `wandb`)."""
     swanlab: SwanlabConfig | None = None
     """SwanLab (extra `swanlab`)."""
     samples_every_rounds: NonNegativeInt = 10
-    """Store every trajectory of each such round in samples/; 0 for none."""
+    """Store all trajectories in samples/ every this many rounds; 0 for never."""
     eval_samples: bool = True
     """Store the trajectories of every evaluation in samples/."""
     batches_every_rounds: NonNegativeInt = 0
-    """Store all arrays of the training rows of each such round in batches/ (safetensors); 0 for none."""
+    """Store all arrays of the training rows in batches/ (safetensors) every this many rounds; 0 for never."""
 
 
 class SftConfig(Section):
-    """Supervised learning on worked examples: `braid sft`, or a warm-up before reinforcement."""
+    """Supervised fine-tuning: `braid sft`, or a warm-up before reinforcement learning."""
 
     data: tuple[Source, ...]
-    """Sources whose response_key or response_function gives what to imitate."""
+    """Sources whose response_key or response_function gives the target responses."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
-    """AdamW and its schedule, apart from the one of reinforcement."""
+    """Optimizer and learning rate schedule, separate from those of reinforcement learning."""
     steps: PositiveInt = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     rows_per_step: PositiveInt = 64
     """Examples per optimizer step."""

@@ -1,4 +1,5 @@
-"""Functions in config values for OmegaConf: `${mul:${rollout.group_size},2}`, `${not:${eval.before}}`, `${now:%Y%m%d}`."""
+"""OmegaConf resolvers for config values: `${mul:${rollout.group_size},2}`, `${not:${eval.before}}`,
+`${now:%Y%m%d}`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 
 Number = int | float
 MAX_NUMBER = 1e308
-"""Greatest absolute value: whole numbers above it are no floats."""
+"""Largest absolute value: larger integers do not fit in a float."""
 
 
 def _number(value: object) -> Number:
@@ -60,11 +61,12 @@ RESOLVERS: dict[str, Callable[..., object]] = {
     "not": _not,
     "now": _now,
 }
-"""Name in a config -> function. Arithmetic takes two or more numbers, from left to right; `div` gives 2.5, `int_div` 2."""
+"""Resolver name -> function. Arithmetic takes two or more numbers, from left to right; `div` returns 2.5,
+`int_div` 2."""
 
 
 def register_resolvers() -> None:
-    """Make the resolvers known to OmegaConf; names that are taken already stay as they are."""
+    """Register the resolvers with OmegaConf, without replacing existing ones."""
     register = (
         getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
     )  # from 2.4; before

@@ -1,4 +1,4 @@
-"""Rewards: parts, each a score with a weight."""
+"""Rewards: a weighted sum of parts."""
 
 from __future__ import annotations
 
@@ -12,84 +12,84 @@ from .base import Section
 
 class _Part(Section):
     name: str = ""
-    """Names the part in metrics (`reward/part/NAME`); its kind when empty, or the function's name."""
+    """Name of the part in metrics (`reward/part/NAME`); its kind, or the function's name, when empty."""
     weight: float = 1.0
-    """Factor in the sum."""
+    """Weight in the sum."""
     sources: tuple[str, ...] = ()
     """Names of the data sources whose trajectories it scores; all when empty."""
 
 
 class MathReward(_Part):
-    """1 if math-verify finds the answer equal to the reference, else 0. The answer is the number after `####`, where there
-    is one."""
+    """1 if math-verify finds the answer equal to the reference, else 0. If the text has `####`, the answer is
+    the number after it."""
 
     kind: Literal["math"]
     """Mathematical equality by math-verify."""
 
 
 class ReasoningGymReward(_Part):
-    """The generator's own scorer, for procedural sources."""
+    """The scorer of the procedural source."""
 
     kind: Literal["reasoning_gym"]
-    """The scorer that belongs to the procedural source."""
+    """The scorer of the procedural source."""
     pattern: str | None = None
-    """Regular expression whose last match's first group is the answer to score; the whole text when absent."""
+    """Regular expression; group 1 of its last match is the answer to score. The whole text when null."""
 
 
 class ExactReward(_Part):
     """1 if the answer equals the reference, else 0."""
 
     kind: Literal["exact"]
-    """Equality of text."""
+    """Equality of texts."""
     pattern: str | None = None
-    """Regular expression whose last match's first group is the answer; the whole text when absent."""
+    """Regular expression; group 1 of its last match is the answer. The whole text when null."""
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Ignore case."""
     ignore: str = ""
-    """Characters that do not count, such as the comma of 1,000."""
+    """Characters to ignore, such as the comma of 1,000."""
 
 
 class PatternReward(_Part):
-    """1 if the text matches, else 0: for format rewards."""
+    """1 if the text matches a regular expression, else 0; for format rewards."""
 
     kind: Literal["pattern"]
-    """A regular expression to find in the text."""
+    """A regular expression to search for in the text."""
     pattern: str
-    """Searched for in the whole answer (dot matches newlines)."""
+    """Regular expression, searched for in the whole response (dot matches newlines)."""
 
 
 class FunctionReward(_Part):
-    """A Python function of yours."""
+    """A user-defined Python function."""
 
     kind: Literal["function"]
-    """Any function, plain or async."""
+    """A Python function, sync or async."""
     path: str
-    """Dotted path, `package.module.function`, or `file.py:function` relative to the config."""
+    """Dotted path, `package.module.function`, or `file.py:function` relative to the config file."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Passed as keyword arguments."""
+    """Additional keyword arguments of the function."""
 
 
 class ChoiceReward(_Part):
-    """1 if the answer's letter is that of the reference, else 0. The answer's letter is the one in the last box, else after
-    the last "answer is" or "answer:", else the last that stands alone."""
+    """1 if the answer's letter equals the reference's, else 0. The answer's letter is the one in the last
+    box, else the one after the last "answer is" or "answer:", else the last letter that stands alone."""
 
     kind: Literal["choice"]
     """Multiple choice."""
     letters: str = Field(default="ABCDEFGHIJ", pattern=r"^[A-Z]{2,}$")
-    """The letters that an answer can be."""
+    """Letters that are valid answers."""
 
 
 class LengthReward(_Part):
-    """0 up to `start`, falling linearly to -1 at `end`; -1 from there on."""
+    """0 up to `start`, then linearly down to -1 at `end`, and -1 beyond."""
 
     kind: Literal["length"]
-    """A penalty of long answers."""
+    """A penalty for long responses."""
     unit: Literal["tokens", "characters"] = "tokens"
-    """tokens: what the policy wrote in all turns. characters: the text of the last turn."""
+    """tokens: tokens of the policy in all turns. characters: characters of the last turn."""
     start: NonNegativeInt = 0
-    """Length from which it falls."""
+    """Length above which the penalty starts."""
     end: PositiveInt
-    """Length at which it is -1."""
+    """Length at which the reward reaches -1."""
 
     @model_validator(mode="after")
     def _start_before_end(self) -> LengthReward:
@@ -99,101 +99,109 @@ class LengthReward(_Part):
 
 
 class CodeReward(_Part):
-    """Runs the answer's Python code against the row's tests, in a process with limits on time, memory and files.
+    """Runs the answer's Python code against the row's tests, in a process with limits on time, memory and
+    files.
 
-    Tests are Python text with assertions; a list of such texts; a list of {input, output} for programs that read and
-    print; {inputs, outputs} with two lists; or any of these as JSON text.
+    Tests are one of: Python text with assertions; a list of such texts; a list of {input, output}, for
+    programs that read stdin and print; {inputs, outputs} with two lists; or any of these as JSON text.
     """
 
     kind: Literal["code"]
-    """Python code that must pass tests."""
+    """Python code that must pass the tests."""
     tests_key: str = "tests"
-    """Column of the tests."""
+    """Column that holds the tests."""
     score: Literal["all", "fraction"] = "all"
-    """all: 1 if every test passes, else 0. fraction: share of tests that pass."""
+    """all: 1 if every test passes, else 0. fraction: fraction of tests that pass."""
     pattern: str = r"```(?:python|py)?[ \t]*\n(.*?)```"
-    """Regular expression whose last match's first group is the code (dot matches newlines); without a match the score is 0."""
+    """Regular expression; group 1 of its last match is the code (dot matches newlines). Without a match the
+    score is 0."""
     test_timeout_s: PositiveFloat = 5.0
-    """Limit for one test; one that takes longer has failed. Stands in for reward.timeout_s."""
+    """Timeout of one test in seconds, after which it counts as failed. Replaces reward.timeout_s."""
     memory_bytes: int = Field(default=2**30, ge=2**26, le=2**32)
-    """Address space of one test's process; a test that needs more has failed."""
+    """Address space limit of one test's process in bytes; a test that needs more fails."""
 
 
 class ModelReward(_Part):
-    """The score that a sequence classifier gives to the conversation with the answer as its last message."""
+    """Score of a sequence classifier for the conversation that ends with the response."""
 
     kind: Literal["model"]
-    """A reward model: a folder that transformers' AutoModelForSequenceClassification loads."""
+    """A reward model, loaded with transformers' AutoModelForSequenceClassification."""
     path: str
-    """Its folder or hub name."""
+    """Model folder or hub name."""
     label: NonNegativeInt | None = None
-    """Number of the output that is the score; needed when the classifier has more than one."""
+    """Index of the output that is the score; required if the classifier has more than one."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """What is made of the outputs: the score as it is, its sigmoid, or its share in a softmax over all labels."""
+    """Transformation of the output: none, its sigmoid, or its softmax probability over all labels."""
     tokenizer: str | None = None
     """Tokenizer folder or hub name; the model's own when null."""
     template: str | None = None
-    """Chat template as Jinja text, or path to a .jinja file; the tokenizer's own when null."""
+    """Chat template as Jinja text, or the path of a .jinja file; the tokenizer's own when null."""
     max_tokens: PositiveInt | None = None
-    """Longest input; what model and tokenizer take when null."""
+    """Maximum input length in tokens; the limit of model and tokenizer when null."""
     overlong: Literal["error", "left", "right"] = "error"
-    """What to do with longer ones: make the trajectory invalid, or cut tokens off their left or right end (counted)."""
+    """What to do with longer inputs: mark the trajectory invalid, or cut tokens off the left or right end
+    (counted in metrics)."""
     batch_tokens: PositiveInt = 16_384
-    """Tokens of one forward pass, padding counted; a longer input goes alone."""
+    """Tokens per forward pass, including padding; a longer input is processed alone."""
     dtype: DType = "fp32"
-    """Type of its weights."""
+    """Dtype of the weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs; auto: on run.device."""
+    """Device; auto for run.device."""
     trust_remote_code: bool = False
-    """Allow the folder to bring its own Python code."""
+    """Allow the model folder to run its own Python code."""
 
 
 class JudgeReward(_Part):
-    """The score that a language model gives to the answer when asked.
+    """Score that a language model gives to the response.
 
-    A reply without a score, one that was cut off at max_tokens, and a server's failure count as failed calls: they are
-    repeated, then the trajectory is invalid.
+    A reply without a score, a reply truncated at max_tokens, and a server error count as failed calls: they
+    are retried, then the trajectory becomes invalid.
     """
 
     kind: Literal["judge"]
     """A language model as judge."""
     url: str
-    """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1; or `policy`: the policy itself, as it was
-    when it wrote the answer."""
+    """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1; or `policy` for the policy
+    itself, with the weights that wrote the response."""
     model: str | None = None
-    """The model's name on the server."""
+    """Name of the model on the server."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the server's key; none is sent when null."""
+    """Environment variable that holds the server's API key; no key is sent when null."""
     prompt: str
-    """The question. `{prompt}` is the task (its last message), `{response}` the text to judge, `{answer}` the reference,
-    `{column}` any column; a brace that is text is written twice. Or path to a .txt or .md file that holds it."""
+    """Judge prompt, or the path of a .txt or .md file that holds it. `{prompt}` is the task (its last
+    message), `{response}` the text to judge, `{answer}` the reference, `{column}` any column; a literal brace
+    is doubled."""
     system: str | None = None
-    """System message before it."""
+    """System message of the judge; none when null."""
     pattern: str | None = None
-    """Regular expression whose last match's first group is the score; when null, the reply's last number or last word of
-    `scores`."""
+    """Regular expression; group 1 of its last match is the score. When null, the last number in the reply, or
+    the last word that is in `scores`."""
     scores: dict[str, float] = Field(default_factory=dict)
-    """What words stand for, such as {yes: 1, no: 0}, without regard to case; numbers speak for themselves when empty."""
+    """Scores of words, such as {yes: 1, no: 0}, case-insensitive; when empty, the reply must contain a
+    number."""
     range: tuple[float, float] | None = None
-    """Lowest and highest score: what lies outside is clamped, then mapped to 0..1; the score as it is when null."""
+    """Lowest and highest score: scores are clamped to this range and mapped to 0..1; left unchanged when
+    null."""
     temperature: NonNegativeFloat = 0.0
-    """Of the judge's sampling; 0 takes the likeliest token."""
+    """Sampling temperature of the judge; 0 for greedy decoding."""
     max_tokens: PositiveInt = 1024
-    """Longest reply."""
+    """Maximum length of a reply, in tokens."""
     body: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of the request to the server; null removes a field."""
+    """Additional fields of the request to the server; null removes a field."""
     timeout_s: PositiveFloat | None = None
-    """Limit for one call; reward.timeout_s when null."""
+    """Timeout of one call, in seconds; reward.timeout_s when null."""
     retries: NonNegativeInt = 4
-    """Further tries after a failed call, in place of reward.retries; none with url=policy at temperature 0, which would say the
-    same again."""
+    """Retries after a failed call, instead of reward.retries; none with url=policy at temperature 0, where a
+    retry would give the same reply."""
     backoff_s: NonNegativeFloat = 1.0
-    """Wait before the second try, doubled before each further one; between half of it and all of it, drawn from the run's
-    seed. A server's Retry-After is waited for when it is longer."""
+    """Base delay before the first retry in seconds, doubled for each further one; the actual delay is drawn
+    between half of it and all of it, from the run's seed. A longer Retry-After of the server takes
+    precedence."""
     max_backoff_s: PositiveFloat = 60.0
-    """Longest wait; a server that asks for a longer one has failed for good."""
+    """Longest delay between retries, in seconds; a server that asks for more counts as failed permanently."""
     concurrency: PositiveInt | None = None
-    """Calls of this judge in flight, beside reward.concurrency; as many as that when null."""
+    """Maximum concurrent calls of this judge, in addition to the limit of reward.concurrency;
+    reward.concurrency when null."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> JudgeReward:
@@ -233,44 +241,46 @@ RewardPart = Annotated[
 
 
 class OverlongConfig(Section):
-    """A penalty that grows linearly over the last tokens before the limit (DAPO, arXiv 2503.14476)."""
+    """A penalty that grows linearly over the last tokens before the length limit (DAPO, arXiv 2503.14476)."""
 
     buffer_tokens: PositiveInt
-    """Tokens before rollout.sampling.max_new_tokens over which it grows, for the longest turn."""
+    """Number of tokens before rollout.sampling.max_new_tokens over which the penalty grows, for the longest
+    turn."""
     penalty: PositiveFloat = 1.0
-    """What is taken off at the limit."""
+    """Penalty at the limit."""
 
 
 class CodeConfig(Section):
-    """How programs of parts of kind code are kept apart from everything else."""
+    """Sandbox of the programs that rewards run."""
 
     isolation: Literal["auto", "bubblewrap", "sandlock", "process"] = "auto"
-    """Sandbox of each program: bubblewrap, sandlock, or with auto the first of these that works here. A run without one is
-    refused. process: limits on time, memory and files alone; the program can read files, use the network and kill processes."""
+    """Sandbox: bubblewrap, sandlock, or with auto the first of them that works on this machine; if none does,
+    the run is refused. process: only limits on time, memory and files; the program can read files, use the
+    network and kill processes."""
 
 
 class RewardConfig(Section):
-    """How trajectories are scored. The parts are summed with their weights, then added to the environment's own. Training sees
-    this sum zeroed (`truncated`), penalised (`overlong`), scaled, shifted and clipped, in this order; evaluation and
-    `reward/mean` keep it as it is."""
+    """Scoring of trajectories. The weighted sum of the parts is added to the environment's reward. For
+    training, this sum is zeroed (`truncated`), penalised (`overlong`), scaled, shifted and clipped, in this
+    order; evaluation and `reward/mean` use it unchanged."""
 
     parts: tuple[RewardPart, ...] = ()
-    """Scores of the final text."""
+    """Reward functions that score the final text."""
     truncated: Literal["keep", "zero"] = "keep"
-    """zero: in training a trajectory that a limit cut off has reward 0."""
+    """zero: truncated trajectories get reward 0 in training."""
     overlong: OverlongConfig | None = None
-    """Penalty of long answers, in training only."""
+    """Penalty for long responses, in training only; none when null."""
     scale: float = 1.0
-    """Factor of the reward, in training only."""
+    """Factor on the reward, in training only."""
     shift: float = 0.0
-    """Added to it after scaling, in training only."""
+    """Constant added to the scaled reward, in training only."""
     clip: PositiveFloat | None = None
-    """Bound on its absolute value, in training only; null for none."""
+    """Bound on the absolute value of the reward, in training only; null for none."""
     timeout_s: PositiveFloat = 30.0
-    """Limit for one call of one part."""
+    """Timeout of one call of a part, in seconds."""
     retries: NonNegativeInt = 1
-    """Further tries after a failed call before the trajectory becomes invalid."""
+    """Retries after a failed call before the trajectory becomes invalid."""
     concurrency: PositiveInt = 16
-    """Calls of functions and processes in flight at a time."""
+    """Maximum concurrent calls of functions and processes."""
     code: CodeConfig = CodeConfig()
-    """Sandbox of programs that are run for rewards."""
+    """Sandbox of the programs that rewards run."""

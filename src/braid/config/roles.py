@@ -1,4 +1,4 @@
-"""The training settings that each role goes by."""
+"""Training settings of each role."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .schema import RunConfig
 from .train import TrainConfig
 
 TrainingRole = Literal["policy", "critic", "reference", "inference"]
-"""inference: the policy's twin, which computes log-probs on devices of its own."""
+"""inference: the copy of the policy that computes log-probs on its own devices."""
 
 
 def train_config(config: RunConfig, role: TrainingRole) -> TrainConfig:
-    """The training settings of a role: its own section, or the policy's."""
+    """Training settings of a role: its own section, or the policy's."""
     match role:
         case "critic":
             return config.critic.train or config.train

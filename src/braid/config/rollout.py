@@ -10,28 +10,30 @@ from .base import Section
 
 
 class SamplingConfig(Section):
-    """How tokens are drawn. Log-probs are those of the distribution drawn from."""
+    """Sampling of tokens. Recorded log-probs are those of the distribution sampled from."""
 
     max_new_tokens: PositiveInt = 256
-    """Limit for one turn of the policy."""
+    """Maximum number of tokens per turn of the policy."""
     min_new_tokens: NonNegativeInt = 0
-    """End tokens are impossible before so many tokens. Log-probs in training are those without this rule."""
+    """Minimum number of tokens before an end token may be sampled. Log-probs in training ignore this
+    constraint."""
     temperature: PositiveFloat = 1.0
-    """Logits are divided by it, in training too."""
+    """Temperature that divides the logits, in training too."""
     greedy: bool = False
-    """Take the likeliest token."""
+    """Greedy decoding."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Keep the smallest set of tokens with this probability; 1 for off."""
+    """Nucleus sampling: keep the smallest set of tokens with at least this total probability; 1 disables
+    it."""
     top_k: NonNegativeInt = 0
-    """Keep the k likeliest tokens; 0 for off."""
+    """Keep the k most likely tokens; 0 disables it."""
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Drop tokens below this share of the likeliest one's probability; 0 for off."""
+    """Drop tokens whose probability is below this fraction of the most likely token's; 0 disables it."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divides positive and multiplies negative logits of tokens seen before; 1 for off."""
+    """Divides positive and multiplies negative logits of tokens that already occurred; 1 disables it."""
     stop_strings: tuple[str, ...] = ()
-    """Generation ends once the text, special tokens included, contains one of them (the string is kept)."""
+    """Stop when the text, including special tokens, contains one of these (the string is kept)."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further end tokens beside the model's (model.eos_token_id)."""
+    """Additional end tokens beside the model's (model.eos_token_id)."""
 
     @model_validator(mode="after")
     def _min_below_max(self) -> SamplingConfig:
@@ -43,91 +45,92 @@ class SamplingConfig(Section):
 
 
 class SingleTurnEnv(Section):
-    """The policy answers once; rewards judge the answer."""
+    """The policy answers once, and rewards score the answer."""
 
     kind: Literal["single_turn"] = "single_turn"
-    """One answer per prompt."""
+    """One response per prompt."""
 
 
 class ToolEnv(Section):
-    """A conversation in which the policy may call tools; replies are context, never trained on."""
+    """A conversation in which the policy may call tools; tool replies are context and never trained on."""
 
     kind: Literal["tools"]
-    """Several turns with tools."""
+    """Multiple turns with tool calls."""
     tools: tuple[Literal["calculator"], ...] = ("calculator",)
-    """Tools that can be called."""
+    """Available tools."""
     max_turns: PositiveInt = 4
-    """Turns of the policy after which the trajectory is truncated."""
+    """Maximum turns of the policy, after which the trajectory is truncated."""
     max_context_tokens: PositiveInt = 1024
-    """Length of prompt, turns and replies after which the trajectory is truncated."""
+    """Maximum tokens of prompt, turns and replies, after which the trajectory is truncated."""
     tool_timeout_s: PositiveFloat = 5.0
-    """Limit for one call of a tool."""
+    """Timeout of one tool call, in seconds."""
 
 
 class GymnasiumEnv(Section):
-    """A Gymnasium environment, stepped in vectors."""
+    """A vectorized Gymnasium environment."""
 
     kind: Literal["gymnasium"]
-    """A vectorised simulator."""
+    """A vectorized Gymnasium environment."""
     id: str
-    """Its registered name, for example CartPole-v1."""
+    """Registered id of the environment, for example CartPole-v1."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to gymnasium.make."""
+    """Keyword arguments of gymnasium.make."""
     num_envs: PositiveInt = 8
-    """Copies stepped together; more than prompts_per_round * group_size are never all in use."""
+    """Environments stepped together; at most prompts_per_round * group_size of them are used."""
     eval_episodes: PositiveInt = 100
-    """Episodes of one evaluation, each from a reset state of its own."""
+    """Episodes per evaluation, each from a different reset state."""
 
 
 class VideoConfig(Section):
-    """Recording of episodes."""
+    """Videos of episodes."""
 
     save: bool = False
-    """Write a video of every rollout."""
+    """Save a video of every rollout."""
     overlay: bool = True
-    """Write reward, return and success into the picture."""
+    """Draw reward, return and success on the frames."""
     dir: str | None = None
-    """Folder; `video/` in the run's folder when null."""
+    """Output folder; `video/` in the run's folder when null."""
 
 
 class RobotSettings(Section):
-    """How a robot simulator runs, in training or in evaluation."""
+    """Settings of a robot simulator, for training or evaluation."""
 
     num_envs: PositiveInt | None = None
-    """Simulators in all, over all workers; one per trajectory of a round when null."""
+    """Total number of environments over all workers; one per trajectory of a round when null."""
     max_episode_steps: PositiveInt = 80
-    """Env steps after which an episode is truncated."""
+    """Maximum env steps, after which an episode is truncated."""
     auto_reset: bool = False
-    """Begin a new episode when one ends, at the end of its action chunk."""
+    """Start a new episode when one ends, at the end of its action chunk."""
     ignore_terminations: bool = False
-    """Only max_episode_steps ends an episode."""
+    """End episodes only at max_episode_steps."""
     fixed_reset_states: bool = True
-    """Simulators keep their reset states within a round, so that a group shares one."""
+    """Keep each environment's reset state within a round, so that a group shares one."""
     relative_reward: bool = True
-    """The reward of an env step is the change of the simulator's own."""
+    """Use the change of the simulator's reward as the reward of an env step."""
     reward_scale: float = 5.0
-    """Factor of the simulator's reward."""
+    """Factor on the simulator's reward."""
     group_size: PositiveInt | None = None
-    """Simulators that share a reset state; rollout.group_size when null."""
+    """Environments that share a reset state; rollout.group_size when null."""
     seed: NonNegativeInt = 0
-    """Added to the run's seed for reset states."""
+    """Offset added to the run's seed for reset states."""
     camera_height: PositiveInt = 256
-    """Pixels."""
+    """Height of camera images, in pixels."""
     camera_width: PositiveInt = 256
-    """Pixels."""
+    """Width of camera images, in pixels."""
     video: VideoConfig = VideoConfig()
-    """Recording."""
+    """Videos of episodes."""
 
 
 class _RobotEnv(RobotSettings):
     eval: RobotSettings | None = None
-    """Settings of evaluation; those of training when null."""
+    """Settings for evaluation; those of training when null."""
     episodes_per_round: PositiveInt = 1
-    """Times the simulators are run through in a round."""
+    """Number of times that all environments are run per round."""
     offload: bool = False
-    """Put the simulators' state aside and end their processes while the policy trains."""
+    """Save the simulators' state and stop their processes while the policy is trained."""
     pipeline_stages: PositiveInt = 1
-    """Parts of the simulators that take turns with the policy: while one moves, the policy answers another."""
+    """Number of groups into which the environments are split, so that one group steps while the policy
+    computes actions for another."""
 
 
 class ManiskillEnv(_RobotEnv):
@@ -136,7 +139,7 @@ class ManiskillEnv(_RobotEnv):
     kind: Literal["maniskill"]
     """The simulator ManiSkill (extra `maniskill`)."""
     task: str
-    """Its registered name, for example PutCarrotOnPlateInScene-v1."""
+    """Registered name of the task, for example PutCarrotOnPlateInScene-v1."""
 
 
 class LiberoEnv(_RobotEnv):
@@ -147,7 +150,7 @@ class LiberoEnv(_RobotEnv):
     suite: Literal[
         "libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90", "libero_130"
     ] = "libero_10"
-    """Its set of tasks."""
+    """Task suite."""
 
 
 EnvConfig = Annotated[
@@ -156,146 +159,154 @@ EnvConfig = Annotated[
 
 
 class NativeEngineConfig(Section):
-    """Limits of the native engine."""
+    """Options of the native engine."""
 
     max_running: PositiveInt = 256
-    """Sequences decoded together."""
+    """Maximum number of sequences decoded together."""
     kv_budget_tokens: PositiveInt = 131_072
-    """Tokens of key/value cache in all; a request is admitted when its longest possible length fits."""
+    """Capacity of the key/value cache in tokens; a request is admitted once its longest possible length
+    fits."""
     prefill_tokens: PositiveInt = 8192
-    """Prompt tokens in one forward pass."""
+    """Maximum prompt tokens per forward pass."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of the weights that it computes with: auto shares the trainer's own tensors, the others hold a copy."""
+    """Dtype of the engine's weights: auto shares the trainer's tensors, the others keep a copy."""
     cuda_graphs: bool = True
-    """Capture the decoding step on CUDA devices."""
+    """Capture the decode step in a CUDA graph, on CUDA devices."""
 
 
 class _ServedEngine(Section):
     replicas: PositiveInt | None = None
-    """Engines side by side; requests go to the least loaded, those of a group together. null: as many as rollout has devices
-    for."""
+    """Number of engine replicas. Requests go to the least loaded one, those of a group to the same one. null:
+    as many as fit on the rollout devices."""
     tensor_parallel: PositiveInt = 1
-    """Devices that share each layer of one engine."""
+    """Tensor-parallel size of one engine."""
     pipeline_parallel: PositiveInt = 1
-    """Devices that share the layers of one engine out among them."""
+    """Pipeline-parallel size of one engine."""
     servers: tuple[str, ...] = ()
-    """URLs of running servers, in place of engines of this run's own."""
+    """URLs of running servers to use instead of starting engines."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of the engine's weights; the trainer's for auto."""
+    """Dtype of the engine's weights; auto for the trainer's."""
     memory_fraction: float = Field(default=0.8, gt=0.0, le=1.0)
-    """Share of the device's memory for weights and cache."""
+    """Fraction of device memory for weights and cache."""
     max_running: PositiveInt = 256
-    """Sequences decoded together."""
+    """Maximum number of sequences decoded together."""
     max_model_tokens: PositiveInt | None = None
-    """Longest sequence that the engine accepts; the longest possible trajectory when null."""
+    """Maximum sequence length of the engine, in tokens; the longest possible trajectory when null."""
     cuda_graphs: bool = True
-    """Capture the decoding step on CUDA devices."""
+    """Capture the decode step in CUDA graphs, on CUDA devices."""
     cuda_graph_max_batch: PositiveInt | None = None
-    """Largest batch that is captured; the engine's own choice when null."""
+    """Largest batch size captured in a CUDA graph; the engine's default when null."""
     prefix_caching: bool = True
-    """Reuse the cache of equal beginnings."""
+    """Reuse the key/value cache of common prefixes."""
     chunked_prefill: bool = True
-    """Long prompts are read in pieces between decoding steps."""
+    """Split the prefill of long prompts into chunks between decode steps."""
     prefill_tokens: PositiveInt = 8192
-    """Prompt tokens in one forward pass."""
+    """Maximum prompt tokens per forward pass."""
     attention: str | None = None
-    """Attention kernels, by the engine's own name; its choice when null."""
+    """Attention backend, by the engine's name for it; the engine's default when null."""
     detokenize: bool = False
-    """Let the engine make text too (for its logs; rewards get braid's own text)."""
+    """Let the engine detokenize too, for its logs (rewards use braid's own text)."""
     load_weights: bool = False
-    """Read the folder's weights at the start; false: random ones until the first publication."""
+    """Load the model folder's weights at startup; false starts with random weights until the first weight
+    sync."""
 
 
 class VllmConfig(_ServedEngine):
     """vLLM (`rollout.engine=vllm`, extra `vllm`)."""
 
     block_size: PositiveInt | None = None
-    """Tokens of one cache page; vLLM's choice when null."""
+    """Tokens per cache block; vLLM's default when null."""
     log_stats: bool = True
-    """vLLM writes its own statistics."""
+    """Let vLLM log its statistics."""
     executor: Literal["mp", "ray", "uni"] = "mp"
-    """How vLLM runs its workers."""
+    """vLLM's distributed executor backend."""
     in_process: bool = True
-    """vLLM's scheduler runs in the engine's own process, so that the order of requests is the same every time."""
+    """Run vLLM's scheduler in the engine's process, which makes the order of requests reproducible."""
 
 
 class SglangConfig(_ServedEngine):
     """SGLang (`rollout.engine=sglang`, extra `sglang`)."""
 
     deterministic: bool = True
-    """Every request is drawn with random numbers of its own, and its numbers hang on no other request; false is faster."""
+    """Give every request its own random numbers, and make results independent of other requests in the batch;
+    false is faster."""
     decode_log_interval: PositiveInt = 40
-    """Decoding steps between two lines of SGLang's log."""
+    """Decode steps between two log lines of SGLang."""
     torch_compile: bool = False
-    """torch.compile of SGLang's decoding step."""
+    """Apply torch.compile to SGLang's decode step."""
     torch_compile_max_batch: PositiveInt = 32
-    """Largest batch that is compiled."""
+    """Largest batch size that is compiled."""
 
 
 class PublishConfig(Section):
-    """How new weights travel to engines in other processes."""
+    """Weight sync to engines in other processes."""
 
     transport: Literal["auto", "shared_memory", "nccl", "gloo", "files"] = "auto"
-    """auto: the cheapest that the placement allows."""
+    """Transport of the weights. auto: the cheapest that the placement allows."""
     bucket_bytes: PositiveInt = 128 * 2**20
-    """Bytes sent at a time."""
+    """Bytes sent per transfer."""
     existing_group: Literal["auto", "replace", "refuse"] = "auto"
-    """When a server already has a group for weights: make a new one or stop. auto: replace for servers, refuse for
-    engines of this run."""
+    """What to do if a server already has a weight sync group: replace it, or stop. auto: replace for external
+    servers, refuse for engines that this run started."""
 
 
 class FilterConfig(Section):
-    """Which groups are worth training on, by the rewards of their valid trajectories as training sees them. A dropped group is
-    as if it had not been sampled: it is in no statistic, loss or denominator."""
+    """Filter of the groups to train on, by the training rewards of their valid trajectories. A dropped group
+    counts in no statistic, loss or denominator."""
 
     min_std: NonNegativeFloat | None = None
-    """Groups whose rewards have a standard deviation of at most this are dropped (0: those with equal rewards)."""
+    """Drop groups whose rewards have a standard deviation of at most this (0: those with equal rewards); null
+    for no limit."""
     min_mean: float | None = None
-    """Groups whose mean reward is at most this are dropped."""
+    """Drop groups whose mean reward is at most this; null for no limit."""
     max_mean: float | None = None
-    """Groups whose mean reward is at least this are dropped."""
+    """Drop groups whose mean reward is at least this; null for no limit."""
     then: Literal["mask", "resample", "replace"] = "mask"
-    """mask: train without them. resample: draw further batches of prompts_per_round prompts until the round is full (DAPO); what
-    is over is dropped too. replace: train on copies of kept groups in their place."""
+    """mask: train without the dropped groups. resample: sample further batches of prompts_per_round prompts
+    until the round is full (DAPO); surplus groups are dropped. replace: train on copies of kept groups in
+    their place."""
     max_batches: PositiveInt = 30
-    """resample: batches of prompts drawn for one round at most; then the round goes on with what was kept."""
+    """resample: maximum number of prompt batches per round; then the round continues with the groups kept so
+    far."""
     min_kept_fraction: float = Field(default=0.3, ge=0.0, le=1.0)
-    """replace: share of kept groups below which the round is trained without the others instead."""
+    """replace: fraction of kept groups below which dropped groups are masked instead."""
 
 
 class RolloutConfig(Section):
-    """How a round's trajectories are produced."""
+    """Production of a round's trajectories."""
 
     prompts_per_round: PositiveInt = 32
-    """Prompts (or reset states) of one round."""
+    """Prompts (or reset states) per round."""
     group_size: PositiveInt = 8
     """Trajectories per prompt."""
     sampling: SamplingConfig = SamplingConfig()
-    """How training trajectories are sampled."""
+    """Sampling of training trajectories."""
     max_sequence_tokens: PositiveInt | None = None
-    """Longest prompt plus response (replies too), in training and evaluation: a long prompt leaves less for the answer. null: the
-    sum of their limits."""
+    """Maximum tokens of prompt and response (including replies), in training and evaluation; a long prompt
+    leaves less for the response. null: the sum of their limits."""
     engine: Literal["native", "vllm", "sglang"] = "native"
-    """What samples."""
+    """Inference engine."""
     native: NativeEngineConfig = NativeEngineConfig()
-    """Limits of the native engine."""
+    """Options of the native engine."""
     vllm: VllmConfig = VllmConfig()
     """Options of vLLM."""
     sglang: SglangConfig = SglangConfig()
     """Options of SGLang."""
     publish: PublishConfig = PublishConfig()
-    """How new weights travel to engines in other processes."""
+    """Weight sync to engines in other processes."""
     request_batch: PositiveInt | None = None
-    """Prompts handed to the engine at a time, the next when all of them are done; all of a round when null."""
+    """Prompts submitted to the engine at a time; the next batch is submitted when all of them are done. null
+    submits the whole round."""
     print_outputs: bool = False
-    """Log every answer as text."""
+    """Log every response as text."""
     check_weights: bool = False
-    """After each publication compare a fingerprint of the engine's weights with the trainer's."""
+    """Compare a fingerprint of the engine's weights with the trainer's after each weight sync."""
     check_weights_dir: str | None = None
-    """Folder for both sets of weights when they differ; `check_weights/` in the run's folder when null."""
+    """Folder in which both sets of weights are stored if they differ; `check_weights/` in the run's folder
+    when null."""
     filter: FilterConfig = FilterConfig()
-    """Groups left out of training."""
+    """Filter of the groups to train on."""
     retries: NonNegativeInt = 1
-    """Further tries of a trajectory whose environment or engine failed."""
+    """Retries of a trajectory whose environment or engine failed."""
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Share of invalid trajectories in a round above which the run ends with their reasons."""
+    """Fraction of invalid trajectories in a round above which the run ends with their reasons."""

@@ -1,4 +1,4 @@
-"""The whole native config, as one tree of frozen sections. Each section's file describes its keys."""
+"""The native config as one tree of frozen sections. Keys are described in each section's file."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from .train import TrainConfig
 
 
 class RunConfig(Section):
-    """A run, as the user described it. `resolve` derives the plan from it."""
+    """Config of a run. `resolve` derives the plan from it."""
 
     run: RunSection = RunSection()
-    """Name, place, length and seed."""
+    """Name, output folder, length and seed."""
     cluster: ClusterConfig = ClusterConfig()
-    """Devices, and which roles sit on which."""
+    """Devices, and the placement of roles."""
     model: ModelConfig
     """The policy."""
     critic: CriticConfig = CriticConfig()
-    """The value model, where the algorithm needs one."""
+    """The value model, if the algorithm needs one."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The frozen model of the KL terms, where the algorithm needs one."""
+    """The frozen model of the KL terms, if the algorithm needs one."""
     inference: InferenceConfig = InferenceConfig()
-    """Log-probs before the update, where they have devices of their own."""
+    """Workers that compute log-probs before the update, if they have their own devices."""
     data: DataConfig = DataConfig()
     """Training and evaluation prompts."""
     env: EnvConfig = SingleTurnEnv()
-    """What the policy acts in."""
+    """The environment."""
     reward: RewardConfig = RewardConfig()
-    """How trajectories are scored."""
+    """Scoring of trajectories."""
     rollout: RolloutConfig = RolloutConfig()
-    """How trajectories are produced."""
+    """Production of trajectories."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """How rewards become gradients."""
+    """The algorithm: advantages and losses."""
     train: TrainConfig = TrainConfig()
-    """How rows become optimizer steps."""
+    """Training: batches, optimizer, backend."""
     sft: SftConfig | None = None
-    """Supervised learning: alone under `braid sft`, before reinforcement under `braid train`."""
+    """Supervised fine-tuning: alone with `braid sft`, as a warm-up with `braid train`."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving the whole state."""
+    """Checkpoints of the whole training state."""
     report: ReportConfig = ReportConfig()
-    """What is told where."""
+    """Logging and reports."""

@@ -1,4 +1,4 @@
-"""Values that must not be written down: those of environment variables, which stay `${oc.env:NAME}` in everything that is kept."""
+"""Keeps the values of environment variables out of everything that is stored: they stay `${oc.env:NAME}`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ _NAMED = re.compile(
     r"(.*[_-])?(api[_-]?key|secret|password|authorization|(access|auth)[_-]?token)", re.IGNORECASE
 )
 _MIN_LENGTH = 4
-"""Characters of a secret that is recognised in texts that do not name its variable."""
+"""Minimum length, in characters, of a secret that is replaced in texts that do not name its variable."""
 
 
 class Reference(str):
-    """An interpolation that stands for a value, and is written as it is."""
+    """An interpolation that stands for a value and is written out unquoted."""
 
     __slots__ = ()
 
 
 def environment_values(texts: Iterable[str]) -> dict[str, str]:
-    """Value -> reference of each environment variable that the texts of a config name and that is set."""
+    """Value -> reference of each environment variable that is set and named in the texts of a config."""
     names = dict.fromkeys(name for text in texts for name in _ENV.findall(text))
     return {value: f"${{oc.env:{name}}}" for name in names if (value := os.environ.get(name))}
 
 
 def reference_for(text: str, value: Any, secrets: Mapping[str, str]) -> Any:
-    """What is written in place of `value`, which the interpolation `text` came to; `value` itself where no secret is in it."""
+    """The form in which `value`, the result of the interpolation `text`, is stored; `value` itself if it
+    contains no secret."""
     if "oc.env" not in text:
         return hidden(value, distinct(secrets))
     kept = hidden(value, secrets)
@@ -41,12 +42,12 @@ def reference_for(text: str, value: Any, secrets: Mapping[str, str]) -> Any:
 
 
 def distinct(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The secrets that are told by themselves in any text."""
+    """The secrets that are long enough to be recognised in any text."""
     return {secret: reference for secret, reference in secrets.items() if len(secret) >= _MIN_LENGTH}
 
 
 def hidden(value: Any, secrets: Mapping[str, str]) -> Any:
-    """A value with references in place of the secrets in its texts."""
+    """Replace the secrets in the texts of `value` by their references."""
     if isinstance(value, dict):
         return {key: hidden(item, secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -60,7 +61,8 @@ def hidden(value: Any, secrets: Mapping[str, str]) -> Any:
 
 
 def plain_secrets(config: RunConfig, references: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, message) of what a judge is sent that holds a secret by its name, and stands in the config itself."""
+    """(key, message) of every judge setting whose name suggests a secret and whose value is written in the
+    config."""
     for i, part in enumerate(config.reward.parts):
         if not isinstance(part, JudgeReward):
             continue

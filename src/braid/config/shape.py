@@ -1,7 +1,7 @@
-"""What the schema says about its own fields, in plain words and types.
+"""Describes the schema's fields, as types and in words.
 
-Loading, the reference page and the command line walk the schema through this file, so that what an error says is allowed
-is what the reference says.
+Loading, the reference page and the command line all use this module, so that error messages and the reference
+agree on the allowed values.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .base import Section
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a field may hold. `sections` are the section classes that it may hold itself (`is_list`: a list of which),
-    none for plain values. A field with several tells them apart by their key `kind`. `is_nullable`: or null."""
+    """Type of a field. `sections` are the section classes it may contain, directly or as a list (`is_list`);
+    none for plain values. Several are distinguished by their key `kind`. `is_nullable`: null is allowed."""
 
     sections: tuple[type[Section], ...]
     is_list: bool
     is_nullable: bool
 
     def section_for(self, value: Any) -> type[Section] | None:
-        """The class that describes `value`: the only one, or the one that its `kind` names; None when unknown."""
+        """The section class of `value`: the only one, or the one named by its `kind`; None if unknown."""
         if len(self.sections) == 1:
             return self.sections[0]
         kind = value.get("kind") if isinstance(value, dict) else None
@@ -45,14 +45,14 @@ def shape_of(field: FieldInfo) -> Shape:
 
 
 def kind_of(section: type[Section]) -> str | None:
-    """What the key `kind` must be for this section; None when it has no such key."""
+    """The value of the section's key `kind`; None if it has no such key."""
     field = section.model_fields.get("kind")
     return None if field is None else get_args(field.annotation)[0]
 
 
 def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """(key path, field) of every field below `section`, in order; list items as `key[]`. A field of several kinds
-    comes once, with the fields of each kind below it."""
+    """(key path, field) of every field below `section`, in order; list items as `key[]`. A union field is
+    listed once, followed by the fields of each kind."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
         shape = shape_of(field)
@@ -61,12 +61,12 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, F
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words: "a whole number above 0, or null"."""
+    """The allowed values of a field in words: "a whole number above 0, or null"."""
     return _words(field.annotation, field.metadata)
 
 
 def allowed_item(field: FieldInfo) -> str:
-    """What an item of a list field takes."""
+    """The allowed values of an item of a list field, in words."""
     members, _ = _members(field.annotation)
     lists = [m for m in members if get_origin(m) is tuple]
     return _words(get_args(lists[0])[0], []) if lists else allowed(field)
@@ -83,7 +83,7 @@ _PLAIN = {
 
 
 def _members(annotation: Any) -> tuple[list[Any], bool]:
-    """The members of a union without null, and whether null is one."""
+    """The members of a union except null, and whether null is a member."""
     if get_origin(annotation) is Annotated:
         inner = get_args(annotation)[0]
         if get_origin(inner) in (Union, types.UnionType):

@@ -1,7 +1,8 @@
-"""Reading a config's text: YAML as plain data with the place of every key, and `key=value` overrides.
+"""Reads config text: YAML as plain data with the origin of every key, and `key=value` overrides.
 
-Owns syntax and places; knows nothing of the schema. Scalars follow YAML 1.2: only true and false are booleans, 1e-6 is a
-number, and there are no dates. A key's path is written `data.train[0].size`; overrides may also say `data.train.0.size`.
+Owns syntax and origins, and is independent of the schema. Scalars follow YAML 1.2: only true and false are
+booleans, 1e-6 is a number, and there are no dates. Key paths are written `data.train[0].size`; overrides also
+accept `data.train.0.size`.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ import yaml
 from braid.errors import ConfigError, Problem, suggest
 
 ROOT = "config"
-"""What problems of the whole file are filed under."""
+"""Key of problems that concern the whole file."""
 OVERRIDE = "override"
 """Origin of values given on the command line."""
 MAX_DEPTH = 50
-"""Mappings and lists within each other."""
+"""Maximum nesting depth of mappings and lists."""
 MAX_VALUES = 20_000
-"""Keys and values of a file, aliases put in their place."""
+"""Maximum number of keys and values in a file, with aliases expanded."""
 MAX_BYTES = 2**20
-"""Size of a file."""
+"""Maximum file size, in bytes."""
 MAX_DIGITS = 308
-"""Digits of a whole number: more than that is no float."""
+"""Maximum digits of an integer: larger ones do not fit in a float."""
 _TOO_DEEP = f"more than {MAX_DEPTH} mappings and lists within each other; no config needs so many"
 KeyPath = tuple[str | int, ...]
-"""A key's path in parts: ("data", "train", 0)."""
+"""Components of a key path: ("data", "train", 0)."""
 
 
 @dataclass(slots=True)
 class Written:
-    """What the user wrote. `tree` is plain data; `origins` tells for each key path where it was written
-    ("file.yaml:12" or "override"); `problems` are the mistakes found while reading. `references` has what is written in place of
-    values that came from environment variables, by key path; `secrets` these values themselves, with their references."""
+    """The user's config as plain data (`tree`). `origins` maps each key path to where it was written
+    ("file.yaml:12" or "override"); `problems` are the mistakes found while reading. `references` maps key
+    paths to the text that replaces a value from environment variables when it is stored; `secrets` maps these
+    values to their references."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -47,15 +49,15 @@ class Written:
 
 
 def child(path: str, key: str | int) -> str:
-    """The path of an entry below `path`."""
+    """The path of entry `key` below `path`."""
     if isinstance(key, int):
         return f"{path}[{key}]"
     return f"{path}.{key}" if path else key
 
 
 def read_file(path: Path) -> Written:
-    """The mapping in a YAML file. Raises ConfigError when the file cannot be read or is no valid YAML; duplicate
-    keys and unusable values are collected in `problems`."""
+    """Read the mapping in a YAML file. Raises ConfigError if the file cannot be read or is not valid YAML;
+    duplicate keys and unusable values are collected in `problems`."""
     text = _text_of(path)
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -82,8 +84,8 @@ def read_file(path: Path) -> Written:
 
 
 def apply_override(written: Written, text: str) -> None:
-    """Set one value from `key=value`. The value is YAML; nothing after the `=` is the empty text. A mapping or list
-    replaces what was there; an index one past the end of a list appends."""
+    """Set one value from `key=value`. The value is YAML; nothing after the `=` is the empty text. A mapping
+    or list replaces the previous value; an index one past the end of a list appends."""
     key, equals, value = text.partition("=")
     path = parse_path(key.strip())
     if not equals or not path:
@@ -122,7 +124,7 @@ def path_text(path: KeyPath) -> str:
 
 
 def plain_scalar(text: str) -> Any:
-    """What an unquoted YAML scalar means: null, a boolean, a number, or the text itself."""
+    """Parse an unquoted YAML scalar: null, a boolean, a number, or the text itself."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) > MAX_DIGITS and _DIGITS.fullmatch(text):
@@ -154,7 +156,7 @@ _TEXT = "tag:yaml.org,2002:str"
 
 
 class _Builder:
-    """Turns YAML nodes into plain data; places and problems go to `written`."""
+    """Converts YAML nodes to plain data; origins and problems are added to `written`."""
 
     def __init__(self, file: str, written: Written) -> None:
         self._file = file
@@ -162,14 +164,14 @@ class _Builder:
         self._num_values = 0
 
     def _count(self, node: yaml.Node, path: str) -> None:
-        """Raise ConfigError when aliases make a short file a long one."""
+        """Raise ConfigError if the expanded aliases exceed MAX_VALUES."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             message = f"more than {MAX_VALUES:,} keys and values once each alias (*name) is put in its place; no config needs so many"
             raise ConfigError([Problem(path or ROOT, message, self._where(node))])
 
     def value(self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> Any:
-        """The data of `node`, which stands at key `path` below `parents`."""
+        """Convert `node`, which is at key `path` below `parents`."""
         self._count(node, path)
         if any(node is parent for parent in parents):
             return self._problem(
@@ -206,8 +208,8 @@ class _Builder:
     def _pairs(
         self, node: yaml.MappingNode, path: str, parents: tuple[yaml.Node, ...]
     ) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """Key -> (key node, value node). Keys merged in by `<<` give way to the mapping's own, and to each other in
-        the order given."""
+        """Key -> (key node, value node). The mapping's own keys override those merged by `<<`, and earlier
+        merged mappings override later ones."""
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, item in node.value:
@@ -280,7 +282,7 @@ def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
 
 
 def parse_path(text: str) -> KeyPath:
-    """`data.train.0.size` or `data.train[0].size` as its keys; empty when it is no path."""
+    """Split `data.train.0.size` or `data.train[0].size` into keys; empty if it is not a valid path."""
     dotted = re.sub(r"\[(\d+)\]", r".\1", text)
     parts = dotted.split(".")
     if not all(parts) or re.search(r"[\s\[\]{}]", dotted):
@@ -298,7 +300,8 @@ def _parse_value(text: str, written: Written, name: str) -> Any:
 
 
 def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
-    """Put `value` at `path`, making mappings and lists on the way. Returns what is wrong when that cannot be done."""
+    """Set `value` at `path`, creating mappings and lists as needed. Returns an error message if that is
+    impossible."""
     at: Any = tree
     for i, key in enumerate(path):
         is_last = i == len(path) - 1
