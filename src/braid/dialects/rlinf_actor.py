@@ -95,7 +95,7 @@ def _precision(value: Any, source: Source) -> Became:
         native["train.grad_scaler.growth_interval"] = source.get("actor.optim.loss_scale_window")
     if facts.engine(source) != "native" and source.get("rollout.model.precision") is None:
         native[f"rollout.{facts.engine(source)}.dtype"] = kind
-    return Became(native, note="what adapters leave frozen is held in this type" if is_frozen else "")
+    return Became(native, note="dtype of the frozen weights below the adapter" if is_frozen else "")
 
 
 def _autocast(source: Source) -> str:
@@ -325,7 +325,7 @@ RULES: tuple[Rule, ...] = (
     _megatron("model.expert_tensor_parallel_size", "expert_tensor_parallel", COUNT),
     _megatron("model.virtual_pipeline_model_parallel_size", "virtual_pipeline", nullable(COUNT)),
     _megatron("model.sequence_parallel", "sequence_parallel", BOOL, _split_sequence,
-              note="needs tensor parallelism, and is off without"),
+              note="needs tensor parallelism; off without it"),
     Apply("actor.model.recompute_granularity", "train.megatron.recompute_granularity", nullable(choice("full", "selective")),
           _granularity, note="in one process full is train.gradient_checkpointing"),
     _megatron("model.recompute_method", "recompute_method", nullable(choice("block", "uniform"))),
@@ -360,7 +360,7 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.model.trust_remote_code", "", BOOL, _trust, note="here or for the tokenizer: model.trust_remote_code"),
     # optimizer
     Apply("actor.optim.optimizer", "train.optimizer.kind", choice("adam", "sgd"),
-          mapped({"adam": "adamw", "sgd": "sgd"}), note="adam decays weights apart from the gradient (AdamW)"),
+          mapped({"adam": "adamw", "sgd": "sgd"}), note="adam has decoupled weight decay (AdamW)"),
     Implied("actor.optim.bf16", nullable(BOOL), "actor.model.precision says it, and must not say other"),
     Implied("actor.optim.fp16", nullable(BOOL), "actor.model.precision says it, and must not say other"),
     Apply("actor.optim.lr", "train.optimizer.lr", POSITIVE),
@@ -368,14 +368,14 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.optim.adam_beta1", "train.optimizer.betas", number(0.0, 1.0, samples=(0.8, 0.85)), _betas, default=0.9),
     Apply("actor.optim.adam_beta2", "train.optimizer.betas", number(0.0, 1.0, samples=(0.9, 0.99)), _betas, default=0.999),
     Apply("actor.optim.adam_eps", "train.optimizer.eps", POSITIVE, default=1e-8),
-    Apply("actor.optim.min_lr", "", NON_NEGATIVE, when(constant, then=_floor), note="actor.lr_sched.min_lr comes first"),
+    Apply("actor.optim.min_lr", "", NON_NEGATIVE, when(constant, then=_floor), note="actor.lr_sched.min_lr takes precedence"),
     Apply("actor.optim.weight_decay", "train.optimizer.weight_decay", NON_NEGATIVE, default=0.01),
     Apply("actor.optim.clip_grad", "train.max_grad_norm", NON_NEGATIVE, lambda value, _: value or None, default=1.0,
           note="global norm; 0: none"),
     Apply("actor.optim.loss_scale_window", "", COUNT, _scale_window, default=1000,
           note="fp16: finite steps after which the loss scale doubles"),
     Apply("actor.optim.loss_scale", "train.grad_scaler.init_scale", nullable(POSITIVE), _loss_scale,
-          note="fp16: the scale at the start, doubled and halved from there; RLinf's stays. It changes no gradient"),
+          note="fp16: the initial scale, doubled and halved from there; RLinf's is constant. Gradients do not depend on it"),
     _megatron("optim.use_distributed_optimizer", "distributed_optimizer", BOOL),
     _megatron("optim.overlap_grad_reduce", "overlap_grad_reduce", BOOL),
     _megatron("optim.overlap_param_gather", "overlap_param_gather", BOOL),
@@ -387,12 +387,12 @@ RULES: tuple[Rule, ...] = (
     _schedule("optim.total_training_steps", "decay_steps", COUNT, when(fsdp_file, constant)),
     # schedule
     _schedule("lr_sched.lr_warmup_fraction", "warmup_fraction", nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _warmup,
-              note="of all optimizer steps; lr_warmup_iters above 0 comes first"),
+              note="of all optimizer steps; lr_warmup_iters above 0 takes precedence"),
     _schedule("lr_sched.lr_warmup_init", "", NON_NEGATIVE, _ratio("start_ratio"), note="as a share of actor.optim.lr"),
     _schedule("lr_sched.lr_warmup_iters", "warmup_steps", NATURAL, note="optimizer steps"),
     NoEffect("actor.lr_sched.max_lr", POSITIVE, "the peak is actor.optim.lr"),
     _schedule("lr_sched.min_lr", "", NON_NEGATIVE, when(constant, then=_ratio("min_ratio")),
-              note="as a share of actor.optim.lr; before actor.optim.min_lr"),
+              note="as a share of actor.optim.lr; takes precedence over actor.optim.min_lr"),
     _schedule("lr_sched.lr_decay_style", "decay", choice(*_DECAYS), mapped(_DECAYS)),
     _schedule("lr_sched.lr_decay_iters", "decay_steps", COUNT, when(constant), note="optimizer steps"),
     _schedule("lr_sched.start_weight_decay", "", nullable(NON_NEGATIVE), _decay_ramp),
@@ -418,7 +418,7 @@ RULES: tuple[Rule, ...] = (
     _megatron("megatron.ckpt.hf_model_path", "checkpoint.hf_path", PATH),
     _megatron("megatron.ckpt.save_path", "checkpoint.cache_dir", PATH),
     _megatron("megatron.ckpt.use_gpu_num", "", NATURAL, _conversion_devices, note="0: in host memory"),
-    _megatron("megatron.ckpt.use_gpu_index", "", DEVICES, _conversion_devices, note="before use_gpu_num"),
+    _megatron("megatron.ckpt.use_gpu_index", "", DEVICES, _conversion_devices, note="takes precedence over use_gpu_num"),
     _megatron("megatron.ckpt.process_num", "checkpoint.num_processes", COUNT),
     _megatron("megatron.ckpt.tensor_model_parallel_size", "checkpoint.tensor_parallel", COUNT),
     _megatron("megatron.ckpt.pipeline_model_parallel_size", "checkpoint.pipeline_parallel", COUNT),

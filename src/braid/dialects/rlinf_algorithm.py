@@ -249,7 +249,7 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.shuffle_rollout", "train.shuffle", BOOL, note="by whole groups"),
     Apply(
         "algorithm.training_batch_size_per_gpu", "train.micro_batch_rows", COUNT, when(text_only, fixed_batches),
-        default=1, note="a micro-batch: no number depends on it",
+        default=1, note="rows per micro-batch; results do not depend on it",
     ),
     Apply(
         "algorithm.rollout_batch_size_per_gpu", "rollout.request_batch", nullable(COUNT),
@@ -257,7 +257,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply(
         "algorithm.logprob_forward_micro_batch_size", "", COUNT, when(text_only, fixed_batches, then=logprob_rows),
-        default=1, note="train.infer_batch_rows: rows of one pass without gradients. No number depends on it",
+        default=1, note="train.infer_batch_rows: rows of one pass without gradients. Results do not depend on it",
     ),
     Apply(
         "algorithm.val_rollout_batch_size_per_gpu", "", nullable(COUNT), when(text_only, then=eval_prompts),
@@ -286,7 +286,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply("algorithm.gamma", "algorithm.gamma", SHARE, when(_values)),
     Apply("algorithm.gae_lambda", "algorithm.gae_lambda", SHARE, when(_values),
-          note="the reward is at the last token; RLinf puts it at the last padded place"),
+          note="the reward is at the last token; RLinf puts it at the last padded position"),
     # losses
     Apply(
         "algorithm.loss_type", "",
@@ -314,7 +314,7 @@ RULES: tuple[Rule, ...] = (
     Apply(
         "algorithm.early_stop_imp_ratio", "algorithm.early_stop_ratio", nullable(POSITIVE), null_as("off"),
         default=None,
-        note="an optimizer step whose mean ratio is above it changes nothing; RLinf judges micro-batches, on Megatron",
+        note="an optimizer step whose mean ratio exceeds it is skipped; RLinf checks each micro-batch, on Megatron",
     ),
     Apply("algorithm.importance_sampling_fix", "", BOOL, _importance_fix,
           note="the loss times min(exp(recomputed - engine's log-prob), importance_sampling_clip)"),
@@ -327,7 +327,7 @@ RULES: tuple[Rule, ...] = (
     *(Unsupported(f"algorithm.drpo_{key}", "of algorithm.loss_type=drpo, which is not supported") for key in
         ("lambda", "tau", "beta", "delta", "kl_type")),
     Apply("algorithm.huber_delta", "algorithm.huber_delta", POSITIVE, when(_values),
-          note="errors of values beyond it count linearly"),
+          note="value errors beyond it count linearly"),
     Apply("algorithm.clip_log_ratio_min", "algorithm.log_ratio_min", nullable(number(-20.0, 0.0)),
           when(_without_decoupling, then=null_as("off")), note="log-ratios are clamped before the clip"),
     Apply("algorithm.clip_log_ratio_max", "algorithm.log_ratio_max", nullable(NON_NEGATIVE),
@@ -340,7 +340,7 @@ RULES: tuple[Rule, ...] = (
     # KL and entropy
     Apply(
         "algorithm.kl_beta", "", NON_NEGATIVE, _kl_beta,
-        note="taken off each token's reward, as RLinf documents; its code adds it to the loss: braid.algorithm.kl_in=loss",
+        note="subtracted from each token's reward, as RLinf documents; its code adds it to the loss: braid.algorithm.kl_in=loss",
     ),
     Apply(
         "algorithm.kl_penalty_type", "", choice(*_ESTIMATORS, "full"), _estimator, default="low_var_kl",
@@ -366,12 +366,12 @@ RULES: tuple[Rule, ...] = (
     Unsupported("algorithm.down_sampling", "braid.rollout.filter.min_std=0 leaves out groups of equal rewards"),
     # sampling
     Apply("algorithm.sampling_params.do_sample", "rollout.sampling.greedy", BOOL, opposite,
-          note="false: the likeliest token"),
+          note="false: greedy decoding"),
     Apply("algorithm.sampling_params.use_greedy", "rollout.sampling.greedy", BOOL,
-          note="older; do_sample is its opposite"),
+          note="older name; the opposite of do_sample"),
     Apply(
         "algorithm.sampling_params.temperature", "rollout.sampling.temperature", POSITIVE,
-        note="log-probs in training are of the same distribution",
+        note="log-probs in training use the same distribution",
     ),
     Apply("algorithm.sampling_params.top_k", "rollout.sampling.top_k", integer(-1, samples=(5, 50, -1)), _top_k,
           note=f"{NO_TOP_K} and more, 0 and -1: off"),
@@ -387,7 +387,7 @@ RULES: tuple[Rule, ...] = (
           note="chunk_level: rewards of a chunk are summed, one advantage each; action_level: one per action"),
     Apply(
         "algorithm.logprob_type", "algorithm.logprob_level", choice("token_level", "action_level", "chunk_level"),
-        when(robots_only, then=_level), note="what a ratio is of",
+        when(robots_only, then=_level), note="granularity of the probability ratio",
     ),
     Apply(
         "algorithm.entropy_type", "algorithm.entropy_level", choice("token_level", "action_level", "chunk_level"),

@@ -171,7 +171,7 @@ RULES: tuple[Rule, ...] = (
     _vla("center_crop", "center_crop", BOOL),
     _vla("do_sample", "greedy", BOOL, opposite, note="in evaluation; training always samples"),
     _vla("add_qkv_bias", "qkv_bias", BOOL, note="checked against the folder"),
-    _vla("vocab_size", "vocab_size", COUNT, note="where the action tokens begin to count back from"),
+    _vla("vocab_size", "vocab_size", COUNT, note="action tokens are counted backwards from it"),
     _vla("hidden_size", "hidden_size", COUNT, note="input of the value head"),
     _vla("policy_setup", "policy_setup", TEXT),
     _vla("image_size", "image_size", list_of(COUNT, length=2), note="height and width"),

@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = (
           default=0.65, note="SGLang's mem_fraction_static, vLLM's gpu_memory_utilization"),
     Apply("rollout.tensor_parallel_size", "", COUNT, when(served, then=_engine("tensor_parallel")), default=1),
     Apply("rollout.pipeline_parallel_size", "", COUNT, when(served, then=_engine("pipeline_parallel")), default=1,
-          note="RLinf counts with it, and starts engines without"),
+          note="RLinf counts devices with it, but starts engines without it"),
     Apply("rollout.max_running_requests", "", COUNT, _engine("max_running"), note="sequences decoded together"),
     Apply("rollout.enforce_eager", "", BOOL, _engine("cuda_graphs", opposite)),
     Apply("rollout.enable_cuda_graph", "", BOOL, _engine("cuda_graphs"), note="newer opposite of enforce_eager"),
@@ -163,7 +163,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Implied("rollout.return_logprobs", BOOL, "the engine's log-probs are always kept"),
     Apply("rollout.validate_weight", "rollout.check_weights", BOOL,
-          note="after each publication the engine's weights are compared"),
+          note="the engine's weights are checked after each weight sync"),
     Apply("rollout.validate_save_dir", "rollout.check_weights_dir", nullable(PATH), _weights_dir),
     Apply("rollout.print_outputs", "rollout.print_outputs", BOOL),
     # robots

@@ -181,7 +181,7 @@ def _data_type(value: str, source: Source) -> Became:
     if value not in ("math", "reasoning"):
         return unsupported("math: rows with a prompt and its solutions")
     native = {"data.train[0].kind": "file"} if source.get("data.train_data_paths") else {}
-    return Became(native, note="rows have a prompt and `solutions`, a list; any of them is right")
+    return Became(native, note="rows have a prompt and `solutions`, a list; any of them is accepted")
 
 
 def _sources(name: str) -> Any:
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
     Implied("defaults", LIST, "the presets' keys are in this list, with file and line"),
     Apply(
         "hydra.run.dir", "run.base_dir", PATH, lambda value, _: str(Path.cwd() / value), default=".",
-        note="relative paths of data start where the command is run, not at the file",
+        note="relative data paths start at the working directory, not at the file",
     ),
     Implied("hydra.output_subdir", nullable(TEXT), "the config that ran is always kept in the run's folder"),
     Implied("hydra.searchpath", LIST, "where the presets of `defaults` were looked for, after the file's own folder"),
@@ -320,7 +320,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply(
         "runner.logger.path", "report.dir", PATH, _logger_path,
-        note="TensorBoard's files lie in `tensorboard/` there",
+        note="TensorBoard's files are in `tensorboard/` there",
     ),
     Apply("runner.logger.log_path", "report.dir", PATH, note="each sink writes to a folder of its name there"),
     Apply("runner.logger.tensorboard.enable", "report.tensorboard", BOOL),
@@ -337,7 +337,7 @@ RULES: tuple[Rule, ...] = (
             nullable(list_of(choice("tensorboard", "wandb", "swanlab"))).accepts,
             (["tensorboard"], ["wandb", "swanlab"], [], None),
         ),
-        _backends, note="metrics.jsonl is written besides, always",
+        _backends, note="metrics.jsonl is always written as well",
     ),
     Apply(
         "runner.logger.swanlab_mode", "", choice("cloud", "local", "offline"),
@@ -363,7 +363,7 @@ RULES: tuple[Rule, ...] = (
     Apply("runner.seq_length", "rollout.max_sequence_tokens", COUNT, when(text_only)),
     Apply(
         "runner.enable_dynamic_batch_size", "", BOOL, _dynamic, default=False,
-        note="true: train.micro_batch_tokens bounds a pass; false: train.micro_batch_rows. No number depends on the cut",
+        note="true: train.micro_batch_tokens bounds a pass; false: train.micro_batch_rows. Results do not depend on it",
     ),
     Apply("runner.max_tokens_per_mbs", "train.micro_batch_tokens", COUNT, when(text_only, then=_token_budget)),
     Apply(
@@ -402,7 +402,7 @@ RULES: tuple[Rule, ...] = (
     Apply("data.prompt_key", "", TEXT, when(text_only, then=_column("prompt_key"))),
     Apply(
         "data.answer_key", "", TEXT, when(text_only, then=_column("answer_key")), default="solutions",
-        note="text, or a list of which any is right",
+        note="text, or a list of accepted answers",
     ),
     Apply(
         "data.apply_chat_template", "data.use_chat_template", BOOL,
@@ -434,7 +434,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply(
         "reward.reward_scale", "", number(0.0, above=True), when(text_only, then=_reward_scale), default=1.0,
-        note="right: +reward_scale, wrong: -reward_scale, in training; evaluation counts the share of right answers",
+        note="correct: +reward_scale, wrong: -reward_scale, in training; evaluation reports the share of correct answers",
     ),
     Apply("reward.reward_min_val", "", number(), when(text_only, then=_reward_scale), default=-1.0),
     Apply("reward.reward_max_val", "", number(), when(text_only, then=_reward_scale), default=1.0),

@@ -2,8 +2,8 @@
 
     config.yaml  plan.json  metrics.jsonl  summary.json  samples/  batches/  checkpoints/  exports/  tensorboard/
 
-docs/run_directory.md describes each file for other tools. The checkpoint package writes checkpoints, and a
-sink metrics.jsonl.
+docs/run_directory.md describes each file for other tools. braid.checkpoint writes the checkpoints,
+sinks.jsonl writes metrics.jsonl.
 """
 
 from __future__ import annotations
