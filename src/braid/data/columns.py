@@ -1,4 +1,4 @@
-"""Finding a value in a row of data by the path that a config gives."""
+"""Looking up values in a data row by a configured path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class NoColumn(LookupError):
-    """There is no `name` in `inside` (the path so far; empty for the row itself), which has `present`."""
+    """Raised if `inside` (the path so far; empty for the row itself) has no `name`; `present` are its
+    names."""
 
     def __init__(self, name: str, inside: str, present: Iterable[object]) -> None:
         super().__init__(name)
@@ -17,8 +18,8 @@ class NoColumn(LookupError):
 
 
 def find(row: Mapping[str, Any], path: str) -> Any:
-    """The value of the column `path`, or what `a.b` names inside column `a`: a key of a mapping, or the number of an item
-    of a list. Nested data may be JSON text. Raises NoColumn."""
+    """Return the value of column `path`, or the nested value at `a.b`: item `b` of column `a`, which is a
+    mapping (by key), a list (by index) or JSON text. Raises NoColumn."""
     if path in row:
         return row[path]
     value: Any = row
@@ -30,7 +31,7 @@ def find(row: Mapping[str, Any], path: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """What `text` says as a JSON list or object; None when it is neither."""
+    """Parse `text` as a JSON list or object; None if it is neither."""
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:

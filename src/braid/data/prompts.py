@@ -1,6 +1,6 @@
-"""From rows to prompts: templates, chat templates, tokens, and what to do with those that are too long.
+"""From data rows to prompts: templates, chat templates, tokenization, and handling of overlong prompts.
 
-Owns everything between a row's columns and a Prompt's token ids. Reading rows is sources.py's.
+Owns everything between a row's columns and a Prompt's token ids; sources.py reads the rows.
 Every error is a DataError that names the source, the row, and the config key to change.
 """
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_BATCH = 1024
-"""Texts tokenized in one call: enough to use all cores, few enough to keep memory flat."""
+"""Texts tokenized per call: enough to use all cores, few enough to bound memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCounts:
-    """What became of one source's rows. Dropped ones are no prompts; truncated ones are, shortened."""
+    """Row counts of one source. Dropped rows give no prompt, truncated ones a shortened prompt."""
 
     rows: int
     dropped_overlong: int = 0
@@ -37,13 +37,14 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The prompts of several sources, in the sources' order, and counts by name of the source in the config."""
+    """The prompts of several sources, in the order of the sources, and row counts by source name in the
+    config."""
 
     prompts: list[Prompt]
     counts: dict[str, SourceCounts]
 
     def by_source(self) -> dict[str, list[Prompt]]:
-        """The same prompts, apart by `Prompt.source`."""
+        """The prompts grouped by `Prompt.source`."""
         out: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
             out.setdefault(prompt.source, []).append(prompt)
@@ -60,8 +61,9 @@ def load_prompts(
 ) -> PromptSet:
     """Read `sources` (the config's `data.train` or `data.eval`) and make a Prompt of every row that fits.
 
-    `Prompt.uid` has the source's name in the config, `Prompt.source` what `source_key` says; `Prompt.fields` is the row, with
-    the reference under `answer`. Files are looked up from `base_dir`.
+    `Prompt.uid` contains the source's name in the config; `Prompt.source` is the value of the `source_key`
+    column, or that name if there is no `source_key`; `Prompt.fields` is the row, with the reference answer
+    under `answer`. Relative paths start from `base_dir`.
     """
     prompts: list[Prompt] = []
     counts: dict[str, SourceCounts] = {}
@@ -101,7 +103,7 @@ def _source_name(source: SourceRows, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The prompt of one row: its place in the source, its messages, and its tokens."""
+    """The prompt of one row: its index in the source, messages, and tokens."""
 
     index: int
     messages: tuple[Message, ...]
@@ -111,7 +113,8 @@ class Encoded:
 def encode(
     source: SourceRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Encoded], SourceCounts]:
-    """Template and tokenize a source's rows; those that are too long are dropped or cut as `config.overlong` says."""
+    """Apply templates to a source's rows and tokenize them; `config.overlong` decides about overlong
+    prompts."""
     messages, texts, is_templated = [], [], []
     for index in range(len(source.rows)):
         of_row, is_chat = _messages(source, index)
@@ -127,7 +130,7 @@ def encode(
 
 
 def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool]:
-    """A row's prompt as chat messages, and whether the row itself was written so."""
+    """A row's prompt as chat messages, and whether the row itself holds chat messages."""
     row, config, where = source.rows[index], source.config, _where(source, index)
     uses_column = any(name is not None and _column(name) == "prompt" for _, name, _, _ in _parsed(source))
     value = (
@@ -157,7 +160,7 @@ def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether JSON text is a list of chat messages; anything else that a prompt may look like stays text."""
+    """Whether parsed JSON is a list of chat messages; any other JSON text is a plain-text prompt."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -184,7 +187,7 @@ def _parsed(source: SourceRows) -> list[tuple[str, str | None, str | None, str |
 
 
 def _column(field: str) -> str:
-    """The column that a field of a template starts from: `metadata` of `metadata[terms]`."""
+    """The column that a template field refers to: `metadata` for `metadata[terms]`."""
     return field.partition("[")[0].partition(".")[0]
 
 
@@ -258,8 +261,8 @@ def _render(
 def _tokenize(
     texts: Sequence[str], is_templated: Sequence[bool], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
-    """Plain texts get the special tokens that the tokenizer puts at the start (never an end token: the policy goes
-    on from here); a chat template has written its own."""
+    """Tokenize `texts`. Plain texts get the tokenizer's leading special tokens, but no end token, because the
+    policy continues them; templated texts already contain their special tokens."""
     out: list[tuple[int, ...]] = [()] * len(texts)
     drop_end = _appends_end(tokenizer)
     for templated in (False, True):
@@ -279,7 +282,7 @@ def _tokenize(
 
 
 def _appends_end(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts an end token after every text."""
+    """Whether the tokenizer appends an end token to every text."""
     ends = [tokenizer("1", add_special_tokens=special)["input_ids"][-1:] for special in (True, False)]
     return ends[0] == [tokenizer.eos_token_id] != ends[1]
 
@@ -314,7 +317,8 @@ def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[
 
 
 def cell(source: SourceRows, index: int, key: str, path: str, *, or_else: str = "") -> Any:
-    """What a row has at the path that the config key `key` of its source names. Raises DataError when it has nothing there."""
+    """The value of a row at `path`, the value of the source's config key `key`. Raises DataError if there is
+    none."""
     try:
         return find(source.rows[index], path)
     except NoColumn as missing:

@@ -1,4 +1,4 @@
-"""Which prompts come next. Owns the order and the place in it, which a checkpoint saves."""
+"""Prompt samplers. Own the order of prompts and the position in it, which checkpoints save."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from braid.errors import DataError
 
 
 class PromptSampler:
-    """Draws indices below `num_prompts` for ever: each epoch has every index once, in an order of its own that
-    depends on (seed, epoch) alone, or in rising order without `shuffle`."""
+    """Draws indices below `num_prompts` endlessly: every index once per epoch, in an order that depends only
+    on (seed, epoch), or in ascending order without `shuffle`."""
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
         if num_prompts < 1:
@@ -28,11 +28,11 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """Passes over all prompts that are complete."""
+        """Number of complete passes over all prompts."""
         return self.num_drawn // self.num_prompts
 
     def take(self, k: int) -> list[int]:
-        """The next `k` indices. They may run over the end of an epoch, so that one index comes twice."""
+        """Draw the next `k` indices. They may cross the end of an epoch, so an index may occur twice."""
         taken: list[int] = []
         while len(taken) < k:
             start = self.num_drawn % self.num_prompts
@@ -51,11 +51,11 @@ class PromptSampler:
         return self._order[1]
 
     def state(self) -> dict[str, Any]:
-        """The place in the order."""
+        """The position in the order."""
         return {"num_drawn": self.num_drawn, "num_prompts": self.num_prompts}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`. Raises DataError when it was taken with another number of prompts."""
+        """Resume from a `state()`. Raises DataError if it was saved with a different number of prompts."""
         if state["num_prompts"] != self.num_prompts:
             raise DataError(
                 f"the checkpoint was saved with {state['num_prompts']} training prompts, the data now has "
@@ -66,17 +66,17 @@ class PromptSampler:
 
 
 class MixedSampler(PromptSampler):
-    """Draws from groups of indices by their shares: after n draws each has had its share of n, to within one or two. Each
-    group has epochs of its own."""
+    """Draws from groups of indices in proportion to their shares: after n draws, each group's count is within
+    one or two of its share of n. Each group has its own epochs."""
 
     def __init__(self, groups: Sequence[tuple[Sequence[int], float]], *, seed: int, shuffle: bool) -> None:
-        """`groups` are (indices, share); a share of 0 is never drawn from."""
+        """`groups` are (indices, share); groups with a share of 0 are never drawn from."""
         super().__init__(sum(len(indices) for indices, _ in groups), seed=seed, shuffle=shuffle)
         self._groups = [(indices, share) for indices, share in groups if share > 0]
         self._samplers = [PromptSampler(len(of), seed=seed, shuffle=shuffle) for of, _ in self._groups]
 
     def take(self, k: int) -> list[int]:
-        """The next `k` indices: the group whose next draw is due the earliest, again and again."""
+        """Draw the next `k` indices, each from the group whose next draw is due earliest."""
         taken: list[int] = []
         for _ in range(k):
             due = [
@@ -89,11 +89,11 @@ class MixedSampler(PromptSampler):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """The place in the order of each group."""
+        """The position in the order of each group."""
         return {**super().state(), "groups": [sampler.state() for sampler in self._samplers]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`. Raises DataError when it was taken with other groups."""
+        """Resume from a `state()`. Raises DataError if it was saved with different groups."""
         super().load(state)
         groups = state.get("groups", ())
         if len(groups) != len(self._samplers):

@@ -1,6 +1,6 @@
-"""Rows of data: local files, Hugging Face data sets, reasoning-gym generators.
+"""Data sources: local files, Hugging Face data sets, reasoning-gym generators.
 
-Owns reading, naming and the errors of reading. What a row's columns mean is up to prompts.py and worked.py.
+Owns reading rows and naming sources; prompts.py and worked.py interpret the columns.
 Every error is a DataError that names the source's config key, such as `data.train[0]`.
 """
 
@@ -24,7 +24,7 @@ DataRow = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The rows of one source. `key` is where the config describes it; `config` is that description."""
+    """The rows of one source. `config` is its section of the config, and `key` the path of that section."""
 
     name: str
     key: str
@@ -33,7 +33,7 @@ class SourceRows:
 
 
 def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list[SourceRows]:
-    """All rows of all `sources`, which the config lists under `key`; files are looked up from `base_dir`."""
+    """Read all rows of `sources`, the list at config key `key`; relative paths start from `base_dir`."""
     names = source_names(sources, key=key)
     out = []
     for i, (name, source) in enumerate(zip(names, sources, strict=True)):
@@ -46,7 +46,7 @@ def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list
 
 
 def source_names(sources: Sequence[Source], *, key: str) -> list[str]:
-    """What metrics call each source. Raises DataError when two have one name."""
+    """The name of each source in metrics. Raises DataError if two sources have the same name."""
     names = [source_name(source) for source in sources]
     for i, name in enumerate(names):
         first = names.index(name)
@@ -184,7 +184,7 @@ def _hub_rows(source: HubSource, base_dir: Path, key: str) -> Iterable[DataRow]:
     try:
         path = str(local) if local.is_dir() else source.path
         return datasets.load_dataset(path, source.subset, split=source.split)  # pyright: ignore[reportReturnType]
-    except Exception as error:  # the library raises many kinds, and each means that this data cannot be had
+    except Exception as error:  # of many types, all meaning that the data cannot be loaded
         raise DataError(
             f"{key}: data set {source.path!r} (subset {source.subset}, split {source.split!r}) cannot be loaded: "
             f"{error}; it must be a name on the Hugging Face hub or a folder, and what it has is set by {key}.path, "
@@ -196,7 +196,7 @@ def _hub_rows(source: HubSource, base_dir: Path, key: str) -> Iterable[DataRow]:
 
 
 def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
-    """The generator's entries, each with what its scorer needs to be built again under `reasoning_gym`."""
+    """The generator's entries; the column `reasoning_gym` holds what is needed to recreate the scorer."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.generator not in DATASETS:
@@ -215,7 +215,7 @@ def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
             )
     try:
         entries = create_dataset(source.generator, size=source.size, seed=source.seed, **source.params)
-    except Exception as error:  # each generator checks its parameters in its own way, mostly by assert
+    except Exception as error:  # generators validate their parameters differently, mostly by assert
         raise DataError(f"{key}.params: {source.generator} refuses {source.params}: {error}") from error
     origin = {"reasoning_gym": {"generator": source.generator, "params": source.params}}
     for i in range(source.size):

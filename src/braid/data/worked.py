@@ -1,6 +1,6 @@
-"""Worked examples: prompts with the response to imitate, for supervised learning.
+"""Worked examples for supervised learning: prompts with the response to imitate.
 
-Also the writers of such responses for procedural tasks, named in a config as `response_function`.
+Also functions that write such responses for procedural tasks, for `response_function` in a config.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 Piece = tuple[str, bool]
-"""A part of a response, and whether the policy is to write it: an environment's replies are only read."""
+"""Part of a response, and whether the policy writes it (True) or reads it (False, an environment's reply)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What follows (`response_ids`, the end token included) on what is given (`prompt_ids`).
+    """A tokenized prompt and response; `response_ids` includes the end token.
 
-    `response_mask` is True where the policy is to write, False at the replies of an environment.
+    `response_mask` is True at tokens that the policy writes, False at replies of an environment.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,7 +39,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ExampleSet:
-    """The examples of several sources, in the sources' order, and counts by name of the source in the config."""
+    """The examples of several sources, in the order of the sources, and row counts by source name in the
+    config."""
 
     examples: list[Example]
     counts: dict[str, SourceCounts]
@@ -55,10 +56,10 @@ def load_examples(
 ) -> ExampleSet:
     """Read `sources` (the config's `sft.data`) and make an Example of every row that fits.
 
-    Prompts are treated as those of reinforcement are. A response, and each piece of one with replies in it, is
-    tokenized apart, as sampling would write it. Prompt and response together must fit the model's `max_positions`; an
-    example that does not is left out and counted, or refused under data.overlong=error. Raises DataError for rows
-    without a response and for tokenizers without an end token.
+    Prompts are processed as in reinforcement learning. Each response, or each piece of a response that
+    contains replies, is tokenized separately, as in sampling. Prompt and response together must fit into the
+    model's `max_positions`; longer examples are dropped and counted, or an error under data.overlong=error.
+    Raises DataError for rows without a response and for tokenizers without an end token.
     """
     end_id: Any = tokenizer.eos_token_id
     if end_id is None:
@@ -88,8 +89,8 @@ def load_examples(
 def _fitting(
     source: SourceRows, examples: list[Example], config: DataConfig, limit: int | None
 ) -> list[Example]:
-    """The examples that the model has positions for. Raises DataError when none has, and for any that has not under
-    data.overlong=error."""
+    """The examples that fit into the model's context of `limit` tokens. Raises DataError if none fits, or,
+    under data.overlong=error, if any does not."""
     lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
     num_overlong = 0 if limit is None else sum(length > limit for length in lengths)
     if num_overlong and (config.overlong == "error" or num_overlong == len(examples)):
@@ -138,8 +139,8 @@ def _are_pieces(response: Any) -> bool:
 
 
 def chain_sum(row: Mapping[str, Any]) -> str:
-    """The worked answer to a task of reasoning-gym's chain_sum: running totals from left to right, then the answer
-    after the marker `A:`. For `12 + 34 - 5` it is `12+34=46 46-5=41 A:41`."""
+    """Worked solution to a task of reasoning-gym's chain_sum: running totals from left to right, then the
+    answer after the marker `A:`. For `12 + 34 - 5` it is `12+34=46 46-5=41 A:41`."""
     first, *rest = row["metadata"]["expression"].split()
     total, written = int(first), []
     for operator, number in zip(rest[::2], rest[1::2], strict=True):
@@ -150,8 +151,9 @@ def chain_sum(row: Mapping[str, Any]) -> str:
 
 
 def chain_sum_or_at_once(row: Mapping[str, Any]) -> str:
-    """Two tasks of five worked out as by `chain_sum`; the others answered at once, `A:41`. Both are right, so that a model
-    learns both ways of answering, but can do only one of them well."""
+    """The solution of `chain_sum` for two tasks in five, the bare answer (`A:41`) for the others. Both are
+    correct, so the model learns both styles, but only with the worked solution is it likely to be
+    accurate."""
     worked = chain_sum(row)
     is_worked = row["metadata"]["source_index"] % 5 < 2
     return worked if is_worked else worked.split()[-1]

@@ -1,7 +1,8 @@
-"""The protocol of simulators: E environments stepped together, each with an episode of its own.
+"""The simulator protocol: E environments stepped together, each running a separate episode.
 
-A simulator knows slots, not episodes: which episode runs where, its random numbers, and what is made of it are the
-driver's (`rollout.drivers.simulators`). Nothing resets by itself: the driver says when, and with which seed.
+A simulator knows slots, not episodes: the driver (`rollout.drivers.simulators`) assigns episodes to slots,
+and owns their random numbers and trajectories. There are no automatic resets: the driver resets slots, with
+explicit seeds.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from braid.types import ActionSpace, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What E environments answer to a reset or a step; entries of slots that took no part mean nothing.
+    """Result of a reset or step of E environments; entries of slots that did not take part are undefined.
 
-    `observations` [E, D] float32; `rewards` [E]; `is_terminated` [E]: the task itself is over; `is_truncated` [E]: a limit
-    of time cut it, so that its last state still has a value. `failures`: slot -> what went wrong there; such a
-    slot has to be reset before its next step.
+    `observations` [E, D] float32; `rewards` [E]; `is_terminated` [E]: the task itself ended; `is_truncated`
+    [E]: a time limit ended the episode, so its last state still has a value. `failures`: slot -> error
+    message; a failed slot must be reset before its next step.
     """
 
     observations: NDArray[np.float32]
@@ -45,16 +46,17 @@ class Simulator(Protocol):
     def action_space(self) -> ActionSpace: ...
 
     def reset(self, seeds: Mapping[int, int]) -> Tick:
-        """Start a new episode in each slot named, from its seed: the same seed and actions give the same episode."""
+        """Start a new episode in each given slot, from its seed. Same seed and actions give the same
+        episode."""
         ...
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
-        """One env step in each slot named. An action is a whole number from 0, or A floats."""
+        """Run one env step in each given slot. An action is an integer from 0, or a vector of A floats."""
         ...
 
     def close(self) -> None: ...
 
 
 def reset_prompts(name: str, count: int) -> list[Prompt]:
-    """Prompts of a simulator: each stands for a state to start from, drawn anew in each round."""
+    """Prompts of a simulator: each stands for a reset state, which is drawn anew in each round."""
     return [Prompt(uid=f"{name}:{i}", source=name, token_ids=(), messages=()) for i in range(count)]

@@ -1,7 +1,7 @@
 """Gymnasium environments as a simulator.
 
-The environments are stepped here, one after the other, as Gymnasium's own synchronous vector does. Doing it here keeps a
-failure of one from its neighbours, lets slots that have nothing to do rest, and needs no rule for automatic resets.
+Environments are stepped sequentially, as in Gymnasium's SyncVectorEnv. Unlike there, a failure affects only
+its own slot, idle slots are skipped, and there are no automatic resets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _Answer = tuple[Any, float, bool, bool]
 class GymnasiumSimulator:
     """`num_envs` copies of one registered environment. See base.Simulator.
 
-    Observations of any kind that Gymnasium can flatten become flat float32 vectors. Actions are Discrete, or a Box: then
-    they are clipped to its bounds here, while their log-probs stay those of the unclipped draw.
+    Any observations that Gymnasium can flatten are supported; they become flat float32 vectors. Action spaces
+    are Discrete or Box. Box actions are clipped to the bounds here, while their log-probs remain those of the
+    unclipped sample.
     """
 
     def __init__(self, env_id: str, num_envs: int, kwargs: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError for an unknown id, arguments that the environment refuses, or spaces that do not fit."""
+        """Raises ConfigError for an unknown id, arguments that the environment rejects, or unsupported
+        spaces."""
         self._make = partial(_make, env_id, kwargs or {})
         self._envs = [self._make() for _ in range(num_envs)]
         observations, actions = self._envs[0].observation_space, self._envs[0].action_space
@@ -68,7 +70,7 @@ class GymnasiumSimulator:
             env.close()
 
     def _tick(self, calls: Mapping[int, Callable[[], _Answer]]) -> Tick:
-        """Make each call; an exception, or a number that is not finite, is a failure of its slot alone."""
+        """Run the calls. An exception or a non-finite number is a failure of that slot only."""
         size = len(self._envs)
         tick = Tick(
             np.zeros((size, self._observation_size), np.float32),
@@ -93,7 +95,7 @@ class GymnasiumSimulator:
         return tick
 
     def _replace(self, slot: int) -> None:
-        """Put a new environment in the place of one that failed."""
+        """Replace a failed environment with a new one."""
         with suppress(Exception):
             self._envs[slot].close()
         self._envs[slot] = self._make()
@@ -120,7 +122,7 @@ def _make(env_id: str, kwargs: Mapping[str, Any]) -> gymnasium.Env:
 
 
 def _actions(env_id: str, space: spaces.Space) -> tuple[ActionSpace, Callable[[NDArray], Any]]:
-    """The policy's action space, and how one of its actions becomes one of the environment's."""
+    """The policy's action space, and the conversion from its actions to the environment's."""
     if isinstance(space, spaces.Discrete):
         return ActionSpace("discrete", int(space.n)), lambda action: int(space.start + action)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):

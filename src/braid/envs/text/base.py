@@ -1,8 +1,8 @@
-"""The protocol of a text environment: a conversation partner that sees messages, never tokens.
+"""The text environment protocol. Environments see messages, never tokens.
 
-An environment lives for one trajectory. The driver (`rollout.drivers.text`) owns tokens, random numbers, limits of length
-and retries; the environment owns what is said back, what it is worth, and when the conversation is over. Whatever it
-raises makes the trajectory invalid: a mistake of the policy is answered with text instead.
+An environment lives for one trajectory. The driver (`rollout.drivers.text`) owns tokens, random numbers,
+length limits and retries; the environment owns replies, their rewards, and the end of the conversation. Any
+exception makes the trajectory invalid, so mistakes of the policy must be answered with text instead.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from braid.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the environment answers to a turn of the policy.
+    """The environment's reply to a turn of the policy.
 
-    `text` is put after the turn as context, exactly as it is; `reward` is for the turn answered. `is_done`: the
-    conversation is over. `is_truncated`: it was cut by a limit of the environment before its end.
+    `text` is appended verbatim after the turn as context; `reward` is the reward of that turn. `is_done`: the
+    conversation is over. `is_truncated`: a limit of the environment ended it early.
     """
 
     text: str = ""
@@ -28,17 +28,17 @@ class Reply:
 
 
 class TextEnv(Protocol):
-    """One conversation. Use once: `start`, then `reply` until a reply is done or truncated."""
+    """One conversation, for single use: `start`, then `reply` until a reply is done or truncated."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a turn of the policy, beside those of the config."""
+        """Strings that end a turn of the policy, in addition to those of the config."""
         ...
 
     async def start(self, prompt: Prompt) -> None:
-        """Take the task in. The policy has the prompt's tokens already."""
+        """Start the task. The policy already has the prompt's tokens."""
         ...
 
     async def reply(self, text: str) -> Reply:
-        """Answer the policy's turn; `text` is the turn decoded, without its end token."""
+        """Reply to the policy's turn; `text` is the decoded turn, without its end token."""
         ...

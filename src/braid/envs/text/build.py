@@ -1,4 +1,4 @@
-"""From the config's environment section to a maker of text environments."""
+"""Building text environments from the config's environment section."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .single_turn import SingleTurn
 from .tools import Tool, ToolConversation
 
 TOOLS: dict[str, tuple[str, Tool]] = {"calculator": ("calc", calculator)}
-"""Name in the config -> (tag that the policy writes, tool)."""
+"""Name in the config -> (tag written by the policy, tool)."""
 
 
 def text_env_maker(config: SingleTurnEnv | ToolEnv) -> Callable[[], TextEnv]:
-    """A function that makes a fresh environment for each trajectory."""
+    """Return a factory of environments, to be called once per trajectory."""
     if isinstance(config, SingleTurnEnv):
         return SingleTurn
     tools = dict(TOOLS[name] for name in config.tools)

@@ -1,4 +1,4 @@
-"""The calculator tool: exact arithmetic on short expressions, safe on whatever a policy writes.
+"""The calculator tool: exact arithmetic on short expressions, safe for arbitrary input.
 
     sum     := product (("+" | "-") product)*
     product := unary (("*" | "/" | "//" | "%") unary)*
@@ -6,8 +6,9 @@
     power   := atom (("**" | "^") unary)?
     atom    := number | "(" sum ")"
 
-`^` is a power, `//` and `%` round down as in Python. Numbers are rationals, so 0.1 + 0.2 is 0.3. The length of an
-expression, its depth and the size of every number on the way are bounded, and with them the time: under a millisecond.
+`^` is exponentiation; `//` and `%` round down as in Python. Numbers are rationals, so 0.1 + 0.2 is 0.3. The
+length and depth of an expression and the size of every intermediate result are bounded, which bounds the time
+to under a millisecond.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from fractions import Fraction
 MAX_CHARACTERS = 200
 MAX_DEPTH = 20
 MAX_BITS = 256
-"""Size of the largest numerator or denominator (77 decimal digits)."""
+"""Maximum size of a numerator or denominator (77 decimal digits)."""
 DIGITS = 12
-"""Significant digits of results that are no whole numbers."""
+"""Significant digits of non-integer results."""
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+\.?[0-9]*|\.[0-9]+)|(\*\*|//|[-+*/%^()]))")
 
 
 class CalculatorError(ValueError):
-    """The expression cannot be computed. The message is short: it is an answer to a policy."""
+    """The expression cannot be evaluated. The message is short, because the policy reads it."""
 
 
 def calculate(expression: str) -> str:
-    """The value of `expression`: whole numbers in full, others with 12 significant digits.
+    """Evaluate `expression`: integers are printed in full, other numbers with 12 significant digits.
 
-    Raises CalculatorError for what is no expression, divides by zero, or exceeds a bound.
+    Raises CalculatorError for a syntax error, a division by zero, or an exceeded bound.
     """
     if len(expression) > MAX_CHARACTERS:
         raise CalculatorError(f"longer than {MAX_CHARACTERS} characters")
@@ -45,7 +46,7 @@ def calculate(expression: str) -> str:
 
 
 async def calculator(text: str) -> str:
-    """The tool: what it cannot compute is answered with "error: ..."."""
+    """The tool function: returns "error: ..." for expressions that cannot be evaluated."""
     try:
         return calculate(text)
     except CalculatorError as error:
@@ -67,7 +68,8 @@ def _tokens(expression: str) -> list[str | Fraction]:
 
 
 class _Parser:
-    """Recursive descent over the grammar above; one method per rule, each given its depth."""
+    """Recursive-descent parser of the grammar above: one method per rule, which receives the nesting
+    depth."""
 
     def __init__(self, tokens: list[str | Fraction]) -> None:
         self._tokens = tokens

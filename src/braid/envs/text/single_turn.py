@@ -1,4 +1,4 @@
-"""One answer per prompt; the rewards judge it."""
+"""The single-turn environment: one response per prompt, scored by the rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SingleTurn:
     stop_strings: tuple[str, ...] = ()
 
     async def start(self, prompt: Prompt) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     async def reply(self, text: str) -> Reply:  # noqa: ARG002  # the rewards read the answer
         return Reply(is_done=True)

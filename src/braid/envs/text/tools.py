@@ -1,11 +1,12 @@
-"""A conversation in which the policy may call tools by writing a tag.
+"""The tool environment: the policy calls tools by writing a tag.
 
     policy       <calc>12*7</calc>
     environment  <out>84</out>
     policy       A:84
 
-A turn ends at the closing tag; the tool's answer is put behind it as environment tokens, inline, so the format needs
-no chat template and few characters. A turn without a call is the answer and ends the conversation.
+A turn ends at the closing tag, and the tool's output is appended inline as environment tokens, so the format
+needs no chat template and few characters. A turn without a call is the final answer and ends the
+conversation.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from braid.types import Prompt
 from .base import Reply
 
 Tool = Callable[[str], Awaitable[str]]
-"""From what stands between the tags to the answer. Answers mistakes of the policy with text; what it raises is a failure
-of the environment."""
+"""Maps the text between the tags to the tool's output. Mistakes of the policy are answered with text; an
+exception is a failure of the environment."""
 
 
 def render_call(tag: str, argument: str) -> str:
-    """A call as the policy writes it."""
+    """Format a tool call as the policy writes it."""
     return f"<{tag}>{argument}</{tag}>"
 
 
 def render_answer(answer: str) -> str:
-    """A tool's answer as the policy reads it."""
+    """Format a tool's output as the policy reads it."""
     return f"<out>{answer}</out>"
 
 
 class ToolConversation:
-    """Answers calls until a turn has none. See base.TextEnv.
+    """Answers tool calls until a turn has none. See base.TextEnv.
 
-    A call in turn number `max_turns` is not answered: the trajectory is truncated. A tool that raises, or that takes
-    longer than `timeout_s`, raises EnvError.
+    A call in turn `max_turns` is not answered: the trajectory is truncated. If a tool raises, or takes longer
+    than `timeout_s`, `reply` raises EnvError.
     """
 
     def __init__(self, tools: Mapping[str, Tool], *, max_turns: int, timeout_s: float) -> None:
@@ -55,7 +56,7 @@ class ToolConversation:
         return tuple(f"</{tag}>" for tag in self._tools)
 
     async def start(self, prompt: Prompt) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     async def reply(self, text: str) -> Reply:
         self._num_turns += 1

@@ -1,4 +1,4 @@
-"""Worked conversations with tools, for supervised learning: named in a config as `response_function`."""
+"""Worked conversations with tools for supervised learning, for `response_function` in a config."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from .tools import render_answer, render_call
 
 
 def calculator_chain(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Pieces (text, is_policy) that work out a chain of operations from left to right, one call for each, then the
-    answer after the marker `A:`.
+    """Evaluate a chain of operations from left to right, one tool call each, then give the answer after the
+    marker `A:`.
+
+    Returns pieces (text, is_policy).
 
     `row` is an entry of reasoning-gym's products or chain_sum: for 2 * 3 * 4, `<calc>2*3</calc>`, the reply
     `<out>6</out>`, `<calc>6*4</calc>`, the reply `<out>24</out>`, `A:24`.
@@ -26,8 +28,8 @@ def calculator_chain(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 
 def calculator_chain_or_guess(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """As `calculator_chain` for two tasks of five, and the bare answer for the others: a policy that has seen both ways is
-    left to find out which of them it can do right."""
+    """`calculator_chain` for two tasks in five, the bare answer for the others: the policy learns both
+    styles, and has to discover which one it can do correctly."""
     if row["metadata"]["source_index"] % 5 < 2:
         return calculator_chain(row)
     return [(f"A:{row['answer']}", True)]
