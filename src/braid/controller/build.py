@@ -1,7 +1,8 @@
-"""From a loaded config to the parts of a run.
+"""Builds the parts of a run from a loaded config.
 
-A run in one process has everything here, and its engine samples with the very tensors that are trained (here.py). A run on workers
-has only the loop here: each training role, the rollout workers and the round's rows are in processes of their own (on_workers.py).
+A run in one process has everything in the driver, and its engine shares the tensors that are trained
+(here.py). In a run on workers the driver has only the loop: each training role, the rollout workers and the
+rollout buffer are in separate processes (on_workers.py).
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ def build(
     store: CheckpointStore,
     cluster: Cluster | None = None,
 ) -> Parts:
-    """All parts of a run, in the state that a fresh start has. A `cluster` that is open, and has no workers yet, is used."""
+    """Build all parts of a run, in their initial state. `cluster` is used if it is open and has no workers
+    yet."""
     if inputs is not None and plan.layout.mode != "in_process":
         from .on_workers import build_on_workers
 
         parts = build_on_workers(loaded, plan, inputs, reporter, store, cluster)
     else:
-        from .here import build_here, build_simulator  # with models, which the loop alone does without
+        from .here import build_here, build_simulator  # imports models, which a run on workers avoids
 
         parts = (
             build_simulator(loaded, plan, reporter, store)

@@ -1,12 +1,12 @@
-"""The workers of a run on a cluster: which processes there are, and which roles sit in them.
+"""The workers of a run on a cluster: which processes there are, and which roles they run.
 
-    policy ranks     policy, and each of critic, reference and inference whose seats and backend are the policy's
+    policy ranks     policy, and those of critic, reference and inference with its placement and backend
     NAME ranks       any other of these roles
     rollout          engines with drivers and scorer
-    rows             the rows of a round
+    rows             the rollout buffer
 
-Where each sits is the plan's layout. Most of a start is reading libraries: `launched` has the processes do it side by side, and
-while this one reads its own, for which this file imports none that are large.
+Their placement is the plan's layout. Importing libraries takes most of the startup time: `launched` lets all
+workers import in parallel with each other and with the driver, so this file imports no large library itself.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ if TYPE_CHECKING:
     from braid.training.worker import Ranks
 
 ROWS = "rows"
-"""The group of one that has the rows of a round. It is on the first machine, and on no device."""
+"""Name of the group of one worker that holds the rollout buffer. It is on the first machine and uses no
+device."""
 
 
 _READS = {"rollout": "braid.controller.collectors", ROWS: "braid.training.experience"}
-"""What workers are made of, by group; Ranks in the others."""
+"""Module that a group's workers import at startup; that of Ranks in all other groups."""
 
 
 @contextmanager
 def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
-    """The processes of a run on workers, started, and ended at the latest with the block; None for a run in one process. Raises
-    ConfigError when a package is missing that they need."""
+    """Start the processes of a run on workers and stop them at the end of the block at the latest. Yields
+    None for a run in one process. Raises ConfigError if a package that they need is missing."""
     loaded = with_absolute_paths(loaded)
     config = loaded.config
     plan = resolve(config, verb=verb, origin_of=loaded.origin)
@@ -66,8 +67,8 @@ def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
 
 @dataclass(slots=True)
 class Cluster:
-    """A connection to a Ray cluster, with the machines and the groups that the run has there. `is_own` when the run connected, and
-    is to disconnect."""
+    """A connection to a Ray cluster, with the machines and the worker groups of the run. `is_own` if the run
+    opened the connection and has to close it."""
 
     config: RunConfig
     layout: Layout
@@ -78,8 +79,9 @@ class Cluster:
 
     @classmethod
     def open(cls, config: RunConfig, layout: Layout) -> Cluster:
-        """Connect, or start a cluster on this machine that is large enough; then have the processes started that the layout
-        names, where it says. `make` waits for them. Raises ConfigError when the cluster has not what the layout needs."""
+        """Connect to a cluster, or start a large enough one on this machine; then start the processes of the
+        layout at their placement. `make` waits for them. Raises ConfigError if the cluster lacks the
+        resources that the layout needs."""
         from braid.runtime.ray import Machines, RayGroup, connect
 
         config = _on_one_device(config, layout)
@@ -102,7 +104,8 @@ class Cluster:
         return cluster
 
     def make(self, factories: Mapping[str, Factory], logs: Path) -> None:
-        """Make the workers: those of `factories` by the name of their group, Ranks in the others. They write to files in `logs`."""
+        """Create the workers: from `factories`, keyed by group name, and Ranks in all other groups. Their log
+        files are in `logs`."""
         ranks = partial(_ranks, config=self.config)
         with ThreadPoolExecutor(len(self.groups)) as pool:
             making = [
@@ -113,7 +116,7 @@ class Cluster:
                 for group in making:
                     group.result()
             except BaseException:
-                self._close_groups()  # which ends the waiting for the others
+                self._close_groups()  # unblocks the other threads
                 raise
 
     def backend(
@@ -124,7 +127,7 @@ class Cluster:
         config: RunConfig | None = None,
         name: str | None = None,
     ) -> GroupBackend:
-        """A role's model on the ranks where it sits. `config` is the run's, and `name` the role's, unless given."""
+        """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's."""
         from braid.training.group import GroupBackend
         from braid.training.role_group import RoleGroup
 
@@ -136,10 +139,10 @@ class Cluster:
         return GroupBackend(group, balances=train_config(config, role).balance_ranks)
 
     def leave(self) -> None:
-        """End all processes, the connection, and a cluster that was started for it. Can be called twice."""
+        """Stop all processes, disconnect, and stop the cluster if it was started for this run. Idempotent."""
         from braid.runtime.ray import disconnect
 
-        with interrupts_held():  # it takes a second or two, and ends what a second Ctrl-C would
+        with interrupts_held():  # takes a second or two, and stops everything that a second Ctrl-C would
             self._close_groups()
             if self.is_own and self.is_open:
                 disconnect()
@@ -160,14 +163,15 @@ def _ranks(place: Place, *, config: RunConfig) -> Ranks:
 
 
 def _on_one_device(config: RunConfig, layout: Layout) -> RunConfig:
-    """The config with the kind of device that all workers have: it goes by what the layout was made for, and by no machine's own."""
+    """The config with the device type of all workers resolved, from the layout rather than from any machine's
+    devices."""
     is_cuda = config.run.device == "cuda" or (config.run.device == "auto" and layout.has_gpus)
     run = config.run.model_copy(update={"device": "cuda" if is_cuda else "cpu"})
     return config.model_copy(update={"run": run})
 
 
 def _num_gpus(config: RunConfig, layout: Layout) -> list[int]:
-    """What the run takes on each machine: its GPUs up to the last that a worker has."""
+    """Number of GPUs that the run reserves on each machine: all up to the last one that a worker uses."""
     used = (
         {device for role in layout.roles for device in role.devices} if config.run.device == "cuda" else set()
     )
@@ -176,7 +180,8 @@ def _num_gpus(config: RunConfig, layout: Layout) -> list[int]:
 
 
 def _home(layout: Layout, seated: RoleLayout) -> str:
-    """The group in whose processes a role sits. Megatron has one layout of ranks in a process, so that its roles sit apart."""
+    """Name of the group whose processes run a role. Megatron allows one parallel layout per process, so its
+    roles have separate groups."""
     policy = layout.role("policy")
     assert policy is not None, "every run has a policy"
     is_alike = seated.kind == policy.kind != "megatron" and seated.workers == policy.workers

@@ -1,4 +1,5 @@
-"""Collectors from a config: engine, drivers and scorer in one process, the controller's or a rollout worker's."""
+"""Builds collectors from a config: engine, drivers and scorer in one process, the controller's or a rollout
+worker's."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ from .roles import device_of
 from .services import reward_services
 
 NUM_RESET_STATES = 2**12
-"""Reset states that count as one epoch of a simulator."""
+"""Number of reset states in an epoch of a simulator."""
 
 
 def make_collector(
     place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs, run_dir: Path
 ) -> Collector:
-    """What a rollout worker runs: the native engine on a copy of the policy's weights, or an engine beside this process; all
-    servers, where there are some. Publications bring new weights."""
+    """Create the collector of a rollout worker: with the native engine on a copy of the policy's weights,
+    with an engine in a child process, or with all servers if the config names any. Weight syncs update the
+    engine's weights."""
     torch.set_num_threads(config.run.num_threads or 1)
     device, timeout_s = device_of(config), config.cluster.call_timeout_s
     if config.rollout.engine == "native":
@@ -65,10 +67,11 @@ def make_collector(
 
 
 class NativeLink:
-    """See WeightLink. Weights go straight into the tensors that the native engine samples with, or copies."""
+    """See WeightLink. Weights are received directly into the tensors that the native engine samples with, or
+    copies."""
 
     def __init__(self, name: str, lm: CausalLM, timeout_s: float, device: torch.device) -> None:
-        """`timeout_s` is the longest that one version may take."""
+        """`timeout_s` is the time limit per version."""
         self.names = (name,)
         self._lm, self._timeout_s, self._device = lm, timeout_s, device
         self._receiver: Receiver | None = None
@@ -89,7 +92,8 @@ class NativeLink:
 
 
 def native_engine(config: RunConfig, inputs: TextInputs, lm: CausalLM) -> NativeEngine:
-    """The native engine, which samples with `lm`. Raises ModelError when it decodes this architecture wrongly."""
+    """The native engine, sampling with `lm`. Raises ModelError if it decodes this architecture
+    incorrectly."""
     check_decoding(lm, longest_row(config))
     return NativeEngine(
         lm,
@@ -108,7 +112,7 @@ def text_collector(
     *,
     link: WeightLink | None = None,
 ) -> Collector:
-    """A collector of conversations with `engine`; `link` as in Collector."""
+    """A collector of text episodes sampled with `engine`; `link` as in Collector."""
     env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
     assert isinstance(env, SingleTurnEnv | ToolEnv), "simulators have a collector of their own"
 
@@ -148,7 +152,7 @@ def text_collector(
 def simulator_collector(
     config: RunConfig, plan: Plan, base_dir: Path, simulator: GymnasiumSimulator, policy: MlpPolicy
 ) -> Collector:
-    """A collector of a simulator's episodes, played by the very policy that is trained."""
+    """A collector of a simulator's episodes, sampled with the trained policy's own tensors."""
     env, rollout = config.env, config.rollout
     assert isinstance(env, GymnasiumEnv), "the others are not in this version"
 
@@ -171,7 +175,7 @@ def simulator_collector(
 
 
 def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
-    """A simulator's prompts."""
+    """Prompts of a simulator: its reset states."""
     return {
         "train": reset_prompts(env.id, NUM_RESET_STATES),
         "eval": reset_prompts(env.id, env.eval_episodes),
@@ -179,14 +183,14 @@ def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
 
 
 def sampling_of(config: SamplingConfig, end_token_ids: Sequence[int]) -> Sampling:
-    """The engine's form of the sampling settings, with the model's end tokens."""
+    """Convert the sampling settings to the engine's, with the model's end tokens added."""
     values = config.model_dump()
     values["stop_token_ids"] = tuple(dict.fromkeys([*end_token_ids, *config.stop_token_ids]))
     return Sampling(**values)
 
 
 def _greedy(sampling: SamplingConfig) -> SamplingConfig:
-    """The same limits, and the likeliest token each time."""
+    """The same settings with greedy decoding."""
     return sampling.model_copy(update={"greedy": True})
 
 

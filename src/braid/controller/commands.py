@@ -1,4 +1,5 @@
-"""What the command line's verbs do: open the run's folder, build its parts, run a loop, and tell how it ended."""
+"""The commands of the command line: open the run folder, build the parts, run a loop, and report the
+outcome."""
 
 from __future__ import annotations
 
@@ -58,22 +59,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. `is_target_reached` is True when eval.target asks for nothing."""
+    """Outcome of a run. `is_target_reached` is true if eval.target is not set."""
 
     run_dir: Path
     is_target_reached: bool
 
 
 PASSING = (EngineError, EnvError, RolloutError, OSError)
-"""Failures of what a run works with, not of its config, its numbers or its disk: another try may go well (run.max_restarts).
-So may it after a worker that died or hung."""
+"""Possibly transient failures, of engines, environments, rollouts or the operating system rather than of
+config or training: a restart may succeed (run.max_restarts). So it may after a worker died or hung."""
 _LONGEST_PAUSE_S = 60.0
 
 
 def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
-    """`braid train`: reinforcement learning, after supervised learning where the config has it. With run.eval_only, the
-    evaluation of the config's model, or of the checkpoint that run.resume names. On the processes of `cluster`, where they
-    have been launched already."""
+    """`braid train`: reinforcement learning, after the supervised warm-up if the config has one. With
+    run.eval_only, evaluate the config's model, or the checkpoint that run.resume names. Uses the processes of
+    `cluster` if they have been launched already."""
     loaded = with_absolute_paths(loaded)
     run = loaded.config.run
     if not run.eval_only:
@@ -85,20 +86,21 @@ def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
 
 
 def sft(loaded: Loaded) -> Outcome:
-    """`braid sft`: supervised learning alone."""
+    """`braid sft`: supervised learning only."""
     return _run(with_absolute_paths(loaded), "sft", imitation.run)
 
 
 def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | None = None) -> Outcome:
-    """`braid eval`: score the config's model, or the newest checkpoint of the run in `run_dir`; `cluster` as for `train`.
+    """`braid eval`: evaluate the config's model, or the newest checkpoint of the run in `run_dir`; `cluster`
+    as in `train`.
 
-    Writes a run folder of its own, named after the run with `-eval`.
+    Writes a separate run folder, named after the run with the suffix `-eval`.
     """
     return _evaluate(with_absolute_paths(loaded), cluster, None if run_dir is None else _weights_of(run_dir))
 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
-    """`braid export`: a checkpoint of a run as a folder that transformers loads. Returns the folder."""
+    """`braid export`: write a checkpoint of a run as a folder that transformers loads. Returns the folder."""
     from braid.checkpoint.export import export_model
     from braid.models.loading import load_policy
 
@@ -127,11 +129,11 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
 def _evaluate(
     loaded: Loaded, cluster: Cluster | None, found: tuple[Mapping[str, torch.Tensor], Path] | None = None
 ) -> Outcome:
-    """Score the config's model, with the weights of a checkpoint in place of its own where they are given."""
+    """Evaluate the config's model, with the weights of a checkpoint if given."""
     weights, source = found or ({}, None)
     run = loaded.config.run
     update = {"name": f"{run.name}-eval", "if_exists": "new", "resume": "none"}
-    # Nothing is saved, so the run's own checkpoints are left alone wherever they are.
+    # An evaluation saves nothing, so it must not touch the run's checkpoint.dir.
     checkpoint = loaded.config.checkpoint.model_copy(update={"dir": None})
     config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
 
@@ -146,7 +148,8 @@ def _evaluate(
 
 
 def _weights_of(run_dir: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], Path]:
-    """The policy's weights in a run's newest checkpoint, or in that of `step`; and the checkpoint."""
+    """The policy's weights in a run's newest checkpoint, or in that of `step`, and the checkpoint's
+    folder."""
     store = _store_of(load_config(run_dir / "config.yaml").config, run_dir)
     steps = store.steps()
     if not steps:
@@ -166,7 +169,7 @@ def _weights_in(store: CheckpointStore, which: str) -> tuple[dict[str, torch.Ten
 
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
-    """Where the run in `run_dir` has its checkpoints."""
+    """The checkpoint store of the run in `run_dir`."""
     given = config.checkpoint.dir
     return CheckpointStore(run_dir / "checkpoints" if given is None else Path(given), config.checkpoint.keep)
 
@@ -244,7 +247,7 @@ def _sink_settings(loaded: Loaded, name: str) -> dict[str, Any]:
 
 
 def _stoppable(loop: Callable[[Parts], None], stop: StopSignals, grace_s: float, parts: Parts) -> None:
-    """The loop, with `grace_s` to end when a signal says so."""
+    """Run the loop; after a signal it has `grace_s` seconds to stop."""
     parts.stop = stop
     with stop.graceful(grace_s):
         try:
@@ -257,8 +260,9 @@ def _stoppable(loop: Callable[[Parts], None], stop: StopSignals, grace_s: float,
 
 
 def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
-    """Tell the settings that differ from those of the checkpoint that the run goes on from. Raises ConfigError when it would train
-    another thing, or when the checkpoint is another run's, without run.allow_changes."""
+    """Log the settings that differ from those of the checkpoint to resume from. Without run.allow_changes,
+    raises ConfigError if guarded settings (algorithm, model, data, ...) have changed, or if the checkpoint
+    belongs to another run."""
     which = loaded.config.run.resume
     found = store.about(which if which == "latest" else Path(which))
     if found is None:
@@ -290,7 +294,8 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
 
 
 def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
-    """A new run would take the checkpoints that it finds for its own, and remove them."""
+    """Raise ConfigError if a new run finds checkpoints in its folder, which it would mistake for its own and
+    remove."""
     if store.steps():
         message = (
             f"{store.folder} holds checkpoints of another run. To go on with that run, set run.resume=latest; else give another "
@@ -306,8 +311,8 @@ def _keep_trying(
     new_parts: Callable[[], Parts],
     loop: Callable[[Parts], None],
 ) -> None:
-    """Run the loop, and after a failure that may pass once more with new parts from the newest checkpoint, up to
-    run.max_restarts times and with longer and longer pauses."""
+    """Run the loop. After a transient failure, restart it with new parts from the newest checkpoint, up to
+    run.max_restarts times, with exponential backoff."""
     which = config.run.resume
     for restart in itertools.count(1):
         try:
@@ -337,14 +342,14 @@ def _keep_trying(
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another try may go well. What a worker raises counts as if it were raised here."""
+    """Whether a restart may succeed. An exception raised in a worker counts as if it were raised here."""
     if isinstance(error, WorkerError):
         return error.raised is None or isinstance(error.raised, PASSING)
     return isinstance(error, PASSING)
 
 
 def _resume(parts: Parts, which: str) -> None:
-    """Go back to a checkpoint; with `latest` and none there, to the beginning."""
+    """Restore the parts from a checkpoint; with `latest` and no checkpoint, start from the beginning."""
     if which == "latest" and not parts.store.steps():
         logger.warning(
             "there is no checkpoint yet in %s; the run starts from the beginning", parts.store.folder
@@ -369,7 +374,7 @@ def _resume(parts: Parts, which: str) -> None:
 
 @contextmanager
 def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
-    """Whatever ends the run, its summary says so."""
+    """Record in the summary how the run ended, whatever ends it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -383,7 +388,8 @@ def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
 
 
 def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed | None:
-    """What of eval.target was not reached. Evaluation alone gains nothing."""
+    """The error that eval.target was missed; None if it was reached. `min_gain` does not apply to
+    evaluations."""
     target, name = config.eval.target, f"mean@{config.eval.samples_per_prompt}"
     first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
     problems = []

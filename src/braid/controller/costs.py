@@ -1,4 +1,4 @@
-"""What a round cost beside its time: floating-point operations and memory, where the config asks for them."""
+"""Costs of a round other than time: floating-point operations and memory, if the config enables them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from .parts import Parts
 
 @contextmanager
 def device_freed(parts: Parts) -> Iterator[None]:
-    """While the policy samples and answers are scored, what train.offload names waits in host memory; at all other times
-    engines on the devices of models sleep."""
+    """During the block (sampling and scoring), keep in host memory what train.offload names; at all other
+    times engines that share devices with models sleep."""
     backends = parts.backends.values()
     for backend in backends:
         backend.to_host()
     parts.rollouts.wake()
-    yield  # after an error nobody has a turn any more
+    yield  # no cleanup after an error: the run ends or rebuilds its parts
     parts.rollouts.sleep()
     for backend in backends:
         backend.to_device()
 
 
 def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
-    """Operations of this round's sampling, by the formula of models.flops, per second of collecting."""
+    """Record the floating-point operations per second of this round's sampling, by the formula of
+    models.flops."""
     if not parts.config.train.count_flops:
         return
     trajectories = [t for group in groups for t in group.sampled]
@@ -36,7 +37,7 @@ def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
 
 
 def count_training(parts: Parts) -> None:
-    """Operations of all that was inferred and trained since the last call, per second of doing it."""
+    """Record the floating-point operations per second of inference and training since the last call."""
     if not parts.config.train.count_flops:
         return
     done = [backend.take_work() for backend in parts.backends.values()]
@@ -49,6 +50,6 @@ def count_training(parts: Parts) -> None:
 
 
 def held_bytes(parts: Parts) -> Mapping[str, Mapping[str, int]]:
-    """What each role holds, and the engine's cache. Gradients are held while a step runs."""
+    """Memory held by each role and by the engine's cache, in bytes. Gradients exist only during a step."""
     roles = {role: asdict(backend.held_bytes()) for role, backend in parts.backends.items()}
     return roles | {"engine": {"kv_cache": parts.rollouts.cache_bytes}}

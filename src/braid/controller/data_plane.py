@@ -1,6 +1,6 @@
-"""Rows on their way between workers: the controller says which go where by their facts, and passes references on.
+"""Moves rows between workers: the controller assigns them by their metadata, and forwards only references.
 
-Its own time grows with the number of rows, never with their tokens.
+The controller's cost grows with the number of rows, not with their tokens.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from braid.types import Row
 
 @dataclass(frozen=True, slots=True)
 class DataPlane:
-    """The round's rows, in a worker group of one that runs an Experience."""
+    """The rollout buffer, in a worker group of one that runs an Experience."""
 
     workers: WorkerGroup
 
     def open(self, pieces: Sequence[Ref]) -> list[RowFacts]:
-        """Take in the rows of a round: a list of rows behind each reference."""
+        """Store the rows of a round; each reference is to a list of rows. Returns their metadata."""
         return self.workers.call("open", list(pieces))[0]
 
     def start_infer(
         self, backend: GroupBackend, rows: Sequence[RowFacts], output: Output, field: str
     ) -> Pending:
-        """Have `field` of the rows written from what the backend's model gives as `output`. Other models can be at work at
-        the same time."""
+        """Start to compute the backend's `output` for the rows and write it to their `field`. Other models
+        can run at the same time."""
         shares = backend.shares(rows)
         pieces, spare = self._pieces(rows, shares, is_bare=True)
         results = backend.start_infer(pieces, frozenset({output}), spare)
@@ -41,18 +41,18 @@ class DataPlane:
     def train(
         self, backend: GroupBackend, rows: Sequence[RowFacts], weights: Sequence[float], loss: Loss
     ) -> StepReport:
-        """One optimizer step over `rows`; `weights` as in TrainingBackend.train."""
+        """Take one optimizer step on `rows`; `weights` as in TrainingBackend.train."""
         shares = backend.shares(rows)
         pieces, spare = self._pieces(rows, shares, is_bare=False)
         parts = [[weights[i] for i in share] for share in shares]
         return backend.start_train(pieces, parts, loss, spare).wait()[0]
 
     def copy_field(self, source: str, target: str) -> None:
-        """Give all rows the field `target`, the same as `source`."""
+        """Copy field `source` to `target` in all rows."""
         self.workers.call("copy_field", source, target)
 
     def mark_successes(self, is_success: Sequence[bool]) -> None:
-        """Tell of each row whether its reward is a success."""
+        """Mark for each row whether its reward is a success."""
         self.workers.call("mark_successes", list(is_success))
 
     def assign_credit(
@@ -62,21 +62,21 @@ class DataPlane:
         return self.workers.call("assign_credit", kl_coef, running)[0]
 
     def write_step_fields(self, rows: Sequence[RowFacts], key: tuple[int, ...]) -> None:
-        """See training.step_fields; `rows` are those of one step."""
+        """Write the fields of training.step_fields to the `rows` of one step."""
         self.workers.start("write_step_fields", [row.index for row in rows], key)
 
     def whole(self, rows: Sequence[RowFacts]) -> list[Row]:
-        """The rows with all their arrays, for reports; this brings them here."""
+        """The rows with all arrays, for reports; copies them into this process."""
         return self.workers.call("take", [row.index for row in rows], False)[0]
 
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker."""
         self.workers.close()
 
     def _pieces(
         self, rows: Sequence[RowFacts], shares: Sequence[Sequence[int]], *, is_bare: bool
     ) -> tuple[list[Ref], Ref]:
-        """References to the rows of each share, and to one that stands in where a rank has none."""
+        """References to the rows of each share, and to a placeholder row for ranks without rows."""
         pieces = [self.workers.start("take", own, is_bare).refs[0] for own in _indices(rows, shares)]
         return pieces, self.workers.start("spare", is_bare).refs[0]
 
@@ -86,5 +86,5 @@ def _indices(rows: Sequence[RowFacts], shares: Sequence[Sequence[int]]) -> list[
 
 
 def make_experience(plan: Plan, _: object) -> Experience:
-    """What runs in the worker."""
+    """Create the rollout buffer in its worker."""
     return Experience(plan.recipe, plan.aggregation_constant)

@@ -1,4 +1,4 @@
-"""Rollout engines outside the process that samples with them, from a config: vLLM, SGLang, or their servers."""
+"""Builds rollout engines in other processes from a config: vLLM, SGLang, or servers of these."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def make_engine(
     number: int,
     logs: Path,
 ) -> RemoteEngine:
-    """Engine `number` of the run: a process of its own, which writes to `logs`, or the server of that number. Raises EngineError
-    when there is none."""
+    """Start engine `number` of the run as a child process with its log file in `logs`, or connect to the
+    server with that index. Raises EngineError on failure."""
     rollout, timeout_s = config.rollout, config.cluster.call_timeout_s
     longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
     of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
@@ -85,7 +85,7 @@ def make_engine(
                 detokenizes=rollout.vllm.detokenize,
                 **process,
             )
-        undo.pop_all()  # the folder is the engine's now
+        undo.pop_all()  # the engine owns the folder from here on
         return engine
 
 
@@ -98,7 +98,7 @@ def engines_here(
     *,
     first: int = 0,
 ) -> list[RemoteEngine]:
-    """What one process samples with: an engine of its own, which is number `first` of the run, or all servers."""
+    """The engines of one process: a child process, engine `first` of the run, or all servers."""
     of = config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang
     engines: list[RemoteEngine] = []
     try:
@@ -119,7 +119,7 @@ def as_one(engines: Sequence[RemoteEngine]) -> RemoteEngine | Router:
 
 @dataclass(frozen=True, slots=True)
 class EngineLink:
-    """See collector.WeightLink. Weights go straight to the processes that have the engines'."""
+    """See collector.WeightLink. Weights are sent directly to the engines' processes."""
 
     engines: Sequence[RemoteEngine]
 
@@ -129,25 +129,25 @@ class EngineLink:
         return [name for engine in self.engines for name in engine.receivers]
 
     def take(self, version: int, ticket: Mapping[str, Any]) -> None:
-        """See WeightLink; all engines at the same time."""
+        """See WeightLink; all engines receive in parallel."""
         receiving = [engine.start_receiving(version, ticket) for engine in self.engines]
         for engine, under_way in zip(self.engines, receiving, strict=True):
             engine.finish_receiving(version, under_way)
 
     def close(self) -> None:
-        """See WeightLink: the collector closes the engines."""
+        """See WeightLink. Nothing to do: the collector closes the engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationHere:
-    """New weights on their way from a policy in this process to engines in others."""
+    """Syncs weights from a policy in this process to engines in other processes."""
 
     lm: CausalLM
     engine: RemoteEngine | Router
     collector: Collector
 
     def send(self, version: int) -> None:
-        """Have the engines sample from the policy's weights as they are now, as `version`."""
+        """Sync the policy's current weights to the engines, as `version`."""
         lm = self.lm
         weights = lm.merged_weights() if lm.has_adapters else lm.named_weights()
         self.engine.load_weights(version, weights)
@@ -157,8 +157,9 @@ class PublicationHere:
 def _model_folder(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, *, has_weights: bool
 ) -> str:
-    """A folder for an engine to read the model from, made in `folder` unless its own is to be read whole. Without weights it goes
-    by the config alone, as the trainer's publications do."""
+    """Folder from which an engine loads the model: the model's own folder if the weights are to be loaded
+    from it, else one written to `folder`. Without weights it holds only the config, since weight syncs bring
+    the weights."""
     model = config.model
     tokenizer.save_pretrained(folder)
     if model.path is not None:

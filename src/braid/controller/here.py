@@ -1,4 +1,4 @@
-"""A run in one process: models, engine, environments and rows are all here."""
+"""Builds a run in one process: models, engine, environments and rows are all in the driver."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .supervised import Supervised, sampler_of, supervised_of, warm_up_config
 def build_here(
     loaded: Loaded, plan: Plan, inputs: TextInputs, reporter: Reporter, store: CheckpointStore
 ) -> Parts:
-    """Everything with text, in this process."""
+    """Build the parts of a text run in this process."""
     config, device = loaded.config, device_of(loaded.config)
     lm = make_policy(config, device)
     engine = _engine_here(config, plan, inputs, lm, reporter)
@@ -94,7 +94,8 @@ def build_here(
 def _engine_here(
     config: RunConfig, plan: Plan, inputs: TextInputs, lm: CausalLM, reporter: Reporter
 ) -> NativeEngine | RemoteEngine | Router:
-    """The native engine on the trainer's own model, or the one that the config names, beside this process."""
+    """The native engine on the trainer's model, or the engine that the config names, in a child process or
+    server."""
     if config.rollout.engine == "native":
         return native_engine(config, inputs, lm)
     folder = reporter.run_dir.path
@@ -104,7 +105,7 @@ def _engine_here(
 
 
 def build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: CheckpointStore) -> Parts:
-    """Everything with a simulator and a perceptron, in this process."""
+    """Build the parts of a run with a simulator and an MLP policy in this process."""
     config, device = loaded.config, device_of(loaded.config)
     env, spec = config.env, config.model.mlp
     assert isinstance(env, GymnasiumEnv)
@@ -152,7 +153,7 @@ def _backend_here(
     total_steps: int,
     keeps_weights: bool = False,
 ) -> GroupBackend:
-    """A role's model in this process; arguments as in SingleBackend."""
+    """Backend of a role's model in this process; arguments as in SingleBackend."""
     train = train_config(config, role)
     backend = SingleBackend(model, train, total_steps=total_steps, device=device, keeps_weights=keeps_weights)
     return GroupBackend(InProcessGroup(role, lambda _: backend))
@@ -169,7 +170,7 @@ def _roles_here(
     supervised: Supervised | None,
     keeps_weights: bool,
 ) -> Roles:
-    """All roles in this process. With `keeps_weights` the engine samples with the policy's own tensors."""
+    """Backends of all roles in this process. With `keeps_weights` the engine shares the policy's tensors."""
     here = partial(_backend_here, config=config, device=device)
     policy = (
         supervised.backend
@@ -180,7 +181,7 @@ def _roles_here(
     def follow_policy() -> None:
         if (
             supervised is not None
-        ):  # it has trained the same tensors, of which the policy has master weights of its own
+        ):  # it has trained the same tensors, but the policy's optimizer keeps separate master weights
             policy.load_weights(dict(lm.named_weights()))
         if reference is not None and config.reference.path is None:
             copy_weights(dict(lm.named_weights()), reference.named_weights())

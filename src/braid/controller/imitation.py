@@ -1,4 +1,4 @@
-"""Supervised learning alone, whole. A round is one optimizer step."""
+"""The loop of supervised learning (`braid sft`). A round is one optimizer step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .parts import Parts
 
 
 def run(parts: Parts) -> None:
-    """`braid sft`: train from where `parts.progress` stands to the last step."""
+    """`braid sft`: train from `parts.progress` to the last step."""
     sft, progress, config = parts.supervised, parts.progress, parts.config
     assert sft is not None, "build.py makes it for this verb"
     if not progress.is_warm:
@@ -32,7 +32,7 @@ def run(parts: Parts) -> None:
 
 
 def _evaluate(parts: Parts, *, is_due: bool) -> None:
-    """Nothing else samples here, so that weights are handed over for this alone."""
+    """Evaluate if due. Weights are synced only here, since nothing else samples."""
     if is_due and parts.eval_prompts:
         steps.publish(parts)
         steps.evaluate(parts, is_due=True)

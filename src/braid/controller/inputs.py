@@ -1,4 +1,4 @@
-"""What a run with text reads before anything is built."""
+"""The inputs of a text run, read before anything is built: tokenizer and data."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class TextInputs:
     eval: PromptSet
     examples: ExampleSet
     end_token_ids: tuple[int, ...]
-    """All tokens that end an answer."""
+    """Ids of all tokens that end an answer."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Token ids to text, as the model reads them: with special tokens."""
+        """Decode token ids to text, with special tokens."""
         return whole_text(self.tokenizer, ids)
 
     @property
     def prompts(self) -> dict[Use, list[Prompt]]:
-        """Those of each use, in the order in which they are numbered."""
+        """Prompts by use, in the order of their indices."""
         in_order = [prompt for of in self.eval.by_source().values() for prompt in of]
         return {"train": self.train.prompts, "eval": in_order}
 
 
 def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
-    """Tokenizer and data of a run with text; None for simulators. Raises ModelError and DataError."""
+    """Read the tokenizer and data of a text run; None for simulators. Raises ModelError and DataError."""
     config, base_dir = loaded.config, loaded.base_dir
     if isinstance(config.env, GymnasiumEnv):
         return None
@@ -63,8 +63,8 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
 
 
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
-    """Raise ConfigError when the sources that reward parts and data.mix name are not those of the data, now that all of it is
-    read."""
+    """Raise ConfigError if reward parts or data.mix name sources that the data does not have. Needs all data
+    to have been read."""
     known = {prompt.source for prompt in (*inputs.train.prompts, *inputs.eval.prompts)}
     trained = {prompt.source for prompt in inputs.train.prompts}
     data = loaded.config.data
@@ -78,7 +78,7 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
 
 
 def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Sequence[Prompt] = ()) -> PromptSampler:
-    """The order in which so many prompts are taken, by the shares of data.mix where it has any."""
+    """The sampling order of `num_prompts` prompts, by the shares of data.mix if set."""
     seed = config.run.seed if config.data.seed is None else config.data.seed
     if not config.data.mix or not prompts:
         return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)

@@ -1,18 +1,19 @@
-"""On-policy reinforcement learning, whole.
+"""The loop of on-policy reinforcement learning.
 
     prompts ─gather─> scored groups ─credit─> rows ─improve─> new weights ─publish─> the next round
 
-One round is one rollout batch with its optimizer steps; gathering draws more batches where the filter asks for it. What
-always holds:
+One round is one rollout batch with its optimizer steps; the rollout draws more batches if the filter asks for
+it. Invariants:
 
-1. Every token of a round was sampled from the weights that the round starts with (version = round - 1).
-2. The engine holds version r before any prompt of round r + 1 is sampled.
-3. Invalid trajectories reach neither rewards, baselines nor denominators; dropped groups reach nothing.
-4. A checkpoint holds the state between two rounds, or between a round's update and its evaluation, or between two steps of the
-   warm-up. Resuming from it continues the run; a round that cannot end in time when the run is told to stop is given up.
+1. Every token of a round is sampled from the weights at the start of the round (version = round - 1).
+2. The engine has version r before any prompt of round r + 1 is sampled.
+3. Invalid trajectories enter neither rewards, baselines nor denominators; dropped groups enter nothing.
+4. A checkpoint holds the state between two rounds, between a round's update and its evaluation, or between two
+   steps of the warm-up. A resume continues the run from there. When the run is asked to stop, a round that cannot
+   finish in time is abandoned.
 
-The verbs are in steps.py; what they work on is built by build.py from the plan. Language models and simulators differ
-in the parts, not here.
+The stages are in steps.py; build.py builds their operands from the plan. Language models and simulators
+differ in the parts, not in the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .parts import Parts
 
 
 def run(parts: Parts) -> None:
-    """Train from where `parts.progress` stands to the last round of the plan."""
+    """Train from `parts.progress` to the last round of the plan."""
     progress = parts.progress
     if not progress.is_warm:
         steps.warm_up(parts)
@@ -34,7 +35,7 @@ def run(parts: Parts) -> None:
 
 
 def _train_round(parts: Parts) -> None:
-    """A round up to its new weights."""
+    """Run a round up to the sync of its new weights."""
     with steps.given_up_when_late(parts):
         parts.progress.round += 1
         selection = steps.gather(parts)
@@ -50,7 +51,8 @@ def _train_round(parts: Parts) -> None:
 
 
 def _report_round(parts: Parts) -> None:
-    """The rest of the round. Before the first one: what there is to tell of the policy that it starts with."""
+    """Evaluate, export, report and save at the end of a round. Before the first round: evaluate and report
+    the initial policy."""
     config, round_ = parts.config, parts.progress.round
     is_last = round_ == parts.plan.num_rounds
     cadence = parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end)

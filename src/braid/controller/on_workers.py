@@ -1,6 +1,7 @@
-"""A run on workers: the loop is here; each training role's ranks, the rollout workers and the rows are in processes of their own.
+"""Builds a run on workers: the loop is in the driver; each training role's ranks, the rollout workers and the
+rollout buffer are in separate processes.
 
-Models, engines and rewards are read there, so that this file imports none of them.
+Models, engines and rewards are imported only there, not in this file.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ def build_on_workers(
     store: CheckpointStore,
     cluster: Cluster | None,
 ) -> Parts:
-    """Training with text on workers: each role's ranks, the rollout workers and the rows in processes of their own. What has
-    started is ended when the rest cannot be built."""
+    """Build the parts of a text run on workers. If that fails, the processes already started are stopped."""
     if cluster is None or not cluster.is_open:
         cluster = Cluster.open(loaded.config, plan.layout)
     config, run_dir = cluster.config, reporter.run_dir.path
@@ -62,7 +62,7 @@ def _parts_on(
     reporter: Reporter,
     store: CheckpointStore,
 ) -> Parts:
-    """The parts of a run whose processes are up."""
+    """Build the parts of a run whose workers are running."""
     run_dir = reporter.run_dir.path
 
     def new_supervised() -> GroupBackend:

@@ -28,13 +28,13 @@ from .watch import LearningWatch
 
 @dataclass(slots=True)
 class Progress:
-    """How far the run has come; saved with every checkpoint.
+    """Counters of the run; saved with every checkpoint.
 
-    `round` counts rollout rounds and `step` optimizer steps of the policy in them. `is_reported` is false between the update of
-    a round and its line in the metrics, while the policy is evaluated. `warm_steps` counts optimizer steps of the warm-up, and
-    `is_warm` says that it is over.
-    `reference_updates` counts how often the reference has taken over the policy's weights, `empty_rounds` the rounds in a row
-    that had nothing to train on. `kl_coef` is the KL coefficient that steering came to; None before it has moved.
+    `round` counts rollout rounds and `step` the policy's optimizer steps in them. `is_reported` is false
+    between the update of a round and its metrics line, while the policy is evaluated. `warm_steps` counts
+    optimizer steps of the warm-up, and `is_warm` is true once it is complete. `reference_updates` counts how
+    often the policy's weights were copied to the reference, `empty_rounds` the consecutive rounds without
+    anything to train on. `kl_coef` is the adaptive KL coefficient; None until it has been adapted.
     """
 
     round: int = 0
@@ -55,40 +55,41 @@ class Progress:
 
 
 _SAVED_SHARE = 0.02
-"""Saving by time takes at most this share of it ..."""
+"""Largest share of wall-clock time that time-based saving may take."""
 _LEAST_S = 10.0
-"""... and comes no oftener than this."""
+"""Shortest time between two time-based saves, in seconds."""
 
 
 @dataclass(slots=True)
 class SaveClock:
-    """When a checkpoint is due by time. `cost_s` is what the last one took."""
+    """Decides when a checkpoint is due by time. `cost_s` is the duration of the last save."""
 
     at_s: float = field(default_factory=time.monotonic)
     cost_s: float = 0.0
 
     def is_due(self, every_s: float) -> bool:
-        """Whether `every_s` have passed since the last one, or a shorter time in which saving is cheap."""
+        """Whether `every_s` seconds have passed since the last save, or a shorter time if saving is cheap."""
         wait_s = min(every_s, max(_LEAST_S, self.cost_s / _SAVED_SHARE))
         return every_s > 0 and time.monotonic() - self.at_s >= wait_s
 
     def saved(self, cost_s: float) -> None:
-        """A checkpoint was written."""
+        """Record that a checkpoint was written."""
         self.at_s, self.cost_s = time.monotonic(), cost_s
 
 
 @dataclass(slots=True)
 class Parts:
-    """Everything that the verbs of steps.py work on. Built by build.py; lives as long as the run.
+    """Everything that the stages of steps.py operate on. Built by build.py; lives as long as the run.
 
-    `follow_policy` makes the reference and the critic's backbone copies of the policy as it is now, where the config
-    gives them no weights of their own; `update_reference` makes the reference one in any case. `export` writes the policy as a
-    Hugging Face folder; None for policies that have no such form. `check_weights` compares the engine's weights with the
-    trainer's, given the version that was published; None when that is not asked for. `reward_moments` are those of all rounds so
-    far, where rewards are normalised by them. `inference` computes the policy's log-probs before the update, where it has devices
-    of its own for that. `leave` is called last, when all workers have ended. `about` is what a checkpoint says of the run: its
-    id, and its config as text. `saved` is the progress in the newest checkpoint that this run wrote or was restored from,
-    `update_s` what the last round took after its sampling.
+    `follow_policy` copies the policy's current weights to the reference and the critic's backbone, unless the
+    config gives them separate weights; `update_reference` copies them to the reference in any case. `export`
+    writes the policy as a Hugging Face folder; None for policies without such a format. `check_weights`
+    compares the engine's weights with the trainer's, given the synced version; None unless enabled.
+    `reward_moments` are those of all rounds so far, if rewards are normalised by them. `inference` computes
+    the policy's log-probs before the update, if it has separate devices for that. `leave` is called last,
+    after all workers have stopped. `about` is stored in checkpoints: the run's id, and its config as text.
+    `saved` is the progress in the newest checkpoint that this run wrote or was restored from, `update_s` the
+    time that the last round took after its rollout.
     """
 
     config: RunConfig
@@ -141,11 +142,11 @@ class Parts:
         return self.plan.recipe.kl_coef if steered is None else steered
 
     def is_due(self, every: int, is_end: bool = False) -> bool:
-        """Whether this round is one of each `every` (0 for none), or the end that counts anyway."""
+        """Whether this round is a multiple of `every` (0 for never), or `is_end`."""
         return is_end or (every > 0 and self.progress.round % every == 0)
 
     def close(self) -> None:
-        """End what runs beside the loop: workers with their engines, environments and reward processes."""
+        """Stop the workers with their engines, environments and reward processes."""
         self.rollouts.close()
         self.data.close()
         self.leave()

@@ -1,5 +1,6 @@
-"""What is found wrong with a config once its data is read and before anything is built: prompts without what the rewards compare
-with, rewards that cannot be called, models and packages that are not there. `braid show --check` runs this alone.
+"""Checks a config once its data has been read and before anything is built: prompts without the references
+that rewards need, rewards that cannot be called, missing models and packages. `braid show --check` runs only
+this.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from braid.types import Prompt, Trajectory, Turn
 from .inputs import TextInputs, check_sources, read_inputs
 
 _MAX_EXAMPLES = 4
-"""Prompts on which a reward function is tried until it returns a score."""
+"""Most prompts on which a reward function is tried until it returns a score."""
 
 
 def check(loaded: Loaded, verb: Verb) -> Plan:
-    """The plan of a run, with all that can be checked without building it. Raises ConfigError, DataError and ModelError."""
+    """Resolve the plan of a run and check everything that can be checked without building it. Raises
+    ConfigError, DataError and ModelError."""
     loaded = with_absolute_paths(loaded)
     with environment(loaded.config.cluster.variables):
         inputs = read_inputs(loaded, verb)
@@ -58,7 +60,7 @@ def _num_prompts(inputs: TextInputs | None, verb: Verb) -> int | None:
 
 
 def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
-    """Raise ConfigError with every problem of packages, model folders and rewards."""
+    """Raise ConfigError with all problems of packages, model folders and rewards."""
     config = loaded.config
     problems = [Problem(key, why) for key, why in missing_packages(config, plan)]
     problems += _missing_folders(config, plan)
@@ -77,7 +79,8 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
 
 
 def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
-    """Models beside the policy's, whose folder the tokenizer has been read with."""
+    """Missing model folders of roles other than the policy, whose folder is checked when the tokenizer is
+    loaded."""
     folders = {
         "critic.path": config.critic.path if plan.needs_critic else None,
         "reference.path": config.reference.path if plan.needs_reference else None,
@@ -128,7 +131,7 @@ def _part_problems(
 
 
 def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: Setting) -> Iterator[Problem]:
-    """Prompts that lack what the part reads of them. One problem tells of all."""
+    """Prompts that lack the columns that the part reads, as one problem."""
 
     def read(prompt: Prompt) -> None:
         trajectory = Trajectory(prompt, 0)
@@ -173,11 +176,11 @@ def _failed_call(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Problem]:
-    """The function called on an example: a prompt, answered with its own reference. What raises there is tried on others, since a
-    function may refuse some; a service that is away or slow is up to the run."""
+    """Call the function on an example, a prompt answered with its reference. If it raises, other prompts are
+    tried, since a function may reject some; a service that is unreachable or slow is left to the run."""
     examples = prompts[:: max(1, len(prompts) // _MAX_EXAMPLES)][:_MAX_EXAMPLES]
     first = ""
-    with ThreadPoolExecutor(1) as pool:  # with an event loop of its own, also where one is running already
+    with ThreadPoolExecutor(1) as pool:  # a separate event loop, since this thread may already run one
         for prompt in examples:
             trajectory = _example(prompt, tokenizer)
             try:
@@ -199,7 +202,7 @@ async def _call(later: Later) -> object:
 
 
 def _example(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
-    """A trajectory of one turn whose answer is the reference, or empty where there is none."""
+    """A single-turn trajectory whose answer is the reference, or empty if there is none."""
     try:
         text = references_of(Trajectory(prompt, 0))[0]
     except RewardError:

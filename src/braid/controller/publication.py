@@ -1,4 +1,4 @@
-"""New weights on their way from the policy's ranks to engines in other processes, once a round."""
+"""Syncs weights from the policy's ranks to engines in other processes, once per round."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from braid.weights.transports import Meeting, choose_transport, on_existing
 
 @dataclass(slots=True)
 class Publication:
-    """`ranks` run training.worker.Ranks with the policy among them, `engines` rollout.collector.Collector. With `merged`
-    engines get a policy's adapters as part of its weights. The way is made at the first publication."""
+    """Weight sync from `ranks` (training.worker.Ranks, with the policy among them) to `engines`
+    (rollout.collector.Collector). With `merged`, adapters are merged into the weights that are sent. The
+    connection is opened at the first sync."""
 
     ranks: WorkerGroup
     engines: WorkerGroup
@@ -27,7 +28,7 @@ class Publication:
     _ticket: Mapping[str, Any] | None = None
 
     def send(self, version: int) -> None:
-        """Have every engine sample from the policy's weights as they are now, as `version`."""
+        """Sync the policy's current weights to all engines, as `version`."""
         if self._ticket is None:
             names = [name for of in self.engines.call("receivers") for name in of]
             self._ticket = self.ranks.call("open_sender", names, self.options)[0]
@@ -37,8 +38,8 @@ class Publication:
 
 
 def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: bool) -> SendOptions:
-    """How the policy's first rank sends to engines; `folder` is where weights go that travel as files. Raises ConfigError
-    for a transport that cannot work between them."""
+    """How the policy's first rank sends weights to engines; `folder` is for transports that use files. Raises
+    ConfigError for a transport that cannot work between them."""
     policy, rollout = layout.role("policy"), layout.role("rollout")
     assert policy is not None, "every run has a policy"
     assert rollout is not None, "every run samples"
@@ -49,7 +50,8 @@ def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: boo
     meeting = Meeting(
         is_one_machine=all(worker.node == first.node for worker in rollout.workers),
         is_one_device=is_cuda and all(seat == set(first.devices) for seat in seats),
-        # NCCL takes one rank on a GPU: with an engine on the sender's, and others elsewhere, weights go by host memory.
+        # NCCL allows one rank per GPU: if only some engines share the sender's GPU, weights go through host
+        # memory.
         is_cuda=is_cuda and (all(shared) or not any(shared)),
         reads_folders=config.rollout.engine == "sglang",
     )
@@ -60,7 +62,7 @@ def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: boo
         bucket_bytes=publish.bucket_bytes,
         timeout_s=config.cluster.call_timeout_s,
         existing=on_existing(publish, is_server=bool(servers[config.rollout.engine])),
-        # Else a sender listens at the address by which other machines reach this one.
+        # None: the sender listens at the address by which other machines reach this one.
         host="127.0.0.1" if meeting.is_one_machine and not servers[config.rollout.engine] else None,
         folder=folder,
         beside=_folder(config.model.path),
@@ -68,5 +70,5 @@ def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: boo
 
 
 def _folder(path: str | None) -> str | None:
-    """The model's folder where it has one; a name on the hub is none."""
+    """The model's folder; None for a model without one, such as a name on the Hugging Face Hub."""
     return None if path is None or not Path(expand(path)).is_dir() else expand(path)

@@ -1,4 +1,4 @@
-"""The training roles of a run: policy, critic and reference as backends."""
+"""Builds the backends of a run's training roles: policy, critic and reference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from .supervised import Supervised
 
 
 class NewBackend(Protocol):
-    """Makes the model of a role on its workers."""
+    """Creates the model of a role on its workers."""
 
     def __call__(self, role: TrainingRole, *, total_steps: int) -> GroupBackend: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Who trains, and how their weights follow each other: `follow_policy` and `update_reference` as in Parts."""
+    """Backends of the training roles, and how weights are copied between them: `follow_policy` and
+    `update_reference` as in Parts."""
 
     policy: GroupBackend
     critic: GroupBackend | None
@@ -39,7 +40,7 @@ class Roles:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device that run.device names; auto takes CUDA when there is a GPU."""
+    """The device that run.device names; auto is CUDA if there is a GPU."""
     name = config.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +52,8 @@ def device_of(config: RunConfig) -> torch.device:
 def roles_on_workers(
     config: RunConfig, plan: Plan, new_backend: NewBackend, supervised: Supervised | None
 ) -> Roles:
-    """Each role on ranks that `new_backend` knows. Weights go from one to another by reference."""
+    """Create each role's backend on its ranks with `new_backend`. Weights pass between them by object
+    reference."""
 
     def made(role: TrainingRole, total_steps: int) -> GroupBackend | None:
         return new_backend(role, total_steps=total_steps) if plan.layout.role(role) else None
@@ -65,7 +67,7 @@ def roles_on_workers(
     has_adapters = config.model.lora is not None
 
     def follow_policy() -> None:
-        """Without a warm-up all have begun with the same weights."""
+        """Copy the warm-up's weights to the roles. Without a warm-up all start from the same weights."""
         if supervised is None:
             return
         weights = supervised.backend.start_full_weights()
@@ -78,7 +80,8 @@ def roles_on_workers(
         supervised.backend.close()
 
     def update_reference() -> None:
-        """One of its own folder has no adapters, others have the policy's."""
+        """Copy the policy's weights to the reference: merged if it was loaded from a separate folder and so
+        has no adapters."""
         if reference is not None:
             is_merged = has_adapters and config.reference.path is not None
             reference.load_weights(policy.start_full_weights(merged=is_merged))
@@ -89,8 +92,8 @@ def roles_on_workers(
 def export_policy(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, policy: GroupBackend, folder: Path
 ) -> None:
-    """Write the policy as a Hugging Face folder, from whole weights in this process."""
-    from braid.checkpoint.export import export_model  # the loop needs no models but for this
+    """Write the policy as a Hugging Face folder, from full weights gathered in this process."""
+    from braid.checkpoint.export import export_model  # the driver needs models only here
     from braid.models.roles import make_policy
 
     lm = make_policy(config, torch.device("cpu"))

@@ -1,7 +1,8 @@
-"""The rollout workers as the loops see them: prompts are shared out, facts come back, tokens stay where they are.
+"""The driver's view of the rollout workers: it distributes prompts and receives metadata; tokens stay on the
+workers.
 
-One way for one process and for many. A prompt's random numbers hang on its number alone (rollout.drivers), so it changes no
-result which worker samples it.
+The same code serves one process and many. A prompt's random numbers depend only on its number
+(rollout.drivers), so results do not depend on which worker samples it.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from braid.types import Group, Prompt
 
 
 class Publisher(Protocol):
-    """Brings the policy's weights to engines."""
+    """Syncs the policy's weights to engines."""
 
     def send(self, version: int) -> None:
-        """Have every engine sample from the policy's weights as they are now, as `version`."""
+        """Sync the policy's current weights to all engines, as `version`."""
         ...
 
 
 @dataclass(slots=True)
 class Rollouts:
-    """Workers that run a Collector each. `publication` brings them weights; None where the engine reads the policy's own."""
+    """Workers that run a Collector each. `publication` syncs weights to them; None if the engine shares the
+    policy's tensors."""
 
     workers: WorkerGroup
     prompts: Mapping[Use, Sequence[Prompt]]
     publication: Publisher | None = None
     in_turns: Sequence[int] = ()
-    """Ranks of workers whose devices models are trained on too."""
+    """Ranks of the workers whose devices are also used for training."""
     _homes: dict[int, int] = field(default_factory=dict)
-    """The worker that has each group, by the group's number."""
+    """Rank of the worker that holds each group, by the group's number."""
     _prompts: dict[int, Prompt] = field(default_factory=dict)
 
     def collect(
@@ -46,7 +48,8 @@ class Rollouts:
         key: tuple[int, ...],
         numbers: Sequence[int],
     ) -> None:
-        """Sample a group for each of the prompts at `places`; `key` and `numbers` as in Driver.run."""
+        """Sample a group for each of the prompts at indices `places`; `key` and `numbers` as in
+        Driver.run."""
         prompts = self.prompts[use]
         lengths = [len(prompts[i].token_ids) for i in places]
         shares = least_load(lengths, self.workers.size)
@@ -59,8 +62,8 @@ class Rollouts:
         )
 
     def score(self, use: Use, numbers: Sequence[int]) -> tuple[list[Group], Metrics]:
-        """Reward what was collected last. Returns its groups, those of `numbers` in that order, without what was said in
-        them; and what scoring cost."""
+        """Score the groups sampled since the last call. Returns the groups of `numbers`, in that order,
+        without tokens and texts, and the metrics of scoring."""
         metrics = Metrics()
         told: dict[int, GroupFacts] = {}
         for facts, cost in self.workers.call("score", use):
@@ -69,7 +72,7 @@ class Rollouts:
         return [told[number].group(self._prompts[number]) for number in numbers], metrics
 
     def start_rows(self, groups: Sequence[Group]) -> list[Ref]:
-        """References to the rows of `groups`, a list from each worker."""
+        """Start to build the rows of `groups`. Returns a reference to the list of rows of each worker."""
         kept: list[list[tuple[int, int, int]]] = [[] for _ in range(self.workers.size)]
         first = 0
         for place, group in enumerate(groups):
@@ -78,7 +81,7 @@ class Rollouts:
         return self.workers.start_each("rows", [(of,) for of in kept]).refs
 
     def whole(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups with all that was said in them, for reports; this brings their tokens here."""
+        """The same groups with tokens and texts, for reports; copies them into this process."""
         asked: list[list[int]] = [[] for _ in range(self.workers.size)]
         for group in groups:
             asked[self._homes[group.number]].append(group.number)
@@ -86,23 +89,24 @@ class Rollouts:
         return [found[group.number] for group in groups]
 
     def forget(self) -> None:
-        """Let go of everything that was collected."""
+        """Drop all groups."""
         self._homes, self._prompts = {}, {}
         self.workers.call("forget")
 
     def publish(self, version: int) -> None:
-        """Sample from the policy's weights as they are now, as `version`."""
+        """Sync the policy's current weights to the engines, as `version`."""
         if self.publication is None:
             self.workers.call("publish", version)
         else:
             self.publication.send(version)
 
     def sleep(self) -> None:
-        """Have the engines that share their devices give back what they can of them until `wake`."""
+        """Have the engines that share devices with training free the memory that they do not need until
+        `wake`."""
         self._call_in_turns("sleep")
 
     def wake(self) -> None:
-        """Have all engines ready to sample, and to score."""
+        """Prepare all engines for sampling and scoring."""
         self._call_in_turns("wake")
 
     def _call_in_turns(self, method: str) -> None:
@@ -112,16 +116,17 @@ class Rollouts:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of all engines' key/value caches."""
+        """Bytes of all engines' key/value caches."""
         return sum(self.workers.call("cache_bytes"))
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.workers.close()
 
 
 def least_load(loads: Sequence[int], num_workers: int) -> list[list[int]]:
-    """Places in `loads` of each worker: one after the other to the worker that has least, the first of equals."""
+    """Distribute loads over workers; returns the indices into `loads` of each. In order, each load goes to
+    the least loaded worker; ties go to the first."""
     shares: list[list[int]] = [[] for _ in range(num_workers)]
     totals = [0] * num_workers
     for i, load in enumerate(loads):

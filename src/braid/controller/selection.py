@@ -1,7 +1,8 @@
-"""Which of a round's groups are trained on.
+"""Selects the groups of a round to train on.
 
-Owns what `rollout.filter` asks for, and what makes a group useless whatever the config says. Groups are judged by the
-rewards that training sees. A dropped group is as if it had not been sampled: it is in no statistic, loss or denominator.
+Implements `rollout.filter`, and drops groups that cannot be trained on whatever the config says. The criteria
+use the shaped rewards, as training does. A dropped group enters no statistic, loss or denominator, as if it
+had never been sampled.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from braid.config.rollout import FilterConfig
 from braid.types import Group
 
 Reason = Literal["invalid", "baseline", "min_std", "min_mean", "max_mean", "surplus"]
-"""Why a group was dropped. invalid: no valid trajectory. baseline: its greedy answer is invalid. surplus: the round was
-full. The others are keys of the filter."""
+"""Why a group was dropped. invalid: no valid trajectory. baseline: its greedy answer is invalid. surplus: the
+round was already full. The others are keys of the filter."""
 
 
 def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
-    """None for a group worth training on. The standard deviation is the unbiased one; a single trajectory has none, so that
-    min_std does not judge it, as in ROLL and SkyRL.
+    """Reason to drop a group; None to keep it. Uses the unbiased standard deviation; a single trajectory has
+    none, so min_std does not apply to it, as in ROLL and SkyRL.
 
-    RLinf keeps a mean that is exactly at a bound.
+    Unlike here, RLinf keeps a group whose mean is exactly at a bound.
     """
     rewards = np.array([t.training_reward for t in group.valid])
     if not len(rewards):
         return "invalid"
     if group.greedy is not None and not group.greedy.is_valid:
         return "baseline"
-    above = rewards - rewards.min()  # so that equal rewards are exactly 0 apart
+    above = rewards - rewards.min()  # so that the standard deviation of equal rewards is exactly 0
     if config.min_std is not None and len(above) > 1 and above.std(ddof=1) <= config.min_std:
         return "min_std"
     if config.min_mean is not None and rewards.mean() <= config.min_mean:
@@ -44,9 +45,9 @@ def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
 
 @dataclass(slots=True)
 class Selection:
-    """The groups of one round, batch after batch. `size` is what a round has: prompts_per_round.
+    """The groups of one round, added batch by batch. `size` is the target: prompts_per_round.
 
-    `kept` are in the order in which their prompts were drawn; `num_replaced` of them are copies.
+    `kept` is in the order in which the prompts were drawn; `num_replaced` of them are copies.
     """
 
     config: FilterConfig
@@ -59,14 +60,14 @@ class Selection:
 
     @property
     def is_done(self) -> bool:
-        """Whether no further batch is to be drawn."""
+        """Whether no further batch is needed."""
         if self.config.then != "resample":
             return self.num_batches > 0
         return len(self.kept) >= self.size or self.num_batches >= self.config.max_batches
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Take in a batch of scored groups. What is over when the round is full is dropped: it could wait for the next round
-        only as answers of old weights."""
+        """Add a batch of scored groups. Groups beyond a full round are dropped: in the next round they would
+        be off-policy."""
         self.num_batches += 1
         for group in groups:
             reason = reason_to_drop(group, self.config)
@@ -79,8 +80,8 @@ class Selection:
                 self.reasons[reason] += 1
 
     def fill(self, seed: tuple[int, ...]) -> None:
-        """replace: put copies of kept groups in place of the missing ones, where enough are kept. Which ones follows from
-        `seed`; each is taken once before any is taken again.
+        """With `then=replace`, fill up the round with copies of kept groups if enough are kept. They are
+        drawn without replacement, from `seed`; groups repeat only when all have been copied equally often.
 
         POLARIS (github.com/ChenxinAn-fdu/POLARIS) and SkyRL draw the copies with replacement.
         """
@@ -94,7 +95,7 @@ class Selection:
         self.num_replaced = missing
 
     def describe(self) -> str:
-        """Why groups were dropped, for a person."""
+        """Human-readable summary of why groups were dropped."""
         config = self.config
         words: dict[Reason, str] = {
             "invalid": "have no valid trajectory",

@@ -1,4 +1,4 @@
-"""What reward parts need of models and of the policy's engine."""
+"""Models and engine access for reward parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .keys import JUDGE_KEY
 def reward_services(
     config: RunConfig, engine: RolloutEngine, inputs: TextInputs, device: torch.device
 ) -> Services:
-    """The reward models that the config names, and the policy as its own judge."""
+    """Load the reward models of the config, and provide the policy as a judge."""
     classifiers = {
         i: load_classifier(part, device=device, key=f"reward.parts[{i}]")
         for i, part in enumerate(config.reward.parts)
@@ -37,7 +37,8 @@ def reward_services(
 
 
 class PolicyJudge:
-    """The policy's engine as a judge, by chat template where the tokenizer has one; see rewards.base.Generate."""
+    """The policy's engine as a judge, with the chat template if the tokenizer has one; see
+    rewards.base.Generate."""
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class PolicyJudge:
         return plain_text(self._tokenizer, completion.token_ids)
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Without a chat template, the messages as plain text with an empty line between them."""
+        """Token ids of the messages. Without a chat template they are joined as plain text, separated by
+        empty lines."""
         has_template = bool(self._tokenizer.chat_template)
         text = "\n\n".join(message["content"] for message in messages)
         if has_template:

@@ -1,4 +1,4 @@
-"""The verbs of the loops. Each takes the parts, does one thing, and leaves its metrics in `parts.metrics`."""
+"""The stages of the training loops. Each operates on the parts and records its metrics in `parts.metrics`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .supervised import Supervised
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_ROUNDS = 10
-"""So many rounds in a row without anything to train on end the run."""
+"""Number of consecutive rounds without anything to train on after which the run fails."""
 
 
 @contextmanager
@@ -50,7 +50,8 @@ def _timed(parts: Parts, verb: str) -> Iterator[None]:
 
 
 def warm_up(parts: Parts) -> None:
-    """Supervised learning before the first round, where the config has it; then the reference is taken."""
+    """Run the supervised warm-up if the config has one; then copy the policy's weights to the reference and
+    the critic."""
     progress = parts.progress
     if parts.supervised is not None:
         parts.rollouts.sleep()
@@ -70,7 +71,8 @@ def warm_up(parts: Parts) -> None:
 
 
 def gather(parts: Parts) -> Selection:
-    """This round's groups, scored: batches of prompts are drawn until rollout.filter is satisfied."""
+    """Sample and score this round's groups: batches of prompts are drawn until rollout.filter is
+    satisfied."""
     rollout, progress = parts.config.rollout, parts.progress
     selection = Selection(rollout.filter, rollout.prompts_per_round)
     sampled: list[Group] = []
@@ -91,7 +93,7 @@ def gather(parts: Parts) -> Selection:
 
 
 def _collect(parts: Parts, batch: int) -> list[int]:
-    """Sample the groups of one batch of prompts; the numbers of the groups."""
+    """Sample the groups of one batch of prompts. Returns the groups' numbers."""
     rollout = parts.config.rollout
     prompts = parts.sampler.take(rollout.prompts_per_round)
     numbers = list(range(batch * len(prompts), (batch + 1) * len(prompts)))
@@ -102,8 +104,8 @@ def _collect(parts: Parts, batch: int) -> list[int]:
 
 
 def _score(parts: Parts, numbers: Sequence[int]) -> list[Group]:
-    """Give every valid trajectory its reward, and what training makes of it; end the run when too many are invalid. The
-    groups have no tokens: those stay with whoever has sampled them."""
+    """Score and shape the rewards of the valid trajectories. Returns the groups without tokens, which stay on
+    the workers. Raises RolloutError if too many trajectories are invalid."""
     config = parts.config
     with _timed(parts, "score"), parts.stop.cuttable():
         groups, cost = parts.rollouts.score("train", numbers)
@@ -130,7 +132,7 @@ def _score(parts: Parts, numbers: Sequence[int]) -> list[Group]:
 
 
 def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
-    """What was sampled and scored in the round, whether it is trained on or not."""
+    """Record metrics of everything sampled and scored in the round, including dropped groups."""
     trajectories = [t for group in groups for t in group.trajectories]
     lengths = [t.num_output_tokens for t in trajectories]
     tokens = sum(t.num_output_tokens for group in groups for t in group.sampled)
@@ -168,7 +170,7 @@ def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
 
 
 def _report_selection(parts: Parts, selection: Selection) -> None:
-    """What the filter did; nothing where nothing can be dropped and nothing was."""
+    """Record metrics of the filter, if groups were dropped or could have been."""
     config, metrics = selection.config, parts.metrics
     for reason in get_args(Reason):
         if selection.reasons[reason] or getattr(config, reason, None) is not None:
@@ -185,8 +187,9 @@ def _report_selection(parts: Parts, selection: Selection) -> None:
 
 
 def credit(parts: Parts, selection: Selection) -> list[RowFacts]:
-    """The rows to train on, with everything that the losses need. None for a round with nothing to learn from: that is told,
-    and ends the run when it goes on."""
+    """Build the round's rows and compute log-probs, values and advantages. Returns the rows to train on; an
+    empty list if there is nothing to learn from, which is logged, and raises TrainingError after
+    MAX_EMPTY_ROUNDS in a row."""
     with _timed(parts, "credit"):
         rows = parts.data.open(parts.rollouts.start_rows(selection.kept))
         if rows:
@@ -204,7 +207,7 @@ def credit(parts: Parts, selection: Selection) -> list[RowFacts]:
 
 
 def _infer_fields(parts: Parts, rows: Sequence[RowFacts]) -> None:
-    """Log-probs and values of the models as they are before the update; models on workers of their own at the same time."""
+    """Compute log-probs and values before the update; models on separate workers run in parallel."""
     asked: list[tuple[GroupBackend, Output, str]] = []
     if parts.plan.old_logprobs == "recompute":
         asked.append((parts.inference or parts.policy, "logprobs", "old_logprobs"))
@@ -220,7 +223,7 @@ def _infer_fields(parts: Parts, rows: Sequence[RowFacts]) -> None:
 
 
 def _mark_successes(parts: Parts, groups: Sequence[Group], rows: Sequence[RowFacts]) -> None:
-    """Tell of each row whether the trajectory's reward, as it was scored, is a success."""
+    """Mark for each row whether the trajectory's unshaped reward is a success."""
     rewards = [t.reward for group in groups for t in group.trajectories]
     of_rows = [rewards[row.trajectory] for row in rows]
     success = parts.config.eval.success_reward
@@ -249,7 +252,8 @@ def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowFa
 
 
 def improve(parts: Parts, rows: Sequence[RowFacts]) -> None:
-    """The round's optimizer steps: the critic's, then the policy's, each on mini-batches of its own. None without rows."""
+    """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches. Does
+    nothing without rows."""
     if not rows:
         return
     with _timed(parts, "improve"):
@@ -282,7 +286,8 @@ def _improve_policy(parts: Parts, rows: Sequence[RowFacts]) -> None:
 def _batches(
     parts: Parts, rows: Sequence[RowFacts], train: TrainConfig
 ) -> Iterator[tuple[list[RowFacts], list[float]]]:
-    """Mini-batches of whole prompts, each pass in a new order, with what each position of a row counts in the loss."""
+    """Mini-batches of whole groups, reshuffled in each pass, with the loss weight of a position of each
+    row."""
     groups = sorted({row.group for row in rows})
     for pass_ in range(train.passes_per_round):
         order = np.array(groups)
@@ -304,7 +309,8 @@ def _batches(
 
 
 def steer_kl(parts: Parts, rows: Sequence[RowFacts]) -> None:
-    """With kl_target, the next round's KL coefficient: from the KL per token that this round's reward or loss has seen."""
+    """With kl_target, adapt the KL coefficient for the next round to the KL per token measured in this
+    round's reward or loss."""
     recipe = parts.plan.recipe
     if recipe.kl_target is None or parts.reference is None:
         return
@@ -321,7 +327,7 @@ def steer_kl(parts: Parts, rows: Sequence[RowFacts]) -> None:
 
 
 def record(metrics: Metrics, role: str, report: StepReport) -> None:
-    """Keep what an optimizer step did, under the name of the role that took it."""
+    """Record the metrics of an optimizer step, under the role's name."""
     metrics.mean(f"{role}/loss", report.loss)
     if report.loss_scale is not None:
         metrics.mean(f"{role}/loss_scale", report.loss_scale)
@@ -337,7 +343,8 @@ def record(metrics: Metrics, role: str, report: StepReport) -> None:
 
 
 def update_reference(parts: Parts) -> None:
-    """After every so many passes over the prompts, the reference takes over the policy's weights."""
+    """Copy the policy's weights to the reference every reference.update_every_epochs passes over the
+    prompts."""
     every = parts.config.reference.update_every_epochs
     if every and parts.sampler.epoch // every > parts.progress.reference_updates:
         parts.progress.reference_updates = parts.sampler.epoch // every
@@ -345,7 +352,7 @@ def update_reference(parts: Parts) -> None:
 
 
 def publish(parts: Parts) -> None:
-    """Hand the new weights to whoever samples with them, or computes log-probs in the policy's place."""
+    """Sync the new weights to the engines, and to the inference role."""
     with _timed(parts, "publish"):
         parts.rollouts.publish(parts.progress.round)
         if parts.inference is not None:
@@ -355,7 +362,8 @@ def publish(parts: Parts) -> None:
 
 
 def store(parts: Parts, selection: Selection, rows: Sequence[RowFacts]) -> None:
-    """Keep every trajectory of chosen rounds for reading, dropped groups last, and every array of the rows for machines."""
+    """Write the round's trajectories (samples/, dropped groups last) and the arrays of its rows (batches/),
+    if due."""
     report, name = parts.config.report, f"round_{parts.progress.round:06d}"
     is_read, is_kept = parts.is_due(report.samples_every_rounds), parts.is_due(report.batches_every_rounds)
     if not (is_read or is_kept):
@@ -369,7 +377,7 @@ def store(parts: Parts, selection: Selection, rows: Sequence[RowFacts]) -> None:
 
 
 def evaluate(parts: Parts, *, is_due: bool) -> None:
-    """mean@n and pass@k on each evaluation source; the same random numbers each time."""
+    """Record mean@n and pass@k of each evaluation source; every evaluation uses the same random numbers."""
     if not is_due or not parts.eval_prompts:
         return
     with _timed(parts, "evaluate"):
@@ -382,7 +390,7 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
 
 
 def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
-    """Results by source, and the groups in the order in which they were sampled. The order changes no result."""
+    """Results by source, and the groups in sampling order, on which the results do not depend."""
     config = parts.config.eval
     prompts = [p for source in parts.eval_prompts.values() for p in source]
     order = np.arange(len(prompts))
@@ -405,8 +413,9 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
 
 
 def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: float) -> dict[str, float]:
-    """mean@n: mean reward of valid trajectories. pass@k: chance that one of k of a prompt's n samples succeeds,
-    1 - C(n - c, k) / C(n, k) for c successes (Chen et al. 2021), over prompts with at least k valid samples."""
+    """Compute mean@n and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability that at least
+    one of k of a prompt's n samples succeeds, 1 - C(n - c, k) / C(n, k) for c successes (Chen et al. 2021),
+    averaged over prompts with at least k valid samples."""
     rewards = [[t.reward for t in g.valid if t.reward is not None] for g in groups]
     n = max((len(g.trajectories) for g in groups), default=0)
     flat = [r for of in rewards for r in of]
@@ -426,7 +435,7 @@ def _pass_at(k: int, n: int, successes: int) -> float:
 
 
 def report(parts: Parts) -> None:
-    """Write the round's line everywhere, and start a new one."""
+    """Write the round's metrics to all sinks, and reset them."""
     metrics, progress = parts.metrics, parts.progress
     metrics.mean("rollout/epoch", parts.sampler.epoch)
     metrics.max("memory/peak_rss_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -440,14 +449,15 @@ def report(parts: Parts) -> None:
 
 
 def save(parts: Parts, *, is_due: bool) -> None:
-    """Write a checkpoint of the whole state when it is due, also by time where no cadence in rounds is set."""
+    """Write a checkpoint of the whole state if `is_due`, or if due by time when no cadence in rounds is
+    set."""
     config = parts.config.checkpoint
     if is_due or (not config.every_rounds and parts.clock.is_due(config.every_s)):
         _save(parts, counters(parts))
 
 
 def _save(parts: Parts, at: Mapping[str, Any]) -> None:
-    """Write a checkpoint with the counters `at`, which go with the models as they are."""
+    """Write a checkpoint of the models' current state and the matching counters `at`."""
     start = time.perf_counter()
     with _timed(parts, "save"):
         parts.store.save(at["progress"]["step"], partial(_write_state, parts, at))
@@ -456,7 +466,7 @@ def _save(parts: Parts, at: Mapping[str, Any]) -> None:
 
 
 def stop_if_asked(parts: Parts) -> None:
-    """Where a signal has asked the run to stop: save what is not saved yet, and end it with KeyboardInterrupt."""
+    """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt."""
     if parts.stop.is_requested:
         at = counters(parts)
         if at["progress"] != parts.saved:
@@ -466,8 +476,8 @@ def stop_if_asked(parts: Parts) -> None:
 
 @contextmanager
 def given_up_when_late(parts: Parts) -> Iterator[None]:
-    """A block that changes no model. Where it cannot end in the time that is left to a run that is told to stop, or fails then,
-    the state before it is saved and the run ends."""
+    """Wrap a block that changes no model. If the run has been asked to stop, and the block fails or cannot
+    finish in the remaining time, save the state from before the block and end the run."""
     at = counters(parts)
     try:
         yield
@@ -483,14 +493,15 @@ def given_up_when_late(parts: Parts) -> Iterator[None]:
 
 @contextmanager
 def timed_update(parts: Parts) -> Iterator[None]:
-    """Take the time of what a round does after its sampling, and of the save that may follow."""
+    """Measure the time that a round takes after its rollout, including the save that may follow."""
     start = time.perf_counter()
     yield
     parts.update_s = time.perf_counter() - start + parts.clock.cost_s
 
 
 def export(parts: Parts) -> None:
-    """Write the policy of chosen rounds as a Hugging Face folder."""
+    """Write the policy as a Hugging Face folder, in rounds that are a multiple of
+    checkpoint.export_every_rounds."""
     config = parts.config.checkpoint
     if parts.export is None or not parts.is_due(config.export_every_rounds):
         return
@@ -500,7 +511,7 @@ def export(parts: Parts) -> None:
 
 
 def counters(parts: Parts) -> dict[str, Any]:
-    """All of the run's state but its models; copies."""
+    """A copy of the run's state without its models."""
     warm_up = _unfinished_warm_up(parts)
     return {
         "progress": parts.progress.state(),
@@ -514,15 +525,15 @@ def counters(parts: Parts) -> dict[str, Any]:
 
 
 def _unfinished_warm_up(parts: Parts) -> Supervised | None:
-    """What learns before the first round, until it has done so."""
+    """The supervised warm-up before the first round; None once it is complete."""
     return None if parts.progress.is_warm or parts.plan.verb != "train" else parts.supervised
 
 
 def _write_state(
     parts: Parts, at: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-    """Have the models' workers write into `folder`. Returns the rest of the state that `restore` needs for a bit-exact resume,
-    and the files written."""
+    """Have the models' workers write to `folder`. Returns the rest of the state that `restore` needs for a
+    bit-exact resume, and the files written."""
     state: dict[str, object] = dict(at)
     files: dict[str, dict[str, object]] = {}
     for role, backend in _saved_models(parts).items():
@@ -532,8 +543,8 @@ def _write_state(
 
 
 def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
-    """The models that a checkpoint has: not a reference that is never other than what its folder holds, and during the warm-up
-    none but the one that learns."""
+    """The models to save in a checkpoint. Excludes a reference that always equals the folder it was loaded
+    from; during the warm-up, only the model being trained."""
     if (warm_up := _unfinished_warm_up(parts)) is not None:
         return {"warm_up": warm_up.backend}
     config = parts.config.reference
@@ -547,7 +558,7 @@ def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
 
 
 def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
-    """Put the parts where the checkpoint in `folder` left them."""
+    """Restore the parts from the checkpoint in `folder`."""
     parts.progress.load(state["progress"])
     for role, backend in _saved_models(parts).items():
         if state.get(role) is not None:

@@ -1,7 +1,8 @@
-"""Supervised learning on worked examples: alone under `braid sft` (imitation.py), or as the warm-up before reinforcement.
+"""Supervised learning on worked examples: alone under `braid sft` (imitation.py), or as the warm-up before
+reinforcement learning.
 
-A step takes `rows_per_step` examples. The loss is the cross-entropy of what the policy is to
-write, token by token; prompts and environment replies are context.
+A step takes `rows_per_step` examples. The loss is the token-level cross-entropy of the responses; prompts and
+environment replies are context.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .inputs import TextInputs, prompt_sampler
 
 @dataclass
 class Supervised:
-    """Examples, the order to take them in, and what learns from them: made when it is first asked for."""
+    """Examples, their sampling order, and the backend trained on them, which is created on first use."""
 
     rows: Sequence[Row]
     sampler: PromptSampler
@@ -40,7 +41,7 @@ class Supervised:
         return self.new_backend()
 
     def learn(self) -> StepReport:
-        """One optimizer step."""
+        """Take one optimizer step."""
         batch = [self.rows[i] for i in self.sampler.take(self.rows_per_step)]
         weights = row_weights(
             [row.num_tokens for row in batch], list(range(len(batch))), mode="token_mean", constant=None
@@ -51,7 +52,7 @@ class Supervised:
 def supervised_of(
     config: RunConfig, plan: Plan, examples: Sequence[Example], new_backend: Callable[[], GroupBackend]
 ) -> Supervised | None:
-    """What the config's `sft` says, for a run that learns."""
+    """Supervised learning as set by the config's `sft`; None without it, and for evaluations."""
     sft = config.sft
     if sft is None or plan.verb == "eval":
         return None
@@ -80,7 +81,7 @@ def warm_up_config(config: RunConfig) -> RunConfig:
 def sampler_of(
     plan: Plan, supervised: Supervised | None, config: RunConfig, inputs: TextInputs
 ) -> PromptSampler:
-    """What the verb takes its rows from: examples, or prompts."""
+    """The sampler of the verb's data: examples for `braid sft`, else prompts."""
     if plan.verb == "sft" and supervised:
         return supervised.sampler
     return prompt_sampler(config, max(1, len(inputs.train.prompts)), inputs.train.prompts)

@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing, each told in one line with what to do about it."""
+"""Detects signs that a run does not learn, and logs each as a one-line warning with a remedy."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from braid.plan import Plan
 logger = logging.getLogger(__name__)
 
 PATIENCE = 3
-"""Rounds in a row that show a sign before it is told."""
+"""Consecutive rounds that must show a sign before it is logged."""
 MOST_TRUNCATED = 0.9
-"""Share of truncated answers from which nearly all are."""
+"""Fraction of truncated answers from which it is a sign."""
 WINDOW = 10
-"""Rounds whose mean rewards are compared."""
+"""Length, in rounds, of the windows whose mean rewards are compared."""
 NUM_ERRORS = 5.0
-"""A fall counts from so many standard errors on: of several hundred windows of mere noise the best and the newest differ by
-up to about 3.5."""
+"""Standard errors by which the mean reward must have fallen: with pure noise, the best of several hundred
+windows and the newest differ by up to about 3.5."""
 _GROUP_BASELINES = frozenset({"grpo", "rloo", "maxrl"})
-"""Advantages that are 0 where all rewards of a group are equal."""
+"""Advantages that are 0 if all rewards of a group are equal."""
 
 
 @dataclass(slots=True)
 class LearningWatch:
-    """Sees the metrics of each round. A sign is told when it has been there for some rounds in a row, and again only after
-    it has been gone."""
+    """Watches the metrics of each round. A sign is logged after PATIENCE consecutive rounds, and again only
+    after it has disappeared in between."""
 
     config: RunConfig
     plan: Plan
@@ -39,7 +39,7 @@ class LearningWatch:
     _rewards: list[float] = field(default_factory=list)
 
     def see(self, round_: int, metrics: Mapping[str, float]) -> None:
-        """Log a warning for each sign that is due."""
+        """Process the metrics of a round; log a warning for each sign that is due."""
         signs = dict(self._signs(metrics))
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in signs}
         for name, count in self._in_a_row.items():
@@ -52,7 +52,8 @@ class LearningWatch:
                 self._rewards.clear()
 
     def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Name and message of each sign that the round shows. One that follows from another is left out."""
+        """Name and message of each sign in the round's metrics. Signs that follow from another sign are
+        omitted."""
         reads_groups = self.plan.recipe.advantage in _GROUP_BASELINES and self.config.rollout.group_size > 1
         has_equal_rewards = reads_groups and metrics.get("reward/same_in_group_fraction") == 1.0
         if has_equal_rewards:
@@ -79,7 +80,7 @@ class LearningWatch:
                 )
 
     def _fall(self, round_: int) -> str:
-        """How far the mean reward has fallen from its best, where that is more than noise."""
+        """Message on the fall of the mean reward from its best window; empty if it is within noise."""
         if len(self._rewards) < 3 * WINDOW:
             return ""
         windows = np.lib.stride_tricks.sliding_window_view(np.array(self._rewards), WINDOW)
