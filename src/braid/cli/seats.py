@@ -1,4 +1,5 @@
-"""The placement table of a plan: machine and device of each rank of each role, and its parallel groups."""
+"""The layout of a plan as a table: rank, machine and devices of each role's workers, and its parallel
+groups."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from braid.plan.layout import Layout, RoleLayout, Worker
 from braid.plan.placement import format_numbers
 
 _MAX_GROUPS = 4
-"""Most groups per parallel dimension that are printed."""
+"""Maximum number of groups per dimension that are listed."""
 _MODES = {
     "in_process": "every role in the process where braid is started",
     "collocated": "all roles on the same devices, in turns",
@@ -23,13 +24,13 @@ _MODES = {
 
 
 def seats_title(layout: Layout) -> str:
-    """The placement mode with its description."""
+    """The placement mode in words."""
     return f"{layout.mode}: {_MODES[layout.mode]}"
 
 
 def seats_table(layout: Layout) -> RenderableType:
-    """The placement as a table: one line per role and machine, or one per worker for roles whose workers do
-    not have exactly one device each to themselves."""
+    """One line per role and machine; one line per worker if workers have something other than one device
+    each."""
     if layout.mode == "in_process":
         roles = ", ".join(f"{role.role} ({role.kind})" for role in layout.roles)
         return Text.assemble((roles, "bold"), ("  rank 0 on device 0", "dim"))
@@ -57,7 +58,7 @@ def seats_table(layout: Layout) -> RenderableType:
 
 
 def _lines(role: RoleLayout) -> Iterator[list[Worker]]:
-    """The workers of each line."""
+    """Workers that share a line."""
     has_own = len(role.devices) == len(role.workers) == sum(len(of.devices) for of in role.workers)
     for _, workers in groupby(role.workers, key=lambda of: of.node if has_own else of.rank):
         yield list(workers)

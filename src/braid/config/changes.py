@@ -43,6 +43,6 @@ def changes(before: str, after: str) -> list[Change]:
 
 
 def _values(text: str) -> Iterator[tuple[str, str]]:
-    tree = yaml.load(text, Loader=yaml.BaseLoader)  # texts and no objects
+    tree = yaml.load(text, Loader=yaml.BaseLoader)  # strings only
     for path, value in leaves(tree):
         yield path_text(path), str(value) if value != "" else "''"

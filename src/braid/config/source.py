@@ -65,7 +65,7 @@ def read_file(path: Path) -> Written:
         raise ConfigError([_syntax_problem(error, path.name, text)]) from None
     except RecursionError:
         raise ConfigError([Problem(ROOT, _TOO_DEEP, path.name)]) from None
-    except ValueError as error:  # PyYAML's own, of characters that cannot be
+    except ValueError as error:  # raised by PyYAML for invalid characters
         raise ConfigError([Problem(ROOT, f"not valid YAML: {error}", path.name)]) from None
     written = Written()
     if root is None:
@@ -128,7 +128,7 @@ def plain_scalar(text: str) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     if len(text) > MAX_DIGITS and _DIGITS.fullmatch(text):
-        return text  # which source files refuse
+        return text  # rejected by YAML source files
     if _INT.fullmatch(text):
         return int(text.replace("_", ""))
     if _BASED_INT.fullmatch(text):

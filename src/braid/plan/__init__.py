@@ -1,4 +1,5 @@
-"""What follows from a config: derived numbers, checks across keys, memory. Imports no torch."""
+"""Everything derived from a config: numbers, checks across keys, the layout, memory. Does not import
+torch."""
 
 from .checks import idle_keys
 from .plan import Memory, Plan, Verb

@@ -1,7 +1,8 @@
-"""What a config may ask for and this version does not run, and options of parts that a run has not chosen.
+"""Features that a config may request but this version cannot run, and options of parts that a run does not
+use.
 
-Both tables shrink as parts are built. Files for other backends and engines load, and are carried whole; what cannot run is
-said before a run starts, with the value that runs here.
+Both tables shrink as parts are implemented. Configs for other backends and engines load completely; what
+cannot run is reported before the run starts, with a value that works.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .plan import Plan
 
 _SIMULATORS = ("maniskill", "libero")
 _PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
-"""What a training backend imports, which an extra of its name brings."""
+"""Training backend -> the package it imports, installed by the extra of the backend's name."""
 
 
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -56,7 +57,7 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def missing_sections(config: RunConfig) -> dict[str, str]:
-    """Sections of the config that only parts missing in this version would read, and what runs here instead."""
+    """Config section that only unavailable parts read -> what is available instead."""
     missing = {}
     if config.env.kind in _SIMULATORS:
         missing["env"] = _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
@@ -69,7 +70,8 @@ def missing_sections(config: RunConfig) -> dict[str, str]:
 
 
 def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(key, message) of every package that a run needs and this installation lacks. A config can be looked at without."""
+    """(key, message) of every package that the run needs and that is not installed. Not an error for commands
+    that only inspect a config."""
     for key, train in _train_sections(config, plan):
         package = _PACKAGES.get(train.backend)
         if package is not None and not _is_installed(package):
@@ -112,12 +114,12 @@ _EXTRAS: tuple[tuple[str, str, str, Callable[[RunConfig], bool]], ...] = (
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def _not_sharded(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What the training backends with several processes do not do."""
+    """(key, message) of everything that the multi-process training backends do not support."""
     backend, key = config.train.backend, "train.backend"
     if config.model.mlp is not None:
         yield key, f"a perceptron trains in one process, not on {backend}; set train.backend=single"
@@ -131,7 +133,7 @@ def _not_sharded(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainConfig]]:
-    """The training settings that somebody in this run has."""
+    """(key, training settings) of every role of the run that has its own."""
     yield "train", config.train
     if plan.needs_critic and config.critic.train is not None:
         yield "critic.train", config.critic.train
@@ -140,7 +142,7 @@ def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainC
 
 
 def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Workers that this version does not have."""
+    """(key, message) of worker placements that this version does not support."""
     cluster = config.cluster
     if isinstance(config.env, GymnasiumEnv) and cluster.runtime == "ray":
         yield (
@@ -150,7 +152,7 @@ def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     try:
         placed = parse_placement(cluster.placement)
     except ValueError:
-        return  # a refusal of the layout says what is wrong with it
+        return  # reported as a refusal of the layout
     numbers = sorted({number for devices in placed.values() if devices for number in devices.numbers})
     if isinstance(config.env, GymnasiumEnv) and len(numbers) > 1:
         yield (
@@ -181,7 +183,7 @@ def _is_in_process(_: RunConfig, plan: Plan) -> bool:
 
 
 def _leaves(key: str, section: type[BaseModel]) -> tuple[str, ...]:
-    """All keys of a section, those of sections in it included."""
+    """All keys of a section, including those of nested sections."""
     out: list[str] = []
     for name, field in section.model_fields.items():
         inner = field.annotation
@@ -429,7 +431,7 @@ IDLE: tuple[Idle, ...] = (
 
 
 def _value(config: RunConfig, path: str) -> object:
-    """The value at a dotted path; None where a section on the way is not given."""
+    """The value at a dotted path; None if a section on the path is null."""
     value: object = config
     for name in path.split("."):
         value = getattr(value, name, None)

@@ -1,7 +1,8 @@
-"""Whether the keys of a config fit each other, and which of them would have no effect.
+"""Consistency checks across the keys of a config, and detection of unused keys.
 
-Each check is a function from (config, plan) to (key, message) pairs. A problem stops the run before it starts; a warning is
-for what is legal but seldom meant. No accepted key is silently without effect.
+Each check is a function from (config, plan) to (key, message) pairs. A problem stops the run before it
+starts; a warning marks what is legal but rarely intended. Every accepted key either has an effect or is
+reported.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from .plan import Plan
 from .rewards import reward_problems
 
 Finding = tuple[str, str]
-"""The key that is best changed, and what is wrong."""
+"""The key that should be changed, and what is wrong."""
 _Check = Callable[[RunConfig, Plan], Iterator[Finding]]
 
 
 def find_problems(config: RunConfig, plan: Plan) -> list[Finding]:
-    """Everything that makes the run impossible; where parts of it are missing, these alone."""
+    """Everything that makes the run impossible; if parts of it are unavailable, only those."""
     return list(available.missing_parts(config, plan)) or [
         finding for check in _PROBLEMS for finding in check(config, plan)
     ]
 
 
 def find_warnings(config: RunConfig, plan: Plan) -> list[Finding]:
-    """Everything that is legal and suspicious, and every key that has no effect."""
+    """Everything that is legal but suspicious, and every key that has no effect."""
     return [finding for check in _WARNINGS for finding in check(config, plan)]
 
 
@@ -150,7 +151,7 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _steps_per_pass(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
-    """Of each role that is trained, under the key that sets it."""
+    """(key, steps per pass) of each role that is trained."""
     yield "train.steps_per_pass", config.train.steps_per_pass
     if plan.needs_critic and config.critic.train is not None:
         yield "critic.train.steps_per_pass", config.critic.train.steps_per_pass
@@ -189,7 +190,7 @@ def _algorithm(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Lengths against the model's and the engine's limits, with the arithmetic."""
+    """Lengths that exceed the limits of the model or the engine, with the arithmetic."""
     prompt = config.data.max_prompt_tokens
     limit = None if plan.model_size is None else plan.model_size.max_positions
     bound = config.rollout.max_sequence_tokens
@@ -231,7 +232,7 @@ def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _total(config: RunConfig, key: str, sampling: SamplingConfig, total: int) -> Finding:
-    """(key to change, how long a trajectory gets)."""
+    """(key to change, maximum trajectory length in words)."""
     if total == config.rollout.max_sequence_tokens:
         return (
             "rollout.max_sequence_tokens",
@@ -383,7 +384,7 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Keys set to other than their default that nothing reads in this run."""
+    """Keys with a non-default value that are unused in this run."""
     for because, is_idle, keys in _IDLE:
         if is_idle(config, plan):
             for key in keys:
@@ -392,7 +393,7 @@ def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def idle_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """Keys and sections that nothing reads in this run, whatever they are set to, and why."""
+    """Unused key or section -> the reason, whether or not it is set."""
     return {key: why for why, is_idle, keys in reversed(_IDLE) if is_idle(config, plan) for key in keys}
 
 
@@ -426,7 +427,7 @@ def _bound_is_wide(config: RunConfig, _: Plan) -> bool:
 
 
 _OF_TEXT = tuple(name for name in SamplingConfig.model_fields if name != "greedy")
-"""Settings of sampling that only text has."""
+"""Sampling settings that apply only to text."""
 
 _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
     (

@@ -1,4 +1,4 @@
-"""Whether rewards, filters and advantages fit each other, and which of their keys nothing reads."""
+"""Consistency checks of rewards, filters and advantages, and their unused keys."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .available import Idle
 from .plan import Plan
 
 _COMPARING: frozenset[Advantage] = frozenset({"grpo", "rloo", "raft", "maxrl", "gigpo"})
-"""Advantages of a trajectory over others of its group."""
+"""Advantage estimators that compare trajectories within a group."""
 
 _BOUNDS = ("min_std", "min_mean", "max_mean")
 
 
 def credit_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(key, message) of everything that leaves nothing to learn from, or has no meaning."""
+    """(key, message) of every setting that leaves nothing to learn from or has no meaning."""
     if plan.verb == "train":
         yield from _groups(config, plan)
         yield from _advantages(config, plan)
@@ -78,7 +78,7 @@ def _filters(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def credit_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(key, message) of what is legal and seldom meant."""
+    """(key, message) of settings that are legal but rarely intended."""
     if plan.verb != "train":
         return
     recipe, reward = plan.recipe, config.reward
@@ -121,14 +121,16 @@ def _has_filter(config: RunConfig, _: Plan) -> bool:
 
 
 def _is_of_differences(_: RunConfig, plan: Plan) -> bool:
-    """Whether the same number off all rewards of a group changes no advantage. Whitened rewards feel where it comes off."""
+    """Whether subtracting a constant from all rewards of a group leaves the advantages unchanged. Not with
+    whitened rewards: there it matters at which position it is subtracted."""
     recipe = plan.recipe
     is_of_trajectories = recipe.advantage == "grpo" and recipe.advantage_level == "trajectory"
     return not recipe.whiten_rewards and (recipe.advantage in ("rloo", "remax", "raft") or is_of_trajectories)
 
 
 def _is_of_order(_: RunConfig, plan: Plan) -> bool:
-    """Whether only the order of a group's rewards counts, and nothing is weighed against them."""
+    """Whether advantages depend only on the order of the group's rewards, and no other term is weighed
+    against them."""
     recipe = plan.recipe
     has_penalty = recipe.kl_coef > 0 and recipe.kl_in == "reward"
     return recipe.advantage == "raft" and not recipe.whiten_rewards and not has_penalty

@@ -1,7 +1,7 @@
-"""The tokens that end an answer, and where each is named, from a model's files without loading anything.
+"""End tokens of a run and where each is defined, read from a model's files without loading the model.
 
-Chat models often end a turn with a token that only generation_config.json names (Gemma's <end_of_turn>, Llama 3's
-<|eot_id|>), beside the tokenizer's own end token.
+Chat models often end a turn with a token that only generation_config.json lists (Gemma's <end_of_turn>, Llama
+3's <|eot_id|>), in addition to the tokenizer's EOS token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def tokens_of_generation_config(file: Path) -> tuple[int, ...]:
-    """The end tokens that a generation_config.json names; none when there is no such file. Raises ValueError for a file
-    that names anything else than token ids."""
+    """The EOS token ids in a generation_config.json; empty if there is no such file. Raises ValueError if it
+    contains anything other than token ids."""
     if not file.is_file():
         return ()
     named = json.loads(file.read_text("utf-8")).get("eos_token_id")
@@ -30,8 +30,8 @@ def tokens_of_generation_config(file: Path) -> tuple[int, ...]:
 
 
 def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] | None:
-    """Each end token of a run as text and id, as far as the files tell both, with the files or keys that name it. None when
-    the model is not in a local folder."""
+    """Each end token of a run as text and id, as far as the files contain both, with the files or keys that
+    define it. None if the model is not in a local folder."""
     if model.mlp is not None:
         return {}
     folder = None if model.path is None else Path(model.path).expanduser()
@@ -52,7 +52,7 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
         try:
             more = tokens_of_generation_config(folder / GENERATION_CONFIG)
         except ValueError:
-            more = ()  # the tokenizer's loader says what is wrong with it
+            more = ()  # reported when the tokenizer is loaded
         named += [(number, GENERATION_CONFIG) for number in more]
     named += [(number, "rollout.sampling.stop_token_ids") for number in sampling.stop_token_ids]
     found: dict[int | str, list[str]] = {}
@@ -66,7 +66,7 @@ def _shown(token: int | str, texts: Mapping[int, str]) -> str:
 
 
 def _special_tokens(folder: Path) -> dict[int, str]:
-    """Text by id of the tokens that were added to the tokenizer's vocabulary, special ones among them."""
+    """Id -> text of the tokens added to the tokenizer's vocabulary, including special tokens."""
     found: dict[int, str] = {}
     for entry in _read(folder / "tokenizer.json").get("added_tokens", []):
         found[int(entry["id"])] = entry["content"]

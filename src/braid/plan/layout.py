@@ -1,9 +1,9 @@
-"""Which worker of which role sits where: its rank, machine and devices.
+"""The layout: rank, machine and devices of every worker of every role.
 
-Training roles have a rank on each of their devices; rollout has an engine on each, or one on as many as `tensor_parallel` and
-`pipeline_parallel` take. A role that `cluster.placement` does not name sits with the policy, and the policy, unnamed, on
-every device (with the backend `single` on device 0). `inference` has workers only on devices that the policy has not; reward
-models and environments run where rollout does.
+Training roles have one rank per device; rollout has one engine per device, or one per `tensor_parallel` *
+`pipeline_parallel` devices. A role that is not in `cluster.placement` is placed with the policy, and a policy
+that is not, on all devices (with backend `single` on device 0). `inference` has workers only on devices
+without the policy; reward models and environments run on the rollout devices.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .repair import candidate_fixes, with_values
 from .sizes import ModelSize
 
 Mode = Literal["in_process", "collocated", "disaggregated", "hybrid"]
-"""in_process: everything where `braid` was started. collocated: all roles on the same devices, in turns. disaggregated: no
-device has two roles. hybrid: some devices have several."""
+"""in_process: everything in the driver process. collocated: all roles on the same devices, in turns.
+disaggregated: no device has two roles. hybrid: some devices have several."""
 SEATED: tuple[Role, ...] = (*TRAINING_ROLES, "rollout")
 """Roles that have workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One process of a role. Devices are numbered through the machines; none where a running server has them."""
+    """One process of a role. Devices are numbered across machines; empty if an external server has them."""
 
     rank: int
     node: int
@@ -52,8 +52,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
-    """The workers of a role, by rank. `kind` is its training backend or engine, `groups` who works with whom (as in
-    parallel_groups), `offload` what leaves its devices while others have them."""
+    """Workers of a role, by rank. `kind` is its training backend or engine, `groups` its parallel groups (as
+    in parallel_groups), `offload` the state that leaves its devices while other roles use them."""
 
     role: Role
     kind: str
@@ -63,14 +63,14 @@ class RoleLayout:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Its devices, each once, in rising order."""
+        """Its devices without duplicates, in ascending order."""
         return tuple(sorted({device for worker in self.workers for device in worker.devices}))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Every worker of a run. `has_gpus`: of this machine, which the run uses. `refusals` are the rules that it breaks; no run
-    starts with one that has any."""
+    """All workers of a run. `has_gpus`: the run uses GPUs of this machine. `refusals` are the rules that the
+    layout breaks; a run starts only if there are none."""
 
     mode: Mode
     num_nodes: int
@@ -80,12 +80,12 @@ class Layout:
     refusals: tuple[Refusal, ...] = ()
 
     def role(self, name: str) -> RoleLayout | None:
-        """A role's workers; None when it has none of its own."""
+        """Workers of a role; None if it has none of its own."""
         return next((of for of in self.roles if of.role == name), None)
 
     @property
     def engines_in_turns(self) -> tuple[int, ...]:
-        """Ranks of rollout on devices that a training role has too."""
+        """Rollout ranks on devices that a training role uses too."""
         trained = {device for of in self.roles if of.role != "rollout" for device in of.devices}
         rollout = self.role("rollout")
         workers = () if rollout is None else rollout.workers
@@ -94,8 +94,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What has to be seated: roles, with the sizes of their models where these are known. `has_workers` is false for verbs and
-    environments that run in one process. `num_gpus` are those of this machine, 0 for a run on CPUs."""
+    """Requirements of a layout: roles, with the model sizes where they are known. `has_workers` is false for
+    commands and environments that run in one process. `num_gpus` is the number of GPUs of this machine, 0 for
+    a CPU run."""
 
     roles: tuple[Role, ...]
     models: Mapping[TrainingRole, ModelSize]
@@ -104,7 +105,7 @@ class Needs:
 
 
 def lay_out(config: RunConfig, needs: Needs) -> Layout:
-    """The layout of a run. Each of its refusals tells of values with which there is none."""
+    """Compute the layout of a run. Each of its refusals suggests values that remove it."""
     layout = _seat(config, needs)
     if not layout.refusals:
         return layout
@@ -124,7 +125,7 @@ def lay_out(config: RunConfig, needs: Needs) -> Layout:
 
 
 def _seat(config: RunConfig, needs: Needs) -> Layout:
-    """The layout with its refusals as they are found. One that cannot be read has no roles."""
+    """The layout with unmodified refusals. A placement that cannot be parsed gives no roles."""
     cluster = config.cluster
     num_nodes, per_node = cluster.num_nodes, cluster.devices_per_node or needs.num_gpus or 1
     try:
@@ -184,13 +185,13 @@ def _seat(config: RunConfig, needs: Needs) -> Layout:
 
 
 Processes = Sequence[tuple[int, ...]]
-"""The devices of each process."""
+"""Devices of each process."""
 
 
 def _seats(
     config: RunConfig, needs: Needs, placed: Mapping[str, Processes], total: int
 ) -> dict[Role, Processes]:
-    """What each role is given, before it is known whether that is possible."""
+    """Devices assigned to each role, before checking that the assignment is possible."""
     everything = [(device,) for device in range(total if config.train.backend != "single" else 1)]
     policy = placed.get("policy", everything)
     out: dict[Role, Processes] = {}
@@ -209,7 +210,8 @@ def _seats(
 
 
 def _of_rollout(config: RunConfig, seats: Processes, *, is_named: bool) -> Processes:
-    """Rollout's devices: none for running servers; of those of the policy as many as the engines asked for take."""
+    """Devices of rollout: none for external servers; of the policy's devices, as many as the requested
+    engines need."""
     each, engine = engine_devices(config), served_engine(config)
     if not each:
         return [()]
@@ -219,7 +221,7 @@ def _of_rollout(config: RunConfig, seats: Processes, *, is_named: bool) -> Proce
 
 
 def _workers_of(config: RunConfig, role: Role, processes: Processes) -> Processes:
-    """The devices of each worker: of a process, or of an engine that takes several processes of one device."""
+    """Devices of each worker: a process, or an engine that spans several single-device processes."""
     each = engine_devices(config) if role == "rollout" else 1
     if each <= 1 or len(processes[0]) > 1:
         return processes
@@ -230,7 +232,7 @@ def _workers_of(config: RunConfig, role: Role, processes: Processes) -> Processe
 def _process_refusals(
     config: RunConfig, needs: Needs, seats: Mapping[Role, Processes], per_node: int
 ) -> Iterator[Refusal]:
-    """Of the devices that roles are given."""
+    """Rules broken by the devices assigned to roles."""
     for role, processes in seats.items():
         each = engine_devices(config) if role == "rollout" else 1
         wide = next((of for of in processes if len(of) not in (min(each, 1), each)), None)
@@ -296,7 +298,7 @@ def _mode(config: RunConfig, roles: Sequence[RoleLayout]) -> Mode:
 
 
 def _what_needs_more(roles: Sequence[RoleLayout]) -> str | None:
-    """The first reason why one process is not enough."""
+    """The first reason why a single process is not sufficient."""
     for of in roles:
         if of.role in TRAINING_ROLES and of.kind != "single":
             return f"the backend {of.kind} of the {of.role} works in processes of its own"

@@ -1,4 +1,4 @@
-"""What this machine has, without torch."""
+"""Hardware of this machine, detected without torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-"""A folder for each GPU that the NVIDIA driver lets this system see."""
+"""Contains a folder for each GPU that the NVIDIA driver exposes to this system."""
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that a process started here can use: those of CUDA_VISIBLE_DEVICES where it is set, up to the first that is
-    none (https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars), else all of the driver's."""
+    """Number of NVIDIA GPUs available to a new process: those of CUDA_VISIBLE_DEVICES if it is set, up to the
+    first invalid entry (https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars), else all
+    GPUs of the driver."""
     try:
         there = len(list(_DRIVER.iterdir()))
     except OSError:

@@ -1,5 +1,5 @@
-"""What Megatron-core does not run here, and which of its options have no effect. What depends on the model's own sizes is
-found out when it is built (training/backends/megatron)."""
+"""Megatron-core options that are not supported or have no effect. Checks that depend on the model's sizes are
+made when it is built (training/backends/megatron)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _OTHERS = "fsdp2, fsdp or deepspeed"
 
 
 def missing_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iterator[tuple[str, str]]:
-    """(key, message) of what cannot run of the training settings `train`, which are in the section `key`."""
+    """(key, message) of everything in the training settings `train`, at section `key`, that is not
+    supported."""
     if train.backend != "megatron":
         return
     if config.model.lora is not None and key != "critic.train":
@@ -30,7 +31,7 @@ def missing_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iter
 
 
 def _unknown_layers(own: MegatronConfig) -> Iterator[tuple[str, str]]:
-    """Keys that must be the model's own, which for all models that run here are the same."""
+    """Keys that must match the model and have the same value for all supported models."""
     known = {
         "layer_spec": "decoder_gpt",
         "activation": "swiglu",
@@ -77,7 +78,7 @@ def _option(*names: str) -> tuple[str, ...]:
 
 
 def _when(condition: Callable[[RunConfig], bool]) -> Callable[[RunConfig, Plan], bool]:
-    """With megatron, and something else."""
+    """Condition that also requires megatron as the backend."""
     return lambda config, _: config.train.backend == "megatron" and condition(config)
 
 
@@ -174,4 +175,4 @@ IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str,
         ("train.grad_scaler.growth_interval",),
     ),
 )
-"""(why, when, keys), as plan.available.IDLE has them."""
+"""(why, when, keys), as in plan.available.IDLE."""

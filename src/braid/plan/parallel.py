@@ -1,7 +1,7 @@
-"""How the processes of a role share its model: which counts of them are possible, and who is in a group with whom.
+"""Parallel sizes of roles: which process counts are possible, and the resulting process groups.
 
-Each rule is a function of the config and a number of processes: a layout is refused by the same rules by which one that
-would do is looked for.
+Each rule is a function of the config and a number of processes, so that the search for a working layout uses
+the same rules as the check of a given one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from braid.config.train import TrainConfig
 from .sizes import ModelSize
 
 Groups = dict[str, tuple[tuple[int, ...], ...]]
-"""Name of a parallel dimension -> the ranks of each of its groups."""
+"""Parallel dimension -> the ranks of each of its groups."""
 TRAINING_ROLES: tuple[TrainingRole, ...] = get_args(TrainingRole)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A rule that a config breaks: the key that is best changed, what is wrong, and values of keys that change it (empty: a
-    placement may)."""
+    """A broken rule: the key that should be changed, what is wrong, and values of keys that fix it (empty if
+    a different placement may fix it)."""
 
     key: str
     message: str
@@ -35,13 +35,13 @@ class Refusal:
 
 
 def section_of(config: RunConfig, role: TrainingRole) -> str:
-    """The key of the section that has a role's training settings."""
+    """Key of the section that holds a role's training settings."""
     has_own = {"critic": config.critic.train, "reference": config.reference.train}.get(role) is not None
     return f"{role}.train" if has_own else "train"
 
 
 def served_engine(config: RunConfig) -> VllmConfig | SglangConfig | None:
-    """The options of engines in processes of their own; None for the native engine."""
+    """Options of an engine that runs in its own processes; None for the native engine."""
     match config.rollout.engine:
         case "vllm":
             return config.rollout.vllm
@@ -52,7 +52,7 @@ def served_engine(config: RunConfig) -> VllmConfig | SglangConfig | None:
 
 
 def engine_devices(config: RunConfig) -> int:
-    """Devices of one rollout engine; 0 where running servers take its place."""
+    """Devices of one rollout engine; 0 with external servers."""
     engine = served_engine(config)
     if engine is None:
         return 1
@@ -60,8 +60,8 @@ def engine_devices(config: RunConfig) -> int:
 
 
 def copy_devices(train: TrainConfig) -> int:
-    """Devices that work on the same rows: those of one copy of the model in tensor, pipeline, context and sequence
-    parallelism."""
+    """Devices that process the same rows: those of one model replica under tensor, pipeline, context and
+    sequence parallelism."""
     sizes = train.megatron
     match train.backend:
         case "single":
@@ -73,7 +73,7 @@ def copy_devices(train: TrainConfig) -> int:
 
 
 def device_unit(config: RunConfig, role: Role) -> int:
-    """A role can have multiples of so many devices."""
+    """The number of devices of a role must be a multiple of this."""
     if role == "rollout":
         return max(1, engine_devices(config))
     if role not in TRAINING_ROLES:
@@ -82,7 +82,7 @@ def device_unit(config: RunConfig, role: Role) -> int:
 
 
 def device_limit(config: RunConfig, role: Role) -> int | None:
-    """The number of devices that a role must have; None for any multiple of its unit."""
+    """Exact number of devices that a role must have; None for any multiple of its unit."""
     if role == "rollout":
         engine = served_engine(config)
         return (
@@ -92,8 +92,8 @@ def device_limit(config: RunConfig, role: Role) -> int | None:
 
 
 def count_refusals(config: RunConfig, role: Role, count: int) -> Iterator[Refusal]:
-    """Rules that a role breaks with `count` devices: a training role has a process on each, rollout shares them out among
-    engines."""
+    """Rules that a role breaks with `count` devices: a training role has one process per device, rollout
+    splits them into engines."""
     if role == "rollout":
         yield from _of_engines(config, count)
     elif role in TRAINING_ROLES:
@@ -113,7 +113,7 @@ def count_refusals(config: RunConfig, role: Role, count: int) -> Iterator[Refusa
 
 
 def _key(config: RunConfig, role: TrainingRole, name: str) -> str:
-    """The key that sets an option of a role's backend."""
+    """Key of an option of a role's backend."""
     leaf = name.rpartition(".")[2]
     if role == "inference" and getattr(config.inference, leaf, None) is not None:
         return f"inference.{leaf}"
@@ -121,7 +121,7 @@ def _key(config: RunConfig, role: TrainingRole, name: str) -> str:
 
 
 def _divisors(train: TrainConfig) -> Iterator[tuple[str, int, str]]:
-    """(key, what divides a role's number of devices, in words)."""
+    """(key, divisor of a role's number of devices, its description)."""
     match train.backend:
         case "single":
             return
@@ -183,7 +183,8 @@ def _of_engines(config: RunConfig, count: int) -> Iterator[Refusal]:
 
 
 def model_refusals(config: RunConfig, role: TrainingRole, model: ModelSize) -> Iterator[Refusal]:
-    """Rules that a role breaks because its model's heads, layers or experts cannot be shared out as asked."""
+    """Rules that a role breaks because its model's heads, layers or experts are not divisible by the parallel
+    sizes."""
     train, sizes = train_config(config, role), train_config(config, role).megatron
     heads, kv_heads = model.num_heads, model.num_kv_heads
     layers, experts = model.num_layers, model.num_experts
@@ -216,18 +217,18 @@ def model_refusals(config: RunConfig, role: TrainingRole, model: ModelSize) -> I
 
 
 def _shared(key: str, size: int, what: str, fits: Callable[[int], bool]) -> Iterator[Refusal]:
-    """A refusal where `what` cannot be shared out in `size` parts, with the largest number below it that could."""
+    """A refusal if `what` cannot be divided into `size` parts, with the largest smaller size that works."""
     if not fits(size):
         lower = next(n for n in range(size - 1, 0, -1) if fits(n))
         yield Refusal(key, f"{what} cannot be shared out in {size} parts; {lower} would do", {key: lower})
 
 
 def parallel_groups(train: TrainConfig, count: int) -> Groups:
-    """Who is in a group with whom, among `count` ranks: for each dimension of more than one rank its groups. `data` are the
-    ranks that get different rows.
+    """Process groups among `count` ranks, for each parallel dimension of more than one rank. Ranks of a
+    `data` group get different rows.
 
-    The numbering is that of the backends: ranks of a copy of the model are next to each other, in Megatron tensor before
-    context before data before pipeline, and for experts expert tensor before expert before data.
+    Ranks are numbered as in the backends: ranks of a model replica are adjacent, in Megatron in the order
+    tensor, context, data, pipeline, and for experts expert tensor, expert, data.
     """
     match train.backend:
         case "single":
@@ -257,7 +258,8 @@ def parallel_groups(train: TrainConfig, count: int) -> Groups:
 
 
 def _grid(sizes: Mapping[str, int], repeats: int = 1) -> Groups:
-    """The groups of each dimension, the first of `sizes` having ranks that are next to each other; of `repeats` such grids."""
+    """Groups of each dimension of `repeats` grids with these `sizes`; ranks of the first dimension are
+    adjacent."""
     total, stride, out = math.prod(sizes.values()) * repeats, 1, Groups()
     for name, size in sizes.items():
         if size > 1:

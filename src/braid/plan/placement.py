@@ -1,13 +1,13 @@
-"""The placement grammar: which devices a role sits on, and how many processes share them.
+"""The placement grammar: the devices of a role, and the processes on them.
 
-    all                every device there is, a process each
+    all                all devices, one process each
     3                  device 3
-    0-3,5,14           devices 0 to 3, 5 and 14, a process each
-    0-7:0-3            devices 0 to 7 for processes 0 to 3: two devices each
-    0-1:0-3,4-5        processes 0 to 3 two to a device, then processes 4 and 5 on a device each
+    0-3,5,14           devices 0 to 3, 5 and 14, one process each
+    0-7:0-3            devices 0 to 7 for processes 0 to 3: two devices per process
+    0-1:0-3,4-5        processes 0 to 3 with two per device, then processes 4 and 5 with one device each
 
-Devices are numbered through the nodes, in rising order; processes from 0 without gaps. Within a part the larger of the two
-counts is a multiple of the smaller.
+Devices are numbered across nodes in ascending order; processes from 0 without gaps. Within a part, the larger
+of the two counts must be a multiple of the smaller.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from dataclasses import dataclass
 
 ALL = "all"
 MAX_DEVICES = 65_536
-"""More is a slip of the pen."""
+"""Larger numbers are treated as typing errors."""
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What one role has. `processes[i]` are the device numbers of its process i."""
+    """Devices of one role. `processes[i]` are the device indices of its process i."""
 
     processes: tuple[tuple[int, ...], ...]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Its devices, each once, in rising order."""
+        """Its devices without duplicates, in ascending order."""
         return tuple(sorted({device for process in self.processes for device in process}))
 
 
 def parse_placement(
     placement: Mapping[str, str], num_devices: int | None = None
 ) -> dict[str, Devices | None]:
-    """Role -> its devices, of lines like `policy,rollout: 0-3`; None for `all` of an unknown number of devices.
+    """Role -> its devices, from lines like `policy,rollout: 0-3`; None for `all` when the number of devices
+    is unknown.
 
-    Raises ValueError for what is not in the grammar, for a role that has two lines, and for devices beyond `num_devices`.
+    Raises ValueError for a syntax error, a role with two lines, and devices beyond `num_devices`.
     """
     out: dict[str, Devices | None] = {}
     for line, text in placement.items():
@@ -52,7 +53,7 @@ def parse_placement(
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
-    """Device numbers in rising order: (0, 1, 2, 5) is `0-2,5`."""
+    """Format device numbers in ascending order: (0, 1, 2, 5) is `0-2,5`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -63,7 +64,7 @@ def format_numbers(numbers: Iterable[int]) -> str:
 
 
 def split_roles(line: str) -> list[str]:
-    """The names in `policy, rollout`. Raises ValueError when one is missing."""
+    """The names in `policy, rollout`. Raises ValueError if one is empty."""
     roles = [role.strip() for role in line.split(",")]
     if not all(roles):
         raise ValueError(f"{line!r} has an empty name between its commas; write names like policy,rollout")
@@ -71,7 +72,8 @@ def split_roles(line: str) -> list[str]:
 
 
 def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
-    """The devices that `text` names; None for `all` of an unknown number. Raises ValueError as parse_placement does."""
+    """Parse the devices in `text`; None for `all` when their number is unknown. Raises ValueError as
+    parse_placement does."""
     processes: list[tuple[int, ...]] = []
     last = -1
     for part in text.split(","):
@@ -102,7 +104,7 @@ def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
 
 
 def _ranks(text: str, whole: str, num_devices: int | None) -> list[int] | None:
-    """`n` or `a-b` as numbers; `all` as those that there are, None when their number is not known."""
+    """`n` or `a-b` as numbers; `all` as all devices, None if their number is unknown."""
     text = text.strip()
     if text == ALL and num_devices is None:
         return None
@@ -121,7 +123,7 @@ def _ranks(text: str, whole: str, num_devices: int | None) -> list[int] | None:
 
 
 def _shared_out(devices: list[int], num_processes: int, part: str) -> list[tuple[int, ...]]:
-    """Each process's devices: several devices for each, or several processes on each."""
+    """Devices of each process: several devices per process, or several processes per device."""
     if len(devices) % num_processes == 0:
         each = len(devices) // num_processes
         return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_processes)]

@@ -1,4 +1,4 @@
-"""The records of a plan: what follows from a config."""
+"""The records of a plan, which holds everything derived from a config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OldLogprobs = Literal["current", "recompute", "behavior"]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that one role holds all the time. `parameters` counts its weights."""
+    """Device memory that one role occupies permanently, in bytes. `parameters` is its number of weights."""
 
     role: str
     parameters: int
@@ -32,11 +32,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What follows from a config.
+    """Everything derived from a config.
 
-    Token counts are upper bounds; None where there are no tokens (simulators). `planned_rounds` and the planned steps
-    are None while they hang on a number of training prompts that is not known, and 0 for other verbs than train. Steps are upper bounds too: a round
-    with fewer valid prompts than mini-batches takes fewer. `memory` is empty when the model's size is not known.
+    Token counts are upper bounds; None if there are no tokens (simulators). `planned_rounds` and the planned
+    steps are None while they depend on an unknown number of training prompts, and 0 for commands other than
+    train. Steps are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory`
+    is empty if the model's size is unknown.
     """
 
     verb: Verb
@@ -69,19 +70,19 @@ class Plan:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds in all, once they are known."""
+        """Total number of rounds, once it is known."""
         assert self.planned_rounds is not None, "max_epochs needs resolve(config, num_prompts)"
         return self.planned_rounds
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the policy in all, once they are known."""
+        """Total optimizer steps of the policy, once they are known."""
         assert self.planned_steps is not None, "max_epochs needs resolve(config, num_prompts)"
         return self.planned_steps
 
     @property
     def num_critic_steps(self) -> int:
-        """Optimizer steps of the critic in all, once they are known."""
+        """Total optimizer steps of the critic, once they are known."""
         assert self.planned_critic_steps is not None, "max_epochs needs resolve(config, num_prompts)"
         return self.planned_critic_steps
 

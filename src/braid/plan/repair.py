@@ -1,4 +1,4 @@
-"""Values with which a layout that was refused may be possible, the nearest to what was asked first."""
+"""Suggests values that make a refused layout possible, closest to the requested layout first."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def candidate_fixes(
     devices_per_node: int,
     is_fixed: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Values by their keys, of which the last always does.
+    """Candidate values by key; the last candidate always works.
 
-    First `known` alone; then with the placement cut to counts that are possible; then with all roles on the same devices;
-    then, unless the number of devices `is_fixed`, these with as many as it takes; at last one device for everything.
+    In this order: `known` alone; the placement reduced to possible counts; all roles on the same devices;
+    unless the number of devices `is_fixed`, these with as many devices as needed; finally one device for
+    everything.
     """
     yield dict(known)
     if config.cluster.runtime == "in_process":
@@ -68,7 +69,7 @@ def candidate_fixes(
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The config with other values at some dotted paths."""
+    """Copy the config with other values at some dotted paths."""
     for path, value in values.items():
         config = _replaced(config, path.split("."), value)
     return config
@@ -82,7 +83,7 @@ def _replaced(section: _SectionT, names: Sequence[str], value: Any) -> _SectionT
 
 
 def _asked(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """The devices of each role that the placement names; nothing when it cannot be read."""
+    """Devices of each role in the placement; empty if it cannot be parsed."""
     try:
         placed = parse_placement(config.cluster.placement)
     except ValueError:
@@ -93,8 +94,8 @@ def _asked(config: RunConfig) -> dict[str, tuple[int, ...]]:
 def _cut(
     config: RunConfig, role: Role, asked: Sequence[int], there: Sequence[int], per_node: int
 ) -> tuple[int, ...]:
-    """The first of the devices asked for that are there, as many as the role can have; none when these are too few. The devices
-    of an engine are on one machine."""
+    """The requested devices that exist, cut to a number that is possible for the role; empty if too few. The
+    devices of an engine are on one machine."""
     devices = sorted(set(asked) & set(there))
     if role != "rollout":
         return tuple(
@@ -112,7 +113,7 @@ def _multiple(devices: Sequence[int], config: RunConfig, role: Role) -> int:
 
 
 def _lines(seats: Mapping[Role, Sequence[int]]) -> dict[str, str]:
-    """`cluster.placement` with a line for each set of devices."""
+    """`cluster.placement` with one line per set of devices."""
     roles: dict[str, list[str]] = {}
     for role, devices in seats.items():
         roles.setdefault(format_numbers(devices), []).append(role)
@@ -120,7 +121,7 @@ def _lines(seats: Mapping[Role, Sequence[int]]) -> dict[str, str]:
 
 
 def _cluster(config: RunConfig, num_nodes: int, devices_per_node: int) -> dict[str, int]:
-    """What has to be said of the cluster, where the config says otherwise."""
+    """Cluster keys that have to change for this size."""
     said = config.cluster
     changed = {} if said.num_nodes == num_nodes else {"cluster.num_nodes": num_nodes}
     if said.devices_per_node not in (None, devices_per_node):
@@ -129,7 +130,7 @@ def _cluster(config: RunConfig, num_nodes: int, devices_per_node: int) -> dict[s
 
 
 def _whole(config: RunConfig, roles: Sequence[Role]) -> dict[str, Any]:
-    """Values with which models are whole on each device, where the config says otherwise."""
+    """Keys that have to change so that every device holds a whole model."""
     wanted = {
         f"{section_of(config, role)}.{key}": value
         for role in roles

@@ -1,6 +1,6 @@
-"""`resolve(config) -> Plan`: every number that a run derives from its config, in one place.
+"""`resolve(config) -> Plan`: all numbers that a run derives from its config.
 
-Nothing later changes the config or the plan. Whether the keys fit each other is checked in checks.py.
+Neither the config nor the plan changes afterwards. checks.py checks that the keys are consistent.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def resolve(
     num_gpus: int | None = None,
     origin_of: Callable[[str], str] = lambda _: DEFAULT,
 ) -> Plan:
-    """The plan of `config` for a verb of the command line.
+    """Resolve and check `config` for a command.
 
-    `num_prompts` counts the training prompts once they are read; before that, those of procedural sources are known.
-    `num_gpus` are those of this machine, counted when None.
-    `origin_of` tells where a key was written (Loaded.origin). Raises ConfigError with all that does not fit.
+    `num_prompts` is the number of training prompts once they are read; before that, only those of procedural
+    sources are known. `num_gpus` is the number of GPUs of this machine, detected if None. `origin_of` returns
+    where a key was set (Loaded.origin). Raises ConfigError with all problems.
     """
     if num_prompts is None:
         num_prompts = _known_prompts(config)
@@ -55,7 +55,7 @@ def resolve(
 
 
 def merge_recipe(config: AlgorithmConfig) -> Recipe:
-    """The named recipe with the parts that the config sets; `off` is None in a recipe."""
+    """The named recipe with the config's overrides; `off` becomes None."""
     names = {field.name for field in fields(Recipe)}
     given = {name: value for name, value in config if name in names and value is not None}
     if config.corrections is not None:
@@ -68,7 +68,7 @@ def _without_off(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:
-    """The plan of a config that need not be able to run: no check is made."""
+    """Derive the plan without checks; the config need not be able to run."""
     rollout, train = config.rollout, config.train
     of_critic = config.critic.train or train
     critic_steps = of_critic.steps_per_pass * of_critic.passes_per_round
@@ -125,7 +125,7 @@ def _needs(
     policy: ModelSize | None,
     num_gpus: int,
 ) -> Needs:
-    """What has to be seated."""
+    """Requirements of the layout."""
     is_used: dict[Role, bool] = {
         "policy": True,
         "critic": verb == "train" and recipe.advantage == "gae",
@@ -149,7 +149,7 @@ def _needs(
 
 
 def _known_prompts(config: RunConfig) -> int | None:
-    """The number of training prompts where the config alone tells it."""
+    """Number of training prompts, if the config alone determines it."""
     sources = [source for source in config.data.train if isinstance(source, ProceduralSource)]
     if not sources or len(sources) < len(config.data.train):
         return None
@@ -170,8 +170,8 @@ def _policy_rounds(config: RunConfig, recipe: Recipe, rounds: int) -> int:
 
 
 def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> OldLogprobs:
-    """auto: nothing to compare with in a round of one step, unless something needs them before the step: KL in the reward, a
-    correction for the sampler, or a loss that chooses tokens by them."""
+    """auto: `current` in a round of one step, unless something needs log-probs before the step: KL in the
+    reward, a correction for the sampler, or a loss that selects tokens by them."""
     chosen = config.algorithm.old_logprobs
     if chosen != "auto":
         return chosen
@@ -184,7 +184,7 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
 
 
 def _token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | None, int | None]:
-    """The most tokens that the policy writes in a trajectory, and that a trajectory has."""
+    """Maximum tokens that the policy generates in a trajectory, and maximum tokens of a trajectory."""
     env, prompt, new = config.env, config.data.max_prompt_tokens, sampling.max_new_tokens
     if isinstance(env, GymnasiumEnv):
         return None, None
@@ -197,7 +197,7 @@ def _token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | No
 
 
 def longest_row(config: RunConfig) -> int | None:
-    """The most tokens that a row has in training or evaluation; None where nothing bounds them (worked examples)."""
+    """Maximum tokens of a row in training or evaluation; None if unbounded (supervised examples)."""
     samplings = (config.rollout.sampling, config.eval.sampling or config.rollout.sampling)
     totals = [_token_bounds(config, sampling)[1] for sampling in samplings]
     bounds = [total for total in totals if total is not None]
@@ -205,7 +205,7 @@ def longest_row(config: RunConfig) -> int | None:
 
 
 def policy_size(config: RunConfig) -> ModelSize | None:
-    """The policy's size; None where its files do not tell it or are not in a local folder."""
+    """Size of the policy; None if its files do not contain it or are not in a local folder."""
     if config.model.build is not None:
         return size_of_spec(config.model.build)
     return None if config.model.path is None else size_of_folder(Path(config.model.path))
@@ -217,7 +217,7 @@ def _engine_dtype(config: RunConfig) -> str:
 
 
 def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tuple[Memory, ...]:
-    """Gradients, AdamW's two moments, and master weights where the weights are of half precision, are float32. With adapters
+    """Gradients, AdamW's two moments, and the master weights of half-precision models are fp32. With adapters
     only these are trained, and the reference is a copy of them."""
     if policy is None:
         return ()
@@ -250,7 +250,7 @@ def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tupl
 def _trained(
     role: str, parameters: int, width: int, train: TrainConfig, adapters: int | None = None
 ) -> Memory:
-    """Of a model that is trained whole, or by its adapters beside `parameters` that are frozen."""
+    """Memory of a model that is trained completely, or by adapters beside `parameters` frozen weights."""
     trained = parameters if adapters is None else adapters
     moments = 0 if train.optimizer.kind == "sgd" else 2
     held = parameters + (adapters or 0)
@@ -258,7 +258,7 @@ def _trained(
     if width < exact and train.backend in (
         "fsdp",
         "fsdp2",
-    ):  # the shards are float32; FSDP's also those of frozen weights
+    ):  # shards are fp32; with fsdp also those of frozen weights
         masters = (exact - width) * (held if train.backend == "fsdp" else trained)
     elif width < exact:
         masters = exact * trained

@@ -1,4 +1,4 @@
-"""Whether reward parts fit the data, the model and each other."""
+"""Consistency checks of reward parts with the data, the model and each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .plan import Plan
 
 
 def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(key, message) of everything that can be seen before the data is read."""
+    """(key, message) of every problem that can be found without reading the data."""
     sources = (*config.data.train, *config.data.eval)
     if sources and all(source.source_key is None for source in sources):
         yield from source_problems(config.reward.parts, [source_name(source) for source in sources])
@@ -31,7 +31,8 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(key, message) of sources in data.mix that the training data does not have, and of those without a share."""
+    """(key, message) of sources in data.mix that the training data does not have, and of sources without a
+    share."""
     if not mix or not known:
         return
     named = [name for of in mix for name in of.sources]
@@ -56,8 +57,9 @@ def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tu
 def source_problems(
     parts: Sequence[RewardPart], known: Collection[str], *, by_row: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """(key, message) of sources that parts name and the data does not have, and of those that no part scores. Where rows name
-    their sources, a part may list more than this data has, as long as it has one of them."""
+    """(key, message) of sources that reward parts name but the data does not have, and of sources that no
+    part scores. If rows name their sources, a part may list sources that this data does not have, as long as
+    it has one of them."""
     for i, part in enumerate(parts):
         for j, name in enumerate(part.sources):
             if name not in known and not (by_row and set(part.sources) & set(known)):

@@ -1,4 +1,4 @@
-"""How large a model is, from a build spec or a folder's files, without loading it.
+"""Model sizes, from a build spec or a folder's files, without loading the model.
 
 A folder's parameters are counted from the headers of its safetensors files (8 bytes of length, then JSON:
 https://huggingface.co/docs/safetensors/metadata_parsing).
@@ -18,20 +18,20 @@ from braid.config.backends import LoraConfig
 from braid.config.model import BuildSpec
 
 SPECIAL_TOKENS = 3
-"""Of the character tokenizer: padding, end, unknown."""
+"""Special tokens of the character tokenizer: padding, end, unknown."""
 VOCAB_MULTIPLE = 16
-"""A built model's vocabulary is padded to a multiple of it."""
+"""The vocabulary of a built model is padded to a multiple of this."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How configs of transformers call the experts of a layer."""
+"""Names of the number of experts per layer in transformers configs."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of one number."""
+"""Bytes per number of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Counts of a language model, `num_experts` of one layer (0 where there are none). `head_parameters` are those of an output head that is not the embedding's. `linear` has for
-    each name of a linear layer (q_proj, ...) its inputs plus outputs, summed over the layers: what an adapter of rank 1 takes.
-    """
+    """Sizes of a language model. `num_experts` is per layer (0 without experts). `head_parameters` counts an
+    output head that is not tied to the embedding. `linear` maps the name of each linear layer (q_proj, ...)
+    to its inputs plus outputs, summed over the layers: the parameters of a rank-1 adapter."""
 
     parameters: int
     head_parameters: int
@@ -45,24 +45,24 @@ class ModelSize:
     linear: Mapping[str, int]
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Of the adapters that `lora` describes, or of those in its folder."""
+        """Number of parameters of the adapters that `lora` describes, or of those in its folder."""
         if lora.path is not None:
             try:
                 shapes = _tensor_shapes(Path(lora.path).expanduser())
             except (OSError, ValueError, struct.error):
-                return 0  # the loader says what is wrong with the folder
+                return 0  # reported when the folder is loaded
             return sum(math.prod(shape) for shape in shapes.values())
         ends = [target.rpartition(".")[2] for target in lora.targets]
         return lora.rank * sum(n for name, n in self.linear.items() if "all-linear" in ends or name in ends)
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Numbers in the keys and values of one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:
-    """The size of the model that a build spec describes."""
+    """Size of the model that a build spec describes."""
     vocab = math.ceil((len(set(spec.characters)) + SPECIAL_TOKENS) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     hidden, queries, keys = (
         spec.hidden_size,
@@ -102,8 +102,8 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
 
 
 def size_of_folder(folder: Path) -> ModelSize | None:
-    """The size of the model in a Hugging Face folder; None when its files do not tell (the loader says what is wrong
-    with a folder that is no model)."""
+    """Size of the model in a Hugging Face folder; None if its files do not contain it (the loader reports a
+    folder that is not a model)."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         shapes = _tensor_shapes(folder)
@@ -127,7 +127,8 @@ def size_of_folder(folder: Path) -> ModelSize | None:
 
 
 def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
-    """ModelSize.linear from the shapes of a folder's tensors: all matrices but embeddings and head."""
+    """ModelSize.linear from the shapes of a folder's tensors: all matrices except embeddings and output
+    head."""
     out: dict[str, int] = {}
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight").rpartition(".")[2]
@@ -137,7 +138,8 @@ def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
 
 
 def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name -> shape of every tensor in the folder's safetensors files. Raises ValueError when there are none."""
+    """Name -> shape of every tensor in the folder's safetensors files. Raises ValueError if there are
+    none."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
