@@ -1,18 +1,19 @@
-"""Every exception that braid raises on purpose.
+"""The exceptions that braid raises deliberately.
 
     BraidError
-    ├── ConfigError (ValueError)       what the user wrote cannot be run; carries all problems at once
-    ├── DataError (ValueError)         a data file, row or column is not what the config says
+    ├── ConfigError (ValueError)       the config is invalid; carries all problems at once
+    ├── DataError (ValueError)         a data file, row or column does not match the config
     ├── ModelError (ValueError)        a model folder, tokenizer or architecture cannot be used
     ├── RewardError (RuntimeError)     a reward part failed; recorded on the trajectory, never scored
     ├── EnvError (RuntimeError)        an environment failed; recorded on the trajectory, never scored
     ├── EngineError (RuntimeError)     the rollout engine failed
-    ├── TrainingError (RuntimeError)   optimization cannot go on (non-finite steps in a row, no valid rows)
+    ├── TrainingError (RuntimeError)   training cannot continue (repeated non-finite steps, no valid rows)
     │   └── RolloutError               too many trajectories of a round failed
-    ├── WorkerError (RuntimeError)     a worker process died, hung or failed; names it and what it was doing
+    ├── WorkerError (RuntimeError)     a worker process died, hung or failed; names it and its operation
     ├── CheckpointError (RuntimeError) a checkpoint cannot be written, or none can be read
+    ├── ReportError (RuntimeError)     a report file of the run cannot be written
     ├── TargetMissed                   the run ended without reaching eval.target
-    └── RunInterrupted                 Ctrl-C or SIGTERM; says where the run stands
+    └── RunInterrupted                 Ctrl-C or SIGTERM; names the run folder and the newest checkpoint
 
 A message says what is wrong with which value, what is allowed, what to do, and where the value came from.
 """
@@ -26,12 +27,12 @@ from pathlib import Path
 
 
 class BraidError(Exception):
-    """Base of all errors that the command line prints without a traceback."""
+    """Base class of the errors that the command line prints without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a config: the key, what is wrong, and where the value was written (empty: not known)."""
+    """One problem of a config: its key, a message, and the origin of the value (empty: unknown)."""
 
     key: str
     message: str
@@ -42,7 +43,7 @@ class Problem:
 
 
 _MAX_TOLD = 50
-"""Problems that the message of a ConfigError has."""
+"""Most problems listed in the message of a ConfigError."""
 
 
 class ConfigError(BraidError, ValueError):
@@ -65,12 +66,12 @@ class DataError(BraidError, ValueError):
 
 
 class ModelError(BraidError, ValueError):
-    """A model or tokenizer cannot be built or does not fit the run."""
+    """A model or tokenizer cannot be built, or is incompatible with the run."""
 
 
 class RewardError(BraidError, RuntimeError):
-    """A reward part raised, timed out, or returned something that is no finite number. A further try makes sense after
-    `wait_s`, or with `is_final` not at all."""
+    """A reward part raised, timed out, or returned anything but a finite number. Retry after `wait_s` seconds
+    at the earliest; not at all if `is_final`."""
 
     def __init__(self, message: str, *, wait_s: float = 0.0, is_final: bool = False) -> None:
         super().__init__(message)
@@ -78,7 +79,7 @@ class RewardError(BraidError, RuntimeError):
 
 
 class EnvError(BraidError, RuntimeError):
-    """An environment raised or broke its protocol."""
+    """An environment raised or violated its protocol."""
 
 
 class EngineError(BraidError, RuntimeError):
@@ -86,15 +87,15 @@ class EngineError(BraidError, RuntimeError):
 
 
 class TrainingError(BraidError, RuntimeError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class WorkerError(BraidError, RuntimeError):
-    """A worker process died, did not answer in time, or raised. `raised` is what it raised, None for the others; `phase` the phase of
-    the run, once that is known."""
+    """A worker process died, timed out or raised. `raised` is its exception, None unless it raised; `phase`
+    is the phase of the run, None until known."""
 
     def __init__(self, what: str, why: str = "", raised: BaseException | None = None) -> None:
-        """`what` ends with what the worker was doing; `why` is the rest of the message."""
+        """`what` names the worker and ends with its operation; `why` is the rest of the message."""
         super().__init__(what, why)
         self.what, self.why, self.raised = what, why, raised
         self.phase: str | None = None
@@ -113,7 +114,7 @@ class CheckpointError(BraidError, RuntimeError):
 
 
 class ReportError(BraidError, RuntimeError):
-    """The run's own record could not be written."""
+    """A report file of the run could not be written."""
 
 
 class TargetMissed(BraidError):
@@ -121,7 +122,8 @@ class TargetMissed(BraidError):
 
 
 class RunInterrupted(BraidError):
-    """A run was told to stop (Ctrl-C or SIGTERM). `checkpoint` is the newest one, None when nothing was saved."""
+    """The run was interrupted (Ctrl-C or SIGTERM). `checkpoint` is the newest one, None if nothing was
+    saved."""
 
     def __init__(self, run_dir: Path, checkpoint: Path | None) -> None:
         super().__init__(run_dir, checkpoint)
@@ -137,6 +139,6 @@ class RunInterrupted(BraidError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`", did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
+    """`", did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {near[0]!r}?" if near else ""

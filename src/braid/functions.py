@@ -1,6 +1,6 @@
-"""Functions that users name in a config: `package.module.function`, or `file.py:function` beside the config.
+"""User functions named in a config, as `package.module.function` or `file.py:function`.
 
-Owns finding and importing them. What they are called with is up to whoever calls them.
+Owns finding and importing them; their signatures are up to the callers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from braid.errors import ConfigError, Problem, suggest
 
 
 def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
-    """The callable that `path` names. A file is looked up from `base_dir` (the config's folder) and run once.
+    """Load the callable named by `path`. File paths are relative to `base_dir` (the config's folder); a file
+    is executed only once.
 
-    Raises ConfigError, under the config key `key`, when there is no such file, module or function, when importing it
-    fails, or when it cannot be called.
+    Raises ConfigError for the config key `key` if the file, module or function does not exist, importing it
+    fails, or it is a class or not callable.
     """
     try:
         module, names = _from_file(path, base_dir) if ":" in path else _from_package(path)
@@ -46,7 +47,7 @@ def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
 
 
 class _NotFound(Exception):
-    """Why a path leads nowhere."""
+    """Carries the reason why a path cannot be resolved."""
 
 
 def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
@@ -63,7 +64,7 @@ def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
         assert spec, "a .py file always has a loader"
         assert spec.loader, "a .py file always has a loader"
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before it runs, so that its dataclasses and pickles find their module
+        sys.modules[name] = module  # before it runs: dataclasses and pickle look up the module
         try:
             spec.loader.exec_module(module)
         except Exception as error:
@@ -73,7 +74,7 @@ def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
 
 
 def _from_package(path: str) -> tuple[ModuleType, list[str]]:
-    """Import the longest prefix that is a module, so that a method of a class can be named too."""
+    """Import the longest prefix that is a module, so that paths can also name methods of a class."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise _NotFound(f"{path!r} is no function's path; write package.module.function or file.py:function")

@@ -1,8 +1,9 @@
-"""Copies of memory, and copies that sum what they copy in the same pass.
+"""Memory copies, with an optional checksum computed in the same pass.
 
-To copy first and to sum then reads everything twice. One pass over both costs no more than the copy, but no function of torch or of
-the standard library makes one. It is a page of C, which this machine's own compiler compiles when it is first wanted (a fifth of a
-second, in a folder that is gone at once). Without a compiler there are two passes and the same sums.
+Copying first and summing afterwards reads everything twice. A fused pass costs no more than the copy, but
+neither torch nor the standard library has one. It is a page of C, compiled by the machine's own compiler on
+first use (0.2 s, in a temporary folder that is removed at once). Without a compiler there are two passes,
+with the same sums.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 COLUMNS, ROWS = 8 * 127, 64
-"""Words of 64 bits in a row, and rows in a block."""
+"""64-bit words per row, and rows per block."""
 FACTOR = 0x9E3779B97F4A7C15
-"""Of all blocks before at each further one, modulo 2^64."""
+"""Factor by which the running total is multiplied before each block is added, modulo 2^64."""
 _SOURCE = r"""
 #include <stdint.h>
 #include <string.h>
@@ -95,8 +96,8 @@ _COMPILE_S = 20.0
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy as many bytes (uint8) as the shorter of the two has. In host memory by the C library, whose copy is a quarter faster
-    than torch's at these sizes; what a GPU copies is waited for."""
+    """Copy uint8 tensors, up to the length of the shorter one. Host copies use memmove, which is a quarter
+    faster than torch's copy at these sizes; GPU copies are synchronised."""
     size = min(source.numel(), target.numel())
     if source.device.type == target.device.type == "cpu":
         ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
@@ -107,9 +108,11 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 @cache
 def copy_and_sum() -> Any:
-    """(from, to, total, num_bytes), the first three addresses: copies, and folds the rows into the `total` of `COLUMNS` words, block
-    by block: the total so far times FACTOR plus the block's columns. Of a rest after the last whole row nothing is summed, and
-    to address 0 nothing copied. None where nothing can be compiled."""
+    """The compiled function (from, to, total, num_bytes), or None if there is no working compiler.
+
+    The first three arguments are addresses. The function copies, and folds the rows into the `COLUMNS` words
+    of `total` block by block: total = total * FACTOR + column sums of the block. Bytes after the last whole
+    row are not summed; if `to` is 0, nothing is copied."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     try:
         with tempfile.TemporaryDirectory(prefix="braid_copy_") as folder:

@@ -1,11 +1,13 @@
-"""Publication through a folder, for servers that read weights from disk and for machines that share nothing but one.
+"""Weight sync through a folder, for servers that read weights from disk and for machines that share only a
+file system.
 
     <folder>/version_000007/bucket_00000.safetensors ...
-                            model.safetensors.index.json   which tensor is where, as Hugging Face folders have it
-                            publication.json               fingerprints; says which sender wrote it
-                            config.json, tokenizer...      of the model's folder, when asked for
+                            model.safetensors.index.json   file of each tensor, in Hugging Face's format
+                            publication.json               fingerprints, and the identity of the sender
+                            config.json, tokenizer...      copied from the model's folder, on request
 
-A version is written beside and renamed, so that what has its name is whole. The last two are kept.
+A version is written under a temporary name and renamed, so that a folder with the final name is complete. The
+last two versions are kept.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _WEIGHTS = (
 
 
 class FileSender:
-    """See sender.Sender. Engines say nothing back: that each has taken a version over is for its own protocol to say."""
+    """See sending.Sender. Engines do not reply: confirming that each has loaded a version is up to its own
+    protocol."""
 
     def __init__(self, options: SendOptions) -> None:
         assert options.folder is not None, "the transport files needs a folder"
@@ -55,7 +58,7 @@ class FileSender:
         return Ticket("files", secret=self._secret, folder=str(self._folder))
 
     def folder_of(self, version: int) -> Path:
-        """Where a version is once it has been sent."""
+        """Folder of a version, which exists once the version has been sent."""
         return folder_of(self._folder, version)
 
     def send(self, version: int, weights: Weights) -> Receipt:
@@ -77,12 +80,12 @@ class FileSender:
                 "disk space, or make the folder writable"
             ) from error
         finally:
-            for _ in rest:  # other ranks may be in the midst of gathering them
+            for _ in rest:  # gathering them may be a collective that other ranks are in
                 pass
         return receipt
 
     def close(self) -> None:
-        """See Sender. Servers may still read the last version: it stays."""
+        """See Sender. The last versions stay on disk, since servers may still read them."""
 
     def _write(self, folder: Path, version: int, weights: Iterator[tuple[str, Tensor]]) -> Receipt:
         if self._options.beside is not None:
@@ -174,7 +177,7 @@ class FileReceiver:
         """See Receiver."""
 
     def _await(self, version: int) -> tuple[Path, dict[str, Any]]:
-        """The version's folder and record, when this sender has written it."""
+        """Wait until this sender has written the version; return its folder and record."""
         folder = folder_of(self._folder, version)
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -205,12 +208,12 @@ class FileReceiver:
 
 
 def folder_of(folder: Path, version: int) -> Path:
-    """Where a sender of `folder` puts a version."""
+    """Subfolder of a version in a sender's `folder`."""
     return folder / f"version_{version:06d}"
 
 
 def _store(file: Path, bucket: Bucket) -> list[tuple[TensorSpec, str]]:
-    """Write a bucket and return its tensors' fingerprints."""
+    """Write a bucket to `file` and return its tensors' fingerprints."""
     from safetensors.torch import save_file
 
     plain = {spec.name: tensor.cpu().contiguous().clone() for spec, tensor in bucket.tensors}

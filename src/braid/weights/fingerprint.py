@@ -1,15 +1,18 @@
-"""Fingerprints of tensors, at about the speed at which memory is read, and the comparison of an engine's weights by them.
+"""Tensor fingerprints, computed at about memory bandwidth, and the verification of an engine's weights with
+them.
 
-A tensor's bytes are read as rows of 1,016 words of 64 bits, 64 rows to a block. The words of a column are summed in each block,
-the sums of all blocks are summed with a weight for each block (all modulo 2^64), and BLAKE2b makes 128 bits of the 1,016
-sums, of what is left after the last whole row, and of type and shape. So
+A tensor's bytes are read as rows of 1,016 64-bit words, 64 rows per block. Each block is summed by column,
+the blocks' sums are added with one weight per block (all modulo 2^64), and BLAKE2b hashes the 1,016 sums, the
+bytes after the last whole row, dtype and shape to 128 bits. Therefore
 
-* whatever changes in one row's length of bytes (8,128), anywhere, is noticed for certain (as surely as BLAKE2b tells bytes apart);
-* other damage goes unnoticed with a chance of about 2^-64;
-* rows that trade places within a block are not noticed: the prime 127 in their length keeps tensors and pages from being such.
+* any change within a span of one row (8,128 bytes), at any offset, is always detected (up to collisions of
+  BLAKE2b);
+* other corruption goes undetected with probability of about 2^-64;
+* swapped rows within a block are not detected: the prime factor 127 of the row length keeps tensor rows and
+  memory pages from lining up with them.
 
-That is a guard against faulty memory, transports and bookkeeping, not against an enemy. Tensors of up to 32 KiB are given to
-BLAKE2b as they are. Sums are exact, so CPU and GPU agree.
+This guards against faulty memory, transports and bookkeeping, not against an attacker. Tensors of up to 32
+KiB are hashed by BLAKE2b directly. The sums are exact, so CPU and GPU agree.
 """
 
 from __future__ import annotations
@@ -28,23 +31,24 @@ from braid.errors import TrainingError
 from .copying import COLUMNS, FACTOR, ROWS, copy, copy_and_sum
 
 Weights = Iterable[tuple[str, Tensor]]
-"""Tensors under their names."""
+"""(name, tensor) pairs."""
 
 _ROW_BYTES = 8 * COLUMNS
 BLOCK_BYTES = ROWS * _ROW_BYTES
-"""Bytes that are summed at a time."""
+"""Bytes per block of the checksum."""
 SMALL_BYTES = 2**15
-"""Up to this size a tensor is not summed first."""
+"""Tensors up to this size in bytes are hashed directly, without column sums."""
 
 
 class Fingerprint:
-    """Of one tensor, whose bytes are summed piece by piece, each as it is copied or by itself."""
+    """Incremental fingerprint of one tensor, whose bytes are summed piece by piece, during a copy or on their
+    own."""
 
     def __init__(
         self, tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor, piece_bytes: int | None = None
     ) -> None:
-        """`memory` is uint8 [n], the tensor's bytes, whose pieces are of `piece_bytes`, a multiple of BLOCK_BYTES, but for the
-        last; without it there is one piece."""
+        """`memory` is the tensor's bytes, uint8 [n]. Every piece but the last has `piece_bytes` bytes, a
+        multiple of BLOCK_BYTES; None: one piece."""
         self._about = f"{tensor_type} {tuple(shape)}".encode()
         self._memory, self._size, self._next = memory, memory.numel(), 0
         self._piece_bytes = piece_bytes or max(self._size, 1)
@@ -52,7 +56,7 @@ class Fingerprint:
         self._total = torch.zeros(COLUMNS if self._end else 0, dtype=torch.int64, device=memory.device)
 
     def add(self) -> None:
-        """Sum the next piece of the memory, which is there."""
+        """Sum the next piece of the memory, which must have arrived."""
         start, stop = self._advance()
         if start >= stop:
             return
@@ -68,7 +72,7 @@ class Fingerprint:
                 self._total.mul_(_power(len(blocks))).add_((blocks.sum(1) * weights).sum(0))
 
     def add_copied(self, source: Tensor, target: Tensor) -> None:
-        """Copy the next piece of the memory, which is `source` or `target`, from or to other memory, and sum it."""
+        """Copy `source` to `target`, one of which is the next piece of the memory, and sum it."""
         one_pass = self._one_pass() if source.device == target.device else None
         if one_pass is None:
             copy(source, target)
@@ -79,7 +83,7 @@ class Fingerprint:
         one_pass(source.data_ptr(), target.data_ptr(), self._total.data_ptr(), size)
 
     def value(self) -> str:
-        """128 bits in hexadecimal."""
+        """The 128-bit fingerprint in hexadecimal, once all pieces have been added."""
         assert self._next >= self._size, "of all pieces"
         digest = hashlib.blake2b(self._about, digest_size=16)
         digest.update(self._total.cpu().numpy().data)
@@ -87,31 +91,32 @@ class Fingerprint:
         return digest.hexdigest()
 
     def _advance(self) -> tuple[int, int]:
-        """Where the next piece begins, and where its whole rows end."""
+        """Advance by one piece; return its start and the end of its whole rows."""
         start, self._next = self._next, self._next + self._piece_bytes
         return start, min(self._next, self._end)
 
     def _one_pass(self) -> Any:
-        """For what is in host memory and large enough to be summed."""
+        """The fused copy-and-sum function, for tensors in host memory that are large enough to be summed."""
         return copy_and_sum() if self._end and self._memory.device.type == "cpu" else None
 
 
 @cache
 def _power(exponent: int) -> int:
-    """Of an odd number that generates many, so that a change in one block changes the sum; as int64 has it."""
+    """FACTOR ** exponent modulo 2^64, as a signed int64. FACTOR is odd and of high order, so that a change in
+    any block changes the sum."""
     value = pow(FACTOR, exponent, 2**64)
     return value - 2**64 if value >= 2**63 else value
 
 
 @cache
 def _weights(number: int, device: torch.device) -> Tensor:
-    """int64 [number, 1]: of blocks one after the other, the last one's 1."""
+    """Weights of consecutive blocks, int64 [number, 1]; the last is 1."""
     powers = [_power(exponent) for exponent in reversed(range(number))]
     return torch.tensor(powers, dtype=torch.int64, device=device).view(-1, 1)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [n] of a tensor, in its own memory where that is contiguous and begins at a whole word."""
+    """The tensor's bytes, uint8 [n]; a view if its memory is contiguous and 8-byte aligned."""
     flat = tensor.detach().contiguous().view(-1)
     if not flat.numel():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -119,12 +124,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Of type, shape and every bit; the same on every device and for every layout in memory."""
+    """Fingerprint of dtype, shape and every bit; independent of device and memory layout."""
     return of_bytes(tensor.dtype, tensor.shape, bytes_of(tensor)).value()
 
 
 def of_bytes(tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor) -> Fingerprint:
-    """Of a tensor whose bytes, `memory` [n], are all there."""
+    """Fingerprint of a complete tensor, given its bytes `memory`, uint8 [n]."""
     of = Fingerprint(tensor_type, shape, memory)
     if memory.numel():
         of.add()
@@ -132,16 +137,17 @@ def of_bytes(tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor) -> 
 
 
 def fingerprints(weights: Weights, like: Mapping[str, torch.dtype] | None = None) -> dict[str, str]:
-    """Fingerprint by name. With `like`, of the weights in those types, and of its names only."""
+    """Fingerprint by name. With `like`, only of the names in it, after conversion to its dtypes."""
     if like is None:
         return {name: fingerprint(tensor) for name, tensor in weights}
     return {name: fingerprint(tensor.to(like[name])) for name, tensor in weights if name in like}
 
 
 def check_published(trainer: Weights, engine: Weights, *, version: int, folder: Path) -> None:
-    """Compare what the engine took over as `version` with what the trainer gave, tensor by tensor, in the engine's type.
+    """Compare the engine's weights of `version` with the trainer's, tensor by tensor, in the engine's dtype.
 
-    Raises TrainingError when they differ, after writing both sets as `folder`/version_N_{trainer,engine}.safetensors.
+    If they differ, writes both sets to `folder`/version_N_{trainer,engine}.safetensors and raises
+    TrainingError.
     """
     ours, theirs = dict(trainer), dict(engine)
     taken = fingerprints(theirs.items())
@@ -162,7 +168,7 @@ def check_published(trainer: Weights, engine: Weights, *, version: int, folder: 
 
 
 def _store(path: Path, weights: Mapping[str, Tensor]) -> Path:
-    from safetensors.torch import save_file  # here alone: receivers do without
+    from safetensors.torch import save_file  # imported here, because receivers must not need it
 
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, path)

@@ -1,8 +1,9 @@
-"""Ways for the bytes of weights: from one sender to all its receivers, piece by piece, in order.
+"""Links that carry the bytes of weights from one sender to all its receivers, piece by piece, in order.
 
-A ring is a small memory that both sides see: the sender fills slots, and fills one again when every receiver has read it.
-How far each has come is written in the same memory, which is seen sooner than a message. It fits the small /dev/shm that containers have, whatever
-the model's size. A group is one of torch.distributed, apart from any that the processes have.
+A ring is a small shared memory: the sender fills slots and reuses one when every receiver has read it. The
+progress counters are in the same memory, since a write there is seen sooner than a message. A ring fits into
+the small /dev/shm of containers, whatever the model's size. A group is a torch.distributed process group,
+separate from any that the processes already have.
 """
 
 from __future__ import annotations
@@ -35,53 +36,56 @@ from .fingerprint import BLOCK_BYTES, SMALL_BYTES, Fingerprint
 from .wire import Message, TensorSpec, Transport, Wire, own_end
 
 _GLOO_PIECE_BYTES, _GPU_PIECE_BYTES = 16 * BLOCK_BYTES, 32 * BLOCK_BYTES
-"""Each piece is some work to send, and what has arrived is summed while the next pieces are under way."""
+"""Bytes per piece. Each piece has a fixed cost to send; one that has arrived is summed while the next are in
+transit."""
 _RINGS = {"shared_memory": (16, 2 * BLOCK_BYTES), "cuda_ipc": (2, _GPU_PIECE_BYTES)}
-"""Slots, and bytes of each."""
+"""(number of slots, bytes per slot)."""
 _STRIDE = 8
-"""Counters of 8 bytes are a cache line apart."""
+"""Distance between counters, in units of 8 bytes: each has its own cache line."""
 _SPIN_S = 2e-4
-"""A process that waits for the other for longer sleeps in between."""
+"""Seconds of busy waiting, after which a process sleeps `_NAP_S` between checks."""
 _NAP_S = 1e-4
 _AHEAD = 4
-"""Pieces under way in a group at once."""
+"""Pieces in flight in a group."""
 _ALIGNMENT = 64
 
 
 Piece = tuple[Tensor, Fingerprint | None]
-"""Memory, uint8 [n], which is the next piece of a fingerprint's tensor if there is one."""
+"""Memory, uint8 [n], and the fingerprint of the tensor that it is the next piece of, if any."""
 
 
 class Group(Protocol):
-    """What of a torch.distributed group is used; its stubs leave it out."""
+    """The interface of torch.distributed process groups used here, which their type stubs omit."""
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
 
 
 class Outlet(Protocol):
-    """The sender's end. Pieces are uint8 [n] of at most `piece_bytes`, which is a multiple of BLOCK_BYTES."""
+    """The sender's end of a link. Pieces are uint8 [n], n at most `piece_bytes`, which is a multiple of
+    BLOCK_BYTES."""
 
     @property
     def piece_bytes(self) -> int: ...
 
     @property
     def device(self) -> torch.device | None:
-        """Where pieces have to be; None for anywhere."""
+        """Device on which pieces must be; None for any."""
         ...
 
     def put(self, piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
-        """Send a piece, the next one of a tensor's fingerprint if any, which stays as it is until `flush`."""
+        """Send a piece and add it to its tensor's fingerprint `of`, if any. It must not change until
+        `flush`."""
         ...
 
     def flush(self, deadline: float) -> None:
-        """Everything has left."""
+        """Wait until all pieces have been sent."""
         ...
 
     def close(self) -> None: ...
 
 
 class Inlet(Protocol):
-    """A receiver's end."""
+    """A receiver's end of a link; properties as in Outlet."""
 
     @property
     def piece_bytes(self) -> int: ...
@@ -90,8 +94,9 @@ class Inlet(Protocol):
     def device(self) -> torch.device | None: ...
 
     def take(self, pieces: Iterable[Piece | None], deadline: float) -> Iterator[None]:
-        """Fill each piece with what the sender put, add it to its fingerprint if it has one, and say when it is done. None among them:
-        what comes next is not known yet, so one that was asked for is done first."""
+        """Fill each piece with the sender's bytes, add it to its fingerprint, if any, and yield once per
+        completed piece, in order. A None in `pieces` means that the next piece is not known yet: one that is
+        pending is completed first."""
         ...
 
     def close(self) -> None: ...
@@ -99,7 +104,8 @@ class Inlet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tensors whose bytes travel back to back: one large tensor, or several small ones at `offsets`."""
+    """Tensors whose bytes are sent back to back: one large tensor, or several small ones at `offsets`
+    (bytes)."""
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
@@ -107,12 +113,12 @@ class Run:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is of small tensors."""
+        """Whether the run packs small tensors."""
         return self.specs[0].num_bytes <= SMALL_BYTES
 
 
 def runs_of(specs: Sequence[TensorSpec], piece_bytes: int) -> list[Run]:
-    """The runs of a bucket; the same on both sides."""
+    """Split a bucket into runs; the result is the same on both sides."""
     runs: list[Run] = []
     small: list[TensorSpec] = []
     offsets: list[int] = []
@@ -142,26 +148,26 @@ def runs_of(specs: Sequence[TensorSpec], piece_bytes: int) -> list[Run]:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of a cache line."""
+    """Round up to a multiple of a cache line."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class _Counters:
-    """Numbers in memory that processes share, one cache line each: how many pieces the sender has put into a ring, and how
-    many each receiver has taken."""
+    """Progress counters in shared memory, one cache line each: number of pieces that the sender has put into
+    a ring (at place 0), and that each receiver has taken."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._cells = memoryview(memory).cast("q")
         self._fence = threading.Lock()
 
     def post(self, place: int, value: int) -> None:
-        """After all that was written to the ring before."""
+        """Set a counter, ordered after all earlier writes to the ring."""
         self._order()
         self._cells[place * _STRIDE] = value
 
     def wait(self, place: int, least: int, wire: Wire, deadline: float, doing: str) -> None:
-        """Until a number has come to `least`; `wire` leads to the one who writes it. Raises EngineError when that one fails, is
-        gone or is late."""
+        """Wait until a counter has reached `least`. `wire` connects to the process that writes it; raises
+        EngineError if that process fails, dies or times out."""
         cells, place = self._cells, place * _STRIDE
         patience = time.monotonic() + _SPIN_S
         while cells[place] < least:
@@ -175,13 +181,14 @@ class _Counters:
         self._order()
 
     def _order(self) -> None:
-        """What a lock's functions do beside (POSIX, 4.12): not all processors keep the order of a program's reads and writes."""
+        """Memory barrier, since not all processors keep the program order of reads and writes: lock functions
+        also synchronise memory (POSIX, 4.12)."""
         with self._fence:
             pass
 
 
 class RingOutlet:
-    """See Outlet. `slots` are uint8 [slots, piece_bytes] of memory that all receivers have."""
+    """See Outlet. `slots` is uint8 [num_slots, piece_bytes], in memory shared with all receivers."""
 
     def __init__(self, slots: Tensor, counters: _Counters, wires: Sequence[Wire]) -> None:
         self.piece_bytes, self.device = slots.shape[1], None
@@ -199,7 +206,7 @@ class RingOutlet:
         self._counters.post(0, self._num_put)
 
     def flush(self, deadline: float) -> None:
-        """See Outlet. Every piece is in a slot when it was put."""
+        """See Outlet. Nothing to wait for: `put` has copied every piece into a slot."""
 
     def close(self) -> None:
         """See Outlet."""
@@ -207,7 +214,7 @@ class RingOutlet:
 
 
 class RingInlet:
-    """See Inlet. `place` is that of its counter."""
+    """See Inlet. `place` is the index of its counter."""
 
     def __init__(self, slots: Tensor, counters: _Counters, place: int, wire: Wire) -> None:
         self.piece_bytes, self.device = slots.shape[1], None
@@ -215,7 +222,7 @@ class RingInlet:
         self._num_taken = 0
 
     def take(self, pieces: Iterable[Piece | None], deadline: float) -> Iterator[None]:
-        """See Inlet. Each is filled as soon as it was asked for."""
+        """See Inlet. Each piece is filled as soon as it is requested."""
         for asked in pieces:
             assert asked is not None, "asked for while nothing is due"
             piece, of = asked
@@ -243,7 +250,7 @@ class GroupOutlet:
         """See Outlet."""
         self._pending.append((_broadcast(self._group, piece), piece))
         if of is not None:
-            of.add()  # while it is under way
+            of.add()  # while the piece is in transit
         if len(self._pending) > _AHEAD:
             _await(self._pending.popleft()[0], deadline)
 
@@ -305,7 +312,7 @@ def _arrived(work: dist.Work, piece: Piece, deadline: float) -> None:
 def _await(work: dist.Work, deadline: float) -> None:
     try:
         work.wait(datetime.timedelta(seconds=max(1e-3, deadline - time.monotonic())))
-    except RuntimeError as error:  # torch.distributed's errors are such
+    except RuntimeError as error:  # the type that torch.distributed raises
         raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
 
 
@@ -322,7 +329,7 @@ def make_outlet(
     deadline: float,
     timeout_s: float,
 ) -> Outlet:
-    """The sender's end, when all receivers have theirs. `device` is that of the trainer."""
+    """Create the sender's end and wait until all receivers have created theirs. `device` is the trainer's."""
     if way in ("gloo", "nccl"):
         return _open_group(way, wires, host=host, device=device, deadline=deadline, timeout_s=timeout_s)
     num_slots, piece_bytes = _RINGS[way]
@@ -343,7 +350,7 @@ def make_outlet(
 
 
 def make_inlet(message: Message, wire: Wire, *, device: torch.device, deadline: float) -> Inlet:
-    """A receiver's end, as a `link` message says. `device` is that of the engine."""
+    """Create a receiver's end from a `link` message. `device` is the engine's."""
     way = message["way"]
     if way in ("gloo", "nccl"):
         timeout_s = max(1.0, deadline - time.monotonic())
@@ -381,7 +388,7 @@ def _open_group(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server(
         (host, 0), family=family
-    ) as listener:  # torch's own would listen on all interfaces
+    ) as listener:  # torch's own listener binds to all interfaces
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             host,
@@ -404,16 +411,16 @@ def _open_group(
 def _join(
     way: str, store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device, address: str
 ) -> tuple[Group, torch.device]:
-    """This process's place in a group that is no part of its default one, and where its tensors are. gloo listens at `address`
-    unless GLOO_SOCKET_IFNAME names an interface."""
+    """Join a process group that is independent of the default one; return it with the device of its tensors.
+    gloo listens at `address` unless GLOO_SOCKET_IFNAME names an interface other than loopback."""
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         if way == "gloo":
-            gloo: Any = dist.ProcessGroupGloo  # the stubs leave its options out
+            gloo: Any = dist.ProcessGroupGloo  # the type stubs omit its options
             settings = gloo._Options()
             settings._timeout = timeout
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-            is_named = interface and not interface.startswith("lo")  # that of a group on one machine
+            is_named = interface and not interface.startswith("lo")  # loopback: for groups on one machine
             where = {"interface": interface} if is_named else {"hostname": address}
             settings._devices = [gloo.create_device(**where)]
             return cast("Group", gloo(store, rank, size, settings)), torch.device("cpu")
@@ -428,8 +435,9 @@ def _join(
 
 
 class _SharedFile:
-    """A file in memory that goes as soon as every receiver has it open. Its owner holds a lock, which ends with the process
-    however it ends: files of dead owners are removed when the next is made."""
+    """A file in shared memory, removed as soon as every receiver has opened it. Its owner holds a lock, which
+    the kernel releases when the process ends for any reason; files of dead owners are removed when the next
+    one is created."""
 
     def __init__(self, num_bytes: int) -> None:
         shm = Path("/dev/shm")
@@ -450,7 +458,7 @@ class _SharedFile:
             ) from None
 
     def map(self) -> mmap.mmap:
-        """Its memory, zeros at first, which lives on without the file."""
+        """Map its memory, initially zero, which outlives the file."""
         return mmap.mmap(self._file, self._num_bytes)
 
     def __enter__(self) -> _SharedFile:
@@ -463,7 +471,7 @@ class _SharedFile:
 
 _PREFIX = "braid-weights-"
 _YOUNG_S = 60.0
-"""A file so young may not have its lock yet."""
+"""Age in seconds below which a file may not be locked yet, and is kept."""
 
 
 def _remove_unowned(folder: Path) -> None:
@@ -472,12 +480,12 @@ def _remove_unowned(folder: Path) -> None:
             if time.time() - path.stat().st_mtime < _YOUNG_S:
                 continue
             file = os.open(path, os.O_RDWR)
-        except OSError:  # gone, or another user's
+        except OSError:  # already removed, or owned by another user
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
-        except OSError:  # its owner lives
+        except OSError:  # its owner is alive
             pass
         finally:
             os.close(file)
@@ -498,7 +506,7 @@ def _map(path: str) -> mmap.mmap:
 
 
 def _cuda_handle(memory: Tensor) -> dict[str, Any]:
-    """What another process needs to open memory of a GPU (CUDA IPC), as JSON."""
+    """The CUDA IPC handle with which another process opens this GPU memory, JSON-serialisable."""
     _, *fields = memory.untyped_storage()._share_cuda_()
     values = [base64.b64encode(v).decode() if isinstance(v, bytes) else v for v in fields]
     uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
@@ -523,7 +531,8 @@ def _from_cuda_handle(handle: Mapping[str, Any]) -> Tensor:
 
 
 def own_address() -> str:
-    """The address at which other machines reach this one: that of the interface with the default route; loopback without."""
+    """The address at which other machines reach this one: that of the interface with the default route, or
+    loopback if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); connecting sends nothing

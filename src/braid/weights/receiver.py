@@ -1,4 +1,5 @@
-"""An engine's end of a publication. Imports torch and the standard library only: it lives in the processes of other projects."""
+"""An engine's end of weight sync. Imports only torch and the standard library, since it runs inside the
+processes of other projects."""
 
 from __future__ import annotations
 
@@ -22,34 +23,34 @@ _DOING = "sending weights"
 
 
 class Receiver(Protocol):
-    """What an engine takes new weights from."""
+    """Receives new weights for an engine."""
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `version`, bucket by bucket, each bucket after it was checked. They are the caller's for as long as it
-        holds them; memory of those that it has let go is used again. The version is taken over once the iterator has ended.
-        Raises EngineError."""
+        """Yield the (name, tensor) pairs of `version`, bucket by bucket, each bucket after it has been
+        verified. A tensor stays valid while the caller holds a reference to it; memory without references is
+        reused. The version is confirmed to the trainer when the iterator is exhausted. Raises EngineError."""
         ...
 
     def receive_into(self, version: int, targets: Mapping[str, Tensor]) -> Receipt:
-        """Write the tensors of `version` into those of the same names, converted to their types. Raises EngineError, also when names
-        or shapes differ; the targets then hold a mixture."""
+        """Write the tensors of `version` into the targets of the same names, converted to their dtypes.
+        Raises EngineError, also if names or shapes differ; the targets then hold a mixture of versions."""
         ...
 
     @property
     def receipt(self) -> Receipt | None:
-        """Of the last version that arrived whole."""
+        """Receipt of the last version received completely; None before the first."""
         ...
 
     def close(self) -> None:
-        """Can be called twice."""
+        """Disconnect. Idempotent."""
         ...
 
 
 def open_receiver(
     ticket: Ticket, *, engine: str, timeout_s: float, device: torch.device | None = None
 ) -> Receiver:
-    """A receiver for the engine of this name. `timeout_s` is the longest that one version may take, waiting for its beginning
-    included; `device` is where the engine's weights are, for the transports of GPUs."""
+    """Open a receiver for the named engine. `timeout_s` limits one version, including the wait for its start;
+    `device` is that of the engine's weights, for GPU transports."""
     if ticket.transport == "files":
         from .files import FileReceiver
 
@@ -58,11 +59,11 @@ def open_receiver(
 
 
 Place = Callable[[TensorSpec, torch.device | None], Tensor]
-"""Where the bytes of a large tensor go: uint8 [num_bytes], on the device if one is needed."""
+"""Returns the memory for the bytes of a large tensor: uint8 [num_bytes], on the given device (None: any)."""
 
 
 class LinkedReceiver:
-    """See Receiver. Connects at once, and again after a failure."""
+    """See Receiver. Connects on construction, and again on the first use after a failure."""
 
     def __init__(self, ticket: Ticket, *, engine: str, timeout_s: float, device: torch.device) -> None:
         self._ticket, self._engine, self._timeout_s, self._device = ticket, engine, timeout_s, device
@@ -92,7 +93,7 @@ class LinkedReceiver:
                     tensors.append(arrived)
                     continue
                 del arrived
-                while tensors:  # without a reference of ours the caller's own keeps the memory
+                while tensors:  # drop our references, so that only the caller's keep the memory
                     spec, memory = tensors.pop(0)
                     yield spec.name, _shaped(memory, spec)
                     del memory
@@ -164,8 +165,9 @@ class LinkedReceiver:
     def _arriving(
         self, opened: Callable[[list[TensorSpec]], Place], tally: Tally, deadline: float
     ) -> Iterator[tuple[TensorSpec, Tensor] | None]:
-        """Description and bytes of each tensor of a version when it is here; None when all so far were compared, after each bucket.
-        The next bucket's pieces are asked for while the last ones of this are under way, if it was announced by then."""
+        """Yield the spec and bytes of each tensor as it arrives, and None after each bucket, when all tensors
+        so far have been verified. If the next bucket is already announced, its pieces are requested while the
+        last ones of the current bucket are in transit."""
         link, due = self._link, deque[_Due]()
         last: Message = {}
 
@@ -199,12 +201,12 @@ class LinkedReceiver:
                 if bucket.sent is None:
                     bucket.sent = self._line.receive("fingerprints", deadline, _DOING)["values"]
                 self._compare(bucket, tally)
-                del piece, bucket  # which hold its memory
+                del piece, bucket  # they hold the bucket's memory
                 yield None
         self._end(last, tally, deadline)
 
     def _compare(self, bucket: _Bucket, tally: Tally) -> None:
-        # At once for all, since code that was not run for a while takes three times as long.
+        # All values in one go: code that has not run for a while takes three times as long.
         found = [of.value() for of in bucket.found]
         bucket.found.clear()
         wrong = [s.name for s, a, b in zip(bucket.specs, found, bucket.sent or (), strict=True) if a != b]
@@ -238,7 +240,7 @@ class LinkedReceiver:
 
     def _drop(self, why: str) -> None:
         if self._wire is not None:
-            self._wire.close(why)  # first, so that the sender hears why before it sees that a group broke
+            self._wire.close(why)  # first, so that the sender gets the reason before the group breaks
             self._wire = None
         if self._inlet is not None:
             self._inlet.close()
@@ -247,31 +249,31 @@ class LinkedReceiver:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tensors that are compared together."""
+    """Tensors that are verified together."""
 
     index: int
     specs: list[TensorSpec]
     found: list[Fingerprint] = field(default_factory=list)
-    """Of those that are here."""
+    """Fingerprints of the tensors that have arrived."""
     sent: list[str] | None = None
-    """What the sender says of them, once it has."""
+    """The sender's fingerprints; None until received."""
 
 
 @dataclass(slots=True)
 class _Due:
-    """What is done when the next piece is here."""
+    """A requested piece, with what to do on its arrival."""
 
     bucket: _Bucket
     run: Run
     memory: Tensor
-    """Of the whole run."""
+    """Memory of the whole run."""
     of: Fingerprint | None
-    """Of a large tensor."""
+    """Fingerprint of a large tensor; None for a run of small ones."""
     ends_run: bool
     ends_bucket: bool
 
     def arrived(self) -> Iterator[tuple[TensorSpec, Tensor]]:
-        """The tensors that are whole with it."""
+        """Yield the tensors that this piece completes, and record their fingerprints."""
         if self.of is not None:
             if self.ends_run:
                 self.bucket.found.append(self.of)
@@ -284,7 +286,7 @@ class _Due:
 
 
 def _pieces(bucket: _Bucket, place: Place, link: Inlet) -> Iterator[tuple[_Due, Tensor]]:
-    """Of a bucket, in order, with the memory that each fills."""
+    """The pieces of a bucket in order, each with the memory that it fills."""
     runs = runs_of(bucket.specs, link.piece_bytes)
     for run in runs:
         if run.is_packed:
@@ -300,7 +302,8 @@ def _pieces(bucket: _Bucket, place: Place, link: Inlet) -> Iterator[tuple[_Due, 
 
 
 class _Memory:
-    """Memory for buckets on CPU, used again when no tensor in it is left. Fresh memory costs as much as a copy into it."""
+    """Buffers for buckets. On the CPU they are reused once no tensor refers to them, since allocating fresh
+    memory costs as much as a copy into it."""
 
     _MOST = 3
 
@@ -308,7 +311,7 @@ class _Memory:
         self._buffers: list[bytearray] = []
 
     def take(self, num_bytes: int, device: torch.device | None) -> Tensor:
-        """uint8 [num_bytes], of any content."""
+        """Uninitialised memory, uint8 [num_bytes]."""
         if device is not None and device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         size = num_bytes + _CACHE_LINE
@@ -321,7 +324,7 @@ class _Memory:
         return memory[start : start + num_bytes]
 
     def _is_free(self, index: int) -> bool:
-        """A tensor's memory has a reference to its buffer; the list has one, and so has getrefcount."""
+        """Whether no tensor refers to a buffer: two references are those of the list and of getrefcount."""
         return sys.getrefcount(self._buffers[index]) <= 2
 
 
@@ -329,7 +332,7 @@ _CACHE_LINE = 64
 
 
 def _places(bucket: Tensor) -> Place:
-    """Large tensors one after the other in a bucket's memory."""
+    """Place large tensors one after the other in a bucket's memory."""
     used = 0
 
     def place(spec: TensorSpec, _: torch.device | None) -> Tensor:
@@ -341,7 +344,8 @@ def _places(bucket: Tensor) -> Place:
 
 
 def _targets(targets: Mapping[str, Tensor], memory: _Memory) -> Place:
-    """In the engine's own tensor where its memory is as the bytes that travel, else beside it."""
+    """Place a tensor directly in its target if device, dtype and memory layout match the received bytes, else
+    in a temporary buffer."""
 
     def place(spec: TensorSpec, device: torch.device | None) -> Tensor:
         target = targets[spec.name].detach()

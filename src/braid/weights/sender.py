@@ -1,4 +1,4 @@
-"""The trainer's end of a publication."""
+"""The trainer's end of weight sync."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from .sending import Bucket, Sender, SendOptions, buckets_of
 from .wire import Caller, Receipt, Tally, Ticket, Wire, readable, specs_message, tell, wait_any
 
 _LAST_WORDS_S = 0.5
-"""How long an engine may take to say why it failed, once that it failed is known."""
+"""Seconds to wait for engines' error messages after a failure."""
 _MAX_CALLERS = 128
-"""Connections that have not shown yet that they are engines; the oldest of more are dropped."""
+"""Most unauthenticated connections; beyond that, the oldest are dropped."""
 
 
 def open_sender(engines: Sequence[str], options: SendOptions) -> Sender:
-    """A sender for these engines, by name."""
+    """Open a sender for the named engines."""
     if options.transport == "files":
         return FileSender(options)
     return LinkedSender(engines, options)
 
 
 def join_send(sender: Sender | None, version: int, weights: Weights) -> Receipt | None:
-    """`send` on the rank that has the sender; the others only read `weights`, whose gathering they take part in."""
+    """Send on the rank that has the sender; the others exhaust `weights`, because gathering them is a
+    collective."""
     if sender is not None:
         return sender.send(version, weights)
     for _ in weights:
@@ -44,7 +45,7 @@ def join_send(sender: Sender | None, version: int, weights: Weights) -> Receipt 
 
 
 class LinkedSender:
-    """See Sender. For engines that listen: gathering the next bucket overlaps with sending the last."""
+    """See Sender. For connected engines: gathering the next bucket overlaps with sending the last."""
 
     def __init__(self, engines: Sequence[str], options: SendOptions) -> None:
         assert engines, "a sender has somebody to send to"
@@ -81,7 +82,7 @@ class LinkedSender:
         except BaseException as error:
             named = self._named(error, version)
             self._drop(str(named))
-            for _ in rest:  # other ranks may be in the midst of gathering them
+            for _ in rest:  # gathering them may be a collective that other ranks are in
                 pass
             raise named from error
 
@@ -93,7 +94,8 @@ class LinkedSender:
         self._listener.close()
 
     def _linked(self, version: int, deadline: float) -> Outlet:
-        """The link to all engines, made anew when they are not those of the last version."""
+        """Wait for all engines to connect and return the link to them, rebuilt if any of them has
+        reconnected."""
         self._admit(0.0)
         while missing := [name for name in self._engines if name not in self._wires]:
             left = deadline - time.monotonic()
@@ -116,13 +118,14 @@ class LinkedSender:
         return self._outlet
 
     def _admit(self, wait_s: float) -> None:
-        """Accept pending connections of engines, at most `wait_s` for the first. Other peers are dropped."""
+        """Accept pending connections of engines, waiting at most `wait_s` for the first. Other peers are
+        dropped."""
         until = time.monotonic() + wait_s
         while True:
             left = max(0.0, until - time.monotonic())
             ready = readable([self._listener, *self._callers], left)
             if self._listener in ready:
-                with contextlib.suppress(OSError):  # it has gone again
+                with contextlib.suppress(OSError):  # the peer has disconnected again
                     self._callers.append(Caller.accepted(self._listener.accept()[0]))
             for caller in list(self._callers):
                 if (heard := caller.hear(self._secret)) is not None:
@@ -144,17 +147,17 @@ class LinkedSender:
         self._unlink()
 
     def _refusal(self, name: str) -> str | None:
-        """Why an engine of this name is not let in; None when it is."""
+        """Reason to refuse an engine of this name, or None."""
         if name not in self._engines:
             return f"engine {name} is none of those that this sender serves ({', '.join(self._engines)})"
         old = self._wires.get(name)
-        # Engines say nothing between two versions: what can be read is the end of one that died.
+        # Engines send nothing between two versions: a readable connection means that the old engine died.
         if old is not None and self._options.existing == "refuse" and not old.is_readable():
             return f"engine {name} is already connected; end the other one first, or set rollout.publish.existing_group=replace"
         return None
 
     def _stream(self, buckets: Iterator[Bucket], outlet: Outlet, tally: Tally, deadline: float) -> None:
-        """Send what this thread gathers from a second thread: gathering may be a collective, which stays in the first."""
+        """Gather buckets in this thread, since that may be a collective, and send them from a second one."""
         gathered: queue.Queue[Bucket | None] = queue.Queue(maxsize=1)
         failures: list[BaseException] = []
 
@@ -163,7 +166,7 @@ class LinkedSender:
                 while (bucket := gathered.get()) is not None:
                     self._send_bucket(bucket, outlet, tally, deadline)
                     del bucket
-            except BaseException as error:  # raised in the first thread
+            except BaseException as error:  # re-raised in the first thread
                 failures.append(error)
                 while gathered.get() is not None:
                     pass
@@ -205,7 +208,8 @@ class LinkedSender:
         return receipt
 
     def _named(self, error: BaseException, version: int) -> BaseException:
-        """The error with what an engine says of it, where a group only says that it broke."""
+        """The error with the engines' own error messages added: a process group reports only that it
+        broke."""
         if not isinstance(error, EngineError):
             return error
         told = [str(error)]
@@ -234,7 +238,7 @@ class LinkedSender:
 
 
 def _send_run(run: Run, tensors: Sequence[Tensor], outlet: Outlet, deadline: float) -> list[Fingerprint]:
-    """Send the bytes of a run's tensors; their fingerprints."""
+    """Send the bytes of a run's tensors and return their fingerprints."""
     if outlet.device is not None:
         tensors = [tensor.to(outlet.device) for tensor in tensors]
     if run.is_packed:

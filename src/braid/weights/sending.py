@@ -1,4 +1,4 @@
-"""What every sender is told, and how it takes weights: bucket by bucket."""
+"""The sender protocol, its options, and the split of weights into buckets."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from .wire import Receipt, TensorSpec, Ticket, Transport
 
 
 class Sender(Protocol):
-    """What a trainer publishes with."""
+    """Sends the trainer's weights to engines."""
 
     @property
     def ticket(self) -> Ticket:
-        """What engines receive by."""
+        """The data with which engines open their receivers."""
         ...
 
     def send(self, version: int, weights: Weights) -> Receipt:
-        """Publish `weights` as `version`; returns when every engine has checked all of it. `weights` are read to their end even
-        when the publication fails, since reading them may be a call that other ranks make too. Raises EngineError."""
+        """Send `weights` as `version`; returns when every engine has verified all of it (transport `files`:
+        when it is written). `weights` is exhausted even if sending fails, since iterating may be a
+        collective. Raises EngineError."""
         ...
 
     def close(self) -> None:
-        """Engines are told that nothing more comes. Can be called twice."""
+        """Tell the engines that no more versions follow. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SendOptions:
-    """How a sender sends.
+    """Options of a sender.
 
-    `bucket_bytes` is what an engine is given at a time, `timeout_s` the longest that one version may take. With `dtype`,
-    floating tensors travel in that type. `existing`: whether a second engine that calls itself by a name in use takes the
-    first one's place. `device` is the trainer's, for
-    the transports of GPUs. `host` is the address of this machine for the engines: by default loopback for
-    transports of one machine, and else that of the interface with the default route. `folder` is where the transport `files`
-    writes, and `beside` a model's folder whose config and tokenizer each version gets there too.
+    `bucket_bytes` is the size of the buckets that engines receive, `timeout_s` the time limit for one
+    version. With `dtype`, floating-point tensors are sent in that type. `existing`: whether a second engine
+    with a name in use replaces the first or is refused. `device` is the trainer's, for GPU transports. `host`
+    is the address at which engines reach this machine: by default loopback for single-machine transports,
+    else that of the interface with the default route. `folder` is where the transport `files` writes, and
+    `beside` a model folder whose config and tokenizer are copied into each version there.
     """
 
     transport: Transport
@@ -56,14 +57,15 @@ class SendOptions:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that an engine is given together."""
+    """Tensors that are sent and verified together."""
 
     index: int
     tensors: list[tuple[TensorSpec, Tensor]]
 
 
 def buckets_of(weights: Weights, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-    """As many tensors as fit, in order; one that does not fit alone is a bucket of its own."""
+    """Split `weights` in order into buckets of at most `bucket_bytes`; a larger tensor gets its own
+    bucket."""
     index, held, tensors = 0, 0, list[tuple[TensorSpec, Tensor]]()
     for name, tensor in weights:
         value = tensor.detach()

@@ -1,4 +1,4 @@
-"""Which way weights take to an engine."""
+"""Choice of the transport from the trainer to an engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _KEY = "rollout.publish.transport"
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """How an engine stands to the trainer rank that sends.
+    """Placement of an engine relative to the sending trainer rank.
 
-    `shares_tensors`: it samples with the trainer's own. `is_one_machine` and `is_one_device`: it sees the same memory, and the same GPU.
-    `is_cuda`: both have their weights on GPUs. `reads_folders`: it is a server that takes weights from disk."""
+    `shares_tensors`: it samples with the trainer's own tensors. `is_one_machine`, `is_one_device`: it shares
+    host memory, or the GPU. `is_cuda`: both have their weights on GPUs. `reads_folders`: it is a server that
+    loads weights from disk."""
 
     shares_tensors: bool = False
     is_one_machine: bool = True
@@ -30,9 +31,9 @@ class Meeting:
 
 
 def choose_transport(config: PublishConfig, meeting: Meeting) -> Transport | None:
-    """The transport that the config names, or for `auto` the cheapest that can work; None where nothing has to travel.
+    """The configured transport, or for `auto` the cheapest that works; None if the engine shares the tensors.
 
-    Raises ConfigError when the named one cannot work here."""
+    Raises ConfigError if the configured one cannot work for this placement."""
     if meeting.shares_tensors:
         return None
     asked = config.transport
@@ -60,8 +61,9 @@ def _impossible(why: str) -> ConfigError:
 
 
 def on_existing(config: PublishConfig, *, is_server: bool) -> Literal["replace", "refuse"]:
-    """What to do where an engine already has a connection for weights (`rollout.publish.existing_group`). A server outlives runs, and
-    what it has is a former run's; an engine of this run that has one is a mistake."""
+    """What to do with an engine that already has a weight connection (`rollout.publish.existing_group`). By
+    default a server's is replaced, since servers outlive runs and it belongs to an earlier run; for an engine
+    of this run it is an error."""
     if config.existing_group != "auto":
         return config.existing_group
     return "replace" if is_server else "refuse"

@@ -1,15 +1,16 @@
-"""What the two ends of a publication tell each other, beside the weights themselves.
+"""The control messages between sender and receiver; the weights themselves go over a link.
 
-A receiver connects to the sender by its ticket and sends one line: the ticket's secret and its engine's name. Nothing of a peer is parsed
-before its secret was compared. Then each version is, from the sender:
+A receiver connects to the address in the sender's ticket and sends one line: the ticket's secret and its
+engine's name. A peer's messages are not parsed before its secret has been verified. For each version the
+sender then sends:
 
-    link           how bytes will come, once per set of engines; the receiver answers `ready`
+    link           parameters of the link, once per set of engines; the receiver answers `ready`
     begin          the version
-    bucket         names, types and shapes of the tensors that follow; their bytes go over the link
+    bucket         names, dtypes and shapes of the tensors that follow; their bytes go over the link
     fingerprints   of the bucket's tensors
-    end            how many tensors there were, and the fingerprint of them all; the receiver answers `done`
+    end            number of tensors and fingerprint of the whole version; the receiver answers `done`
 
-`failed` may come instead from either side, with the reason. Messages are JSON: nothing that comes is ever run.
+Either side may send `failed`, with the reason, instead. Messages are JSON: received data is never executed.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ Message = dict[str, Any]
 _LENGTH = struct.Struct("!I")
 _LONGEST = 2**30
 _HELLO_BYTES = 4096
-"""Longest first line: all that is read of a peer that does not know the secret."""
+"""Length limit of the first line: the most that is read from a peer that does not know the secret."""
 _HELLO_S = 5.0
-"""Within this a peer must have said it."""
+"""Seconds within which a peer must have sent its first line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """How to receive from a sender. Plain data: it may be pickled, or passed on as JSON (`as_dict`, `Ticket(**d)`).
+    """Address and credentials of a sender. Plain data: can be pickled, or passed as JSON (`as_dict`,
+    `Ticket(**d)`).
 
-    `secret` keeps others on the network out. `folder` is that of the transport `files`, which has no address."""
+    `secret` keeps out other peers on the network. `folder` is for the transport `files`, which has no
+    address."""
 
     transport: Transport
     host: str = ""
@@ -55,13 +58,13 @@ class Ticket:
     folder: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The ticket as a JSON-serialisable dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a bucket; `dtype` as torch names it, without the module."""
+    """One tensor of a bucket; `dtype` is torch's name without the module, such as "bfloat16"."""
 
     name: str
     dtype: str
@@ -78,7 +81,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A version that arrived whole. `fingerprint` is that of all names and tensors, in order."""
+    """Record of a completely transferred version. `fingerprint` covers all names and tensors, in order."""
 
     version: int
     num_tensors: int
@@ -87,7 +90,7 @@ class Receipt:
 
 
 class Tally:
-    """Counts the tensors of a version on either side, for the comparison at its end."""
+    """Running count and fingerprint of a version's tensors, kept on both sides and compared at its end."""
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -104,7 +107,8 @@ class Tally:
 
 
 class Wire:
-    """A connection for messages. Every failure is an EngineError that names the peer and what was being done."""
+    """A message connection. Every failure is an EngineError that names the peer and the current operation
+    (`doing`). Deadlines are times of time.monotonic()."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -113,7 +117,7 @@ class Wire:
         self._socket = connection
 
     def send(self, message: Message, deadline: float, doing: str) -> None:
-        """Raises EngineError when the peer is gone or does not read in time."""
+        """Send a message. Raises EngineError if the peer is gone or does not read in time."""
         data = json.dumps(message).encode()
         self._socket.settimeout(_left(deadline))
         try:
@@ -121,12 +125,13 @@ class Wire:
         except TimeoutError:
             raise self.late(doing) from None
         except OSError as error:
-            # Its last words may say why it went.
+            # A `failed` message from the peer may give the reason.
             self._raise_failure()
             raise self._gone(doing, str(error.strerror or error)) from None
 
     def receive(self, kind: str, deadline: float, doing: str) -> Message:
-        """The next message, of this kind. Raises EngineError when the peer says that it failed, is gone or is late."""
+        """Receive the next message, which must be of `kind`. Raises EngineError if it is not, or if the peer
+        reports a failure, is gone or times out."""
         message = self.receive_any(deadline, doing)
         if message.get("kind") != kind:
             raise EngineError(
@@ -136,7 +141,7 @@ class Wire:
         return message
 
     def receive_any(self, deadline: float, doing: str) -> Message:
-        """The next message of any kind but `failed`."""
+        """Receive the next message of any kind; `failed` raises EngineError."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, doing))
         if length > _LONGEST:
             raise EngineError(f"{self.peer} sent a message of {length} bytes; it is no end of a publication")
@@ -153,11 +158,11 @@ class Wire:
         return message
 
     def is_readable(self) -> bool:
-        """Whether a message waits, or the peer is gone."""
+        """Whether a message is waiting, or the peer is gone."""
         return bool(readable([self._socket], 0.0))
 
     def close(self, why: str | None = None) -> None:
-        """With `why`, tell the peer first, if it listens."""
+        """Close the connection. With `why`, first try to send the peer a `failed` message."""
         if why is not None:
             with suppress(EngineError):
                 self.send({"kind": "failed", "why": why}, time.monotonic() + 1.0, "giving up")
@@ -179,7 +184,7 @@ class Wire:
         return bytes(parts)
 
     def _raise_failure(self) -> None:
-        """Raises what the peer said last, if that was a failure."""
+        """Raise the peer's pending `failed` message as EngineError, if there is one."""
         soon = time.monotonic() + 0.1
         try:
             while True:
@@ -194,14 +199,14 @@ class Wire:
         )
 
     def late(self, doing: str) -> EngineError:
-        """For who waits for the peer, and has waited long enough."""
+        """The error for a peer that did not answer in time."""
         return EngineError(
             f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it only needs longer"
         )
 
 
 def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
-    """Connect to the sender of a ticket as `engine`. Raises EngineError when it does not listen."""
+    """Connect to the ticket's sender as `engine`. Raises EngineError if it cannot be reached."""
     where = f"{ticket.host}:{ticket.port}"
     try:
         connection = socket.create_connection((ticket.host, ticket.port), timeout=_left(deadline))
@@ -211,7 +216,7 @@ def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
             "has ended, or its address is not one that this machine can reach"
         ) from None
     wire = Wire(connection, f"the trainer at {where}")
-    with suppress(OSError):  # a trainer that is gone is noticed when it is heard
+    with suppress(OSError):  # a trainer that is gone is detected on the first receive
         connection.settimeout(_left(deadline))
         connection.sendall(f"{ticket.secret} {engine}\n".encode())
     return wire
@@ -219,7 +224,7 @@ def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
 
 @dataclass(slots=True)
 class Caller:
-    """A peer that has connected and has not shown yet that it is an engine."""
+    """A connected peer that has not yet authenticated as an engine."""
 
     connection: socket.socket
     until: float
@@ -227,7 +232,7 @@ class Caller:
 
     @classmethod
     def accepted(cls, connection: socket.socket) -> Caller:
-        """Of a new connection. Reading from it never blocks."""
+        """Wrap a newly accepted connection, in non-blocking mode."""
         connection.setblocking(False)
         return cls(connection, time.monotonic() + _HELLO_S)
 
@@ -235,8 +240,8 @@ class Caller:
         return self.connection.fileno()
 
     def hear(self, secret: str) -> tuple[str, Wire] | None:
-        """Read what has arrived: the name of an engine with its wire once its line is whole. None before that, and for any other peer,
-        whose connection is then closed."""
+        """Read what has arrived. Returns the engine's name and its wire once the first line is complete, None
+        before that; also None for a peer that is no engine or too slow, whose connection is closed."""
         try:
             data = self.connection.recv(_HELLO_BYTES - len(self.said))
         except BlockingIOError:
@@ -252,7 +257,7 @@ class Caller:
         said, _, name = line.partition(b" ")
         if (
             not hmac.compare_digest(said, secret.encode()) or rest
-        ):  # an engine says no more before it is spoken to
+        ):  # an engine sends nothing else before the sender does
             self.connection.close()
             return None
         engine = name.decode(errors="replace")
@@ -260,36 +265,37 @@ class Caller:
 
 
 def specs_from(message: Message) -> list[TensorSpec]:
-    """Of a `bucket` message."""
+    """The tensor specs in a `bucket` message."""
     return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in message["tensors"]]
 
 
 def specs_message(index: int, specs: Iterable[TensorSpec]) -> Message:
-    """A `bucket` message."""
+    """Build a `bucket` message."""
     return {"kind": "bucket", "index": index, "tensors": [[s.name, s.dtype, s.shape] for s in specs]}
 
 
 def tell(wires: Mapping[str, Wire], message: Message, deadline: float, doing: str) -> None:
-    """Send to all."""
+    """Send a message to all wires."""
     for wire in wires.values():
         wire.send(message, deadline, doing)
 
 
 def own_end(wires: Iterable[Wire]) -> str:
-    """This machine's address on the connections: one that other machines reach, if any of the peers is on another."""
+    """This machine's own address on the connections; preferably not loopback, so that all peers can reach it
+    if any of them is on another machine."""
     addresses = [wire._socket.getsockname()[0] for wire in wires]
     return next((a for a in addresses if not a.startswith("127.") and a != "::1"), addresses[0])
 
 
 def wait_any(wires: Iterable[Wire], seconds: float) -> None:
-    """Until one of them has said something or is gone, or the time is over."""
+    """Wait until one of the wires is readable or its peer gone, for at most `seconds`."""
     if sockets := [wire._socket for wire in wires]:
         readable(sockets, seconds)
 
 
 def readable(sockets: Iterable[Any], seconds: float) -> list[Any]:
-    """Those of the sockets with data, a connection or an end to read, waited for so long. Other than select, for any number of
-    open files."""
+    """The sockets with data, a new connection or end of file to read, after waiting at most `seconds` for the
+    first. Uses poll, because select is limited to small file descriptors."""
     poll, by_number = select.poll(), {of.fileno(): of for of in sockets}
     for number in by_number:
         poll.register(number, select.POLLIN)
