@@ -1,9 +1,10 @@
-"""Attention for every Hugging Face decoder, through transformers' own attention interface.
+"""Attention for all Hugging Face decoders, through transformers' attention interface.
 
-A model switched to the implementation "braid" calls `_attend` in each attention layer, which hands the layer's queries,
-keys and values to the context of the forward pass: `with attending(context): model(input_ids, position_ids=...)`. Training
-and prefill use `PackedAttention`; the native engine brings contexts that also keep a cache. No architecture needs code of
-its own; `models.selfcheck` finds those whose layers do something else, when a model is loaded.
+A model set to the attention implementation "braid" calls `_attend` in each attention layer, which passes
+queries, keys and values to the context of the forward pass: `with attending(context): model(input_ids,
+position_ids=...)`. Training and prefill use `PackedAttention`; the native engine has contexts with a KV
+cache. No architecture needs code of its own; when a model is loaded, `models.selfcheck` detects layers that
+bypass this interface.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ IMPLEMENTATION = "braid"
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One attention layer's options. `sinks` [Hq] are logits that join each head's softmax without a value of their own
-    (gpt-oss, arXiv 2309.17453)."""
+    """Options of an attention layer's call. `sinks` [Hq] are logits that join each head's softmax without a
+    value (gpt-oss, arXiv 2309.17453)."""
 
     layer: int
     scaling: float
@@ -37,12 +38,12 @@ class LayerCall:
 
 
 AttentionKernel = Callable[[LayerCall, Tensor, Tensor, Tensor], Tensor]
-"""Attention over right-padded rows; see causal_attention."""
+"""Kernel for attention over right-padded rows; see causal_attention."""
 
 
 class AttentionContext(Protocol):
-    """Decides which positions attend to which, and keeps keys and values where it needs to. One context serves one forward
-    pass."""
+    """Determines which positions attend to which, and stores keys and values if needed. One context serves
+    one forward pass."""
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, Hq, d], key and value [T, Hkv, d] -> [T, Hq, d]."""
@@ -54,7 +55,7 @@ _CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention context", 
 
 @contextmanager
 def attending(context: AttentionContext | None) -> Generator[None]:
-    """Attention layers that run within it use `context`."""
+    """Make attention layers in this block use `context`."""
     token = _CONTEXT.set(context)
     try:
         yield
@@ -66,12 +67,12 @@ def current_context() -> AttentionContext | None:
     return _CONTEXT.get()
 
 
-def _attend(  # noqa: PLR0913  # the signature is transformers'
+def _attend(  # noqa: PLR0913  # transformers' signature
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001  # the context decides
+    attention_mask: Tensor | None,  # noqa: ARG001  # the context determines the mask
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
@@ -102,16 +103,16 @@ def _attend(  # noqa: PLR0913  # the signature is transformers'
 
 
 def register() -> None:
-    """Make "braid" known to transformers. Safe to call more than once. It brings no mask function, so transformers builds
-    no mask: the context decides who attends to whom."""
+    """Register the implementation "braid" with transformers. Safe to call more than once. No mask function is
+    registered, so transformers builds no mask."""
     AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
 class PackedAttention:
-    """Causal attention within each of the packed segments.
+    """Causal attention within each packed segment.
 
-    Segments of like length are laid into right-padded rectangles for the kernel: with a causal mask no real
-    position ever attends to padding, so the rectangles change no number.
+    Segments of similar length are copied into right-padded rectangles for the kernel. With a causal mask no
+    real position attends to padding, so padding does not change the results.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class PackedAttention:
         shared: Sequence[tuple[int, int]] = (),
         kernel: AttentionKernel | None = None,
     ) -> None:
-        """`lengths` [B] of the segments, in packing order; `shared` as PackedBatch has it; `kernel` for the rectangles,
-        causal_attention when None."""
+        """`lengths` [B] of the segments in packing order; `shared` as in PackedBatch; `kernel` computes
+        attention over the rectangles (default: causal_attention)."""
         self._kernel = kernel or causal_attention
         shared = shared or [(0, 0)] * len(lengths)
         self._rectangles = _rectangles(lengths)
@@ -146,8 +147,8 @@ class PackedAttention:
         self._copies = torch.cat(copies, dim=1).to(device)
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See AttentionContext. On CPU autocast stops here: the backward pass of attention is several times slower in bf16
-        than in float32, so that softmax and all it weighs stay in float32."""
+        """See AttentionContext. On CPUs attention runs in float32 even under autocast, because its backward
+        pass is several times slower in bf16."""
         if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 return self.attend(call, query.float(), key.float(), value.float())
@@ -172,7 +173,7 @@ def causal_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor)
         return eager_attention(call, query, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     groups = q.shape[1] // k.shape[1]
-    # CPU kernels share a key head among query heads for less time than copies of it take; not all CUDA kernels can.
+    # On CPUs grouped-query kernels are faster than copying key heads; not all CUDA kernels support them.
     is_shared = groups > 1 and q.device.type == "cpu"
     if groups > 1 and not is_shared:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -194,7 +195,7 @@ def causal_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor)
 
 
 def eager_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """See causal_attention: softmax(scale q k + mask) v, with the softmax in float32."""
+    """softmax(scale q k + mask) v with a float32 softmax. Shapes as in causal_attention."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * call.scaling
@@ -208,14 +209,16 @@ def eager_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
 
 
 def visible_keys(width: int, window: int, device: torch.device) -> Tensor:
-    """Which of `width` keys (columns) each query sees: its own and at most `window` - 1 before it."""
+    """Boolean mask [width, width] of the keys (columns) that each query sees: its own and up to `window` - 1
+    before it."""
     place = torch.arange(width, device=device)
     behind = place[:, None] - place[None, :]
     return (behind >= 0) & (behind < window)
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax [..., K] in float32 of `scores` [..., K] and one more logit, `sinks` [..., 1], whose share is left out."""
+    """float32 softmax over `scores` [..., K] and one extra logit `sinks` [..., 1], whose probability is
+    dropped: [..., K]."""
     scores = scores.float()
     if sinks is None:
         return scores.softmax(-1)
@@ -224,10 +227,10 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _with_sink_key(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The sink as one more key in front, with value 0, and a query in front that sees it alone: a causal mask stays
-    causal, so that every kernel can be used. [B, H, L, d] -> [B, H, L + 1, d + 8]; kernels like multiples of 8.
+    """Prepend the sink as a key with value 0, and a query that sees only this key. The mask stays causal, so
+    every kernel can be used. [B, H, L, d] -> [B, H, L + 1, d + 8]; kernels prefer multiples of 8.
 
-    The sink's key is 1 in a dimension in which the other keys are 0, and the queries have `sinks` [Hq] there."""
+    The sink's key is 1 in a dimension in which the other keys are 0 and the queries are `sinks` [Hq]."""
     place = F.pad(q.new_ones(1), (0, 7))
     of_queries = (sinks.to(q.dtype)[:, None] * place)[:, None].expand(*q.shape[:2], q.shape[2] + 1, 8)
     is_first = torch.arange(k.shape[2] + 1, device=k.device) == 0
@@ -241,8 +244,11 @@ def _with_sink_key(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
 
 
 class _Lay(torch.autograd.Function):
-    """[T, ...] -> [rectangles, ...]. Backward is a gather too, since padding receives no gradient, plus what the copies of
-    shared positions received: `copies` [2, N] has where each is stored and where it lies."""
+    """Copy packed positions into rectangles: [T, ...] -> [rectangles, ...].
+
+    The backward pass is also a gather because padding receives no gradient, plus the gradients of the copies
+    of shared positions: `copies` [2, N] holds the index where each is stored and its index in the rectangles.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gather: Tensor, place: Tensor, copies: Tensor) -> Tensor:
@@ -259,7 +265,7 @@ class _Lay(torch.autograd.Function):
 
 
 class _Lift(torch.autograd.Function):
-    """[rectangles, ...] -> [T, ...]: drops the padding."""
+    """Copy rectangles back to packed positions, dropping the padding: [rectangles, ...] -> [T, ...]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Tensor) -> Tensor:
@@ -274,7 +280,7 @@ class _Lift(torch.autograd.Function):
 
 
 def _stored_places(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Where each position of each segment is stored."""
+    """Index at which each position of each segment is stored."""
     out: list[Tensor] = []
     start = 0
     for length, (source, num) in zip(lengths, shared, strict=True):
@@ -285,7 +291,8 @@ def _stored_places(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) ->
 
 
 def _rectangles(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Rows grouped by like length: (rows, width), each row at least three quarters as long as its width."""
+    """Group rows of similar length: (rows, width), where each row is at least three quarters as long as the
+    width."""
     out: list[tuple[list[int], int]] = []
     for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
         if out and lengths[row] * 4 >= out[-1][1] * 3:

@@ -1,4 +1,4 @@
-"""Language models made from sizes, with random weights."""
+"""Language models built from given sizes, with random weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from braid.config.model import BuildSpec
 
 VOCAB_MULTIPLE = 16
-"""Vocabularies are padded to a multiple of it; matrix products like that. The tokens added stand for nothing."""
+"""Vocabulary sizes are rounded up to a multiple of this for faster matrix products. The added tokens are
+unused."""
 
 
 def build_model(
     spec: BuildSpec, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, seed: int
 ) -> PreTrainedModel:
-    """A model of the architecture and sizes of `spec`, on the CPU; the same weights for the same seed on every machine."""
+    """Build a model with the architecture and sizes of `spec` on the CPU. A seed gives the same weights on
+    every machine."""
     config = AutoConfig.for_model(
         spec.architecture,
         vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
@@ -37,5 +39,5 @@ def build_model(
 
 
 def _attention_scale(spec: BuildSpec) -> dict[str, int]:
-    """Gemma 2 and 3 do not derive the scale of attention scores from the width of a head."""
+    """Config key for the attention scale of Gemma 2 and 3, which do not derive it from the head dimension."""
     return {"query_pre_attn_scalar": spec.head_dim} if spec.architecture in ("gemma2", "gemma3_text") else {}

@@ -1,7 +1,7 @@
-"""A Hugging Face causal language model as training and the native engine use it: rows packed end to end, attention plugged in.
+"""A Hugging Face causal language model over packed rows, used by training and the native engine.
 
-Owns the way from token ids to hidden states, logits and log-probs. Building and checking models is `loading`'s; what attends
-to what is up to the attention context of each call.
+Owns the computation from token ids to hidden states, logits and log-probs. `loading` builds and checks
+models; the attention context of each call determines which positions attend to which.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .lora import has_adapters, merged_weights, named_adapters
 
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
-"""Where configs of transformers keep a number that logits are divided or multiplied by."""
+"""Config keys of transformers for constants that logits are divided (`_DIVISORS`) or multiplied (`_FACTORS`)
+by."""
 
 
 class CausalLM:
-    """The policy or the reference. Always in eval mode: dropout would make log-probs random.
+    """Policy or reference model. Always in eval mode because dropout would make log-probs random.
 
-    `model` is the Hugging Face module, whose weights the native engine shares; `config` its text config. Log-probs and
-    entropies are those of softmax(logits / temperature).
+    `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
+    Log-probs and entropies are those of softmax(logits / temperature).
     """
 
     value_head = None
@@ -51,8 +52,9 @@ class CausalLM:
         attention: AttentionKind = "auto",
         compiles: bool = False,
     ) -> None:
-        """Takes `model` over and switches its attention. `chunk_bytes` bounds each [tokens, vocabulary] tensor; `compiles`
-        has torch.compile make the way from logits to log-probs."""
+        """Takes ownership of `model` and replaces its attention. `chunk_bytes` bounds the size of each
+        [tokens, vocabulary] tensor; `compiles` applies torch.compile to the computation of log-probs from
+        logits."""
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
@@ -81,7 +83,7 @@ class CausalLM:
     def backbone(self) -> PreTrainedModel:
         """The model below its head: token ids to hidden states."""
         base = self.model.base_model
-        # The language part of a larger architecture (Llama 4) has no such property of its own.
+        # For the language part of a larger architecture (Llama 4) `base_model` is the model itself.
         return cast("PreTrainedModel", getattr(base, "model", base) if base is self.model else base)
 
     @property
@@ -95,7 +97,7 @@ class CausalLM:
 
     @property
     def head(self) -> Head:
-        """What makes logits of hidden states; its tensors are the model's own."""
+        """The output head, which shares the model's tensors."""
         weight = self._head.weight
         has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
         accumulates = self._writes_gradients and not has_hooks
@@ -109,11 +111,12 @@ class CausalLM:
             embedding.sparse = False
 
     def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states [T, D], after the final norm, of token ids [T] at positions [T] of their sequences."""
+        """Last hidden states [T, D], after the final norm, of token ids [T] at positions [T] in their
+        sequences."""
         return hidden_states(self.backbone, input_ids, positions, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V] in float32, not yet divided by any temperature; without gradient."""
+        """[N, D] -> [N, V] in float32, before the temperature is applied; not differentiable."""
         return self.head.logits(hidden)
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
@@ -131,12 +134,12 @@ class CausalLM:
             compiles=self.compiles,
         )
         computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
-        # sorted, since ranks that share sequences have to join them in one order
+        # sorted: sequence-parallel ranks must join the outputs in the same order
         return {name: spread(computed[name], written, batch) for name in sorted(outputs)}
 
     @property
     def has_adapters(self) -> bool:
-        """Whether low-rank adapters are trained in place of the weights (models.lora)."""
+        """Whether low-rank adapters are trained instead of the weights (models.lora)."""
         return has_adapters(self.model)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
@@ -144,20 +147,20 @@ class CausalLM:
         return flops_of(self.backbone, self._head, lengths, num_outputs, recomputes=self._recomputes)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainableModel. Of a model with adapters: the adapters, under the names of an adapter folder."""
+        """See TrainableModel. With adapters: only the adapters, under the names used in an adapter folder."""
         return named_adapters(self.model) if self.has_adapters else unique_weights(self.model)
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its name in a model folder, adapters merged in; tied ones once."""
+        """All weights under their names in a model folder, with adapters merged in; tied ones once."""
         return merged_weights(self.model)
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute each layer in the backward pass, or no longer."""
+        """Enable or disable recomputation of each layer in the backward pass."""
         set_gradient_checkpointing(self.model, enabled)
         self._recomputes = enabled
 
     def frozen_copy(self) -> CausalLM:
-        """The model as it is now, in tensors of its own that are never trained."""
+        """Copy of the current model in separate, frozen tensors."""
         copy = CausalLM(
             deepcopy(self.model),
             temperature=self.temperature,
@@ -172,7 +175,7 @@ class CausalLM:
 def hidden_states(
     backbone: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext
 ) -> Tensor:
-    """[T], [T] -> [T, D]: the backbone over one flat line of tokens, all attention left to `context`."""
+    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`."""
     with attention.attending(context):
         out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
     return out.last_hidden_state[0]
@@ -181,8 +184,8 @@ def hidden_states(
 def states_before(
     backbone: PreTrainedModel, batch: PackedBatch, attention: AttentionKind
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, D] that predict what the policy wrote, and where it wrote that [N]. On ranks that share sequences
-    these are the states that this one has."""
+    """Hidden states [N, D] that predict the policy's tokens, and the positions [N] of these tokens. With
+    sequence parallelism, only those of this rank's slice."""
     written, before = written_positions(batch)
     ids, positions = batch.inputs["input_ids"], batch.positions
     context: AttentionContext = packed_attention(attention, batch)
@@ -197,7 +200,7 @@ def states_before(
 
 
 def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Where the mask is True, and the positions just before, whose hidden states predict them."""
+    """Positions at which the mask is True, and the preceding positions, whose hidden states predict them."""
     written = batch.mask.nonzero().squeeze(1)
     before = batch.previous.index_select(0, written)
     assert not (before < 0).any(), "a row's first token has nothing that predicts it"
@@ -205,16 +208,17 @@ def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor:
-    """[N] at the `written` positions -> [T], 0 elsewhere; of all ranks that share sequences."""
+    """Scatter `values` [N] to the `written` positions of a zero tensor [T]; joined over sequence-parallel
+    ranks."""
     assert values is not None, "computed only when asked for"
     line = values.new_zeros(batch.num_positions).index_copy(0, written, values)
     return line if batch.sequence is None else batch.sequence.join(line)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch every attention layer to the context of the forward pass. Raises ModelError when layers are of a kind that does
-    not compute with it. `chunked_attention` is computed as full attention, which models.selfcheck lets pass for rows within
-    one chunk."""
+    """Make every attention layer use the context of the forward pass. Raises ModelError if the model has
+    layers of an unsupported type. `chunked_attention` is computed as full attention, which models.selfcheck
+    accepts for rows within one chunk."""
     config = model.config.get_text_config(decoder=True)
     known = ("full_attention", "sliding_attention", "chunked_attention")
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(known))
@@ -235,7 +239,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers by name, tied ones once."""
+    """Parameters and persistent buffers by name, tied ones once."""
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -244,8 +248,8 @@ def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
-    """Wrap or unwrap the forward of each decoder layer. transformers' own switch works in train mode only, where dropout
-    is on as well."""
+    """Wrap or unwrap the forward of each decoder layer. transformers' own gradient checkpointing works only
+    in train mode, which also enables dropout."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if enabled and not layers:
         raise ModelError(
@@ -265,7 +269,7 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     def in_context(
         *args: Any, **kwargs: Any
-    ) -> Any:  # the backward pass computes it again, maybe in another thread
+    ) -> Any:  # recomputed in the backward pass, possibly in another thread
         with attention.attending(context):
             return forward(*args, **kwargs)
 
@@ -273,8 +277,8 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _use_sparse_embedding_gradient(model: PreTrainedModel, head: nn.Linear) -> None:
-    """The gradient of a tied weight is the head's, which is in `.grad` first (Head.accumulates), and the embedding's, which
-    autograd adds to it: without a second [V, D] tensor when it is sparse."""
+    """Make the gradient of a tied embedding sparse. The head writes its gradient to `.grad` first
+    (Head.accumulates), and autograd adds the embedding's; a sparse one needs no second [V, D] tensor."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.sparse = embedding.weight is head.weight

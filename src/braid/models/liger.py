@@ -1,4 +1,4 @@
-"""Liger's Triton kernels in a model (`train.liger_kernels`, extra `liger`), through transformers."""
+"""Liger Triton kernels (`train.liger_kernels`, extra `liger`), applied through transformers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from braid.errors import ModelError
 
 _OF_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-"""braid has its own way from hidden states to log-probs."""
+"""Disabled: braid computes log-probs from hidden states itself."""
 
 
 def check_liger(device: torch.device) -> None:
-    """Raise ModelError when Liger's kernels cannot run here."""
+    """Raise ModelError if Liger's kernels cannot run on this machine."""
     missing = (
         [] if find_spec("liger_kernel") else ["the package liger-kernel (pip install 'braid-rl[liger]')"]
     )
@@ -28,7 +28,7 @@ def check_liger(device: torch.device) -> None:
 
 
 def use_liger_kernels(model: PreTrainedModel) -> None:
-    """Put Liger's norms, rotary positions and feed-forward layers in the place of the model's own, where Liger knows its
+    """Replace norms, rotary embeddings and feed-forward layers by Liger's, if Liger supports the
     architecture."""
     from transformers.integrations.liger import apply_liger_kernel  # imports Triton
 

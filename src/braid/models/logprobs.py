@@ -1,7 +1,8 @@
-"""Log-probs and entropies from hidden states, with logits for one chunk of tokens and vocabulary at a time.
+"""Log-probs and entropies from hidden states, computed in tiles of tokens x vocabulary.
 
-Owns everything between the last hidden state and a token's log-prob. With N tokens, D hidden, V vocabulary, the full logits
-would be an [N, V] tensor (5 GB at 8,192 x 151,936); here they exist tile by tile, forward and backward.
+Owns the computation from the last hidden state to a token's log-prob. With N tokens and vocabulary size V the
+full logits would be an [N, V] tensor (5 GB at 8,192 x 151,936); here they exist one tile at a time, in
+forward and backward.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from .compiling import compiled
 
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
-"""Narrower tiles make slow matrix products; tokens are split before columns get narrower."""
+"""Minimum tile width: narrower tiles make matrix products slow, so tokens are split first."""
 _CPU_TILE_BYTES = 8 * 2**20
-"""On CPUs tiles stay this small: larger ones leave the caches, and their memory goes back to the kernel after each use
-(measured at 64 MiB: 1.4 times the time)."""
+"""Maximum tile size on CPUs: larger tiles do not fit the caches, and their memory is returned to the kernel
+after each use (1.4 times slower at 64 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How hidden states become logits: `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
+    """Output head: logits = `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`.
 
-    `weight` [V, D], `bias` [V] or None; no tanh when `softcap` is None. With `accumulates`, the backward pass adds the
-    gradient of `weight` to `weight.grad` itself, tile by tile, and hands none to autograd: no second [V, D] tensor exists, but
-    torch.autograd.grad sees no gradient either.
+    `weight` [V, D], `bias` [V] or None; no tanh if `softcap` is None. With `accumulates`, the backward pass
+    adds the gradient of `weight` directly to `weight.grad`, tile by tile, and returns none to autograd: this
+    avoids a second [V, D] tensor, but torch.autograd.grad sees no gradient.
 
-    The ranks of `group` may share out a vocabulary: `weight` then has the tokens from `first` on, log-probs and entropies are
-    those over all of it, on every rank, and the gradient of `hidden` is this rank's part of a sum.
+    The vocabulary may be sharded over the ranks of `group`: `weight` then holds the tokens from `first`,
+    log-probs and entropies are those over the whole vocabulary on every rank, and the gradient of `hidden` is
+    this rank's partial sum.
     """
 
     weight: Tensor
@@ -47,8 +49,8 @@ class Head:
     group: dist.ProcessGroup | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V] in float32 (float64 for float64 weights); the product itself in the type of `hidden`, or
-        autocast's. Not differentiable: the logits are changed in place."""
+        """[N, D] -> [N, V] in float32 (float64 for float64 weights); the matrix product runs in the type of
+        `hidden` or autocast's. Not differentiable, because the logits are modified in place."""
         with torch.no_grad():
             return _cap(F.linear(hidden, self.weight, self.bias), self.scale, self.softcap)
 
@@ -63,13 +65,15 @@ def token_logprobs(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     compiles: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and the entropy [N] of that distribution
-    when asked for; both in nats, in float32 (float64 for float64 hidden states), both differentiable.
+    """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and optionally the entropy
+    [N] of that distribution. Both are in nats, float32 (float64 for float64 hidden states) and
+    differentiable.
 
-    `hidden` is [N, D]. No [tokens, vocabulary] tensor takes more than `chunk_bytes`, at least one float. With logits z,
-    p = softmax(z) and H the entropy, the gradients are d log p_t / dz_j = [j = t] - p_j and
-    dH / dz_j = -p_j (log p_j + H). When all logits together fit `chunk_bytes` they are kept for the backward pass; else each
-    tile is computed again there. With `compiles`, torch.compile fuses what is done to each tile.
+    `hidden` is [N, D]. No [tokens, vocabulary] tensor exceeds `chunk_bytes` (or one element, if that is
+    larger). With logits z, p = softmax(z) and entropy H, the gradients are d log p_t / dz_j = [j = t] - p_j
+    and dH / dz_j = -p_j (log p_j + H). Logits that fit `chunk_bytes` all together are kept for the backward
+    pass; otherwise each tile is recomputed there. With `compiles`, torch.compile fuses the elementwise work
+    on each tile.
     """
     rule = _Rule(
         head.scale,
@@ -97,13 +101,13 @@ class _Rule:
     group: dist.ProcessGroup | None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Of one tile, divided by the temperature."""
+        """Logits of one tile, divided by the temperature."""
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         logits = _cap(F.linear(hidden, weight, bias), self.scale, self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def grad_raw(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """From the gradient of one tile's logits to that of hidden @ weight.T + bias; in place."""
+        """Convert the gradient of a tile's logits to that of hidden @ weight.T + bias, in place."""
         if self.softcap is not None:
             squashed = logits * (self.temperature / self.softcap)
             grad.mul_(squashed.square_().neg_().add_(1.0))
@@ -111,8 +115,9 @@ class _Rule:
         return grad if factor == 1.0 else grad.mul_(factor)
 
     def tiles(self, states: Tensor, vocab: int, item_bytes: int) -> Iterator[tuple[slice, slice]]:
-        """Slices of the tokens of `states` [N, D] and of the vocabulary, the latter running faster. As many tokens as
-        possible in each, since the gradient of `weight` is read and written once per slice of tokens."""
+        """Slices of the tokens of `states` [N, D] and of the vocabulary, the vocabulary in the inner loop.
+        Tiles have as many tokens as possible because the gradient of `weight` is read and written once per
+        slice of tokens."""
         most = self.chunk_bytes if states.is_cuda else min(self.chunk_bytes, _CPU_TILE_BYTES)
         room, num_tokens = max(1, most // item_bytes), len(states)
         width = min(vocab, room, max(_MIN_COLUMNS, room // max(1, num_tokens)))
@@ -205,8 +210,9 @@ class _TokenLogprobs(torch.autograd.Function):
 def _over_ranks(
     target: Tensor, log_total: Tensor, entropy: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From what each rank found over its own tokens of the vocabulary to the same over all of it. With L_r the log-total of
-    rank r and H_r its entropy, L = log sum_r exp L_r, p_r = exp(L_r - L), H = sum_r p_r (H_r - log p_r)."""
+    """Combine the ranks' results over their vocabulary shards into those over the whole vocabulary. With the
+    log-total L_r and entropy H_r of rank r: L = log sum_r exp L_r, p_r = exp(L_r - L), H = sum_r p_r (H_r -
+    log p_r)."""
     largest = log_total.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     sums = torch.stack((target, (log_total - largest).exp()))
@@ -220,7 +226,7 @@ def _over_ranks(
 
 
 def _weight_gradient(weight: Tensor, accumulates: bool) -> Tensor:
-    """Where the gradient of `weight` is added up."""
+    """Tensor in which the gradient of `weight` is accumulated."""
     if not accumulates:
         return torch.zeros_like(weight)
     if weight.grad is None:
@@ -229,8 +235,8 @@ def _weight_gradient(weight: Tensor, accumulates: bool) -> Tensor:
 
 
 class _RunningSoftmax:
-    """Sums over the vocabulary of tiles seen one after the other, for N tokens: with m the largest logit so far,
-    sum exp(z - m), and for the entropy sum exp(z - m) (z - m)."""
+    """Online softmax of N tokens over successive vocabulary tiles: with m the largest logit so far, the
+    running sums of exp(z - m) and, for the entropy, exp(z - m) (z - m)."""
 
     def __init__(self, targets: Tensor, dtype: torch.dtype, with_entropy: bool, compiles: bool) -> None:
         self._targets = targets
@@ -248,7 +254,7 @@ class _RunningSoftmax:
         )
 
     def log_total(self) -> Tensor:
-        """Logarithm of the sum of exponentials."""
+        """log sum exp(z)."""
         return self._largest + self._total.log()
 
     def entropy(self) -> Tensor:
@@ -260,7 +266,7 @@ class _RunningSoftmax:
 def _fold(
     logits: Tensor, before: Tensor, total: Tensor, moment: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The running (largest, total, moment) with one more tile."""
+    """Update the running (largest, total, moment) with one tile."""
     largest = torch.maximum(before, logits.amax(1))
     drop = before - largest
     decay = drop.exp()
@@ -275,8 +281,8 @@ def _fold(
 def _grad_logits(
     logits: Tensor, log_total: Tensor, grad_logprobs: Tensor, entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """The part of the gradient of one tile's logits that does not depend on the target: -p_j g for log-probs with gradient
-    g, -p_j (log p_j + H) h for entropies H with gradient h. A new tensor."""
+    """Target-independent part of the gradient of a tile's logits: -p_j g for log-probs with gradient g, plus
+    -p_j (log p_j + H) h for entropies H with gradient h. Returns a new tensor."""
     logp = logits - log_total.unsqueeze(1)
     if entropy is None:
         return logp.exp_().mul_(-grad_logprobs.unsqueeze(1))
@@ -287,7 +293,8 @@ def _grad_logits(
 
 
 def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Which targets are in the slice, and the place there ([N, 1]; any place for the others)."""
+    """(is_inside [N], column [N, 1]) of each target in the slice; the column of targets outside is
+    arbitrary."""
     inside = (targets >= columns.start) & (targets < columns.stop)
     return inside, (targets - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
 
@@ -301,7 +308,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _cap(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """float32 logits from the raw product; in place where it is float32 already."""
+    """float32 logits from the raw product (float64 stays float64); in place if no conversion is needed."""
     logits = raw if raw.dtype == torch.float64 else raw.float()
     if scale != 1.0:
         logits.mul_(scale)

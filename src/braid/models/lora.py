@@ -1,8 +1,8 @@
 """Low-rank adapters on a policy (LoRA, Hu et al. 2021, arXiv 2106.09685), through peft.
 
-An adapted layer computes W x + (alpha / rank) B A x; W and everything else of the model stay as they are, A and B are
-trained. Owns making and reading adapters, their names, and merging them into the weights that others want. This module
-alone imports peft, when a run has adapters.
+An adapted layer computes W x + (alpha / rank) B A x; A and B are trained, W and the rest of the model are
+frozen. Owns creating and reading adapters, their names, and merging them into the weights. The only module
+that imports peft, and only in runs with adapters.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
-"""What peft's files begin the names of weights with."""
+"""Prefix of weight names in peft's files."""
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-    """Put adapters into `model`, in place, and freeze the rest. They change nothing at first (B = 0, and A is drawn by
-    `seed`), or are those of the folder `config.path`.
+    """Add adapters to `model` in place, and freeze the rest. New adapters leave the model's outputs unchanged
+    (B = 0, A is drawn with `seed`); with `config.path` they are read from that folder.
 
-    Raises ModelError when the layers named are not there, or the folder does not fit the model.
+    Raises ModelError if the model has no such layers, or the folder does not fit the model.
     """
-    import peft  # it takes seconds, and few runs have adapters
+    import peft  # the import takes seconds, and few runs have adapters
 
     if config.path is None:
         settings = peft.LoraConfig(
@@ -63,7 +63,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def named_adapters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' matrices under the names that peft's files have."""
+    """The adapter matrices under their names in peft's files."""
     for name, layer in _adapted(module):
         yield f"{_PREFIX}{name}.lora_A.weight", layer.lora_A[_ADAPTER].weight
         yield f"{_PREFIX}{name}.lora_B.weight", layer.lora_B[_ADAPTER].weight
@@ -71,18 +71,19 @@ def named_adapters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What one weight of a model without adapters is made of, for those who have its tensors in parts.
+    """How to compute a merged weight from tensors of the module, for backends that gather these one by one.
 
-    `parts` are names within the module: W alone, or W, A and B of an adapted layer; `scale` is alpha / rank."""
+    `parts` are names within the module: W, or W, A and B of an adapted layer. `scale` is alpha / rank."""
 
     parts: tuple[str, ...]
     scale: float = 1.0
     is_transposed: bool = False
-    """Whether W is kept as [in, out]."""
+    """Whether W is stored as [in, out]."""
 
     @torch.no_grad()
     def weight(self, tensors: Sequence[Tensor]) -> Tensor:
-        """W + scale B A of the whole tensors of `parts`, added up in float32 and in W's type; W itself without adapters."""
+        """W + scale B A from the whole tensors of `parts`, computed in float32 and returned in W's type; W
+        itself without adapters."""
         base, *low_rank = tensors
         if not low_rank:
             return base
@@ -92,7 +93,7 @@ class Recipe:
 
 
 def recipes(module: nn.Module) -> dict[str, Recipe]:
-    """Of each weight that `module` would have without adapters, tied ones once, by its name in a model folder."""
+    """Recipes of the merged weights by name in a model folder, tied ones once."""
     adapted, seen, out = dict(_adapted(module)), set[int](), dict[str, Recipe]()
     for name, tensor in module.state_dict(keep_vars=True).items():
         owner, _, leaf = name.rpartition(".")
@@ -108,15 +109,15 @@ def recipes(module: nn.Module) -> dict[str, Recipe]:
 
 
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights that `module` would have without adapters, W + (alpha / rank) B A in the place of W; tied ones once.
-    Adapted matrices are new tensors, one at a time; all others are the live ones."""
+    """The weights of `module` with adapters merged, W + (alpha / rank) B A in place of W; tied ones once.
+    Merged matrices are new tensors, created one at a time; all others are the live tensors."""
     tensors = module.state_dict(keep_vars=True)
     for name, recipe in recipes(module).items():
         yield name, recipe.weight([tensors[part] for part in recipe.parts])
 
 
 def plain_copy(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy in tensors of its own, with adapters merged into it and every weight trainable."""
+    """Copy of the module with adapters merged and all weights trainable."""
     copy = deepcopy(module)
     for name, layer in list(_adapted(copy)):
         base: nn.Module = layer.base_layer
@@ -128,12 +129,12 @@ def plain_copy(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with an adapter, by name."""
+    """Layers with an adapter, by name."""
     return ((n, layer) for n, layer in module.named_modules() if hasattr(layer, "lora_A"))
 
 
 def _recipe(name: str, layer: Any) -> Recipe:
-    """Of the weight of an adapted layer."""
+    """Recipe of the weight of an adapted layer."""
     parts = ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}")
     return Recipe(
         tuple(f"{name}.{part}.weight" for part in parts), layer.scaling[_ADAPTER], layer.fan_in_fan_out
@@ -141,7 +142,8 @@ def _recipe(name: str, layer: Any) -> Recipe:
 
 
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:
-    """What peft takes for `names`: each the end of a layer's dotted name, or all-linear for every linear layer but the head."""
+    """Convert `names` to peft's `target_modules`. Each is a suffix of a layer's dotted name; all-linear
+    selects all linear layers except the head."""
     if names == ("all-linear",):
         return "all-linear"
     head = model.get_output_embeddings()

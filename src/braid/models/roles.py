@@ -1,6 +1,6 @@
-"""The model of each training role, as a config gives it to a fresh run.
+"""Construction of each training role's model from the config of a new run.
 
-With a `rank` it is to be shared out among the ranks of its role, and still in host memory (see load_policy).
+With `rank`, the model stays in host memory, to be sharded over the role's ranks (see load_policy).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .value import ValueModel
 
 
 def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = None) -> CausalLM:
-    """The policy with the weights of its folder, its adapters, or drawn ones."""
+    """Build the policy from the weights in its folder or random ones, with adapters if configured."""
     train = config.train
     lm = load_policy(
         config.model,
@@ -36,7 +36,8 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
 def make_critic(
     config: RunConfig, device: torch.device, policy: CausalLM | None = None, *, rank: int | None = None
 ) -> ValueModel:
-    """The critic on a backbone of its own folder, or on a copy of `policy` (made for it when None)."""
+    """Build the critic on a backbone from its own folder, or on a copy of `policy` (which is built if
+    None)."""
     train = train_config(config, "critic")
     head = {"head_name": config.critic.head_name, "normalizes": config.critic.normalize_values}
     if config.critic.path is None:
@@ -55,7 +56,7 @@ def make_critic(
         )
     if of is policy or of.has_adapters:
         critic = ValueModel.copy_of(of, **head)
-    else:  # nobody else's
+    else:  # the backbone is not used elsewhere
         critic = ValueModel(of.backbone, attention=of.attention, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)
     return critic
@@ -64,8 +65,8 @@ def make_critic(
 def make_reference(
     config: RunConfig, device: torch.device, policy: CausalLM | None = None, *, rank: int | None = None
 ) -> CausalLM | AdapterReference:
-    """The reference from its own folder, or a frozen copy of `policy` (made for it when None); of a `policy` with adapters its
-    own tensors, with copies of the adapters alone."""
+    """Build the reference from its own folder, or as a frozen copy of `policy` (which is built if None). For
+    a given `policy` with adapters only the adapters are copied; the base weights are shared."""
     train = train_config(config, "reference")
     if config.reference.path is None:
         is_shared = policy is not None

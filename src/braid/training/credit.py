@@ -1,19 +1,19 @@
-"""From rewards to advantages: what the rows of a round need before they can be trained on.
+"""Advantage computation: from the rewards and values of a round's rows to advantages and returns.
 
-Owns the order of things, cutting rows into turns, and the table from an advantage's name to how it reads the round. The
+Owns the order of the stages, the split of rows into turns, and the table of advantage estimators. The
 formulas are in algorithms/.
 
-    rewards - center, / scale      reward_mean, reward_std, of each trajectory's sum
-    clipped                        reward_clip, of each trajectory's sum
-    rewards - kl_coef KL           kl_in: reward
-    clipped                        token_reward_clip, of each position
-    whitened                       whiten_rewards
-    advantages                     the table
-    whitened, clipped              whiten_advantages, advantage_clip
+    center and scale rewards       reward_mean, reward_std (per trajectory sum)
+    clip rewards                   reward_clip (per trajectory sum)
+    subtract kl_coef * KL          kl_in: reward
+    clip rewards                   token_reward_clip (per position)
+    whiten rewards                 whiten_rewards
+    compute advantages             advantage
+    whiten and clip advantages     whiten_advantages, advantage_clip
 
-Statistics are of all rows of the round, in float64, so they do not depend on how it is cut into steps. A trajectory that
-mask_truncated or mask_long_failures keeps out of the loss counts in them, but for whiten_advantages, which is over what is
-trained on.
+Statistics are taken over all rows of the round in float64, so they do not depend on the split into steps.
+Trajectories that mask_truncated or mask_long_failures exclude from the loss count in these statistics, except
+in whiten_advantages, which covers only the trained rows.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def assign_credit(
     kl_coef: float | None = None,
     running: RunningMoments | None = None,
 ) -> dict[str, float]:
-    """Write `advantages` (and `returns` for gae) into each row, from its rewards and values; `rewards` become those that the
-    advantages are of.
+    """Write `advantages` (and `returns` for gae) into each row, from its rewards and values. `rewards` are
+    replaced by the processed rewards that the advantages are computed from.
 
-    `kl_coef` is the recipe's unless given: it may change from round to round. `running` are the moments of all rounds
-    before, for statistics of that name; they take in this one. Returns plain facts about what was assigned, by metric name:
-    mean KL per position, and how much of the returns' variance the critic's values explain.
+    `kl_coef` overrides the recipe's, since it may change from round to round. `running` holds the moments of
+    all earlier rounds for statistics of kind "running", and is updated with this one. Returns metrics by
+    name: mean KL per position, and the explained variance of the critic's values.
     """
     facts: dict[str, float] = {}
     _normalize(rows, recipe, RunningMoments() if running is None else running)
@@ -79,7 +79,7 @@ def assign_credit(
 
 
 class Cut(Protocol):
-    """A row, or what stands for it."""
+    """A row or its metadata."""
 
     @property
     def is_truncated(self) -> bool: ...
@@ -90,9 +90,12 @@ class Cut(Protocol):
 
 
 def is_trained(row: Cut, recipe: Recipe) -> bool:
-    """Whether a row is in the loss. With mask_truncated a truncated trajectory is in neither numerator nor denominator, and
-    with mask_long_failures one of at least so many tokens whose score is 0 or less; its reward counts in the statistics of
-    its group all the same."""
+    """Whether a row contributes to the loss.
+
+    mask_truncated excludes truncated trajectories from numerator and denominator; mask_long_failures excludes
+    those of at least that many tokens with a score of 0 or less. Their rewards still count in the statistics
+    of their group.
+    """
     limit = recipe.mask_long_failures
     is_long_failure = limit is not None and row.score <= 0 and row.num_tokens >= limit
     return not (is_long_failure or (recipe.mask_truncated and row.is_truncated))
@@ -103,9 +106,12 @@ def _trained(rows: Sequence[Row], recipe: Recipe) -> Tensor:
 
 
 def _normalize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> None:
-    """Every reward of a row is divided by its scale, and the centre comes off at the policy's last position: there a single
-    reward at the end simply becomes (r - center) / scale, and with gamma = 1 the return of every position falls alike. Then
-    what brings the row's sum within reward_clip comes off, or is added, at that position."""
+    """Center, scale and clip rewards in place.
+
+    Every reward of a row is divided by the row's scale, and the center is subtracted at the policy's last
+    position: a single final reward becomes (r - center) / scale, and with gamma = 1 the returns of all
+    positions shift equally. Clipping the row's sum to reward_clip also adjusts the reward at that position.
+    """
     if recipe.reward_mean != "none" or recipe.reward_std != "none":
         _standardize(rows, recipe, running)
     if (bound := recipe.reward_clip) is not None:
@@ -132,7 +138,7 @@ def _standardize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -
 
 
 def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:
-    """rewards[t] -= kl_coef * kl(old, ref)[t]; the mean KL per position."""
+    """rewards[t] -= kl_coef * kl(old, ref)[t]; returns the mean KL per position."""
     total, count = 0.0, 0
     for row in rows:
         kl = kl_estimate(
@@ -149,8 +155,8 @@ def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """All rows of a round end to end: `rewards`, `mask` [T]; the sum of each row's rewards `totals` and its number
-    `groups` [B]."""
+    """All rows of a round, concatenated: `rewards` and `mask` [T]; `totals` [B], the sum of each row's
+    rewards; `groups` [B], each row's group index."""
 
     rows: Sequence[Row]
     rewards: Tensor
@@ -168,7 +174,7 @@ class _Round:
         return tuple(len(row) for row in self.rows)
 
     def over_positions(self, per_row: Tensor) -> Tensor:
-        """[B] -> [T]: each position has what its row has."""
+        """[B] -> [T]: repeat each row's value at its positions."""
         return torch.repeat_interleave(per_row, torch.tensor(self.lengths, dtype=torch.long))
 
     def spread(self, per_row: Tensor) -> Tensor:
@@ -178,9 +184,12 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The K turns of a round. `index` [T] is the turn of each position, -1 outside the mask; `rewards` [K] (float64) what a
-    turn's positions got together; `groups` [K] its row's group; `states` [K] numbers the pairs of group and anchor state;
-    `lengths` has the number of turns of each row."""
+    """The K turns of a round.
+
+    `index` [T] is the turn of each position, -1 outside the mask; `rewards` [K] (float64) the sum of a turn's
+    rewards; `groups` [K] the group of its row; `states` [K] an id per pair of group and anchor state;
+    `lengths` [B] the number of turns of each row.
+    """
 
     index: Tensor
     rewards: Tensor
@@ -217,12 +226,12 @@ class _Turns:
 def _pieces(row: Row) -> list[tuple[int, int, bytes]]:
     """(begin, end, anchor state) of each turn.
 
-    Text: a turn is a run of policy tokens, so that two turns without a token between them are one; its anchor is what the
-    environment said since the turn before, the prompt for the first. Simulators: a turn is an env step, its anchor the
-    observation before it.
+    Text: a turn is a run of consecutive policy tokens, so two turns without a token between them count as
+    one; its anchor is the text between it and the previous turn, or the prompt for the first turn.
+    Simulators: a turn is an env step; its anchor is the observation before it.
     """
     if "observations" in row.inputs:
-        observations = row.inputs["observations"] + 0.0  # -0.0 becomes 0.0, and every number has one form
+        observations = row.inputs["observations"] + 0.0  # normalizes -0.0 to 0.0, so that equal numbers have equal bytes
         return [(int(t), int(t) + 1, observations[t].tobytes()) for t in np.flatnonzero(row.mask)]
     ids = row.inputs["input_ids"]
     edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False)).tolist()
@@ -234,7 +243,8 @@ def _pieces(row: Row) -> list[tuple[int, int, bytes]]:
 
 
 def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:
-    """grpo: trajectories of a group compared by their rewards, or all of its turns by theirs."""
+    """grpo: each trajectory's reward relative to its group's, or each turn's relative to all turns of the
+    group."""
     if recipe.advantage_level == "turn":
         turns = _Turns.of(round_)
         return turns.spread(
@@ -246,7 +256,7 @@ def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:
 
 
 def _gae(round_: _Round, recipe: Recipe) -> Tensor:
-    """Writes `returns` into the rows."""
+    """gae; also writes `returns` into the rows."""
     rows = round_.rows
     advantages, returns = gae(
         round_.rewards,
@@ -264,12 +274,12 @@ def _gae(round_: _Round, recipe: Recipe) -> Tensor:
 def _gigpo(round_: _Round, recipe: Recipe) -> Tensor:
     """gigpo (arXiv 2505.10978): A = episode_weight A_E + turn_weight A_T.
 
-    A_E is grpo's. A_T compares a turn's discounted return, G_k = r_k + gamma G_{k+1} over the turns that follow, with those
-    of the turns of the same group that start from the same state (in the same trajectory or another), by the same formula:
-    what was done there better than usual. A state that comes up once has nothing to compare and gets 0.
+    A_E is the grpo advantage. A_T applies the same formula to a turn's discounted return, G_k = r_k + gamma
+    G_{k+1} over the following turns, relative to the turns of the same group that start from the same state,
+    in any trajectory. A state that occurs once gets 0.
 
-    ROLL normalises the turn part only by a key that it calls deprecated, and pools equal states of different groups. RLinf
-    and SkyRL have none.
+    ROLL normalizes the turn term only with a deprecated key, and pools equal states of different groups.
+    RLinf and SkyRL do not implement gigpo.
     """
     turns, by_std = _Turns.of(round_), recipe.normalize_by_std
     everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)
@@ -295,11 +305,12 @@ _ADVANTAGES: Mapping[Advantage, Callable[[_Round, Recipe], Tensor]] = {
     "maxrl": lambda r, _: r.spread(likelihood_advantages(r.totals, r.groups)),
     "gigpo": _gigpo,
 }
-"""Each gives the advantages of all positions [T], 0 outside the mask."""
+"""Advantage estimators by name. Each returns the advantages of all positions [T], 0 outside the mask."""
 
 
 def _explained_variance(rows: Sequence[Row]) -> float:
-    """1 - var(return - value) / var(return) over the positions that the policy wrote; nan when all returns are equal."""
+    """1 - var(return - value) / var(return) over the positions that the policy wrote; nan if all returns are
+    equal."""
     returns, values = (
         np.concatenate([row.fields[name][row.mask] for row in rows]).astype(np.float64)
         for name in ("returns", "values")
@@ -309,7 +320,8 @@ def _explained_variance(rows: Sequence[Row]) -> float:
 
 
 def _totals(rows: Sequence[Row]) -> Tensor:
-    """The sum of each row's rewards. In float32, as they are: equal sums are not told apart by how they were rounded."""
+    """Sum of each row's rewards [B], rounded to float32 like the rewards, so that sums that differ only by
+    float64 rounding compare equal."""
     return torch.tensor([row.fields["rewards"].sum(dtype=np.float64) for row in rows], dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling, so that small gradients of fp16 products do not vanish (Micikevicius et al. 2018,
+"""Dynamic loss scaling, which keeps small fp16 gradients from underflowing (Micikevicius et al. 2018,
 arXiv 1710.03740)."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Losses as the backends take them, composed of the parts that a recipe names.
+"""Losses for the training backends, composed from the terms that a recipe selects.
 
-Owns the composition and the metrics that come with it (names without their role: report/names.py says what each means).
-The formulas are in algorithms/.
+Owns the composition and the metrics of each loss (report/names.py documents the metrics). The formulas are in
+algorithms/.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from .backend import Diagnostics, Loss
 
 
 def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
-    """policy_loss_coef * (corrections * surrogate + kl_coef * KL, when it is in the loss) - entropy_coef * entropy
-    + supervised_coef * cross-entropy of successes.
+    """policy_loss_coef * (corrections * surrogate + kl_coef * KL) - entropy_coef * entropy + supervised_coef
+    * cross-entropy of successes, where the KL term is present with kl_in: loss.
 
-    `kl_coef` is the recipe's unless given: it may change from round to round. Reads the fields `advantages`; `old_logprobs`,
-    without which the policy is its own old one; `ref_logprobs`, needed for KL in the loss; `behavior_logprobs`, needed for
-    corrections, and for the metrics of how far engine and trainer are apart (taken at the old log-probs, so nothing where
-    those are the engine's own); and those of step_fields.py that the recipe needs.
+    `kl_coef` overrides the recipe's, since it may change from round to round. Fields read: `advantages`;
+    `old_logprobs` (default: the current log-probs, detached); `ref_logprobs`, required for KL in the loss;
+    `behavior_logprobs`, required for corrections and for the metrics of the mismatch between engine and
+    trainer (measured at the old log-probs, so 0 if those are the engine's); and the fields of step_fields.py
+    that the recipe needs.
 
-    A step whose mean ratio over all its tokens is above early_stop_ratio is not taken. RLinf instead multiplies the loss of
-    a micro-batch by 0 when the ratio of that micro-batch is too large, and takes the step with the rest.
+    The step is dropped if the mean ratio over all of its tokens exceeds early_stop_ratio. RLinf instead
+    multiplies the loss of each micro-batch with too large a ratio by 0, and takes the step with the rest.
     """
     limits = {} if recipe.early_stop_ratio is None else {"policy/ratio_mean": recipe.early_stop_ratio}
     coef = recipe.kl_coef if kl_coef is None else kl_coef
@@ -41,13 +42,13 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
-    """value_loss_coef * the critic's loss. Reads the fields `values` (of the critic before the update) and `returns`. Its
-    bounds are in units of the critic's deviation."""
+    """value_loss_coef * value loss. Reads the fields `values` (of the critic before the update) and
+    `returns`. Clip bounds are in units of the critic's deviation (ValueHead.deviation)."""
     return Loss(frozenset({"values", "value_deviation"}), partial(_value_loss, recipe))
 
 
 def supervised_loss() -> Loss:
-    """Cross-entropy of the tokens where the mask is True."""
+    """Cross-entropy of the tokens at which the mask is True."""
     return Loss(frozenset({"logprobs"}), _supervised_loss)
 
 
@@ -107,14 +108,14 @@ def _policy_loss(
 
 
 def _segments(batch: PackedBatch, level: str) -> Segments | None:
-    """What a ratio or a weight of that level is taken over."""
+    """Segments over which a ratio or weight of the level is computed; None for single tokens."""
     if level == "token":
         return None
     return segments(batch.mask, batch.row, "turn" if level.startswith("turn") else "sequence")
 
 
 def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The product of all corrections' factors, and metrics of them."""
+    """Product of the factors of all corrections, and their metrics."""
     assert "behavior_logprobs" in batch.fields, "a correction needs the sampler's log-probs"
     behavior = batch.fields["behavior_logprobs"]
     product = torch.ones_like(old)
@@ -170,7 +171,8 @@ def _reduced(per_token: Tensor, batch: PackedBatch) -> Tensor:
 def _diagnostics(
     role: str, mask: Tensor, means: dict[str, Tensor], maxima: dict[str, Tensor] | None = None
 ) -> Diagnostics:
-    """Over the positions of the mask; sums in float64, so that they do not depend on order."""
+    """Means and maxima over the masked positions. Sums are float64, so that the order of positions does not
+    matter."""
     count = mask.sum()
     return Diagnostics(
         {f"{role}/{name}": (x.where(mask, 0).sum(dtype=torch.float64), count) for name, x in means.items()},

@@ -1,4 +1,4 @@
-"""The optimizer, its float32 master weights, and its learning rate over time."""
+"""The optimizer, its float32 master weights, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from braid.config.train import OptimizerConfig, ScheduleConfig
 
 HALF = frozenset({torch.bfloat16, torch.float16})
-"""Types in which small updates of a weight are lost: bf16 has 8 bits of precision, fp16 has 11."""
+"""Types in which small weight updates are lost to rounding: bf16 has 8 bits of precision, fp16 has 11."""
 
 
 def master_weights(module: nn.Module) -> dict[Tensor, Tensor]:
-    """A float32 copy of each trainable half-precision parameter, by the parameter. The optimizer updates the copies, so
-    that updates below half precision add up; the parameters are set to them, rounded, after each step. From now on the
-    gradients of these parameters are accumulated in float32."""
+    """Create a float32 copy of each trainable half-precision parameter; returns parameter -> copy.
+
+    The optimizer updates the copies, so that updates below half precision accumulate; after each step the
+    parameters are set to the rounded copies. Also makes gradients of these parameters accumulate in float32.
+    """
     masters: dict[Tensor, Tensor] = {}
     for p in module.parameters():
         if p.requires_grad and p.dtype in HALF:
@@ -33,11 +35,12 @@ def build_optimizer(
     value_head: nn.Module | None = None,
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> torch.optim.Optimizer:
-    """A fused optimizer over the trainable parameters, or over those in `masters` that stand for them. Matrices decay;
-    vectors (biases, norms, standard deviations) do not.
+    """Build a fused optimizer over the trainable parameters, or over their master weights in `masters`.
+    Weight decay applies to matrices, not to vectors (biases, norms, standard deviations).
 
-    adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without momentum.
-    Each group's "scale" is its peak rate as a share of `lr`: `value_lr / lr` for the parameters of `value_head`, else 1.
+    adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without
+    momentum. Each group's "scale" is its peak rate relative to `lr`: `value_lr / lr` for the parameters of
+    `value_head`, else 1.
     """
     of_head: set[int] = set()
     if value_head is not None and config.value_lr is not None:
@@ -63,17 +66,17 @@ def build_optimizer(
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give each group its share of `rate`."""
+    """Set the learning rate of each group to `rate` times the group's scale."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["scale"]
 
 
 def lr_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
-    """Share of the peak rate at optimizer step `step`, from 0, of `total_steps`.
+    """Learning rate at optimizer step `step` (from 0) of `total_steps`, relative to the peak rate.
 
-    The W warmup steps rise from `start_ratio` in W + 1 equal parts, the first of which is taken in step 0 already; step W is
-    the first at the peak. A decay starts there and would be at `min_ratio` in step `decay_steps`, or in step `total_steps`,
-    the one after the last.
+    The W warmup steps rise from `start_ratio` in W + 1 equal increments, the first of which applies in step
+    0; step W is the first at the peak. The decay starts there and reaches `min_ratio` at step `decay_steps`,
+    or else at step `total_steps`, one after the last.
     """
     warmup = max(schedule.warmup_steps, round(schedule.warmup_fraction * total_steps))
     if step < warmup:
@@ -87,27 +90,28 @@ def lr_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
 
 
 _WSD_TAIL = 0.1
-"""Share of all steps in which wsd falls (warmup, stable, decay: arXiv 2404.06395)."""
+"""Fraction of the steps in which wsd decays (warmup, stable, decay: arXiv 2404.06395)."""
 _FALLING: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "wsd": lambda progress: 1.0 - progress,
 }
-"""Height above min_ratio by the share of the decay that has passed."""
+"""Decay factor between the peak (1) and min_ratio (0) as a function of the decay's progress in [0, 1]."""
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Moments and step count of each tensor of `trained` that has been updated, by its name. Live tensors."""
+    """Moments and step count of each tensor in `trained` that has been updated, by name. Live tensors."""
     return {name: dict(optimizer.state[p]) for name, p in trained.items() if p in optimizer.state}
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], state: dict[str, dict[str, Tensor]]
 ) -> None:
-    """Load copies of what `optimizer_state` returned. Rates, betas and decay stay those of `optimizer`'s config."""
+    """Load copies of a state returned by `optimizer_state`. Learning rate, betas and weight decay stay as
+    configured."""
     names = {p: name for name, p in trained.items()}
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
     saved: dict[str, Any] = optimizer.state_dict()

@@ -1,10 +1,11 @@
-"""The state of a model in files of its own, written by all ranks at once through torch.distributed.checkpoint.
+"""Sharded checkpoint files, written by all ranks in parallel with torch.distributed.checkpoint.
 
-    policy/.metadata       which box of which tensor is where in which file
-    policy/__0_0.distcp    what rank 0 wrote; policy/__1_0.distcp what rank 1 wrote; ...
+    policy/.metadata       index: the file and offset of each box of each tensor
+    policy/__0_0.distcp    written by rank 0; policy/__1_0.distcp by rank 1; ...
 
-Tensors are called weights/NAME and optimizer/NAME/MOMENT, with the names and shapes that one process has, so that any layout
-reads what any other wrote: each rank reads the boxes that it needs. Counters are small and not here.
+Tensors are named weights/NAME and optimizer/NAME/MOMENT, with the names and shapes of the unsharded model, so
+a checkpoint can be read with any parallel layout: each rank reads the boxes that it needs. Counters are small
+and stored elsewhere.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from .backend import Written
 
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 _FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-"""Names are flat already."""
+"""Names are already flat."""
 
 
 class Boxes:
-    """The parts of one tensor that this rank has: boxes (offsets, part), part[i, j] being the whole's [offset + i, offset + j].
-    A box may be there more than once, in tensors that each have it.
+    """This rank's parts of a tensor: boxes (offsets, part), where part[i, j] is element [offset + i, offset +
+    j] of the whole. Several parts may hold the same box.
 
-    torch.distributed.checkpoint asks the methods with underscores for its plans (its `_Checkpointable`).
+    The dunder methods implement torch.distributed.checkpoint's `_Checkpointable` protocol.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Boxes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Boxes:
-        """The local part of a DTensor; all of any other."""
+        """Boxes of a DTensor's local part, or of the whole of any other tensor."""
         if not isinstance(tensor, DTensor):
             return cls(tensor.shape, tensor.dtype, [([0] * tensor.ndim, tensor)])
         local = tensor.to_local()
@@ -75,7 +76,7 @@ class Boxes:
 
     @classmethod
     def of_range(cls, flat: Tensor, shape: Sequence[int], start: int) -> Boxes:
-        """`flat` holds the whole's elements from `start` on, in row-major order."""
+        """Boxes of `flat`, which holds the whole's elements from `start` in row-major order."""
         parts: list[tuple[Sequence[int], Tensor]] = []
         done = 0
         for offsets, sizes in boxes_of_range(shape, start, start + flat.numel()):
@@ -90,7 +91,7 @@ class Boxes:
 
     @torch.no_grad()
     def take(self, whole: Tensor) -> None:
-        """Copy the parts' values out of the whole tensor."""
+        """Copy the parts' values from the whole tensor."""
         for offsets, part in self.parts:
             part.copy_(whole[_slices(offsets, part.shape)])
 
@@ -115,7 +116,7 @@ class Boxes:
         ]
 
     def part_at(self, offset: Sequence[int] | None) -> Tensor:
-        """One that begins there."""
+        """The first part at this offset."""
         return next(part for offsets, part in self.parts if offsets == offset)
 
 
@@ -124,14 +125,15 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """torch's own, which looks for parts in tensors only."""
+    """DefaultSavePlanner, which looks up parts only in tensors, extended to `Boxes`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].part_at(index.offset)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's own, which tells of a full disk by what its archive looks like afterwards."""
+    """FileSystemWriter that raises the OSError of a full disk instead of the RuntimeError about the broken
+    archive that follows from it."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -143,8 +145,8 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint, which torch pickles, and runs no code: whatever names something else than the parts of an
-    index is refused."""
+    """Reads a checkpoint's index, which torch pickles, without executing code: any global that is not part of
+    an index is rejected."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _IN_INDEX:
@@ -180,7 +182,7 @@ _IN_INDEX = _DTYPES | {
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's own, which unpickles the index whatever it holds."""
+    """FileSystemReader that unpickles the index safely; torch's own unpickles anything."""
 
     def read_metadata(self, **kwargs: Any) -> Metadata:
         assert not kwargs.get("rank"), "rank 0 writes the one index of all ranks"
@@ -205,7 +207,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """As _SavePlanner."""
+    """DefaultLoadPlanner extended to `Boxes`."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -218,7 +220,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(offsets, sizes) of boxes that together are the elements [start, stop) of a tensor in row-major order."""
+    """(offsets, sizes) of boxes that partition the elements [start, stop) of a tensor in row-major order."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -243,8 +245,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[t
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> Written:
-    """Write this rank's part of a TrainingBackend's state, whose tensors may be `Boxes`; ranks that have none of it take part
-    all the same. An error of the disk is in what all ranks return."""
+    """Write this rank's part of a TrainingBackend's state, whose tensors may be `Boxes`. Collective, also for
+    ranks without any part. Disk errors are not raised; all ranks return them in `Written.error`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     tensors = {
         name: tensor if isinstance(tensor, Boxes) else Boxes.of(tensor)
@@ -264,12 +266,13 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> Written:
 
 
 def read_whole(folder: Path) -> dict[str, Any]:
-    """Weights and optimizer as SingleBackend.state has them, from what any layout wrote. Without other ranks."""
+    """Read weights and optimizer state in the format of SingleBackend.state, written with any layout. Not
+    collective."""
     return _unflattened(_read(folder, ""))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The whole weights alone."""
+    """Read the whole weights, without optimizer state."""
     return _unflattened(_read(folder, _WEIGHTS))["weights"]
 
 
@@ -285,8 +288,8 @@ def _read(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def read_into(folder: Path, state: Mapping[str, Any]) -> None:
-    """Read in place what the state's `Boxes` have room for; a call of all ranks together, each with boxes of its own under the
-    same names. Raises CheckpointError when the folder is of another model."""
+    """Read into the state's `Boxes` in place. Collective: each rank passes its boxes under the same names.
+    Raises CheckpointError if the folder belongs to another model."""
     stored = _metadata_of(folder)
     boxes: dict[str, Any] = _flattened(state)
     wrong = [n for n, box in boxes.items() if n not in stored or stored[n].size != box.shape]
@@ -308,7 +311,7 @@ def read_into(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One rank's state for all ranks', each with `Boxes` in place of tensors."""
+    """Join the ranks' states, whose tensors are `Boxes`, into one state of whole tensors."""
     pieces: dict[str, list[Boxes]] = {}
     for part in parts:
         for name, boxes in _flattened(part).items():
@@ -322,7 +325,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def stored_moments(folder: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """Shape and type of each moment that the optimizer had, by the parameter's name."""
+    """Parameter -> moment -> (shape, type) of the stored optimizer state."""
     entries = _metadata_of(folder).items()
     return _unflattened({name: (entry.size, entry.properties.dtype) for name, entry in entries})["optimizer"]
 
@@ -351,7 +354,7 @@ def _metadata_of(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _line_of(file: Path) -> dict[str, Any]:
-    """The file's line of a checkpoint's manifest."""
+    """The file's entry in a checkpoint's manifest."""
     with file.open("rb", buffering=0) as opened:
         return {
             "bytes": os.fstat(opened.fileno()).st_size,
@@ -360,7 +363,7 @@ def _line_of(file: Path) -> dict[str, Any]:
 
 
 def _disk_error(error: CheckpointException) -> OSError:
-    """The first failure of a rank."""
+    """The first rank's failure as an OSError."""
     rank, (failure, _) = next(iter(error.failures.items()))
     if isinstance(failure, OSError):
         return OSError(failure.errno, failure.strerror)
@@ -368,5 +371,5 @@ def _disk_error(error: CheckpointException) -> OSError:
 
 
 def _quiet() -> warnings.catch_warnings[None]:
-    """torch warns of every save and load in one process."""
+    """Suppress torch's warnings about saving and loading in a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)  # pyright: ignore[reportReturnType]

@@ -1,7 +1,7 @@
-"""Fields of rows that depend on which rows make one optimizer step.
+"""Row fields that depend on all rows of an optimizer step.
 
-Owns what a loss needs to know of the whole step and cannot see in one micro-batch. Written before the step's first forward
-pass, over all its rows, so that neither the cut into micro-batches nor the order of rows plays a part.
+A loss that sees one micro-batch cannot compute them. They are written before the step's first forward pass,
+over all of its rows, so that they depend neither on the micro-batches nor on the order of rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from braid.types import Row
 def write_step_fields(
     rows: Sequence[Row], recipe: Recipe, *, constant: float | None, key: tuple[int, ...]
 ) -> None:
-    """Write what the recipe needs into the rows of one step, in place of what an earlier step wrote.
+    """Write the fields that the recipe needs into the rows of a step, replacing those of an earlier step.
 
-    `is_chosen` (clip_cov, kl_cov): 1 at the tokens acted upon, else 0, from `advantages` and `old_logprobs`. The random
-    numbers that it takes follow from `key` and each row's trajectory.
+    `is_chosen` (clip_cov, kl_cov): 1 at the selected tokens, else 0, from `advantages` and `old_logprobs`.
+    The random numbers are seeded by `key` and each row's trajectory.
 
-    `supervised_weights` (supervised_coef > 0): each position's weight in the supervised term, from `is_success`. The term is
-    reduced as the recipe says (`constant` is that of token_sum_constant), over the successful rows alone: with token_mean it
-    is the mean cross-entropy of their tokens, however few they are. 0 everywhere when no row is successful.
+    `supervised_weights` (supervised_coef > 0): weight of each position in the supervised term, from
+    `is_success`. The term is aggregated as the recipe says (`constant` for token_sum_constant), over
+    successful rows only: with token_mean it is the mean cross-entropy of their tokens, however few they are.
+    All zeros if no row is successful.
     """
     if recipe.policy_loss in CHOOSING_LOSSES:
         _write_choice(rows, recipe, key)
