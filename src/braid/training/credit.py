@@ -231,7 +231,9 @@ def _pieces(row: Row) -> list[tuple[int, int, bytes]]:
     Simulators: a turn is an env step; its anchor is the observation before it.
     """
     if "observations" in row.inputs:
-        observations = row.inputs["observations"] + 0.0  # normalizes -0.0 to 0.0, so that equal numbers have equal bytes
+        observations = (
+            row.inputs["observations"] + 0.0
+        )  # normalizes -0.0 to 0.0, so that equal numbers have equal bytes
         return [(int(t), int(t) + 1, observations[t].tobytes()) for t in np.flatnonzero(row.mask)]
     ids = row.inputs["input_ids"]
     edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False)).tolist()
