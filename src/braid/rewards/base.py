@@ -1,7 +1,7 @@
-"""What every reward part is, and what parts ask of a trajectory.
+"""Protocols of reward parts and of the models they use, and helpers that read a trajectory.
 
-A part is called with a valid trajectory and returns its score, or where that may take long, a function to await for it.
-Whatever goes wrong leaves as RewardError. Weights, retries and sums are scorer.py's.
+A part is called with a valid trajectory and returns its score or, for a slow computation, an async function
+that returns it. Every failure is a RewardError. Weights, retries and sums are in scorer.py.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from braid.errors import RewardError
 from braid.types import Message, Trajectory
 
 Later = Callable[[], Awaitable[object]]
-"""What to await for a score; awaited anew for each further try."""
+"""Async function that returns a score; called again for each retry."""
 
 
 class Part(Protocol):
-    """One kind of score."""
+    """Reward part protocol."""
 
     def __call__(self, trajectory: Trajectory) -> float | Later: ...
 
     def close(self) -> None:
-        """Give up threads and processes."""
+        """Release threads and processes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchScores:
-    """One score, or what went wrong, for each trajectory. `num_truncated` inputs were cut to the longest allowed."""
+    """A score or an error for each trajectory. `num_truncated` inputs were truncated to the maximum
+    length."""
 
     scores: Sequence[float | RewardError]
     num_truncated: int
@@ -39,32 +40,33 @@ class Classifier(Protocol):
     """A reward model, as models.sequence_classifier builds it."""
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """The conversation's tokens, and whether they were cut. Raises RewardError when they are too many."""
+        """Tokens of the conversation, and whether they were truncated. Raises RewardError if there are too
+        many."""
         ...
 
     def batches(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Numbers of rows to be scored together."""
+        """Partition the rows into batches, each a list of row indices."""
         ...
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]: ...
 
 
 class Generate(Protocol):
-    """Asks the policy for a reply that is not trained on. Raises RewardError when there is none."""
+    """Generates a reply of the policy that is not trained on. Raises RewardError on failure."""
 
     async def __call__(
         self, messages: Sequence[Message], *, max_tokens: int, temperature: float, key: tuple[int, ...]
     ) -> str:
-        """`temperature` 0 takes the likeliest token; `key` seeds the draws."""
+        """Return the reply to `messages`. `temperature` 0 is greedy; `key` seeds the sampling."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What parts need of models and of the rollout engine. Whoever builds a run hands it in; parts that need what is not
-    there are refused.
+    """Models and rollout engine for the parts that need them, provided when the run is built. A part whose
+    service is missing is refused.
 
-    `classifiers` has a reward model for each number of a part that needs one.
+    `classifiers` maps the number of a part to its reward model.
     """
 
     classifiers: Mapping[int, Classifier]
@@ -75,7 +77,7 @@ NO_SERVICES = Services({})
 
 
 def references_of(trajectory: Trajectory) -> list[str]:
-    """The reference answers, any of which is right."""
+    """The reference answers, any of which is correct. Raises RewardError if there is none."""
     answer = trajectory.prompt.fields.get("answer")
     if answer is None or answer == []:
         raise RewardError(
@@ -91,7 +93,7 @@ def task_of(trajectory: Trajectory) -> str:
 
 
 def column_of(trajectory: Trajectory, name: str, *, key: str) -> Any:
-    """The prompt's column `name`, which the config key `key` of the part names."""
+    """The prompt's column `name`. Raises RewardError if it is missing, pointing to the config key `key`."""
     fields = trajectory.prompt.fields
     if name not in fields:
         raise RewardError(

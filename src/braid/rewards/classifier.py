@@ -1,4 +1,4 @@
-"""The part that asks a reward model: all of a round's trajectories together, in batches that depend on them alone."""
+"""Reward-model part: scores all trajectories of a round together, in batches that depend only on these."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from .base import BatchScores, Classifier
 
 
 class ModelPart:
-    """Scores the conversation of prompt and answer (the policy's last turn).
+    """Scores the conversation of prompt and response (the policy's last turn).
 
-    A forward pass runs in a thread, so that calls of other parts keep their time limits meanwhile.
+    Forward passes run in a thread, so that the time limits of other parts' calls hold meanwhile.
     """
 
     def __init__(self, classifier: Classifier) -> None:
         self._classifier = classifier
 
     async def score_all(self, trajectories: Sequence[Trajectory]) -> BatchScores:
-        """A score for each. What is too long, or what the model fails on, is a RewardError in its place."""
+        """Score the trajectories. Inputs that are too long, or that the model fails on, give a RewardError in
+        place of a score."""
         scores: list[float | RewardError] = []
         rows: list[list[int]] = []
         places: list[int] = []
@@ -45,7 +46,7 @@ class ModelPart:
     async def _scores(self, rows: Sequence[Sequence[int]]) -> Sequence[float | RewardError]:
         try:
             return await asyncio.to_thread(self._classifier.scores, rows)
-        except RuntimeError as error:  # out of memory, and whatever else a kernel refuses
+        except RuntimeError as error:  # out of memory, or another error of a kernel
             problem = RewardError(f"the reward model failed: {str(error).splitlines()[0]}")
             return [problem] * len(rows)
 

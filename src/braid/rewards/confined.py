@@ -1,14 +1,15 @@
-"""What runs inside a sandbox: a model's program, or the tests that call it. Standard library only.
+"""Runs inside a sandbox: a model's program, or the tests that call it. Standard library only.
 
-isolation.py passes this file's text to `python -c`, with a role and limits. It writes one line when the limits are set, then
-reads its job, and what follows on standard input belongs to the role:
+isolation.py passes this file's text to `python -c`, with a role and limits. The process writes an empty line
+when its limits are set, then reads its job. The rest of standard input depends on the role:
 
-    program   runs the code as a script; the rest of standard input is the script's
-    answer    runs the code, then answers requests of the tests: call this, read that
-    tests     runs the tests; names that they do not define themselves are looked up in the answer's process
+    program   runs the code as a script, which reads the rest of standard input
+    answer    runs the code, then serves requests of the tests: calls, attribute reads, operators
+    tests     runs the tests; names that they do not define are looked up in the answer's process
 
-Requests and answers are JSON lines that programs.py passes on between the two processes. Only plain values cross: what the
-program's process says is data, and comparisons with expected values are made where the tests are.
+Requests and replies are JSON lines that programs.py forwards between the two processes. Only plain values are
+exchanged: everything from the program's process is treated as data, and comparisons with expected values run
+in the process of the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import resource
 import sys
 import types
 
-TYPE_CHECKING = False  # typing's own takes as long to import as the rest
+TYPE_CHECKING = False  # importing typing takes as long as all other imports together
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -39,7 +40,8 @@ def main() -> None:
 
 
 def _confine(limits: dict[str, Any]) -> None:
-    """Set every limit; with `user`, become that user for good. Without a sandbox the process ends with its parent by itself."""
+    """Set the resource limits and, with `user`, switch to that user permanently. Without a sandbox, also
+    arrange to be killed when the parent ends (Linux)."""
     if limits["is_bare"] and sys.platform == "linux":
         __import__("ctypes").CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     for name, value in limits["resources"].items():
@@ -78,7 +80,7 @@ def run_program(code: str) -> None:
 
 
 def encode(value: Any, export: Callable[[Any], Any]) -> Any:  # noqa: C901  # a line for each type
-    """The value as JSON data; `export` gives the form of what is no plain value."""
+    """Convert the value to JSON data; `export` encodes values that are not plain."""
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
@@ -116,7 +118,7 @@ def encode(value: Any, export: Callable[[Any], Any]) -> Any:  # noqa: C901  # a 
 
 
 def decode(data: Any, known: Callable[[str, Any], Any]) -> Any:  # noqa: C901
-    """What `encode` made JSON of; `known` gives what stands for an export."""
+    """Inverse of `encode`; `known` decodes exported values."""
     if isinstance(data, list):
         return [decode(item, known) for item in data]
     if not isinstance(data, dict):
@@ -153,7 +155,7 @@ def decode(data: Any, known: Callable[[str, Any], Any]) -> Any:  # noqa: C901
 
 
 def _in_place(old: Any, new: Any) -> None:
-    """Give a list, set, dict or bytearray the contents that the program left in its copy."""
+    """Update a list, set, dict or bytearray in place with the contents of the program's copy."""
     if type(old) is not type(new) or old == new:
         return
     if isinstance(old, (list, bytearray)):
@@ -164,7 +166,7 @@ def _in_place(old: Any, new: Any) -> None:
 
 
 class Channel:
-    """Lines of JSON to the other process."""
+    """JSON lines to and from the other process, over the original standard streams."""
 
     def __init__(self) -> None:
         self._in, self._out = os.dup(0), os.dup(1)
@@ -195,7 +197,7 @@ class Channel:
 
 
 def run_answer(code: str) -> None:
-    """Answer the tests' requests about the program, until they end."""
+    """Run the program and serve the tests' requests until the tests end."""
     import asyncio
     import builtins
     import io
@@ -272,16 +274,16 @@ HELPERS = {
     "Fraction": "fractions",
     **dict.fromkeys(("Any", "Callable", "Dict", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
 }
-"""Names that tests use without importing them because an honest program does; never the program's own."""
+"""Names that tests use without an import, relying on the program's; resolved here, never in the program."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
 
 
 class Unsupported(Exception):
-    """Tests that cannot be run in this way, whatever the program."""
+    """The tests cannot be run across two processes, for any program."""
 
 
 class Answer:
-    """The other process, for the tests."""
+    """The tests' client for the program's process."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -340,7 +342,9 @@ class Answer:
         return function
 
     def exception(self, names: list[str]) -> type[Exception]:
-        """The class that stands for one of the program's: a built-in one as it is, others by their name and what they derive from."""
+        """Local class for an exception class of the program, given the names in its MRO: the built-in of that
+        name, else a new class with the same name and bases. Exceptions that exit, such as SystemExit, become
+        RuntimeError."""
         import builtins
 
         name = names[0] if names else "Exception"
@@ -355,8 +359,8 @@ class Answer:
 
 
 class Remote:
-    """An object in the program's process. It never equals a plain value, and what arithmetic with it gives is no plain value
-    either: the program is not asked to judge what only the tests know."""
+    """Handle of an object in the program's process. It never equals a plain value, and arithmetic with it
+    never gives one, so the program cannot decide a comparison with an expected value."""
 
     __slots__ = ("_answer", "_number")
     __hash__ = object.__hash__
@@ -455,7 +459,8 @@ setattr(Remote, "__neg__", _arithmetic("neg"))  # noqa: B010
 
 
 class Names(dict):
-    """The tests' names. One that they do not define is a module, a helper, or the program's."""
+    """Namespace of the tests. A name that they do not define is a built-in, a module, a helper, or looked up
+    in the program."""
 
     def __init__(self, answer: Answer, modules: set[str]) -> None:
         super().__init__(__name__="tests")
@@ -474,7 +479,7 @@ class Names(dict):
 
 
 def run_tests(text: str) -> None:
-    """Run the tests, and say in one line whether they held."""
+    """Run the tests and write the verdict as one line."""
     channel = Channel()
     try:
         code = compile(text, "tests.py", "exec")
@@ -493,8 +498,8 @@ def run_tests(text: str) -> None:
 
 
 def _modules_in(text: str) -> set[str]:
-    """Names that the tests use as modules without importing them: of the standard library, or ALIASES; read by attribute, and
-    never called."""
+    """Names that the tests use as modules without importing them: standard-library modules or ALIASES whose
+    attributes are read and that are never called."""
     import ast
 
     nodes = list(ast.walk(ast.parse(text)))

@@ -1,9 +1,9 @@
-"""Scorers that read a model's answer as mathematics or run it as code, run as `python -m braid.rewards.isolated SCORER`.
+"""Scorers that parse a response as mathematics or run it as code: `python -m braid.rewards.isolated SCORER`.
 
-They get a process of their own, because such an answer can keep sympy busy for hours or fill the memory, and because
-some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. It reads pickled requests
-from the socket that is its standard input and answers each with JSON, so that nothing it sends can run anything
-in the trainer. processes.py is the other end.
+They run in a separate process, because such a response can keep sympy busy for hours or exhaust memory, and
+because some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. It reads
+pickled requests from the socket that is its standard input, and replies in JSON, so that no reply can execute
+code in the trainer. processes.py is the client.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from typing import Any
 from .programs import load_code
 
 MEMORY_BYTES = 4 * 2**30
-"""Address space that one such process may have."""
+"""Address-space limit of a scoring process."""
 GRACE_S = 1.0
-"""The process ends itself this long after a call's time limit, should nobody else have done so."""
+"""The process ends itself this long after a call's time limit, unless the client has killed it before."""
 
 MARKED_NUMBER = re.compile(r"####[ \t]*\$?([-+]?[\d,]*\.?\d+(?:/\d+)?)\.?[ \t]*$", re.MULTILINE)
-"""An answer in the form of GSM8K, which ends its line; a heading such as `#### 1. Idea` is none."""
+"""An answer in the format of GSM8K, at the end of a line; does not match a heading such as `#### 1. Idea`."""
 HEADER = struct.Struct("!I")
-"""Before each message: its length in bytes."""
+"""Prefix of each message: its length in bytes."""
 
 
 def load_math() -> Callable[[str, Sequence[str]], float]:
-    """`score(text, references)`: 1.0 when the answer that math-verify finds in `text` equals one of the references. Of an
-    answer with numbers marked by `####` the last one counts.
+    """Return `score(text, references)`: 1.0 if the answer that math-verify finds in `text` equals a
+    reference. If the text has numbers marked by `####`, the last one is the answer.
 
-    Its own time limits are off: they work in a main thread only, and take a slow comparison for a wrong answer.
+    math-verify's own time limits are disabled: they work only in the main thread, and count a slow comparison
+    as a wrong answer.
     """
     from math_verify import parse, verify
 
@@ -62,8 +63,8 @@ def load_math() -> Callable[[str, Sequence[str]], float]:
 
 
 def _readings(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
-    """The reference as mathematics. What follows the last `####` counts (as in GSM8K); text without mark-up is
-    read as one formula."""
+    """Parse a reference as mathematics. Only the text after the last `####` is used (as in GSM8K); text
+    without markup is parsed as one formula."""
     text = reference.rpartition("####")[2].strip()
     is_marked = any(mark in text for mark in ("$", r"\boxed", r"\(", r"\["))
     found = parse(text if is_marked else f"${text}$") or parse(text)
@@ -73,7 +74,7 @@ def _readings(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
 
 
 def load_reasoning_gym() -> Callable[[str, dict[str, Any], str | None, Mapping[str, Any]], float]:
-    """`score(generator, params, answer, entry)`: what the generator's scorer gives."""
+    """Return `score(generator, params, answer, entry)`, which calls the generator's own scorer."""
     from reasoning_gym.factory import create_dataset
 
     cache: dict[tuple[str, str], Any] = {}
@@ -119,7 +120,8 @@ def main() -> None:
 
 
 def _limit_resources(*, may_write: bool) -> None:
-    """A process that only starts sandboxes may write: what runs in these has limits of its own."""
+    """Set the process's resource limits. A process that only starts sandboxes may write, because programs in
+    these have their own limits."""
     limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
     if not may_write:
         limits[resource.RLIMIT_FSIZE] = 0

@@ -1,10 +1,11 @@
-"""Sandboxes for programs that a model wrote: which there are on this machine, and processes inside them.
+"""Sandboxes for model-written programs: detects those available on this machine and starts processes in them.
 
-A program gets a process tree of its own with no environment, no descriptors but its pipes, no network, a read-only view of the
-system's and Python's files, an empty folder of its own, and limits on time, memory, processes and files. bubblewrap does that
-with namespaces, sandlock with Landlock and seccomp; `process` has the limits alone and is no sandbox.
+A program gets a separate process tree with an empty environment, no descriptors but its pipes, no network,
+a read-only view of the files of the system and of Python, an empty private folder, and limits on time,
+memory, processes and files. bubblewrap does that with namespaces, sandlock with Landlock and seccomp;
+`process` only sets limits and is not a sandbox.
 
-confined.py runs inside; programs.py says what.
+confined.py runs inside; programs.py decides what to run.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from . import seccomp
 
 Role = Literal["program", "answer", "tests"]
 Isolation = Literal["bubblewrap", "bubblewrap, user namespace", "sandlock", "process"]
-"""As config.reward.CodeConfig.isolation, after a look at the machine. As root, bubblewrap gives each program a user of its own;
-a user namespace of its own otherwise."""
+"""config.reward.CodeConfig.isolation, resolved for this machine. As root, bubblewrap runs each program under
+a separate user, otherwise in a separate user namespace."""
 
 START_LIMIT_S = 20.0
-"""Within this a sandbox must be up. No part of a test's own time."""
+"""Time limit for starting a sandbox; not part of a test's time."""
 MAX_PROCESSES = 32
 FILE_BYTES = 16 << 20
-"""One file that a program writes, in its own folder."""
+"""Maximum size of a file that a program writes to its folder."""
 FOLDER_BYTES, MAX_FILES = 64 << 20, 1000
 _OPEN_FILES = 128
 _TICK_S = 0.1
-"""Memory and processes are counted so often, over all of a test's processes."""
+"""Interval at which memory and processes are measured, over all processes of a test."""
 _KILL_S = 5.0
 _CHILD_SUBREAPER = 36
 """prctl's PR_SET_CHILD_SUBREAPER."""
@@ -64,12 +65,12 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
 class SandboxError(Exception):
-    """The sandbox failed, and not what ran in it."""
+    """The sandbox failed, not the program in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one test."""
+    """Limits of one test."""
 
     timeout_s: float
     memory_bytes: int
@@ -77,8 +78,8 @@ class Limits:
 
 @lru_cache
 def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
-    """What a run that asks for `auto`, `bubblewrap`, `sandlock` or `process` gets here. A sandbox is found by starting a process in
-    it. Raises ConfigError when there is none."""
+    """Resolve `auto`, `bubblewrap`, `sandlock` or `process` on this machine. A sandbox is probed by starting
+    a process in it. Raises ConfigError if none works."""
     if asked == "process":
         return "process"
     candidates: dict[str, tuple[Isolation, ...]] = {
@@ -108,9 +109,10 @@ def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
 
 
 class Confined:
-    """A process in a sandbox, in a role of confined.py. Its limits are set when this returns; SandboxError when that fails.
+    """A process in a sandbox, with a role of confined.py. Its limits are set when the constructor returns;
+    raises SandboxError if the start fails.
 
-    Leaving the `with` block kills it with everything that it started, and removes its folder."""
+    Leaving the `with` block kills the process and everything that it started, and removes its folder."""
 
     def __init__(self, role: Role, isolation: Isolation, limits: Limits) -> None:
         self._limits = limits
@@ -137,12 +139,14 @@ class Confined:
             self._stack = stack.pop_all()
 
     def send(self, data: bytes, *, is_last: bool = False) -> None:
-        """Add to its standard input, which is written while its output is read."""
+        """Append to the standard input, which is written while output is read. `is_last` closes it
+        afterwards."""
         self._to_send += data
         self._closes_input = is_last
 
     def read_line(self, deadline: float, max_bytes: int) -> bytes | None:
-        """Its next line; None when it says none in time, too long a one, or is over its limits."""
+        """The next output line; None at the deadline or the end of the output, for a longer line, or if the
+        test exceeds its limits."""
         while (end := self._received.find(b"\n")) < 0:
             if len(self._received) > max_bytes or not self._pump(deadline):
                 return None
@@ -151,7 +155,8 @@ class Confined:
         return line
 
     def read_all(self, deadline: float, max_bytes: int) -> bytes | None:
-        """Its whole output when it has ended well by itself; None when it fails, prints more, or is over its limits."""
+        """The whole output of a process that exits with status 0; None if it fails, prints more, misses the
+        deadline, or exceeds its limits."""
         while self._pump(deadline):
             if len(self._received) > max_bytes:
                 return None
@@ -160,7 +165,8 @@ class Confined:
         return bytes(self._received) if _exit_code(self._process, deadline) == 0 else None
 
     def _pump(self, deadline: float) -> bool:
-        """Move some data. False at the end of its output, when the time is over, and when it is over its limits."""
+        """Transfer some data. False at the end of the output, at the deadline, or if the limits are
+        exceeded."""
         stdin, stdout = self._process.stdin, self._process.stdout
         if self._closes_input and not self._to_send and not stdin.closed:
             stdin.close()
@@ -169,7 +175,7 @@ class Confined:
             left = deadline - time.monotonic()
             if left <= 0 or self._is_at_end or self._is_over():
                 return False
-            poll = select.poll()  # of any number of open files, other than select
+            poll = select.poll()  # unlike select, not limited to descriptors below 1024
             poll.register(stdout, select.POLLIN)
             if self._to_send:
                 poll.register(stdin, select.POLLOUT)
@@ -178,7 +184,7 @@ class Confined:
             if self._to_send and stdin.fileno() in ready:
                 try:
                     self._to_send = self._to_send[os.write(stdin.fileno(), self._to_send) :]
-                except OSError:  # it does not read
+                except OSError:  # the program closed its input
                     self._to_send = b""
                 if not self._to_send:
                     break
@@ -189,7 +195,7 @@ class Confined:
         return not self._is_at_end
 
     def _is_over(self) -> bool:
-        """Whether a test's processes have more than their limits together, counted now and then."""
+        """Whether the test's processes together exceed their limits, measured at most once per _TICK_S."""
         if (now := time.monotonic()) < self._next_count_s:
             return False
         self._next_count_s = now + _TICK_S
@@ -203,7 +209,7 @@ class Confined:
 
 
 def _start(role: Role, isolation: Isolation, limits: Limits, folder: str, errors: IO[bytes]) -> Any:
-    """The process: a subprocess.Popen, or sandlock's, which has the same streams."""
+    """Start the process: a subprocess.Popen, or sandlock's equivalent with the same streams."""
     user = 1_900_000_000 + secrets.randbelow(100_000_000) if isolation == "bubblewrap" else 0
     command = _command(role, isolation, limits, user)
     try:
@@ -231,7 +237,7 @@ def _popen(command: Sequence[str], errors: IO[bytes], **options: Any) -> Any:
 
 
 def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> list[str]:
-    """What runs inside: this Python with the text of confined.py."""
+    """Command line inside the sandbox: this Python with the text of confined.py."""
     seconds = math.ceil(limits.timeout_s) + 1
     resources = {
         "CPU": seconds,
@@ -240,7 +246,7 @@ def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> lis
         "NOFILE": _OPEN_FILES,
         "FSIZE": 0 if isolation == "process" else FILE_BYTES,
     }
-    if isolation.startswith("bubblewrap"):  # elsewhere it would count this user's other processes
+    if isolation.startswith("bubblewrap"):  # otherwise it would count this user's other processes
         resources["NPROC"] = MAX_PROCESSES
     setting = {"resources": resources, "user": user, "path": _libraries(), "is_bare": isolation == "process"}
     source = Path(__file__).with_name("confined.py").read_text()
@@ -252,7 +258,7 @@ def _libraries() -> list[str]:
 
 
 def _python_folders() -> list[str]:
-    """Where this Python and its packages are; those in /usr are there in any case."""
+    """Folders of this Python and its packages outside /usr, which is always visible."""
     executable = os.path.dirname(os.path.realpath(sys.executable))
     found = ["/usr"]
     for folder in sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, executable} - {"/"}):
@@ -323,18 +329,18 @@ def _start_sandlock(command: Sequence[str], limits: Limits, folder: str) -> Any:
         max_memory=limits.memory_bytes,
         max_processes=MAX_PROCESSES,
         no_coredump=True,
-        extra_deny_syscalls=["memfd_create", "mkdir", "mkdirat"],  # a flat folder is soon counted and removed
+        extra_deny_syscalls=["memfd_create", "mkdir", "mkdirat"],  # a flat folder is quick to measure
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that gid has no effect, and must be given
+        warnings.simplefilter("ignore")  # sandlock warns that gid, which is required, has no effect
         return sandbox.popen(command, stdin=StdioMode.PIPED, stdout=StdioMode.PIPED, stderr=StdioMode.NULL)
 
 
 def _exit_code(process: Any, deadline: float) -> int | None:
-    """Waits for the end of the process; None when it does not end in time."""
+    """Wait for the process and return its exit code; None at the deadline."""
     if not isinstance(process, subprocess.Popen):
         return process.wait(max(1e-3, deadline - time.monotonic())).exit_code
-    while process.poll() is None:  # Popen's own wait looks every 50 ms
+    while process.poll() is None:  # Popen.wait polls at intervals up to 50 ms
         if time.monotonic() > deadline:
             return None
         time.sleep(1e-3)
@@ -342,19 +348,20 @@ def _exit_code(process: Any, deadline: float) -> int | None:
 
 
 def _end(process: Any) -> None:
-    """Kill the process and all that it has left behind, which is this process's own by now (adopt_orphans)."""
+    """Kill the process. Its orphans, by now children of this process (adopt_orphans), are left to
+    `kill_children`."""
     process.kill()
     _exit_code(process, time.monotonic() + _KILL_S)
 
 
 def adopt_orphans() -> None:
-    """Have processes whose parent has ended become children of this one, so that `kill_children` finds them."""
+    """Make this process the parent of orphaned descendants, so that `kill_children` finds them (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1)
 
 
 def kill_children() -> None:
-    """Kill everything that this process has started, and wait for it to be gone."""
+    """Kill all descendants of this process and reap them, within _KILL_S seconds."""
     deadline = time.monotonic() + _KILL_S
     while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids:
@@ -367,7 +374,7 @@ def kill_children() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that `pid` has started, and those that they have."""
+    """Ids of all descendants of `pid`."""
     found = [pid]
     for one in found:
         for file in Path(f"/proc/{one}/task").glob("*/children"):
@@ -377,7 +384,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _is_over(limits: Limits, folder: str) -> bool:
-    """Of all that this process has started: two sandboxes may run at a time."""
+    """Whether the descendants of this process exceed the limits; two sandboxes may run at a time."""
     pids, pages = descendants(os.getpid()), 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):

@@ -1,8 +1,8 @@
-"""The part that asks a language model for a score: over HTTP, or the policy's own engine.
+"""LLM judges: a language model scores the response, over HTTP or on the policy's own engine.
 
-Owns the question, the request, reading the score off the reply, and how long to wait before a further try; scorer.py
-tries again. The server's key is read from the environment when the run is built; it stays in the client's headers, and
-is struck out of whatever a server sends back.
+Owns the prompt, the request, parsing the score from the reply, and the delay before a retry; scorer.py
+retries. The server's key is read from the environment when the run is built; it is kept only for the client's
+headers, and redacted in everything that a server returns.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .rules import Extraction
 from .threads import LoopThread
 
 RETRIED = frozenset({408, 409, 425, 429})
-"""Statuses of HTTP that may be better later, beside those from 500 on."""
+"""HTTP statuses below 500 that are retried; those from 500 are always retried."""
 SHOWN_CHARACTERS = 200
-"""Of a reply, in messages."""
+"""Maximum length of a reply quoted in an error message."""
 NUMBER = r"(?<![\w./]|\d,)([-+]?\d+(?:\.\d+)?)(?!\w|[.,]\d)"
-"""A number by itself; in 7/10 it is the 7."""
+"""A standalone number; in 7/10 it is the 7."""
 
 
 class Chat(Protocol):
-    """Whoever answers. Raises RewardError without an answer that is whole."""
+    """Model that answers messages. Raises RewardError if there is no complete reply."""
 
     async def __call__(self, messages: list[Message], attempt: int) -> str: ...
 
@@ -49,13 +49,13 @@ class Chat(Protocol):
 
 
 class JudgePart:
-    """Asks `chat` about each answer."""
+    """Scores each response by a request to `chat`."""
 
     def __init__(
         self, config: JudgeReward, chat: Chat, *, timeout_s: float, seed: int, base_dir: Path, key: str
     ) -> None:
-        """`timeout_s` is that of reward, for judges without one of their own. Raises ConfigError for a prompt or pattern that
-        cannot be used."""
+        """`timeout_s` is reward.timeout_s, the default if the judge sets none. Raises ConfigError for an
+        invalid prompt or pattern."""
         self._config, self._chat, self._seed, self._key = config, chat, seed, key
         self._timeout_s = config.timeout_s or timeout_s
         self._template = read_template(config.prompt, base_dir, key=f"{key}.prompt")
@@ -97,14 +97,15 @@ class JudgePart:
 
 
 def backoff_s(config: JudgeReward, seed: int, name: str, attempt: int) -> float:
-    """Seconds to wait after failed try number `attempt` of a trajectory: between half of backoff_s * 2^attempt and all of it."""
+    """Seconds to wait after failed attempt number `attempt`: between half of backoff_s * 2^attempt and all of
+    it, with at most max_backoff_s for the latter."""
     longest = min(config.backoff_s * 2 ** min(attempt, 64), config.max_backoff_s)
     return longest * (1 + Random(f"{seed}:{name}:{attempt}").random()) / 2
 
 
 def read_template(prompt: str, base_dir: Path, *, key: str) -> str:
-    """The judge's question with its places, from a file when `prompt` names one. Raises ConfigError when there is no such
-    file, when it is no template, or when it does not show the response."""
+    """The judge's prompt template, read from a file if `prompt` is the path of one. Raises ConfigError for a
+    missing file, an invalid template, or one without {response}."""
     if prompt.endswith((".txt", ".md")) and "\n" not in prompt:
         file = base_dir / Path(prompt).expanduser()
         if not file.is_file():
@@ -124,7 +125,7 @@ def read_template(prompt: str, base_dir: Path, *, key: str) -> str:
 
 
 class _Columns(dict[str, Any]):
-    """What places of a template stand for; the reference is looked up only where it is asked for."""
+    """Values for the placeholders of a template; the reference is looked up only if the template uses it."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         super().__init__(trajectory.prompt.fields)
@@ -143,7 +144,8 @@ class _Columns(dict[str, Any]):
 
 
 def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
-    """The question about one answer. Raises RewardError when a column is missing or cannot be written so."""
+    """Fill the template for one response. Raises RewardError if a column is missing or cannot be
+    formatted."""
     try:
         return template.format_map(_Columns(trajectory))
     except (LookupError, ValueError, AttributeError, TypeError) as error:
@@ -154,7 +156,8 @@ def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
 
 
 class ScoreReader:
-    """Reads the score off a judge's reply. A reply without one is a RewardError, never 0."""
+    """Parses the score from a judge's reply. A reply without a score raises RewardError and is never scored
+    0."""
 
     def __init__(self, config: JudgeReward, timeout_s: float, *, key: str) -> None:
         self._scores = {word.casefold(): score for word, score in config.scores.items()}
@@ -185,13 +188,13 @@ class ScoreReader:
 
 
 def _shown(text: str) -> str:
-    """The end of a text, where scores are."""
+    """The end of a text for error messages, where scores usually are."""
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}")
 
 
 class PolicyChat:
-    """The policy's own engine. Draws are seeded by the question and the number of the try, so that a judgement neither
-    depends on other requests nor changes theirs."""
+    """The policy's own engine as the judge. Sampling is seeded by messages and attempt number, so that a
+    judgement neither depends on other requests nor affects them."""
 
     def __init__(self, config: JudgeReward, generate: Generate) -> None:
         self._ask = partial(generate, max_tokens=config.max_tokens, temperature=config.temperature)
@@ -204,13 +207,13 @@ class PolicyChat:
 
 
 class HttpChat:
-    """A server that speaks OpenAI's chat completions (POST {url}/chat/completions).
+    """A server with OpenAI's chat completions API (POST {url}/chat/completions).
 
-    Connections live on an event loop of their own, and are kept from round to round.
+    Connections live on a separate event loop and are kept open across rounds.
     """
 
     def __init__(self, config: JudgeReward, *, key: str) -> None:
-        """Raises ConfigError for a URL that is none, and when the key's environment variable is not set."""
+        """Raises ConfigError for an invalid URL, and if the environment variable of the key is not set."""
         self._secret = None if config.api_key_env is None else _secret(config.api_key_env, key=key)
         self._url = _endpoint(config.url, key=key)
         self._max_tokens_key = f"{key}.max_tokens"
@@ -226,7 +229,7 @@ class HttpChat:
         self._client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
         self._thread = LoopThread()
 
-    async def __call__(self, messages: list[Message], attempt: int) -> str:  # noqa: ARG002  # servers draw anew
+    async def __call__(self, messages: list[Message], attempt: int) -> str:  # noqa: ARG002  # no seed is sent
         return str(await self._thread.run(partial(self._ask, messages), None))
 
     async def _ask(self, messages: list[Message]) -> str:
@@ -285,7 +288,8 @@ def _endpoint(url: str, *, key: str) -> httpx2.URL:
 
 
 def retry_after_s(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float:
-    """Seconds to wait by a Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3); 0 without one."""
+    """Seconds to wait from a Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3); 0 without
+    one."""
     value = headers.get("retry-after", "").strip()
     if value.isascii() and value.replace(".", "", 1).isdigit():
         return float(value)

@@ -1,4 +1,4 @@
-"""What each config section of a reward part becomes; the parts that need processes, threads or a generator are here."""
+"""Builds reward parts from their config; defines those that need processes, threads or a generator."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from .rules import ChoicePart, ExactPart, Extraction, LengthPart, PatternPart
 from .threads import LoopThread, ReplaceableThreads
 
 OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
-"""What a reward function may declare as parameters, beside its own."""
+"""Parameters that a reward function may declare, besides its own."""
 TEXT_COMPARING = frozenset({"chain_sum", "products"})
-"""reasoning-gym generators whose own scorer does no more than compare short texts (read, not guessed)."""
+"""reasoning-gym generators whose own scorer only compares short texts (verified in its source)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all parts of a run are built with."""
+    """Settings shared by all parts of a run."""
 
     timeout_s: float
     concurrency: int
@@ -56,8 +56,8 @@ class Setting:
 
 
 def build_part(part: RewardPart, number: int, setting: Setting) -> Part | ModelPart:
-    """The part that the config has at reward.parts[number]. Raises ConfigError for patterns, functions, templates, keys and
-    URLs that cannot be used, and for a part whose model this run does not have."""
+    """Build the part configured at reward.parts[number]. Raises ConfigError for invalid patterns, functions,
+    templates, keys and URLs, and for a part that needs a model which the run lacks."""
     key, timeout_s = f"reward.parts[{number}]", setting.timeout_s
     match part:
         case MathReward():
@@ -106,7 +106,7 @@ def _without_service(key: str, what: str) -> ConfigError:
 
 
 class MathPart:
-    """1 if math-verify finds the answer equal to a reference. Always in a process that can be killed."""
+    """1 if math-verify finds the answer equal to a reference. Always runs in a process that can be killed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._processes = ScoringProcesses("math")
@@ -121,7 +121,8 @@ class MathPart:
 
 
 class CodePart:
-    """Runs the code in the answer against the row's tests; see programs.py. An answer without code has failed them."""
+    """Runs the code in the response against the row's tests; see programs.py. A response without code scores
+    0."""
 
     def __init__(self, extract: Extraction, config: CodeReward, isolation: Isolation, *, key: str) -> None:
         self._extract = extract
@@ -153,8 +154,8 @@ class CodePart:
 
 
 class ReasoningGymPart:
-    """The generator's own score. Scorers that only compare texts run here and now; the others, some of which
-    `eval` the answer, in a process that can be killed."""
+    """The generator's own score. Scorers that only compare texts run inline; the others, some of which `eval`
+    the answer, in a process that can be killed."""
 
     def __init__(self, extract: Extraction, timeout_s: float) -> None:
         self._extract = extract
@@ -195,7 +196,8 @@ def _text_comparing_scorer(
 
 
 class FunctionPart:
-    """A user's function: plain ones run in threads, async ones on a loop of their own. See threads.py."""
+    """A user's function. Synchronous ones run in threads, async ones on a separate event loop; see
+    threads.py."""
 
     def __init__(
         self,
@@ -233,8 +235,8 @@ class FunctionPart:
 def offered_names(
     function: Callable[..., Any], params: Mapping[str, Any], *, path: str, key: str
 ) -> frozenset[str]:
-    """Which of OFFERED the function is called with. Raises ConfigError when it cannot be called with them and
-    `params`."""
+    """The names among OFFERED to call the function with. Raises ConfigError if it cannot be called with these
+    and `params`."""
     try:
         declared = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The trainer's end of isolated scorers: starts their processes, asks them, and kills those that take too long."""
+"""Client of isolated scorers: starts their processes, sends requests, and kills processes that time out."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .isolated import HEADER
 from .isolation import descendants
 
 START_LIMIT_S = 120.0
-"""Within this a new process must have imported its scorer."""
+"""Time limit for a new process to import its scorer."""
 MAX_REPLY_BYTES = 1 << 20
-"""A longer reply is none of ours."""
+"""A longer reply is treated as corrupt."""
 
 
 class _Process:
-    """One process that runs `scorer`, and the socket to it."""
+    """A process that runs `scorer`, and the socket to it."""
 
     def __init__(self, scorer: str) -> None:
         self._socket, theirs = socket.socketpair()
@@ -48,7 +48,7 @@ class _Process:
             )
 
     async def reply(self) -> dict[str, Any]:
-        """The next message. Raises RewardError when the process ended or sent something else."""
+        """The next message. Raises RewardError if the process ended or sent an invalid message."""
         try:
             (length,) = HEADER.unpack(await self._read(HEADER.size))
             if length > MAX_REPLY_BYTES:
@@ -79,7 +79,7 @@ class _Process:
         return bytes(data)
 
     def kill(self) -> None:
-        """End it at once, with everything that it started."""
+        """Kill the process and all its descendants."""
         started = descendants(self._process.pid)
         self._process.kill()
         for pid in started:
@@ -90,7 +90,7 @@ class _Process:
 
 
 class ScoringProcesses:
-    """Processes that run one of isolated.SCORERS, as many as there are callers; started when first needed."""
+    """A pool of processes that run one of isolated.SCORERS, one per concurrent caller, started on demand."""
 
     def __init__(self, scorer: str) -> None:
         self._scorer = scorer
@@ -98,11 +98,11 @@ class ScoringProcesses:
         self._end = weakref.finalize(self, _kill_all, self._idle)
 
     async def run(self, arguments: tuple[object, ...], timeout_s: float, limit: str | None = None) -> object:
-        """The scorer's value for `arguments`, which these scorers give from 0 to 1. Raises RewardError when it fails or takes longer
-        than `timeout_s`, which `limit` describes; starting a process does not count."""
+        """The scorer's value for `arguments`, clamped to 0..1. Raises RewardError if it fails or takes longer
+        than `timeout_s`, not counting the start of a process. `limit` describes the limit in that error."""
         try:
             request = pickle.dumps((timeout_s, arguments))
-        except Exception as error:  # whatever a column's own reduce raises
+        except Exception as error:  # a column's __reduce__ can raise anything
             raise RewardError(
                 f"the prompt's fields cannot be sent to the scoring process: {error}"
             ) from error
@@ -141,7 +141,7 @@ class ScoringProcesses:
         return process
 
     def close(self) -> None:
-        """End all idle processes."""
+        """Kill all idle processes."""
         _kill_all(self._idle)
 
 

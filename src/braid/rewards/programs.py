@@ -1,8 +1,9 @@
-"""Programs of a model's making, run against tests, each test in sandboxes of its own (isolation.py).
+"""Runs model-written programs against tests, each test in new sandboxes (isolation.py).
 
-Runs inside a scoring process (isolated.py), which alone knows what a program should print. A program that reads and prints gets
-its input, and its output is compared here. Assertions run in a second sandbox, and reach the program through messages with plain
-values (confined.py), which are passed on here: the values that they expect are never where the program is.
+Runs inside a scoring process (isolated.py), the only one that knows the expected output. A program that reads
+and prints receives its input, and its output is compared here. Assertions run in a second sandbox and access
+the program through messages with plain values (confined.py), which are forwarded here: expected values are
+never in the program's process.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 from .isolation import Confined, Isolation, Limits, adopt_orphans, kill_children
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""A program that prints more has failed."""
+"""A program that prints more than this fails the test."""
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of what a program and its tests say to each other."""
+"""Maximum size of a message between a program and its tests."""
 
 Test = tuple[str, str, str]
-"""Assertions to run after the program, or else (empty) what it reads and what it must print."""
+"""(assertions, input, expected output); input and output are used if the assertions are empty."""
 
 
 def read_tests(value: Any) -> list[Test]:
-    """The tests in a column: text with assertions, a list of such texts or of {input, output}, {inputs, outputs} with two
-    lists, or any of these as JSON text. Raises ValueError for anything else."""
+    """Parse the tests in a column: text with assertions, a list of such texts or of {input, output}, a dict
+    {inputs, outputs} of two lists, or any of these as JSON text. Raises ValueError for anything else."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         value = json.loads(value)
     match value:
@@ -51,7 +52,7 @@ def _one(item: Any) -> Test:
 
 
 def _of_program(given: Any, expected: Any) -> Test:
-    """Lines may come as a list."""
+    """Test of a program that reads and prints. `given` and `expected` are text or lists of lines."""
     given, expected = ("\n".join(x) if isinstance(x, list) else x for x in (given, expected))
     if not isinstance(given, str) or not isinstance(expected, str):
         raise ValueError(f"a test from {given!r} to {expected!r}: a program reads and prints text")
@@ -59,8 +60,8 @@ def _of_program(given: Any, expected: Any) -> Test:
 
 
 def load_code() -> Callable[[str, Sequence[Test], Isolation, float, int, bool], float]:
-    """`score(code, tests, isolation, timeout_s, memory_bytes, needs_all)`: the share of tests passed; with `needs_all` 1.0 or 0.0,
-    and nothing runs after a failed one."""
+    """Return `score(code, tests, isolation, timeout_s, memory_bytes, needs_all)`: the fraction of tests
+    passed. With `needs_all` it is 1.0 or 0.0, and scoring stops at the first failed test."""
     adopt_orphans()
 
     def score(
@@ -86,7 +87,8 @@ def load_code() -> Callable[[str, Sequence[Test], Isolation, float, int, bool], 
 
 
 def passes(code: str, test: Test, isolation: Isolation, limits: Limits) -> bool:
-    """Whether the program passes one test. Raises SandboxError when there is no telling, ValueError for a test that cannot be run."""
+    """Whether the program passes one test. Raises SandboxError if the sandbox fails, and ValueError for a
+    test that cannot be run."""
     assertions, given, expected = test
     if assertions:
         return _hold(assertions, code, isolation, limits)
@@ -117,11 +119,11 @@ def _hold(assertions: str, code: str, isolation: Isolation, limits: Limits) -> b
 
 
 def _job(text: str) -> bytes:
-    """As confined.py reads it."""
+    """Encode a job for confined.py: ten digits of length, then the text."""
     data = text.encode(errors="surrogatepass")
     return b"%010d" % len(data) + data
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without blanks at their ends and without empty lines at the end."""
+    """The lines, without trailing whitespace and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,4 +1,4 @@
-"""Parts that read a score off the text here and now: comparison, patterns, choices, length."""
+"""Parts that compute a score inline from the text: comparison, patterns, choices, length."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .base import references_of
 
 
 class Extraction:
-    """Finds the answer in a text: the first group of the pattern's last match, or the whole text without a pattern.
+    """Extracts the answer from a text: the first group of the pattern's last match, or the whole text without
+    a pattern.
 
-    Patterns run in the `regex` package, whose matches can be given a time limit.
+    Patterns use the `regex` package, which supports a time limit for matching.
     """
 
     def __init__(self, pattern: str | None, timeout_s: float, *, key: str, flags: int = 0) -> None:
@@ -25,7 +26,7 @@ class Extraction:
             )
 
     def __call__(self, text: str) -> str | None:
-        """The answer without surrounding blanks; None when the pattern matches nowhere."""
+        """The answer without surrounding whitespace; None if the pattern does not match."""
         if self._pattern is None:
             return text.strip()
         answer = None
@@ -38,7 +39,7 @@ class Extraction:
 
 
 def compile_pattern(pattern: str, *, key: str, flags: int = 0) -> regex.Pattern[str]:
-    """Compile what the config key `key` holds. Raises ConfigError when it is no regular expression."""
+    """Compile the value of the config key `key`. Raises ConfigError if it is not a regular expression."""
     try:
         return regex.compile(pattern, flags)
     except regex.error as error:
@@ -52,7 +53,7 @@ def _too_slow(timeout_s: float) -> RewardError:
 
 
 class ExactPart:
-    """1 if the answer equals a reference, blanks around them aside and without the characters of `ignore`."""
+    """1 if the answer equals a reference, ignoring surrounding whitespace and the characters in `ignore`."""
 
     def __init__(self, extract: Extraction, *, ignore_case: bool, ignore: str) -> None:
         self._extract = extract
@@ -71,7 +72,7 @@ class ExactPart:
 
 
 class PatternPart:
-    """1 if the text matches somewhere."""
+    """1 if the pattern matches anywhere in the text."""
 
     def __init__(self, pattern: str, timeout_s: float, *, key: str) -> None:
         self._pattern = compile_pattern(pattern, key=key, flags=regex.DOTALL)
@@ -87,8 +88,11 @@ class PatternPart:
 
 
 class ChoicePart:
-    """1 if the answer's letter is that of a reference: the one in the last box, else after the last "answer is" or
-    "answer:", else the last that stands alone. A reference such as "B", "(B)" or "B. Paris" begins with its letter."""
+    """1 if the letter of the answer equals that of a reference.
+
+    The letter is the one in the last box, else after the last "answer is" or "answer:", else the last that
+    stands alone. A reference starts with its letter: "B", "(B)" or "B. Paris".
+    """
 
     def __init__(self, letters: str) -> None:
         word, more = rf"(?P<letter>[{letters}])(?![\w'])", regex.IGNORECASE
@@ -119,7 +123,7 @@ class ChoicePart:
 
 
 class LengthPart:
-    """0 up to `start`, falling linearly to -1 at `end`, and -1 beyond."""
+    """0 up to length `start`, falling linearly to -1 at `end`, and -1 beyond."""
 
     def __init__(self, start: int, end: int, *, counts_tokens: bool) -> None:
         self._start, self._end, self._counts_tokens = start, end, counts_tokens

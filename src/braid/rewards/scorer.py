@@ -1,7 +1,7 @@
-"""Rewards of trajectories: the weighted sum of the config's parts, plus what the environment gave.
+"""Rewards of trajectories: the weighted sum of the configured parts, plus the environment's rewards.
 
-Owns weights, sources, retries, limits on calls in flight, and what a failure means: the trajectory becomes invalid, with the
-part and the reason. It is never scored 0. What each part computes is parts.py's.
+Owns weights, sources, retries, concurrency limits and failure handling: a trajectory that cannot be scored
+becomes invalid, with the part and the reason, and is never scored 0. The parts are built in parts.py.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Weighted:
-    """A part under its name, and the trajectories that it scores: those of `sources`, or all.
+    """A named, weighted part that scores the trajectories of `sources`, or all if that is empty.
 
-    At most `max_calls` of its calls are in flight together; with `is_shared` they count among those of all parts.
+    At most `max_calls` of its calls are in flight at a time; with `is_shared` they also count toward the
+    limit shared by all parts.
     """
 
     name: str
@@ -59,10 +60,11 @@ class _Weighted:
 def build_scorer(
     config: RewardConfig, *, base_dir: Path, seed: int = 0, services: Services = NO_SERVICES
 ) -> Scorer:
-    """The scorer that `config` describes; files of functions are looked up from `base_dir` (the config's folder).
+    """Build the scorer for `config`. Paths of function files are relative to `base_dir` (the config's
+    folder).
 
-    `seed` is that of the run, for waits between tries. Raises ConfigError for equal names of parts, for what parts.py
-    refuses, and for parts whose service is not among `services`.
+    `seed` is the run's seed, used for the jitter of retry delays. Raises ConfigError for duplicate part names
+    and for the errors of parts.build_part.
     """
     setting = Setting(config.timeout_s, config.concurrency, base_dir, seed, services, config.code.isolation)
     parts: list[_Weighted] = []
@@ -77,14 +79,15 @@ def build_scorer(
 
 
 def part_name(part: RewardPart) -> str:
-    """What metrics call a part: its own name, else that of its function or its kind."""
+    """Name of a part in metrics: its configured name, else the name of its function or its kind."""
     if isinstance(part, FunctionReward) and not part.name:
         return re.split(r"[.:]", part.path)[-1] or part.kind
     return part.name or part.kind
 
 
 def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
-    """(retries, max_calls, is_shared) of a part. A policy that takes the likeliest token would judge the same way again."""
+    """(retries, max_calls, is_shared) of a part. A greedy policy as judge is not retried, as its reply would
+    be the same."""
     match part:
         case JudgeReward():
             is_certain = part.url == "policy" and part.temperature == 0
@@ -96,17 +99,17 @@ def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
 
 
 class Scorer:
-    """Scores trajectories in place. Built by `build_scorer`; `close` ends its threads and processes."""
+    """Scores trajectories in place. Built by `build_scorer`; `close` stops its threads and processes."""
 
     def __init__(self, parts: Sequence[_Weighted], *, concurrency: int) -> None:
         self._parts = tuple(parts)
         self._concurrency = concurrency
 
     async def score(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """Set `reward` and `reward_parts` of each valid trajectory, or make it invalid with the reason
-        `reward <part>: <what went wrong>`. Invalid ones are left as they are.
+        """Set `reward` and `reward_parts` of each valid trajectory, or invalidate it with the reason
+        `reward <part>: <error>`. Trajectories that are already invalid are skipped.
 
-        Returns what the parts cost: time of a call, further tries, inputs cut.
+        Returns metrics of the parts: time per call, retries, truncated inputs.
         """
         valid = [t for t in trajectories if t.is_valid]
         scoring = _Scoring(self._concurrency)
@@ -139,13 +142,13 @@ class Scorer:
         trajectory.reward_parts, trajectory.reward = scores, reward
 
     def close(self) -> None:
-        """End threads and processes. Calls that hang end with the process."""
+        """Stop threads and processes. Calls that hang end with the process."""
         for part in self._parts:
             part.part.close()
 
 
 class _Scoring:
-    """One call of `Scorer.score`: its limits, its batches on their way, and what it cost."""
+    """State of one call of `Scorer.score`: concurrency limits, running batches, and metrics."""
 
     def __init__(self, concurrency: int) -> None:
         self.metrics = Metrics()
@@ -156,7 +159,7 @@ class _Scoring:
     async def batch(
         self, part: _Weighted, model: ModelPart, trajectories: Sequence[Trajectory]
     ) -> dict[int, float | RewardError]:
-        """Scores by identity of the trajectory."""
+        """Score `trajectories` with a reward model. Returns scores by the trajectory's `id()`."""
         if not trajectories:
             return {}
         start = time.perf_counter()
@@ -166,7 +169,7 @@ class _Scoring:
         return {id(t): score for t, score in zip(trajectories, found.scores, strict=True)}
 
     async def one(self, part: _Weighted, trajectory: Trajectory) -> float:
-        """The part's score of a trajectory. Raises RewardError when there is none."""
+        """The part's score of a trajectory. Raises RewardError if it cannot be scored."""
         if isinstance(part.part, ModelPart):
             score = (await self.batches[part.name])[id(trajectory)]
             if isinstance(score, RewardError):
@@ -178,7 +181,7 @@ class _Scoring:
         return await self._called(part, score, trajectory.prompt.uid)
 
     async def _called(self, part: _Weighted, call: Later, uid: str) -> float:
-        """The call's score. A failed try is repeated as often as configured; the last one's RewardError is raised."""
+        """Score of the call, retried on failure as configured. Raises the RewardError of the last attempt."""
         self.metrics.add(f"reward/retries/{part.name}", 0)
         for _ in range(part.retries):
             try:
@@ -201,14 +204,15 @@ class _Scoring:
 
 
 def env_reward(trajectory: Trajectory) -> float:
-    """What the environment gave over the whole episode."""
+    """Sum of the environment's rewards over the episode."""
     if trajectory.env_steps is not None:
         return float(trajectory.env_steps.rewards.sum())
     return sum(turn.reward for turn in trajectory.turns)
 
 
 def as_score(value: object) -> float:
-    """A part's value as a finite number: numbers, booleans and scalars of numpy or torch. Else RewardError."""
+    """Convert a part's value (a number, boolean, or NumPy or torch scalar) to a float. Raises RewardError for
+    other types and for values that are not finite."""
     if not hasattr(value, "__float__") or getattr(value, "ndim", 0):
         raise RewardError(f"returned {value!r} ({type(value).__name__}), not a number")
     try:

@@ -1,5 +1,6 @@
-"""A filter of system calls for bubblewrap, which applies it: what a program for a reward never needs, and what reaches into other
-processes, makes memory that no limit counts, or opens more of the kernel. Denied calls fail with EPERM."""
+"""A seccomp filter for bubblewrap. It denies system calls that reward programs never need and that access
+other processes, allocate memory outside the limits, or widen the kernel's attack surface; they fail with
+EPERM."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ _NUMBERS = {
         435,
     ),
 }
-"""Of a processor: its AUDIT_ARCH, denied calls, clone and clone3 (asm/unistd.h)."""
+"""Per architecture: AUDIT_ARCH, denied calls, and the numbers of clone and clone3 (asm/unistd.h)."""
 _NEW_NAMESPACES = 0x7E020000
-"""CLONE_NEW* of clone(2); arguments of clone3 are in memory, where no filter sees them."""
+"""CLONE_NEW* flags of clone(2). The arguments of clone3 are in memory, which a filter cannot read."""
 _X32 = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
@@ -53,7 +54,8 @@ _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 
 @contextmanager
 def program() -> Iterator[int | None]:
-    """A descriptor to read the filter from, as seccomp(2) takes it; None on a processor that it does not know."""
+    """Yield a file descriptor with the filter in the format of seccomp(2); None on an unknown
+    architecture."""
     if platform.machine() not in _NUMBERS:
         yield None
         return

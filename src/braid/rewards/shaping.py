@@ -1,4 +1,4 @@
-"""What training makes of a trajectory's reward. Evaluation and every report keep the reward as it was scored."""
+"""Reward shaping for training. Evaluation and reports use the unshaped reward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from braid.types import ShapedReward, Status, Trajectory
 
 
 def has_shaping(config: RewardConfig) -> bool:
-    """Whether training sees another reward than was scored."""
+    """Whether training uses a shaped reward."""
     return (
         config.truncated != "keep"
         or config.overlong is not None
@@ -16,16 +16,17 @@ def has_shaping(config: RewardConfig) -> bool:
 
 
 def shape_reward(trajectory: Trajectory, config: RewardConfig, *, max_new_tokens: int) -> ShapedReward:
-    """The reward r of a valid, scored trajectory, step after step:
+    """Shape the reward r of a valid, scored trajectory, in this order:
 
-        truncated: zero      r = 0 where a limit cut the trajectory off, rewards on the way included
-        overlong             r - penalty clip((length - (max_new_tokens - buffer)) / buffer, 0, 1), length of the longest turn
+        truncated: zero      r = 0 if a limit truncated the trajectory, intermediate rewards included
+        overlong             r - penalty clip((length - (max_new_tokens - buffer)) / buffer, 0, 1),
+                             with the length of the longest turn
         scale, shift         scale r + shift
         clip                 clip(r, -clip, clip)
 
-    The penalty is DAPO's (arXiv 2503.14476): it begins `buffer_tokens` before the limit of a turn and is whole at the limit.
-    SkyRL zeroes in evaluation too, and has the rest only as code of one's own; RLinf scales; ROLL bounds what normalisation
-    has made of rewards.
+    The penalty is DAPO's (arXiv 2503.14476): it starts `buffer_tokens` before the limit of a turn and reaches
+    its full value at the limit. SkyRL zeroes in evaluation too and leaves the rest to user code; RLinf
+    scales; ROLL clips normalised rewards.
     """
     assert trajectory.reward is not None, "only scored trajectories are shaped"
     is_zeroed = config.truncated == "zero" and trajectory.status is Status.TRUNCATED
@@ -39,7 +40,7 @@ def shape_reward(trajectory: Trajectory, config: RewardConfig, *, max_new_tokens
 
 
 def overlong_penalty(trajectory: Trajectory, config: OverlongConfig, max_new_tokens: int) -> float:
-    """From 0 to `config.penalty`. 0 for simulators, which write no tokens."""
+    """Penalty between 0 and `config.penalty`; 0 for simulators, which generate no tokens."""
     longest = max((len(turn.output_ids) for turn in trajectory.turns), default=0)
     over = (longest - (max_new_tokens - config.buffer_tokens)) / config.buffer_tokens
     return config.penalty * min(max(over, 0.0), 1.0)

@@ -1,7 +1,8 @@
-"""Calls of users' functions that may hang: they run in daemon threads, and a stuck one is left behind.
+"""Runs users' functions, which may hang, in daemon threads.
 
-A thread cannot be killed. So a call that outlives its limit keeps its thread until it returns, a new thread takes
-its place, and nothing waits for it when the process ends. When too many are stuck, further calls fail at once.
+A thread cannot be killed, so a call that exceeds its time limit keeps its thread until it returns. A new
+thread replaces it, and process exit does not wait for it. When too many threads are stuck, further calls fail
+immediately.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from braid.report.streams import REWARD_THREADS
 T = TypeVar("T")
 
 PING_S = 1.0
-"""An event loop that does not answer within this is held up by a call that blocks it."""
+"""An event loop that does not respond within this time is considered blocked."""
 
 Outcome = tuple[object, BaseException | None]
-"""What a call returned, or what it raised: an exception that ends a thread must not end the training."""
+"""Return value and exception of a call. Exceptions are passed as values, so that none of them, SystemExit
+included, ends the thread or the run."""
 
 
 class _Worker:
-    """A daemon thread that runs one job after another, until None."""
+    """A daemon thread that runs jobs sequentially until it receives None."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Callable[[], object], Future[Outcome]] | None] = SimpleQueue()
@@ -48,7 +50,8 @@ def _outcome(function: Callable[[], object]) -> Outcome:
 
 
 def _value_of(outcome: Outcome) -> object:
-    """The call's value. Raises RewardError with what the call raised and the line that raised it; a RewardError as it is."""
+    """Value of the call. Raises RewardError with the call's exception and the line that raised it; a
+    RewardError is re-raised unchanged."""
     value, error = outcome
     if error is None:
         return value
@@ -62,7 +65,7 @@ def _value_of(outcome: Outcome) -> object:
 
 
 class ReplaceableThreads:
-    """Runs plain functions, as many at a time as there are callers, each within a time limit."""
+    """Runs synchronous functions with a time limit, each caller in its own thread."""
 
     def __init__(self, *, max_stuck: int) -> None:
         self._idle: list[_Worker] = []
@@ -70,7 +73,8 @@ class ReplaceableThreads:
         self._max_stuck = max_stuck
 
     async def run(self, function: Callable[[], object], timeout_s: float) -> object:
-        """What `function()` returns. Raises RewardError when it raises or takes longer than `timeout_s`."""
+        """Return `function()`. Raises RewardError if it raises, takes longer than `timeout_s`, or too many
+        earlier calls are stuck."""
         self._late = [future for future in self._late if not future.done()]
         if len(self._late) >= self._max_stuck:
             raise RewardError(
@@ -90,23 +94,23 @@ class ReplaceableThreads:
                 self._late.append(future)
 
     def close(self) -> None:
-        """Let idle threads end. Stuck ones end with the process."""
+        """Stop idle threads. Stuck ones end with the process."""
         while self._idle:
             self._idle.pop().jobs.put(None)
 
 
 class LoopThread:
-    """Runs async functions on an event loop of their own, so that one that blocks holds up no training.
+    """Runs async functions on a separate event loop, so that one that blocks does not block training.
 
-    The loop stays the same between calls, as clients with open connections need; it is replaced when blocked.
+    The loop persists between calls, for clients that keep connections open; a blocked loop is replaced.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, function: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
-        """What `await function()` returns. Raises RewardError when it raises or takes longer than `timeout_s` (None: as long as
-        the caller waits)."""
+        """Return `await function()`. Raises RewardError if it raises or takes longer than `timeout_s` (None:
+        no limit)."""
         loop = self._loop = self._loop or _started_loop()
         future = asyncio.run_coroutine_threadsafe(_async_outcome(function), loop)
         try:
@@ -124,7 +128,8 @@ class LoopThread:
                 self.close()
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Stop the loop, at once or when what blocks it returns; `last` is awaited on it before, for PING_S at most."""
+        """Stop the loop, immediately or when the call that blocks it returns. `last` runs on it before, for
+        at most PING_S."""
         if self._loop is None:
             return
         if last is not None:
@@ -157,7 +162,8 @@ def _started_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _within(future: Future[T], timeout_s: float | None) -> T:
-    """The future's result. It is asked to cancel after `timeout_s`, or when the waiting itself is cancelled."""
+    """Await the future's result. Cancels the future after `timeout_s`, or when the wait itself is
+    cancelled."""
     wrapped = asyncio.wrap_future(future)
     try:
         done, _ = await asyncio.wait({wrapped}, timeout=timeout_s)
