@@ -193,9 +193,8 @@ def kimi(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, ta
 
         loss = -A log pi + tau / 2 (log pi - log old)^2
 
-    Beyond a distance of 20 the penalty grows linearly, to avoid overflow. The log-probs are of tokens, those
-    of the paper of whole responses: the penalty of a response is a sum of squares instead of the square of a
-    sum.
+    Beyond a distance of 20 the penalty grows linearly, to avoid overflow. Log-probs are per token, in the
+    paper per response, so the penalty of a response is a sum of squares instead of the square of a sum.
 
     Diagnostics: `penalty`. Not in RLinf and SkyRL. ROLL: the same, as pg_variant kimi15; its tau is always
     0.1.

@@ -235,7 +235,7 @@ POLICY_LOSS_KEYS: Mapping[PolicyLoss, frozenset[str]] = {
     "dppo": _RATIO_KEYS | {"clip_low", "clip_high", "dppo_divergence"},
     "cross_entropy": frozenset(),
 }
-"""Recipe fields that each policy loss reads, beside those that all losses read."""
+"""Recipe fields that each policy loss reads, in addition to those that all losses read."""
 
 CHOOSING_LOSSES: frozenset[PolicyLoss] = frozenset({"clip_cov", "kl_cov"})
 """Losses that act on tokens selected by old_logprobs, which therefore must be available before the update."""

@@ -8,8 +8,7 @@ from typing import Any
 
 
 class NoColumn(LookupError):
-    """Raised if `inside` (the path so far; empty for the row itself) has no `name`; `present` are its
-    names."""
+    """`inside` (the path so far; empty for the row itself) has no item `name`; `present` lists its items."""
 
     def __init__(self, name: str, inside: str, present: Iterable[object]) -> None:
         super().__init__(name)

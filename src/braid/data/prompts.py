@@ -113,8 +113,8 @@ class Encoded:
 def encode(
     source: SourceRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Encoded], SourceCounts]:
-    """Apply templates to a source's rows and tokenize them; `config.overlong` decides about overlong
-    prompts."""
+    """Apply templates to a source's rows and tokenize them; overlong prompts are handled as `config.overlong`
+    says."""
     messages, texts, is_templated = [], [], []
     for index in range(len(source.rows)):
         of_row, is_chat = _messages(source, index)
@@ -317,8 +317,8 @@ def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[
 
 
 def cell(source: SourceRows, index: int, key: str, path: str, *, or_else: str = "") -> Any:
-    """The value of a row at `path`, the value of the source's config key `key`. Raises DataError if there is
-    none."""
+    """Return a row's value at `path`, which config key `key` of its source specifies. Raises DataError if
+    there is no such column."""
     try:
         return find(source.rows[index], path)
     except NoColumn as missing:

@@ -152,8 +152,7 @@ def chain_sum(row: Mapping[str, Any]) -> str:
 
 def chain_sum_or_at_once(row: Mapping[str, Any]) -> str:
     """The solution of `chain_sum` for two tasks in five, the bare answer (`A:41`) for the others. Both are
-    correct, so the model learns both styles, but only with the worked solution is it likely to be
-    accurate."""
+    correct, so a model learns both styles, but it can carry out only one of them reliably."""
     worked = chain_sum(row)
     is_worked = row["metadata"]["source_index"] % 5 < 2
     return worked if is_worked else worked.split()[-1]

@@ -1,7 +1,7 @@
 """Gymnasium environments as a simulator.
 
-Environments are stepped sequentially, as in Gymnasium's SyncVectorEnv. Unlike there, a failure affects only
-its own slot, idle slots are skipped, and there are no automatic resets.
+Environments are stepped sequentially, as in Gymnasium's SyncVectorEnv, which is not used because here a
+failure affects only its own slot, idle slots are skipped, and there are no automatic resets.
 """
 
 from __future__ import annotations
