@@ -1,4 +1,4 @@
-"""The reference of a policy with adapters: the same frozen base, with the adapters as they were."""
+"""The reference of a policy with adapters: the shared frozen base with copies of the initial adapters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .flops import Flops
 
 
 class AdapterReference:
-    """Holds copies of the policy's adapters and puts them in place for each of its forward passes.
+    """Holds copies of the policy's adapters and swaps them in for its forward passes.
 
-    No second copy of the base exists. While the copies are those of fresh adapters this is the base itself.
+    The base weights are not copied. With copies of newly created adapters (B = 0) the reference equals the
+    base model.
     """
 
     value_head = None
 
     def __init__(self, policy: CausalLM) -> None:
-        """Takes the adapters as they are now."""
+        """Copies the policy's current adapters."""
         self._policy = policy
         self._copies = {
             name: nn.Parameter(tensor.detach().clone(), requires_grad=False)
@@ -33,12 +34,12 @@ class AdapterReference:
 
     @property
     def module(self) -> nn.Module:
-        """The copies."""
+        """Module that holds the copies."""
         return self._module
 
     @torch.no_grad()
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """See TrainableModel; without gradient."""
+        """See TrainableModel. Runs without gradients."""
         with self._in_place():
             return self._policy.forward(batch, outputs)
 
@@ -50,7 +51,7 @@ class AdapterReference:
         yield from self._copies.items()
 
     def leave_gradients_to_autograd(self) -> None:
-        """See TrainableModel; it has none."""
+        """See TrainableModel. No effect: the reference has no gradients."""
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""What training asks of a model: per-position outputs for a packed batch. What rollout asks is up to its kind."""
+"""Interface between training and models: per-position outputs for a packed batch. Rollout interfaces depend
+on the kind of model."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ Output = Literal["logprobs", "entropy", "values", "value_deviation"]
 
 
 class TrainableModel(Protocol):
-    """A policy or critic of any kind, as the training backends see it.
+    """A policy or critic of any kind, as used by the training backends.
 
-    `forward` returns a [T] tensor for each output asked for, aligned as types.Row says: index t speaks of the token or
-    action at t given what came before. Entries where `batch.mask` is False are 0 and carry no gradient,
-    except that a simulator's "values" also covers the final observation. "value_deviation" is the unit that the value head
-    predicts in (ValueHead.deviation), the same at every position.
+    `forward` returns a [T] tensor for each requested output, aligned as in types.Row: index t refers to the
+    token or action at t given everything before it. Entries at which `batch.mask` is False are 0 and carry no
+    gradient, except that "values" of a simulator also covers the final observation. "value_deviation" is the
+    unit in which the value head predicts (ValueHead.deviation), the same at every position.
     """
 
     @property
@@ -31,27 +32,28 @@ class TrainableModel(Protocol):
 
     @property
     def value_head(self) -> ValueHead | None:
-        """What gives "values", if anything does."""
+        """The head that computes "values"; None for a policy."""
         ...
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]: ...
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
-        """Of rows of `lengths` [B], of whose positions the policy wrote `num_outputs` together."""
+        """FLOPs for rows of `lengths` [B], with `num_outputs` positions written by the policy in total."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under the names a checkpoint folder has."""
+        """Weights by their names in a checkpoint folder."""
         ...
 
     def leave_gradients_to_autograd(self) -> None:
-        """Write none of them past it, for wrappers that watch parameters; takes more memory."""
+        """Pass all gradients through autograd, for wrappers that hook parameters; takes more memory."""
         ...
 
 
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], target: Iterable[tuple[str, Tensor]]) -> None:
-    """Write into each tensor of `target` the one of its name in `source`; those without one stay as they are."""
+    """Copy tensors of `source` into those of the same name in `target`; all others in `target` stay
+    unchanged."""
     for name, tensor in target:
         if name in source:
             tensor.copy_(source[name])

@@ -1,4 +1,4 @@
-"""A packed batch: rows laid end to end in flat tensors, with the places where one ends and the next begins."""
+"""A packed batch: rows concatenated in flat tensors, with their lengths."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # it brings transformers
+if TYPE_CHECKING:  # imports transformers
     from .sequence_parallel import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """B rows of together T positions. Never padded.
+    """B rows with T positions in total, without padding.
 
-    `inputs` and `fields` are the rows' arrays concatenated along T; `mask` [T] is True where the policy wrote.
-    `lengths` [B] are on the host. `row` [T] numbers each position's row within this batch, `positions` [T] its
-    place within the row. `weights` [T] is each position's share of the step's loss (see algorithms.aggregate).
+    `inputs` and `fields` are the rows' arrays concatenated along T; `mask` [T] is True at positions that the
+    policy wrote. `lengths` [B] are on the host. `row` [T] is the index of each position's row in the batch,
+    `positions` [T] its index within the row. `weights` [T] is each position's weight in the step's loss (see
+    algorithms.aggregate).
 
-    Rows of a group begin alike: `shared` [B] may say that the first `n` positions of a row are those of an earlier row,
-    as (that row, n). They are stored once, with the earlier row, and T counts them once. (0, 0) and the empty tuple stand
-    for nothing shared.
+    Rows of a group share prefixes: `shared` [B] holds (earlier row, n) if the first n positions of a row are
+    those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
+    empty tuple for the whole batch, means that nothing is shared.
 
-    With `sequence` the model runs a piece of the T positions here and the rest on the other ranks of that group; what comes
-    out is of all T.
+    With `sequence` this rank runs a slice of the T positions and the other ranks of the group the rest;
+    outputs cover all T.
     """
 
     inputs: dict[str, Tensor]
@@ -43,14 +44,14 @@ class PackedBatch:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Positions [B] stored with each row: its length without what it shares."""
+        """Number of positions stored with each row [B]: its length without the shared prefix."""
         if not self.shared:
             return self.lengths
         return tuple(length - num for length, (_, num) in zip(self.lengths, self.shared, strict=True))
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each row's stored positions begin [B]."""
+        """Offset of each row's stored positions [B]."""
         return tuple(accumulate(self.stored, initial=0))[:-1]
 
     @property
@@ -70,7 +71,8 @@ class PackedBatch:
 
     @property
     def previous(self) -> Tensor:
-        """Where the position before each one in its row is stored [T]; -1 at the first of a row."""
+        """Index at which each position's predecessor in its row is stored [T]; -1 for the first position of a
+        row."""
         before = torch.arange(-1, self.num_positions - 1)
         starts = self.starts
         for row, start in enumerate(starts):

@@ -1,4 +1,4 @@
-"""torch.compile for the chains of element-wise operations that take logits to log-probs (`train.compile`)."""
+"""torch.compile for the elementwise operations between logits and log-probs (`train.compile`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _compiled: dict[Callable, Callable] = {}
 
 
 def compiled(function: _F) -> _F:
-    """`function` as one fused kernel for any sizes; compiled when it is first called, once per process."""
+    """Compile `function` for dynamic sizes; compilation happens at the first call, once per process."""
     if function not in _compiled:
         _compiled[function] = torch.compile(function, dynamic=True)
     return _compiled[function]  # pyright: ignore[reportReturnType]
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small function for `device`. Raises ModelError when the machine lacks what that takes."""
+    """Raise ModelError if torch.compile does not work for `device` on this machine; compiles a small
+    function."""
     try:
         torch.compile(_probe)(torch.zeros(8, device=device))
-    except Exception as error:  # inductor raises a class of its own for each of its parts
+    except Exception as error:  # inductor's components raise many different classes
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         needed = "a C++ compiler and Python's headers" if device.type == "cpu" else "a C compiler and triton"
         raise ModelError(

@@ -1,9 +1,10 @@
-"""Floating-point operations of a model, by formula from its sizes and the lengths of rows.
+"""Floating-point operations of a model, computed from its sizes and the lengths of rows.
 
-A product of [m, k] and [k, n] is 2 m k n operations; element-wise work, norms and softmax are not counted. Attention counts
-the pairs of positions that see each other: len (len + 1) / 2 for a causal layer, fewer with a window; kernels that compute
-full squares do up to twice that. Logits are counted where the policy wrote. Every row counts whole: a prompt that a group
-shares, and that is computed once, counts with each of its rows, so that the figure does not depend on how rows are cut.
+A product of [m, k] and [k, n] counts 2 m k n operations; elementwise work, norms and softmax are not counted.
+Attention counts the visible pairs of positions: len (len + 1) / 2 for a causal layer, fewer with a window;
+kernels that compute full squares do up to twice as much. Logits are counted at positions that the policy
+wrote. Every row counts in full: a prompt that a group shares, although computed once, counts for each of its
+rows, so that the figure does not depend on batching.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # it takes two seconds, and processes without a model have no need of it
+if TYPE_CHECKING:  # the import takes two seconds, and processes without a model do not need it
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """`forward`: of one forward pass. `training`: of the forward and backward passes of an optimizer step.
+    """FLOPs of a forward pass (`forward`), and of the forward and backward passes of an optimizer step
+    (`training`).
 
-    A backward pass is two forward passes (gradients of inputs and of weights), so that training is 3 x forward; frozen
-    weights have no gradient of their own, and recomputed layers (gradient checkpointing) count once more.
+    A backward pass costs two forward passes (gradients of inputs and of weights), so training is 3 x forward.
+    Frozen weights have no weight gradient, and recomputed layers (gradient checkpointing) count once more.
     """
 
     forward: int = 0
@@ -41,7 +43,8 @@ def flops_of(
     *,
     recomputes: bool = False,
 ) -> Flops:
-    """Of a transformer whose `head` [D -> V] is applied at `num_outputs` positions. Experts are not counted."""
+    """FLOPs of a transformer whose `head` [D -> V] is applied at `num_outputs` positions. Experts are not
+    counted."""
     layers = flops_of_linear(backbone, sum(lengths))
     scores = attention_flops(backbone.config.get_text_config(decoder=True), lengths)
     once_more = layers.forward + scores if recomputes else 0
@@ -49,7 +52,7 @@ def flops_of(
 
 
 def flops_of_linear(module: nn.Module, num_positions: int) -> Flops:
-    """Of all linear layers in `module`, each applied at `num_positions` positions."""
+    """FLOPs of all linear layers in `module`, each applied at `num_positions` positions."""
     weights = [
         w for m in module.modules() if not isinstance(m, nn.Embedding) and (w := _matrix(m)) is not None
     ]
@@ -60,7 +63,8 @@ def flops_of_linear(module: nn.Module, num_positions: int) -> Flops:
 
 
 def attention_flops(config: PreTrainedConfig, lengths: Sequence[int]) -> int:
-    """Products of queries with keys and of weights with values, in all layers."""
+    """Forward FLOPs of attention in all layers: query-key products, and products of attention weights with
+    values."""
     heads: int = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     window = getattr(config, "sliding_window", None)

@@ -1,5 +1,5 @@
-"""Hugging Face folders and hub names: what is wrong with one, and the tokenizer in it. Errors are ModelErrors that name the
-config key."""
+"""Checks of Hugging Face folders and hub names, and reading their tokenizers. Errors are ModelErrors that
+name the config key."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ UNREADABLE = (
     SafetensorError,
     StrictDataclassError,
 )
-"""What transformers raises over a folder that it cannot use."""
+"""Exceptions that transformers raises for unusable folders."""
 
 
 def expand(path: str) -> str:
-    """The path with `~` replaced by the home folder."""
+    """Replace a leading `~` by the home folder."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
-    """Raise for a folder that is not there or is no model's. A hub name passes."""
+    """Raise ModelError if the folder is missing or is not a model folder. For a hub name, raise if the model
+    does not exist."""
     folder = Path(path)
     if folder.is_file():
         raise ModelError(f"{key}={path} is a file; give the folder that it is in")
@@ -57,13 +58,14 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
 
 
 def _check_hub_name(name: str, key: str) -> None:
-    """Raise for a name that is neither in the hub's cache here nor on the hub: at once, where its clients would try for a minute."""
+    """Raise ModelError if the name is neither in the local hub cache nor on the hub. Fails at once, where the
+    hub's clients would retry for a minute."""
     files = ("config.json", "tokenizer_config.json", "tokenizer.json")
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
         return
     try:
         model_info(name, timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # of the hub's client and of its HTTP library
+    except Exception as error:  # errors of the hub client and of its HTTP library
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelError(
             f"{key}={name}: there is no such folder, and no such model can be had from the Hugging Face hub ({reason}). "
@@ -72,7 +74,7 @@ def _check_hub_name(name: str, key: str) -> None:
 
 
 def unusable(path: str, key: str, kind: str, error: Exception) -> str:
-    """The message for a folder or hub name that transformers could not load as a `kind`."""
+    """Error message for a folder or hub name that transformers could not load as a `kind`."""
     lines = str(error).strip().split("\n")
     reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip() or type(error).__name__
     if Path(path).is_dir():
@@ -84,7 +86,7 @@ def unusable(path: str, key: str, kind: str, error: Exception) -> str:
 
 
 def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of the folder or hub name that the config key `key` holds."""
+    """Load the tokenizer of the folder or hub name `path`, which is the value of config key `key`."""
     check_folder(path, key, needs_weights=False)
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -93,7 +95,7 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTo
             f"set {key.rpartition('.')[0]}.tokenizer to the folder or hub name of one"
         )
     from transformers import (
-        AutoTokenizer,  # half of transformers comes with it, and a tokenizer that was sent here needs none
+        AutoTokenizer,  # imports much of transformers, which processes that receive a tokenizer do not need
     )
 
     try:
@@ -103,7 +105,7 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTo
 
 
 def read_chat_template(given: str, key: str) -> str:
-    """Jinja text, from a file when `given` names one."""
+    """The Jinja template: `given` itself, or the content of the .jinja file that it names."""
     if not given.endswith(".jinja"):
         return given
     file = Path(given).expanduser()

@@ -1,8 +1,8 @@
-"""Norms and gated feed-forward layers with a backward pass of few passes over memory.
+"""Fused norms and gated feed-forward layers that make few passes over memory.
 
-transformers writes both as chains of element-wise operations; in training each link reads and writes whole activations,
-which on CPU took a third of a small model's update. `fuse` puts the modules below in place of those whose results they
-match; weights and their names stay.
+transformers implements both as chains of elementwise operations; in training each operation reads and writes
+whole activations, which took a third of a small model's update on CPUs. `fuse` replaces modules by those
+below if the results match; weights and their names stay the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Elements of one activation that are worked on at a time, so that they stay in the cache."""
+"""Number of elements of an activation that are processed at a time, so that they stay in the cache."""
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis (arXiv 1910.07467), computed in float32."""
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis (arXiv 1910.07467), computed in
+    float32."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class GatedMLP(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Replace what can be replaced, in place; returns how many modules were."""
+    """Replace all matching modules in place; returns the number of replaced modules."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -83,8 +84,8 @@ def _fused_mlp(module: nn.Module) -> GatedMLP | None:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, fused: RMSNorm | GatedMLP) -> bool:
-    """Whether both give the same for random input of several sizes, with small random weights in place of their own, which may not
-    be there yet."""
+    """Whether both modules agree on random inputs of several magnitudes. Uses small random weights instead of
+    the module's own, which may not be loaded yet."""
     generator = torch.Generator().manual_seed(0)
     params = dict(module.named_parameters())
     sizes = {size: 16 + 8 * i for i, size in enumerate(sorted({n for p in params.values() for n in p.shape}))}
@@ -100,7 +101,7 @@ def _agrees(module: nn.Module, fused: RMSNorm | GatedMLP) -> bool:
 
 
 def _chunks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
-    """[N, D] tensors in pieces that fit the cache together."""
+    """Split [N, D] tensors into chunks of rows that fit the cache together."""
     size = max(1, _CHUNK_ELEMENTS // tensors[0].shape[-1])
     return zip(*(x.split(size) for x in tensors), strict=True)
 
@@ -120,8 +121,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """With r = 1 / rms(x): dx = r g w - x r^2 / D sum(r g w x), dw = sum over positions of r g x. That last sum has as many terms
-        as there are positions: `Tensor.sum` adds them pairwise, where a matrix product would add them one after the other."""
+        """With r = 1 / rms(x): dx = r g w - x r^2 / D sum(r g w x), dw = sum over positions of r g x. dw uses
+        `Tensor.sum`, which adds the many terms pairwise, where a matrix product would add them sequentially
+        and lose precision."""
         x, scale, rates = ctx.saved_tensors
         size = x.shape[-1]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,11 +1,11 @@
-"""Which kernel computes attention over packed rows (`model.attention`).
+"""Attention kernels over packed rows (`model.attention`).
 
-    auto, sdpa          torch's scaled_dot_product_attention: its flash or memory-efficient kernels where they apply
-    eager               plain matrix products and a softmax: slow, and the whole [queries, keys] square in memory
+    auto, sdpa          torch's scaled_dot_product_attention, with its flash or memory-efficient kernels where they apply
+    eager               plain matrix products and a softmax; slow, and holds all [queries, keys] scores in memory
     flash_attention_2   the package flash-attn, on CUDA, in bf16 or fp16
 
-All of them get segments of like length as right-padded rectangles (models.attention.PackedAttention) and give the same
-numbers up to rounding. Sampling has kernels of its own.
+All kernels get segments of similar length as right-padded rectangles (models.attention.PackedAttention) and
+agree up to rounding. Sampling uses different kernels.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "eager"]
 
 
 def packed_attention(kind: AttentionKind, batch: PackedBatch) -> PackedAttention:
-    """The attention of a batch's rows, each within itself."""
+    """Attention context in which each row of the batch attends only to itself."""
     return PackedAttention(batch.lengths, batch.device, batch.shared, _KERNELS[kind])
 
 
 def check_attention(kind: AttentionKind, device: torch.device) -> None:
-    """Raise ModelError when this machine cannot run the kernel."""
+    """Raise ModelError if this machine cannot run the kernel."""
     if kind != "flash_attention_2":
         return
     if device.type != "cuda":
@@ -46,9 +46,9 @@ def check_attention(kind: AttentionKind, device: torch.device) -> None:
 
 
 def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """See causal_attention, which computes layers in fp32 (without autocast) and those with sinks: flash-attn has no kernel
-    for either."""
-    from flash_attn import flash_attn_func  # a CUDA extension that few machines have
+    """See causal_attention, to which layers in fp32 (without autocast) and layers with sinks fall back:
+    flash-attn supports neither."""
+    from flash_attn import flash_attn_func  # an optional CUDA extension
 
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
     if dtype not in (torch.float16, torch.bfloat16) or call.sinks is not None:

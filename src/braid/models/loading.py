@@ -1,6 +1,6 @@
-"""Models from what the config names: a folder, a hub name, or sizes. And back into a folder.
+"""Loading of models from a folder, a hub name or given sizes, and saving to a folder.
 
-Everything wrong with a folder is found here and told as a ModelError.
+Every problem with a folder is detected here and raised as a ModelError.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def load_policy(
     rank: int | None = None,
     longest: int | None = None,
 ) -> CausalLM:
-    """The language model that `config` names, checked, on `device`. `seed` is that of random weights (`build`, `lora`); `key`
-    is the section of the run's config that errors should name; `train` says which kernels compute what (the schema's defaults
-    when None).
+    """Load the language model of `config` to `device` and check it.
 
-    `longest` is the run's longest row in tokens, any length when None: beyond it, nothing about the model is checked.
+    `seed` is used for random weights (`build`, `lora`); `key` is the config section named in errors; `train`
+    selects the kernels (default: the schema's defaults); `longest` is the run's longest row in tokens (None:
+    any length), beyond which the model is not checked.
 
-    With a `rank` the model is to be shared out among ranks, and still in host memory. With `low_memory_load` rank 0 alone
-    reads the files; what the others have for weights takes no memory until it is written.
+    With `rank` the model stays in host memory, to be sharded over ranks. With `low_memory_load` only rank 0
+    reads the files; the weights of the others take no memory until they are written to.
 
-    Raises ModelError when there is none, when it cannot be read, when braid cannot run its architecture, or when this
-    machine lacks what a kernel needs.
+    Raises ModelError if the model does not exist or cannot be read, if its architecture is not supported, or
+    if this machine lacks the requirements of a kernel.
     """
     train = train or TrainConfig()
     check_attention(config.attention, device)
@@ -90,13 +90,14 @@ def load_policy(
     )
     if not is_hollow:
         check_against_plain(lm, longest)
-    if train.liger_kernels:  # which cannot run where the weights may still be
+    if train.liger_kernels:  # after the check: the weights may still be on the host, where Liger cannot run
         use_liger_kernels(model)
     return lm
 
 
 def _set_config_tokens(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Give what an export of the model says of its tokens the end and padding tokens of the config."""
+    """Set end and padding tokens of the config in the model's own config and generation config, which exports
+    contain."""
     for key in ("eos_token_id", "pad_token_id"):
         if (number := getattr(config, key)) is not None:
             for part in (model.config, model.generation_config):
@@ -105,14 +106,15 @@ def _set_config_tokens(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that AutoModelForCausalLM and AutoTokenizer load; nothing of braid is left in it, and adapters are
-    merged into the weights that they belong to."""
+    """Write a plain Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load, with adapters
+    merged into the weights."""
     lm.model.save_pretrained(folder, state_dict=dict(lm.merged_weights()))
     tokenizer.save_pretrained(folder)
 
 
 def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollow: bool) -> PreTrainedModel:
-    """The model of a folder; one that `is_hollow` without the weights in it, in host memory that nothing was written to."""
+    """Load the model of a folder. With `is_hollow` its weights are not read; they are uninitialized host
+    memory."""
     path = model_path(config)
     check_folder(path, key, needs_weights=True)
     options: dict[str, Any] = {
@@ -145,8 +147,8 @@ def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollo
 
 
 def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) -> None:
-    """Raise ModelError when the model is of another architecture than the config says. Names are transformers' model types;
-    `qwen2.5` and the like stand for the type they have (qwen2)."""
+    """Raise ModelError if the model's architecture is not the one that the config expects. Names are
+    transformers' model types; a minor version as in `qwen2.5` is ignored (qwen2)."""
     is_of = model.config.get_text_config(decoder=True).model_type
     if expected is not None and re.sub(r"\.\d+$", "", expected.lower()) not in (
         is_of,
@@ -159,7 +161,7 @@ def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) 
 
 
 def _note_dropout(model: PreTrainedModel) -> None:
-    """Say that dropout stays off; the same tokens must have the same log-probs in rollout and in training."""
+    """Log that dropout stays off: the same tokens must have the same log-probs in rollout and training."""
     values = model.config.get_text_config(decoder=True).to_dict()
     rates = {
         k: v for k, v in values.items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0

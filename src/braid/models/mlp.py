@@ -1,4 +1,4 @@
-"""Perceptrons over flat observations: the policy and the value of a simulator."""
+"""Multilayer perceptrons over flat observations: policy and value model for simulators."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from .value_head import ValueHead, with_head
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _MIN_ROWS = 16
-"""Acting pads to so many rows: matrix products give a row the same bits in any batch of at least 16."""
+"""Minimum batch size when acting: matrix products give bit-identical rows in any batch of at least 16."""
 
 
 class MlpPolicy:
     """A distribution over actions given an observation.
 
-    Choices: a categorical over the outputs as logits. Vectors: independent Gaussians whose means are the outputs and whose
-    standard deviations are parameters that do not depend on the observation.
+    Discrete actions: a categorical distribution with the outputs as logits. Continuous actions: independent
+    Gaussians with the outputs as means, and standard deviations that are parameters independent of the
+    observation.
     """
 
     value_head = None
 
     def __init__(self, spec: MlpSpec, observation_size: int, actions: ActionSpace, *, seed: int) -> None:
-        """Random orthogonal weights; the last layer small, so that the first policy is close to uniform (Andrychowicz
-        et al. 2021, section 3.2)."""
+        """Initializes weights as random orthogonal matrices, with a small last layer so that the initial
+        policy is close to uniform (Andrychowicz et al. 2021, section 3.2)."""
         self.action_space = actions
         self._net = _Net(spec, observation_size, actions.size, head_gain=0.01, seed=seed)
         self._log_std = nn.Parameter(torch.zeros(actions.size)) if actions.kind == "continuous" else None
@@ -57,7 +58,7 @@ class MlpPolicy:
         """See TrainableModel; it has them all."""
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] of the whole action and `entropy` [T]; 0 where the mask is False."""
+        """`logprobs` [T] (summed over action dimensions) and `entropy` [T]; 0 where the mask is False."""
         if unknown := outputs - {"logprobs", "entropy"}:
             raise AssertionError(f"a policy has no {sorted(unknown)}")
         head = self._net(batch.inputs["observations"])
@@ -70,7 +71,7 @@ class MlpPolicy:
 
     @property
     def num_uniforms(self) -> int:
-        """Uniform numbers that one action takes."""
+        """Number of uniform random numbers per action."""
         return 1 if self._log_std is None else self.action_space.size
 
     @torch.no_grad()
@@ -79,8 +80,8 @@ class MlpPolicy:
     ) -> tuple[NDArray, NDArray[np.float32]]:
         """Actions ([E] int64, or [E, A] float32) for `observations` [E, D], and their log-probs [E].
 
-        Drawn with `uniforms` [E, num_uniforms] in [0, 1) through the inverse of the cumulative distribution; the likeliest
-        action when None. An observation's action does not depend on the others in the call.
+        Sampled from `uniforms` [E, num_uniforms] in [0, 1) by inverse transform; the most likely action if
+        None. An action does not depend on the other observations in the call.
         """
         count = len(observations)
         device = next(self._net.parameters()).device
@@ -116,7 +117,7 @@ class MlpPolicy:
 
 
 class MlpValue:
-    """The value of an observation; a network apart from the policy's."""
+    """The value of an observation, with a network separate from the policy's."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class MlpValue:
         head_name: str = "value_head",
         normalizes: bool = False,
     ) -> None:
-        """The output layer's weights have the name `head_name`; `normalizes` as in ValueHead."""
+        """`head_name` is the name of the output layer's weights; `normalizes` as in ValueHead."""
         net = _Net(spec, observation_size, 1, head_gain=1.0, seed=seed)
         self._head = ValueHead(net.head.in_features, normalizes=normalizes)
         self._head.load_state_dict(net.head.state_dict(), strict=False)
@@ -152,7 +153,7 @@ class MlpValue:
         """See TrainableModel; it has them all."""
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`values` and `value_deviation` [T] of every observation, the final one included."""
+        """`values` and `value_deviation` [T] of every observation, including the final one."""
         if unknown := outputs - {"values", "value_deviation"}:
             raise AssertionError(f"a value model has no {sorted(unknown)}")
         computed = self._head.outputs(self._module(batch.inputs["observations"]))
@@ -160,7 +161,7 @@ class MlpValue:
 
 
 class _Net(nn.Module):
-    """Linear layers with an activation between them, orthogonal weights and zero biases."""
+    """Multilayer perceptron with orthogonal weights and zero biases."""
 
     def __init__(self, spec: MlpSpec, inputs: int, outputs: int, *, head_gain: float, seed: int) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Proof, once per load, that a model under packed attention is the model that transformers computes.
+"""Load-time check that a model under packed attention matches transformers' own forward pass.
 
-Any decoder of transformers may be loaded; this is what stands between a silent difference (a layer that keeps a state of its
-own, positions that are counted rather than given, a mask that braid does not see, rotary positions that change with the
-longest row) and a training run. A tiny copy of the architecture is compared in float32, with rows beyond every window and
-length that the run can pass; then the model itself, with its own weights in its own type.
+Any transformers decoder can be loaded; this check prevents silent differences from reaching a training run,
+such as layers with a recurrent state, position ids that the model ignores and counts itself, masks that braid
+does not see, or rotary embeddings that depend on the longest row. First a tiny copy of the architecture is
+compared in float32, with rows longer than every window and length limit that the run can exceed; then the
+model itself, with its own weights and type.
 """
 
 from __future__ import annotations
@@ -31,22 +32,24 @@ from .tiny import length_keys, tiny_model
 _log = logging.getLogger(__name__)
 
 _LENGTHS = (24, 17, 7)
-"""Of the rows: ragged, two beyond tiny.SHORT and one below it."""
+"""Row lengths: ragged, two above tiny.SHORT and one below it."""
 _NUM_SHARED = 8
-"""Tokens that the second row begins with as the first does."""
+"""Number of prefix tokens that the second row shares with the first."""
 _LEAST = 2e-5
-"""Allowed difference in nats: some roundings of log-probs of size 10 in float32,"""
+"""Base tolerance in nats: a few float32 rounding errors of log-probs of magnitude 10."""
 _OF_LARGEST, _OF_MEAN = 8.0, 3.0
-"""and so many times the plain module's own rounding error: both sum the same terms in different orders, and means over many
-terms vary less than the largest. A wrong mask moves log-probs by 0.1 and more."""
+"""Additional tolerance as a multiple of the plain module's own rounding error, for the largest and the mean
+difference: both computations sum the same terms in different orders, and a mean varies less than a maximum. A
+wrong mask changes log-probs by 0.1 or more."""
 
 Logprobs = Callable[[CausalLM, Sequence[Tensor]], list[Tensor]]
-"""Log-probs [n, V] at the last n positions of each row of tokens [L]."""
+"""Computes log-probs [n, V] at the last n positions of each row of tokens [L]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A way to compute log-probs, how errors call it, and their advice when it is wrong for a model."""
+    """A computation of log-probs under test, its description in errors (`what`), and the advice if it is
+    wrong (`instead`)."""
 
     logprobs: Logprobs
     what: str
@@ -56,8 +59,8 @@ class Check:
 def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
     """Compare packed rows with the model's own forward pass over each row (eager attention, no cache).
 
-    `longest` is the length of the run's longest row in tokens: what happens beyond it does not matter. None stands for any
-    length. Raises ModelError, naming the architecture and what about it differs.
+    `longest` is the length of the run's longest row in tokens; differences beyond it are ignored. None means
+    any length. Raises ModelError that names the architecture and the difference.
     """
     check_tiny_copy(lm, PACKED_ROWS, longest)
     check_own_weights(lm, PACKED_ROWS, longest)
@@ -65,8 +68,9 @@ def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
 
 @torch.no_grad()
 def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
-    """Whether a tiny copy could be built and gives the same. Raises ModelError when it does not, or when it could not be built
-    and the run's rows may pass a length at which it may differ."""
+    """Compare on a tiny copy. Returns True if it was built and agrees, False if it could not be built. Raises
+    ModelError if it disagrees, or if it could not be built and the run's rows may exceed a length at which
+    results may differ."""
     name, lengths = type(lm.model).__name__, length_keys(lm.model.config)
     passed = frozenset(key for key, length in lengths.items() if longest is None or longest > length)
     try:
@@ -94,8 +98,11 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
 
 @torch.no_grad()
 def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
-    """Compare on the model itself. The plain module's rounding error is its difference from the same module computed in a wider
-    type. Means, since rounding may choose another expert at a few positions. Raises ModelError."""
+    """Compare on the model itself; raises ModelError if it disagrees.
+
+    The plain module's rounding error is its difference from the same module computed in a wider type.
+    Differences are averaged because rounding may select another expert at a few positions.
+    """
     model, rows = lm.model, _random_rows(lm, longest)
     with _plain_attention(model):
         plain = _plain_logprobs(model, rows)
@@ -114,18 +121,18 @@ class _NotBuiltError(Exception):
 
 
 def _difference(lm: CausalLM, check: Check, passed: frozenset[str]) -> str | None:
-    """What differs in a tiny copy, if anything does."""
+    """Description of the difference in a tiny copy, or None if it agrees."""
     try:
         model = tiny_model(type(lm.model), lm.model.config, passed)
         rows = _random_rows(tiny := CausalLM(deepcopy(model)))
         plain = _plain_logprobs(model, rows, fresh=True)
-    except Exception as error:  # whatever transformers' code raises for sizes that it does not expect
+    except Exception as error:  # transformers' code may raise anything for unexpected sizes
         raise _NotBuiltError(f"{type(error).__name__}: {error}") from error
     try:
         ours = check.logprobs(tiny, rows)
     except ModelError as error:
         return str(error)
-    except Exception as error:  # the same for calls that it does not expect
+    except Exception as error:  # likewise for unexpected calls
         return f"its code raises {type(error).__name__}: {error}"
     worst = _errors(ours, plain).max().item()
     if (
@@ -139,7 +146,7 @@ def _difference(lm: CausalLM, check: Check, passed: frozenset[str]) -> str | Non
 
 
 def _random_rows(lm: CausalLM, longest: int | None = None) -> list[Tensor]:
-    """Tokens of three rows of up to `longest`, of which the second begins as the first does."""
+    """Random tokens of three rows of at most `longest` tokens; the second shares a prefix with the first."""
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, longest or length) for length in _LENGTHS]
     rows = [torch.randint(lm.vocab_size, (n,), generator=generator).to(lm.device) for n in lengths]
@@ -148,7 +155,8 @@ def _random_rows(lm: CausalLM, longest: int | None = None) -> list[Tensor]:
 
 
 def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Tensor], *, fresh: bool = False) -> list[Tensor]:
-    """[L, V] of each row by itself; by a `fresh` copy of the model each, since some keep something of what they saw."""
+    """Log-probs [L, V] of each row by itself. With `fresh` each row gets a new copy of the model, because
+    some models keep state between calls."""
     out: list[Tensor] = []
     for row in rows:
         logits = (deepcopy(model) if fresh else model)(input_ids=row[None], use_cache=False).logits[0]
@@ -157,7 +165,8 @@ def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Tensor], *, fresh: bo
 
 
 def _packed_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
-    """[L, V] of each row in one packed forward pass, in which the second row's first tokens are those of the first."""
+    """Log-probs [L, V] of each row from one packed forward pass, in which the second row shares the first
+    row's prefix."""
     shared = ((0, 0), (0, min(_NUM_SHARED, len(rows[1]) - 1)), (0, 0))
     stored = [row[num:] for row, (_, num) in zip(rows, shared, strict=True)]
     ids = torch.cat(stored)
@@ -174,7 +183,7 @@ PACKED_ROWS = Check(
 
 @contextmanager
 def _plain_attention(model: PreTrainedModel) -> Generator[None]:
-    """Within it the model attends as its authors wrote."""
+    """Use transformers' eager attention within this block."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -185,19 +194,20 @@ def _plain_attention(model: PreTrainedModel) -> Generator[None]:
 def _rounding(
     model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], *, fresh: bool = False
 ) -> Tensor:
-    """Errors of `plain`, the log-probs of `rows`: against the same module computed in a wider type; where
-    its code cannot compute in that, some roundings of log-probs of size 10."""
+    """Rounding errors of `plain`, the log-probs of `rows`, relative to the same module computed in a wider
+    type. If its code cannot compute in that type, an estimate: the rounding error of log-probs of magnitude
+    10."""
     try:
         with _Wider(model.dtype):
             return _errors(plain, _plain_logprobs(model, rows, fresh=fresh))
-    except Exception as error:  # whatever an architecture's code raises for a type that it does not expect
+    except Exception as error:  # an architecture's code may raise anything for an unexpected type
         _log.info("%s does not compute in a wider type: %s", type(model).__name__, error)
         return torch.tensor(10 * torch.finfo(model.dtype).eps)
 
 
 class _Wider(TorchFunctionMode):
-    """Computes in float32 what models of `dtype` compute, or in float64 what those of float32 do. The inputs of one function at
-    a time are cast, so that no second copy of the weights exists."""
+    """Runs a model of type `dtype` in float32, or a float32 model in float64. Inputs are cast per function
+    call, which avoids a second copy of the weights."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -208,10 +218,10 @@ class _Wider(TorchFunctionMode):
         if name in ("__get__", "__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
             return func(
                 *args, **kwargs
-            )  # asks for a shape and the like, or writes to a tensor, which keeps its type
+            )  # attribute access, or an in-place write to a tensor, which keeps its type
         try:
             return func(*_cast(args, self._wide), **_cast(kwargs, self._wide))
-        except RuntimeError:  # a kernel for narrow types alone
+        except RuntimeError:  # a kernel that supports only narrow types
             return func(*_cast(args, self._narrow), **_cast(kwargs, self._narrow))
 
 
@@ -220,12 +230,12 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def _errors(ours: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
-    """Differences of log-probs [T, V] at the positions that `ours` has."""
+    """Absolute differences of log-probs [T, V] at the positions present in `ours`."""
     return torch.cat([(a - b[-len(a) :]).abs() for a, b in zip(ours, plain, strict=True)])
 
 
 class _Recorder:
-    """Notes which layers call."""
+    """Attention context that records which layers call it."""
 
     def __init__(self, inner: AttentionContext) -> None:
         self._inner = inner
@@ -237,7 +247,7 @@ class _Recorder:
 
 
 def _silent_layers(lm: CausalLM, row: Tensor) -> str:
-    """For an error: which layers bypass transformers' attention interface."""
+    """Suffix of an error message: whether the layers bypass transformers' attention interface."""
     recorder = _Recorder(PackedAttention([len(row)], lm.device))
     lm.hidden(row, torch.arange(len(row), device=lm.device), recorder)
     if recorder.layers:

@@ -1,4 +1,4 @@
-"""Reward models: Hugging Face sequence classifiers of any architecture that give a conversation a score."""
+"""Reward models: Hugging Face sequence classifiers of any architecture that score conversations."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .loading import TORCH_DTYPES
 
 _LENGTHS = (7, 4)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Allowed difference of scores beside padding, relative to 1 + the largest: some hundred roundings of each type."""
+"""Tolerance for scores with padding, relative to 1 + the largest score: a few hundred rounding errors of each
+type."""
 _UNLIMITED = 10**9
-"""Tokenizers without a limit of their own give a huge number."""
+"""Tokenizers without a length limit report a number larger than this."""
 
 
 def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> SequenceClassifier:
-    """The reward model that the config has at `key`, checked, on `device` where the config does not name one.
+    """Load and check the reward model that the config has at `key`, on `device` unless the config names one.
 
-    Raises ModelError when it is no classifier, when it or its tokenizer cannot be read, when its label is not told, or when
-    padding changes its scores.
+    Raises ModelError if it is not a classifier, if it or its tokenizer cannot be read, if its label is
+    ambiguous, or if padding changes its scores.
     """
     path = expand(config.path)
     model = _pretrained(path, config, f"{key}.path")
@@ -96,9 +97,10 @@ def _check_label(config: ModelReward, num_labels: int, key: str) -> None:
 
 
 class SequenceClassifier:
-    """Scores conversations by the classifier's own forward pass over right-padded batches.
+    """Scores conversations with the classifier's own forward pass over right-padded batches.
 
-    In float32 a score is the same whatever stands beside it in its batch, up to rounding; the same batches give the same bits.
+    In float32 a score does not depend on the other rows of its batch, up to rounding; identical batches give
+    bit-identical scores.
     """
 
     def __init__(
@@ -108,8 +110,9 @@ class SequenceClassifier:
         self._max_tokens = config.max_tokens or _longest(model, tokenizer)
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """The templated conversation as tokens, and whether it was cut to the longest input. Raises RewardError when the
-        template refuses it, or when it is too long and `overlong` is error."""
+        """Tokens of the templated conversation, and whether they were truncated to the maximum input length.
+        Raises RewardError if the template rejects the conversation, or if it is too long and `overlong` is
+        error."""
         try:
             conversation: Any = [dict(message) for message in messages]
             text = str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
@@ -136,8 +139,8 @@ class SequenceClassifier:
                 )
 
     def batches(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Numbers of rows for one forward pass each, longest first, of at most `batch_tokens` with padding. The cut depends
-        on the rows alone, not on their order."""
+        """Split rows into batches (lists of row indices, longest row first) of at most `batch_tokens`
+        including padding. The batches do not depend on the order of the rows."""
         order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), rows[i]))
         out: list[list[int]] = []
         for i in order:
@@ -148,7 +151,7 @@ class SequenceClassifier:
 
     @torch.inference_mode()
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """One score per row of token ids, in one forward pass."""
+        """Score each row of token ids, in one forward pass."""
         logits = self._logits(rows)
         label = self._config.label or 0
         match self._config.activation:
@@ -161,10 +164,11 @@ class SequenceClassifier:
         return values.tolist()
 
     def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[B, labels] in float32.
+        """Logits [B, labels] in float32.
 
-        Decoders of transformers read the last position that does not hold `config.pad_token_id`. Where a model has none,
-        an id that no row holds stands in for it, so that each row is read at its last token, as it would be alone.
+        transformers' decoders read the last position that is not `config.pad_token_id`. For a model without a
+        padding token an id that no row contains is used, so that each row is read at its last token, as it
+        would be alone.
         """
         config = self._model.config.get_text_config()
         own: int | None = config.pad_token_id
@@ -185,7 +189,8 @@ class SequenceClassifier:
 
     @torch.inference_mode()
     def check_padding(self) -> None:
-        """Compare random rows beside padding with the same rows alone. Raises ModelError when their scores differ."""
+        """Compare random rows in a padded batch with the same rows alone. Raises ModelError if their scores
+        differ."""
         generator = torch.Generator().manual_seed(0)
         rows = [torch.randint(len(self._tokenizer), (n,), generator=generator).tolist() for n in _LENGTHS]
         alone = torch.cat([self._logits([row]) for row in rows])
@@ -204,7 +209,7 @@ def _unused_id(rows: Sequence[Sequence[int]], num_ids: int) -> int | None:
 
 
 def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The longest input that both the model and its tokenizer take, where one of them says so."""
+    """Maximum input length that the model and its tokenizer declare; None if neither does."""
     limits = [
         getattr(model.config.get_text_config(), "max_position_embeddings", None),
         tokenizer.model_max_length,

@@ -1,11 +1,11 @@
-"""Sequences that several ranks share among them (Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
+"""Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 
     rank 0   positions [0, n)    all heads   ── all-to-all ──   all positions   heads [0, H/N)
     rank 1   positions [n, 2n)   all heads   ── all-to-all ──   all positions   heads [H/N, 2 H/N)
 
-All that a decoder does beside attention it does to each position alone: each of the N ranks of a group does it to its piece
-of the packed positions. Around attention they exchange heads for positions. What comes out for a position is handed to all
-ranks of the group, so that losses over whole rows are as they are on one rank.
+Outside attention a decoder treats each position independently, so each of the N ranks of a group runs its
+slice of the packed positions. Around attention the ranks exchange heads for positions. Outputs are joined on
+all ranks of the group, so losses over whole rows are computed as on one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .attention import AttentionContext, LayerCall
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """The ranks that share sequences with this one. They are given the same batches, and pass them in the same order."""
+    """The ranks that share sequences. All of them run the same batches in the same order."""
 
     group: dist.ProcessGroup
 
@@ -38,32 +38,32 @@ class SequenceGroup:
         return self.group.rank()
 
     def piece(self, num_positions: int) -> slice:
-        """This rank's positions, ceil(T / N) of them; the last ranks' may end behind T."""
+        """This rank's slice of ceil(T / N) positions; those of the last ranks may extend past T."""
         width = -(-num_positions // self.size)
         return slice(self.rank * width, (self.rank + 1) * width)
 
     def cut(self, line: Tensor) -> Tensor:
-        """[T] -> this rank's piece, with zeros for what is behind T."""
+        """[T] -> [ceil(T / N)]: this rank's slice, zero-padded past T."""
         piece = self.piece(len(line))
         part = line[piece]
         return F.pad(part, (0, piece.stop - piece.start - len(part)))
 
     def join(self, line: Tensor) -> Tensor:
-        """[T], zero but at the positions of this rank, -> [T] of all ranks.
+        """Sum over ranks: [T], nonzero only at this rank's positions -> [T] of all ranks.
 
-        Its gradient is that at this rank's positions: each rank goes back from the whole loss to its own piece, and the
-        gradients of weights, summed over the ranks, are those of the loss.
+        The gradient passes through unchanged: each rank backpropagates the whole loss to its own slice, and
+        the weight gradients summed over ranks are those of the loss.
         """
         return _Join.apply(line, self.group)
 
     def attention(self, context: AttentionContext, num_positions: int) -> AttentionContext:
-        """`context`, of all T positions, for a model that runs this rank's piece of them."""
+        """Wrap `context`, which covers all T positions, for a model that runs this rank's slice."""
         return _ExchangingAttention(self, context, num_positions)
 
 
 @dataclass(frozen=True, slots=True)
 class _ExchangingAttention:
-    """See AttentionContext, with the positions of this rank's piece."""
+    """See AttentionContext. Takes and returns the positions of this rank's slice."""
 
     ranks: SequenceGroup
     context: AttentionContext
@@ -76,7 +76,7 @@ class _ExchangingAttention:
                 f"train.sequence_parallel={size} shares attention heads out among {size} ranks, and layer {call.layer} has "
                 f"{heads} with {kv_heads} of keys and values; give a number that divides both"
             )
-        if size > kv_heads:  # each rank needs one of its own
+        if size > kv_heads:  # every rank needs at least one
             key, value = (x.repeat_interleave(size // kv_heads, dim=1) for x in (key, value))
         if call.sinks is not None:
             call = replace(call, sinks=call.sinks.chunk(size)[self.ranks.rank])
@@ -88,17 +88,18 @@ class _ExchangingAttention:
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, H, d] of this rank's positions -> [N n, H / N, d] of its heads."""
+    """[n, H, d], this rank's positions -> [N n, H / N, d], this rank's heads."""
     return _exchanged(x.unflatten(1, (group.size(), -1)).transpose(0, 1), group).flatten(0, 1)
 
 
 def _to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N n, H / N, d] of this rank's heads -> [n, H, d] of its positions."""
+    """[N n, H / N, d], this rank's heads -> [n, H, d], this rank's positions."""
     return _exchanged(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
 
 
 def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, ...]: the i-th part goes to rank i, and what comes from rank i is the i-th."""
+    """All-to-all along the first axis [N, ...]: entry i is sent to rank i and replaced by the one received
+    from it."""
     sent = x.contiguous()
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
@@ -106,7 +107,8 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _ToHeads(torch.autograd.Function):
-    """An exchange moves numbers, so that the gradient goes the way back."""
+    """Differentiable `_to_heads`. An exchange only permutes values, so the gradient takes the inverse
+    exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -119,7 +121,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToPositions(torch.autograd.Function):
-    """See _ToHeads."""
+    """Differentiable `_to_positions`; see _ToHeads."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,10 @@
-"""A tiny copy of a model's architecture, for checks that would take too long, or need rows too long, on the model itself.
+"""Tiny copies of a model's architecture, for checks that would take too long, or need too long rows, on the
+model itself.
 
-Widths, layers, vocabulary and experts shrink; so do the lengths at which an architecture starts to behave differently
-(windows, chunks, the original length of rotary positions), so that rows of some twenty tokens pass them. All else is as
-in the model's config. Keys are recognised by their names in transformers' configs; no architecture is known by name.
+Widths, layers, vocabulary and experts are reduced, and so are the lengths at which an architecture changes
+its behavior (windows, chunks, the original length of rotary embeddings), so that rows of about twenty tokens
+exceed them. Everything else is as in the model's config. Config keys are matched by name patterns; there are
+no special cases per architecture.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ VOCAB = 96
 _WIDTH, _HEADS, _HEAD_DIM, _INNER = 64, 4, 16, 48
 _MOST_PARAMETERS = 20_000_000
 SHORT, NEVER = 8, 4096
-"""A length that the rows of a check pass, and one that they do not reach."""
+"""A length that the rows of a check exceed, and one that they never reach."""
 
 _SIZES: tuple[tuple[str, int], ...] = (
     (
@@ -43,7 +45,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
         _WIDTH,
     ),
 )
-"""Full matches of names, the first that fits, with the largest value left."""
+"""(pattern of a config key, maximum value); the first full match applies."""
 _VOCAB = r"(.*_)?vocab_size(_.*)?"
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers"
 _LENGTHS = (
@@ -56,7 +58,8 @@ _POSITIONS = (
 
 
 def length_keys(config: PreTrainedConfig) -> dict[str, int]:
-    """Where an architecture may start to behave differently: key and number of tokens, in every part of the config."""
+    """Lengths at which an architecture may change its behavior, from every part of the config: key ->
+    tokens."""
     found: dict[str, int] = {}
     for part in _parts(config):
         values = vars(part)
@@ -69,7 +72,8 @@ def length_keys(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedConfig:
-    """`config` with everything small. Of its length_keys those in `passed` get SHORT and the others NEVER."""
+    """Return a copy of `config` with small sizes. Of its length_keys those in `passed` become SHORT and the
+    others NEVER."""
     config = deepcopy(config)
     for part in _parts(config):
         values = vars(part)
@@ -93,8 +97,8 @@ def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedC
 def tiny_model(
     kind: type[PreTrainedModel], config: PreTrainedConfig, passed: frozenset[str], seed: int = 0
 ) -> PreTrainedModel:
-    """A random float32 model of `kind` on the CPU, with plain attention; no parameter is at a special value (0, 1), so that
-    each has an effect."""
+    """Build a random float32 model of `kind` on the CPU with eager attention. All parameters are perturbed
+    from special values (0, 1), so that each has an effect."""
     config = tiny_config(config, passed)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with torch.device("meta"):
@@ -125,7 +129,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """The rotary settings, of each type of layer where these differ."""
+    """The rotary embedding settings, one per layer type if these differ."""
     settings = vars(config).get("rope_parameters")
     if isinstance(settings, dict):
         nested = [value for value in settings.values() if isinstance(value, dict)]
@@ -141,7 +145,7 @@ def _shrink_sizes(values: dict[str, Any]) -> None:
         (v for k, v in values.items() if re.fullmatch(r"num_attention_heads|n_heads?|num_heads", k)), None
     )
     for key, value in list(values.items()):
-        if isinstance(value, list) and all(type(n) is int for n in value):  # of each layer
+        if isinstance(value, list) and all(type(n) is int for n in value):  # one entry per layer
             most = next((n for name, n in _SIZES if re.fullmatch(name, key)), None)
             values[key] = value if most is None else [min(n, most) for n in value]
         if type(value) is not int:
@@ -155,7 +159,7 @@ def _shrink_sizes(values: dict[str, Any]) -> None:
 
 
 def _shrink_layers(values: dict[str, Any]) -> None:
-    """As many layers as it takes to have one of each kind, and two at least."""
+    """Reduce the number of layers to the fewest that include every kind of layer, and at least two."""
     for key, old in list(values.items()):
         if not re.fullmatch(_LAYERS, key) or type(old) is not int:
             continue

@@ -1,4 +1,4 @@
-"""The tokenizer that goes with a model: the one in its folder, or one of single characters for models made from scratch."""
+"""The tokenizer of a model: from its folder, or a character tokenizer for models built from scratch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token for each of `characters`, in order, after `<pad>` (0), `<eos>` (1) and `<unk>` (2).
+    """Build a tokenizer with one token per character of `characters`, in order, after `<pad>` (0), `<eos>`
+    (1) and `<unk>` (2).
 
-    Decoding gives back any text over the alphabet; other characters become `<unk>`. Nothing is put before or after a text.
+    Any text over these characters round-trips; other characters become `<unk>`. No special tokens are added
+    around a text.
     """
     vocab = {token: i for i, token in enumerate(dict.fromkeys([PAD, EOS, UNKNOWN, *characters]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
@@ -38,9 +40,11 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that goes with the model, or the one of `model.tokenizer`, with the template of `model.chat_template`.
+    """Load the model's tokenizer, or that of `model.tokenizer`, with the template of `model.chat_template` if
+    set.
 
-    Raises ModelError when there is none, when it has no end token, or when it has tokens that the model does not know.
+    Raises ModelError if there is none, if it has no end token, or if it has tokens outside the model's
+    vocabulary.
     """
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
@@ -62,18 +66,18 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def whole_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of token ids as a model reads it: special tokens stay, and nothing is cleaned up."""
+    """Decode token ids with special tokens and without clean-up of spaces."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The same without special tokens."""
+    """Decode token ids without special tokens and without clean-up of spaces."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All tokens that end an answer: model.eos_token_id alone where the config sets it, else the tokenizer's end token and
-    those of the model's generation_config.json. Raises ModelError when that file cannot be used."""
+    """All tokens that end an answer: model.eos_token_id if set, else the tokenizer's end token and those of
+    the model's generation_config.json. Raises ModelError if that file is invalid."""
     own: Any = tokenizer.eos_token_id
     if config.eos_token_id is not None or config.path is None:
         return (own,)
@@ -94,7 +98,7 @@ def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: str) -> None:
-    """Give the tokenizer the end and padding tokens of the config."""
+    """Set the tokenizer's end and padding tokens to those of the config."""
     for key, number in (("eos_token", config.eos_token_id), ("pad_token", config.pad_token_id)):
         if number is None:
             continue
@@ -106,7 +110,7 @@ def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: s
 
 
 def model_path(config: ModelConfig) -> str:
-    """Folder or hub name of the language model. Raises ModelError when the run has none."""
+    """Folder or hub name of the language model. Raises ModelError if the config has none."""
     if config.path is None:
         raise ModelError(
             "this run's model is no language model; set model.path or model.build instead of model.mlp"
@@ -115,7 +119,7 @@ def model_path(config: ModelConfig) -> str:
 
 
 def _vocab_size(config: ModelConfig) -> int | None:
-    """Of the model with which the tokenizer is used; None where the model is made to fit its own tokenizer."""
+    """Vocabulary size of the model; None if the model is built for its tokenizer."""
     if config.build is not None:
         return None
     path = model_path(config)
@@ -130,8 +134,8 @@ def _vocab_size(config: ModelConfig) -> int | None:
 
 
 def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int | None) -> None:
-    """Every token must have a row in the model's embedding. Special tokens past its end that mean nothing to a language
-    model (Gemma's image token) are let pass."""
+    """Raise ModelError if a token has no row in the model's embedding. Special tokens past its end that
+    language models do not use (Gemma's image token) are allowed."""
     if vocab_size is None:
         return
     added: dict[int, Any] = tokenizer.added_tokens_decoder

@@ -1,4 +1,4 @@
-"""The critic of a language model: a backbone of its own and a head that reads a value off each hidden state."""
+"""The critic of a language model: a separate backbone with a value head."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .value_head import ValueHead, with_head
 
 
 class ValueModel:
-    """The value of the state before each token that the policy wrote. All values start at 0.
+    """The value of the state before each token that the policy wrote. Initial values are 0.
 
-    Its weights have the names that transformers gives a token classifier with one label, whose head is `head_name`: with
-    `score`, AutoModelForTokenClassification loads them.
+    Weights are named as in a transformers token classifier with one label, with `head_name` as the name of
+    its head: with `score`, AutoModelForTokenClassification loads them.
     """
 
     def __init__(
@@ -37,13 +37,14 @@ class ValueModel:
         normalizes: bool = False,
         attention: AttentionKind = "auto",
     ) -> None:
-        """Takes over the `backbone` of a CausalLM; see `copy_of` for one that is used elsewhere. `normalizes` as in ValueHead."""
+        """Takes ownership of the `backbone` of a CausalLM; use `copy_of` if it is used elsewhere.
+        `normalizes` as in ValueHead."""
         self.attention: AttentionKind = attention
         self._backbone = backbone.eval()
         embedding = backbone.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
             embedding.sparse = (
-                False  # a CausalLM's may be: there it adds to the dense gradient of the tied head
+                False  # a CausalLM sets it for tied heads
             )
         width: int = backbone.config.get_text_config(decoder=True).hidden_size
         self._head = ValueHead(width, normalizes=normalizes, device=backbone.device, dtype=backbone.dtype)
@@ -54,7 +55,7 @@ class ValueModel:
     def copy_of(
         cls, policy: CausalLM, *, head_name: str = "value_head", normalizes: bool = False
     ) -> ValueModel:
-        """A critic whose backbone starts with the policy's weights, in tensors of its own."""
+        """Build a critic whose backbone is a copy of the policy's."""
         backbone = plain_copy(policy.backbone)
         return cls(backbone, head_name=head_name, normalizes=normalizes, attention=policy.attention)
 
@@ -90,6 +91,6 @@ class ValueModel:
         return unique_weights(self._module)
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute each layer in the backward pass, or no longer."""
+        """Enable or disable recomputation of each layer in the backward pass."""
         set_gradient_checkpointing(self._backbone, enabled)
         self._recomputes = enabled

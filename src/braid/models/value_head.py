@@ -1,4 +1,4 @@
-"""The head that reads values off hidden states, and the units that it predicts them in."""
+"""The linear value head, with optional normalization of values (PopArt)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from .base import Output
 
 RATE = 0.01
-"""Share of the newest returns in the running moments. Corrected for their start (arXiv 1602.07714, section 2.2), so that
-early moments are plain means."""
+"""Weight of the newest returns in the running moments. With bias correction (arXiv 1602.07714, section 2.2),
+so that early moments are plain means."""
 MIN_DEVIATION = 1e-2
-"""Of returns; where all are nearly equal there is nothing to normalise by."""
+"""Lower bound on the deviation of returns, for returns that are nearly all equal."""
 
 
 class ValueHead(nn.Linear):
-    """v = mean + deviation * (w . hidden + b), one value for each hidden state.
+    """v = mean + deviation * (w . hidden + b), one value per hidden state.
 
-    Without `normalizes`, mean is 0 and deviation 1. With it they are those of the returns seen in training (PopArt, van
-    Hasselt et al. 2016, arXiv 1602.07714): when they move, w and b move the other way, so that every value stays what it was,
-    and gradients are those of a loss on normalised values: whatever the scale of rewards, they are of one size. The moments
-    are buffers and so part of the weights.
+    Without `normalizes`, mean is 0 and deviation 1. With it they are those of the returns seen in training
+    (PopArt, van Hasselt et al. 2016, arXiv 1602.07714): when the moments change, w and b are rescaled so that
+    all values stay the same, and gradients are those of a loss on normalized values, independent of the scale
+    of rewards. The moments are buffers and so part of the weights.
     """
 
     moments: Tensor
@@ -43,18 +43,18 @@ class ValueHead(nn.Linear):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """All values are 0 at first."""
+        """Weights start at zero, so all initial values are 0."""
         super().__init__(hidden_size, 1, device=device, dtype=dtype)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
         self.normalizes = normalizes
         if normalizes:
-            # [mean, mean of squares, weight that the two have gathered], in float64 whatever the weights are
+            # [mean, mean of squares, accumulated weight of the two], always float64
             self.register_buffer("moments", torch.zeros(3, dtype=torch.float64, device=device))
 
     @property
     def moments_of_returns(self) -> tuple[float, float]:
-        """Mean and deviation of returns as they stand; 0 and 1 before the first."""
+        """Current mean and deviation of returns; 0 and 1 before the first update."""
         mean, square, gathered = self.moments.tolist() if self.normalizes else (0.0, 0.0, 0.0)
         if gathered == 0.0:
             return 0.0, 1.0
@@ -67,7 +67,7 @@ class ValueHead(nn.Linear):
         return self.moments_of_returns[1]
 
     def outputs(self, values: Tensor) -> dict[Output, Tensor]:
-        """What a critic can be asked for, given its `values`."""
+        """All outputs of a critic, given its `values`."""
         return {"values": values, "value_deviation": torch.full_like(values, self.deviation)}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -80,10 +80,11 @@ class ValueHead(nn.Linear):
 
     @torch.no_grad()
     def observe(self, returns: NDArray[np.floating], copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """For a head that normalizes. Take the returns of the optimizer step to come into the moments, keeping every value what it is.
-        `copies` of weight and bias, or of any elements of them, are changed alike.
+        """Update the moments with the returns of the upcoming optimizer step, and rescale the weights so that
+        all values stay the same. Only for a head that normalizes. `copies` of weight and bias, or of parts of
+        them, are rescaled too.
 
-        Returns that are not finite are left to the step, which will be skipped for them.
+        Has no effect if a return is not finite; the step will be skipped.
         """
         exact = returns.astype(np.float64)
         if not len(exact) or not np.isfinite(exact).all():
@@ -98,7 +99,7 @@ class ValueHead(nn.Linear):
 
 
 def with_head(body: nn.Module, body_name: str, head: ValueHead, head_name: str) -> nn.Sequential:
-    """Both as one module, whose weights have these names. Raises ModelError when they are one."""
+    """Combine body and head in one module under these names. Raises ModelError if the names are equal."""
     if head_name == body_name:
         raise ModelError(
             f"critic.head_name={head_name} is the name of the weights below the head; choose another, such as value_head"
@@ -107,8 +108,8 @@ def with_head(body: nn.Module, body_name: str, head: ValueHead, head_name: str) 
 
 
 class _Denormalized(torch.autograd.Function):
-    """mean + deviation * x. A loss of squares in real units is deviation^2 times that in normalised ones: its gradient is
-    divided by that."""
+    """mean + deviation * x. A squared loss in reward units is deviation^2 times that in normalized units; the
+    backward pass divides its gradient by this factor."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, mean: float, deviation: float) -> Tensor:
