@@ -43,9 +43,7 @@ class ValueModel:
         self._backbone = backbone.eval()
         embedding = backbone.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
-            embedding.sparse = (
-                False  # a CausalLM sets it for tied heads
-            )
+            embedding.sparse = False  # a CausalLM sets it for tied heads
         width: int = backbone.config.get_text_config(decoder=True).hidden_size
         self._head = ValueHead(width, normalizes=normalizes, device=backbone.device, dtype=backbone.dtype)
         self._module = with_head(backbone, backbone.base_model_prefix, self._head, head_name)
