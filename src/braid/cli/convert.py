@@ -1,5 +1,5 @@
-"""`braid convert`: converts a foreign config to braid's format, each value with the foreign key that it came
-from."""
+"""`braid convert`: translate a foreign config to braid's own format, with a comment on each value that names
+its foreign key."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _COMMENT_COLUMN, _MAX_KEYS = 56, 3
 
 
 def native_text(read: Read, folder: Path | None) -> str:
-    """The config as YAML that resolves to the same plan, to be stored in `folder` (None: anywhere).
+    """Native YAML that resolves to the same plan.
 
-    Contains the values of the foreign file, and the foreign framework's defaults where braid's differ.
+    `folder` is where the file will be written (None: unknown); run.base_dir is left out if the two are the
+    same. Holds the values of the foreign file, and the foreign system's defaults where they differ from
+    braid's.
     """
     loaded = read.loaded
     tree = _said(loaded)
@@ -40,7 +42,7 @@ def native_text(read: Read, folder: Path | None) -> str:
 
 
 def _said(loaded: Loaded) -> dict[str, Any]:
-    """The config without unset values, and without foreign defaults that equal braid's."""
+    """The config without unset values and without foreign defaults that equal braid's."""
     tree: dict[str, Any] = {}
     for path, value in leaves(with_references(plain_data(loaded.config), loaded.references)):
         origin = loaded.origins[path_text(path)]
@@ -52,7 +54,7 @@ def _said(loaded: Loaded) -> dict[str, Any]:
 
 
 def _is_default(path: KeyPath, value: Any) -> bool:
-    """Whether omitting `path` gives `value`. False inside sections that are null by default."""
+    """Whether omitting `path` gives `value`. False below sections that are null by default."""
     section: type[Section] | None = RunConfig
     for key in path[:-1]:
         field = None if section is None else section.model_fields.get(str(key))
@@ -71,7 +73,7 @@ def _is_default(path: KeyPath, value: Any) -> bool:
 
 
 def _comments(read: Read) -> dict[str, str]:
-    """Native path -> the foreign keys that set it."""
+    """Native path -> the foreign keys, or the foreign default, that its value comes from."""
     keys: dict[str, list[str]] = {}
     for entry in read.ledger:
         for native in entry.native:
@@ -93,7 +95,7 @@ def _few(names: list[str]) -> str:
 
 
 def _commented(text: str, comments: Mapping[str, str]) -> str:
-    """The YAML text with a comment at the end of each line whose key has one."""
+    """The YAML text with the comments appended to the lines of their keys."""
     lines = text.splitlines()
     node = yaml.compose(text, Loader=yaml.BaseLoader)
     for path, number in _places(node, ""):
@@ -103,7 +105,7 @@ def _commented(text: str, comments: Mapping[str, str]) -> str:
 
 
 def _places(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """(key path, line number from 0) of every key in mappings."""
+    """(key path, 0-based line number) of every mapping key."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             path = child(prefix, key.value)

@@ -1,5 +1,4 @@
-"""`braid explain`: shows the conversion of every key of a foreign config, or what one key does in each
-framework."""
+"""`braid explain`: how every key of a foreign config was translated, or what one key does in each dialect."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ _MAX_KEY, _MAX_VALUE, _GAP = 36, 24, 2
 def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None = None) -> None:
     """Print one line per key, grouped by section of the file, then the number of keys per disposition.
 
-    Lines are cut or wrapped to the console's width; notes are dimmed and placed after or below the result.
+    Long lines are truncated or wrapped to the console's width; notes are dimmed, after or below the
+    translation.
     """
     console = console or Console(highlight=False)
     for section, group in groupby(ledger, key=lambda entry: _split(entry.path)[0]):
@@ -53,8 +53,8 @@ def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None
 
 
 def print_key(key: str, console: Console | None = None) -> None:
-    """Print what one key does, natively and in each framework that has it. Raises ConfigError if none has
-    it."""
+    """Print what a key does in braid's own format and in each dialect that has it. Raises ConfigError if it
+    is unknown everywhere."""
     console = console or Console(highlight=False)
     found = False
     for dialect in DIALECTS.values():
@@ -72,12 +72,12 @@ def print_key(key: str, console: Console | None = None) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as the user wrote it, on one line."""
+    """The value as the user would write it, on one line."""
     return value if isinstance(value, str) and value and value == value.strip() else show_value(value)
 
 
 def _split(path: str) -> tuple[str, str]:
-    """The section that contains a key, and the key's last component."""
+    """(section, name) of a key."""
     section, _, name = path.rpartition(".")
     return section, name
 
@@ -88,7 +88,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _lines(entry: Entry, key_width: int, value_width: int, width: int) -> Iterator[Text]:
-    """Lines of one row, each at most `width` wide."""
+    """The lines of one entry, wrapped at `width`."""
     head = Text("  ") + Text(_split(entry.path)[1].ljust(key_width + _GAP))
     head += Text(_cut(shown(entry.value), value_width).ljust(value_width + _GAP), style="bold")
     style, became = _STYLES[entry.disposition], _became(entry)
@@ -121,12 +121,12 @@ def _wrapped(text: str, style: str, indent: int, width: int) -> Iterator[Text]:
 
 
 def _is_set(entry: Entry) -> bool:
-    """Whether this run depends on the native values of the entry."""
+    """Whether this run depends on the entry's native values."""
     return entry.disposition == "applied"
 
 
 def _became(entry: Entry) -> str:
-    """The native keys and values, or the disposition and its reason."""
+    """The native keys and values, or the disposition with its reason."""
     if _is_set(entry):
         return ", ".join(f"{path}={shown(value)}" for path, value in entry.native.items())
     return f"{entry.disposition}: {entry.note}" if entry.note else entry.disposition
@@ -141,7 +141,7 @@ def _print_facts(console: Console, language: str, key: str, facts: Sequence[tupl
 
 
 def _facts(rule: Rule, key: str, dialect: Dialect) -> list[tuple[str, str]]:
-    """(label, text) of everything in a conversion table about a key."""
+    """(label, text) of everything that a dialect's table says about a key."""
     others = [alias for alias, name in dialect.aliases.items() if name == rule.path]
     spellings = [name for name in (rule.path, *others) if name != key]
     facts = [("also", ", ".join(spellings))] if spellings else []
@@ -162,7 +162,7 @@ def _facts(rule: Rule, key: str, dialect: Dialect) -> list[tuple[str, str]]:
 
 
 def _sources_of(native: str) -> list[tuple[str, str]]:
-    """Foreign keys that convert to a native key, by framework."""
+    """(dialect, foreign keys) that translate to a native key."""
     return [
         (dialect.title, ", ".join(paths))
         for dialect in DIALECTS.values()
@@ -175,14 +175,14 @@ def _sources_of(native: str) -> list[tuple[str, str]]:
 
 
 def _described(native: str) -> str:
-    """Description of a native key in the reference; for a union, the one of the first kind that has the
-    key."""
+    """The native key's description on one line. If several kinds of a section have the key, that of the
+    first."""
     found = next((field for path, field in fields_of(RunConfig) if path == native), None)
     return "" if found is None else " ".join((found.description or "").split())
 
 
 def _near(key: str) -> str:
-    """The nearest known name, or keys with the same last component."""
+    """A suggestion: up to four keys with the same last component, or else the closest known name."""
     names = {path for path, _ in fields_of(RunConfig)}
     names.update(path for dialect in DIALECTS.values() for path in (*dialect.rules, *dialect.aliases))
     same = sorted(name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""The derived numbers of a plan in words, each with its arithmetic."""
+"""The derived numbers of a plan, each with its calculation, as `braid show` prints them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN = "not known yet"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A derived number. `how` is its arithmetic or its reason."""
+    """A value derived from the config. `how` is its calculation or reason."""
 
     name: str
     value: str
@@ -26,7 +26,7 @@ class Figure:
 
 
 def figures(config: RunConfig, plan: Plan) -> list[Figure]:
-    """All derived numbers, in the order in which a run uses them."""
+    """All derived values, in the order in which a run uses them."""
     parts = {
         "train": (_lengths, _end_tokens, _rollout, _training, _rewards, _ends),
         "sft": (_lengths, _end_tokens, _ends),
@@ -36,7 +36,7 @@ def figures(config: RunConfig, plan: Plan) -> list[Figure]:
 
 
 def human_bytes(count: int) -> str:
-    """Format 1536 as "1.5 KiB"."""
+    """1536 as "1.5 KiB"."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -44,7 +44,7 @@ def human_bytes(count: int) -> str:
 
 
 def human_count(count: int) -> str:
-    """Format 2960128 as "2.96 M"."""
+    """2960128 as "2.96 M"."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,7 +1,7 @@
 """The command line: `braid VERB ...`.
 
-Owns arguments, exit codes and error output. Each command loads the config and resolves the plan first, so
-that config problems are reported before anything heavy is imported, then calls braid.controller.commands.
+Owns argument parsing, exit codes and error output. Each verb loads the config and resolves the plan before
+importing anything heavy, so that config errors are reported at once, then calls braid.controller.commands.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, or d
 
 
 _RUNS = ("train", "sft", "eval")
-"""Commands that are run for their effect rather than for their output."""
+"""Verbs that run something; the output of the others is their result."""
 _BEFORE = "interrupted before the run began; nothing was written"
 
 
@@ -88,9 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int, args: argparse.Namespace) -> int:
-    """Flush the output and return the exit code of this process, ignoring further signals and output that
-    cannot be written. The result of a run does not depend on whether it could be printed; for commands that
-    only print, a failed write is an error."""
+    """Flush the output streams and return the exit code of the process, ignoring signals from here on.
+
+    A stream that cannot be written does not change the exit code of verbs that run something; for the other
+    verbs, whose output is their result, an unwritable stdout is a failure."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
     for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -104,8 +105,8 @@ def _leave(code: int, args: argparse.Namespace) -> int:
 
 
 def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
-    """Run `action` and return its exit code. Errors are printed to standard error, with a traceback under
-    --debug; SIGTERM and SIGHUP count as Ctrl-C; bugs propagate."""
+    """Run `action` and return its exit code. Errors are printed to stderr, with a traceback under --debug;
+    SIGTERM and SIGHUP act like Ctrl-C; unexpected exceptions propagate."""
     with stop_signals():
         return _guarded(action, args)
 
@@ -269,8 +270,8 @@ def _verdict(outcome: Outcome) -> int:
 
 
 def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
-    """Load and check the config of a command, and print its warnings. Stores it in `args`, to give origins to
-    problems found later."""
+    """Load and check the config of a verb, and print its warnings. Also stores it in `args`, so that problems
+    found later can be reported with their origin."""
     from braid.plan import resolve
 
     read = _read(args)
@@ -297,7 +298,7 @@ def _read(args: argparse.Namespace) -> Read:
 
 
 def _config_path(text: str) -> Path:
-    """The config file at `text`, or that of the run at `text`."""
+    """The path itself, or the config file of a run if it is a run's folder."""
     path = Path(text)
     return _run_config(path) if path.is_dir() and (path / "config.yaml").exists() else path
 
@@ -311,7 +312,7 @@ def _run_config(run_dir: Path) -> Path:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with suggestions for mistyped commands."""
+    """An argument parser that suggests verbs for mistyped ones."""
 
     def error(self, message: str) -> NoReturn:
         if "argument VERB: invalid choice" in message:
@@ -381,7 +382,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_extra(args: argparse.Namespace, extra: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Accept overrides after options; anything else left over is an error."""
+    """Accept overrides after options; any other leftover argument is an error."""
     for text in extra:
         if not text.startswith("-") and hasattr(args, "overrides"):
             args.overrides.append(text)
@@ -439,7 +440,7 @@ def _add_run_verb(
 
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:
-    """The command that continues the run; if nothing is saved, it starts again in the run's folder."""
+    """The command that resumes the run; without a checkpoint, it starts the run again in the same folder."""
     own = "" if args.language == "native" else "braid."
     settings = {f"{own}run.name": stop.run_dir.name, f"{own}run.resume": "latest"}
     overrides = [text for text in args.overrides if text.partition("=")[0] not in settings]

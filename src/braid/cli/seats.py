@@ -1,5 +1,4 @@
-"""The layout of a plan as a table: rank, machine and devices of each role's workers, and its parallel
-groups."""
+"""The placement table of a plan: machine and device of each rank of each role, and its parallel groups."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from braid.plan.layout import Layout, RoleLayout, Worker
 from braid.plan.placement import format_numbers
 
 _MAX_GROUPS = 4
-"""Maximum number of groups per dimension that are listed."""
+"""Most groups per parallel dimension that are printed."""
 _MODES = {
     "in_process": "every role in the process where braid is started",
     "collocated": "all roles on the same devices, in turns",
@@ -24,13 +23,13 @@ _MODES = {
 
 
 def seats_title(layout: Layout) -> str:
-    """The placement mode in words."""
+    """The placement mode with its description."""
     return f"{layout.mode}: {_MODES[layout.mode]}"
 
 
 def seats_table(layout: Layout) -> RenderableType:
-    """One line per role and machine; one line per worker if workers have something other than one device
-    each."""
+    """The placement as a table: one line per role and machine, or one per worker for roles whose workers do
+    not have exactly one device each to themselves."""
     if layout.mode == "in_process":
         roles = ", ".join(f"{role.role} ({role.kind})" for role in layout.roles)
         return Text.assemble((roles, "bold"), ("  rank 0 on device 0", "dim"))
@@ -58,7 +57,7 @@ def seats_table(layout: Layout) -> RenderableType:
 
 
 def _lines(role: RoleLayout) -> Iterator[list[Worker]]:
-    """Workers that share a line."""
+    """The workers of each line."""
     has_own = len(role.devices) == len(role.workers) == sum(len(of.devices) for of in role.workers)
     for _, workers in groupby(role.workers, key=lambda of: of.node if has_own else of.rank):
         yield list(workers)

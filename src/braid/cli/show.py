@@ -1,4 +1,4 @@
-"""`braid show`: a config with the origin of each value, and everything derived from it."""
+"""`braid show`: print a config with the origin of each value, then the plan derived from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VALUE_WIDTH, _ORIGIN_WIDTH = 28, 20
 
 
 def as_json(loaded: Loaded, plan: Plan) -> str:
-    """Everything that `print_plan` shows, as JSON text."""
+    """Everything that `print_plan` prints, as JSON."""
     data = {
         "config": loaded.to_show(),
         "origins": dict(loaded.origins),
@@ -39,8 +39,8 @@ def as_json(loaded: Loaded, plan: Plan) -> str:
 
 
 def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Console | None = None) -> None:
-    """Print the config (values that the user set; all with `show_defaults`), derived numbers, the layout, the
-    algorithm's components, memory and warnings."""
+    """Print the config (only values that the user set, unless `show_defaults`), derived numbers, the
+    placement table, the algorithm's components, memory and warnings."""
     console = console or Console(highlight=False, soft_wrap=False)
     parts = [
         (
@@ -69,7 +69,7 @@ def _table(*justify: Any) -> Table:
 
 
 def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> RenderableType:
-    """The config as an indented tree: key, value, origin; unused keys are dimmed."""
+    """The config as an indented tree of key, value and origin; defaults and unused keys are dimmed."""
     unused = idle_keys(loaded.config, plan)
     rows: list[tuple[Text, Text, Text, bool]] = []
     shown: KeyPath = ()
@@ -101,15 +101,15 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Rend
 
 
 def short_origin(origin: str, room: int) -> str:
-    """Shorten an origin to `room` characters: drop what precedes the foreign key, then the beginning of what
-    is left."""
+    """Shorten an origin to `room` characters: first drop the file position of a foreign key, then truncate on
+    the left."""
     if len(origin) > room and " " in origin:
         origin = origin.rpartition(" ")[2]
     return origin if len(origin) <= room else f"…{origin[-(room - 1) :]}"
 
 
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
-    """(key path, value, origin) of every leaf; a list of plain values is one leaf."""
+    """(key path, value, origin) of every leaf; a list of plain values counts as one leaf."""
     entries = ((path, value, loaded.origins[path_text(path)]) for path, value in leaves(loaded.to_show()))
     for (path, is_item), group in groupby(entries, key=_line_of):
         found = list(group)
@@ -122,7 +122,7 @@ def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
 
 
 def _line_of(entry: tuple[KeyPath, Any, str]) -> tuple[KeyPath, bool]:
-    """Path of the line that shows an entry, and whether the entry is a list item on that line."""
+    """The path of the line that shows an entry, and whether the entry is a list item on it."""
     path = entry[0]
     is_item = isinstance(path[-1], int)
     return (path[:-1] if is_item else path), is_item
@@ -144,7 +144,7 @@ def _figures(config: RunConfig, plan: Plan) -> RenderableType:
 
 
 def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
-    """Components of the recipe, with the origin of those that the config set; unused ones are dimmed."""
+    """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
     recipe, config = merge_recipe(loaded.config.algorithm), loaded.config.algorithm
     idle = idle_keys(loaded.config, plan)
     table = _table("left", "left", "left")
