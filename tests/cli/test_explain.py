@@ -164,7 +164,7 @@ def test_a_key_is_told_in_each_language_that_has_it() -> None:
         "  default   0.001\n"
         "  becomes   algorithm.kl_coef\n"
         "  note      in the loss and in the reward alike\n"
-        "  does      Weight of the KL term against the reference; 0 needs no reference.\n\n"
+        "  does      Weight of the KL penalty against the reference model; with 0 no reference is loaded.\n\n"
     )
     wide = console(200)
     print_key("trainer.algorithm.policy_loss_type", wide)

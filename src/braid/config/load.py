@@ -59,7 +59,8 @@ class Loaded:
     `origins` maps the key path of every leaf to "file.yaml:12", "override" or "default". Relative paths of
     data files and functions start from `base_dir`. `path` is the config file, None without one. `kept` has
     further texts to store in the run's folder, by file name: for a config in another framework's format, its
-    source and the converted keys. `references` and `secrets` are those of source.Written.
+    source and the record of how each key was converted. `references` and `secrets` are those of
+    source.Written.
     """
 
     config: RunConfig

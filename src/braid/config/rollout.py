@@ -33,7 +33,7 @@ class SamplingConfig(Section):
     stop_strings: tuple[str, ...] = ()
     """Stop when the text, including special tokens, contains one of these (the string is kept)."""
     stop_token_ids: tuple[int, ...] = ()
-    """Additional end tokens beside the model's (model.eos_token_id)."""
+    """End tokens in addition to the model's (model.eos_token_id)."""
 
     @model_validator(mode="after")
     def _min_below_max(self) -> SamplingConfig:

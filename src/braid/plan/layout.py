@@ -1,4 +1,4 @@
-"""The layout: rank, machine and devices of every worker of every role.
+"""The placement table: rank, machine and devices of every worker of every role.
 
 Training roles have one rank per device; rollout has one engine per device, or one per `tensor_parallel` *
 `pipeline_parallel` devices. A role that is not in `cluster.placement` is placed with the policy, and a policy

@@ -17,7 +17,7 @@ OldLogprobs = Literal["current", "recompute", "behavior"]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Device memory that one role occupies permanently, in bytes. `parameters` is its number of weights."""
+    """Memory that one role occupies permanently, in bytes. `parameters` is its number of weights."""
 
     role: str
     parameters: int

@@ -250,7 +250,7 @@ def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tupl
 def _trained(
     role: str, parameters: int, width: int, train: TrainConfig, adapters: int | None = None
 ) -> Memory:
-    """Memory of a model that is trained completely, or by adapters beside `parameters` frozen weights."""
+    """Memory of a model that is trained completely, or by adapters on top of `parameters` frozen weights."""
     trained = parameters if adapters is None else adapters
     moments = 0 if train.optimizer.kind == "sgd" else 2
     held = parameters + (adapters or 0)
