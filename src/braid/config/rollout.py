@@ -106,7 +106,7 @@ class RobotSettings(Section):
     fixed_reset_states: bool = True
     """Keep each environment's reset state within a round, so that a group shares one."""
     relative_reward: bool = True
-    """Use the change of the simulator's reward as the reward of an env step."""
+    """Use the change of the simulator's reward since the previous env step as the reward of an env step."""
     reward_scale: float = 5.0
     """Factor on the simulator's reward."""
     group_size: PositiveInt | None = None
@@ -273,7 +273,7 @@ class FilterConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Production of a round's trajectories."""
+    """Rollout settings: how a round's trajectories are sampled, by which engine, and which are kept."""
 
     prompts_per_round: PositiveInt = 32
     """Prompts (or reset states) per round."""

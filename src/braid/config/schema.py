@@ -35,7 +35,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     """Scoring of trajectories."""
     rollout: RolloutConfig = RolloutConfig()
-    """Production of trajectories."""
+    """Rollout: sampling, engine and filter."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The algorithm: advantages and losses."""
     train: TrainConfig = TrainConfig()
