@@ -24,14 +24,16 @@ from .backend import Diagnostics, Loss
 
 
 def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
-    """policy_loss_coef * (corrections * surrogate + kl_coef * KL) - entropy_coef * entropy + supervised_coef
-    * cross-entropy of successes, where the KL term is present with kl_in: loss.
+    """The policy loss of a recipe:
 
-    `kl_coef` overrides the recipe's, since it may change from round to round. Fields read: `advantages`;
-    `old_logprobs` (default: the current log-probs, detached); `ref_logprobs`, required for KL in the loss;
-    `behavior_logprobs`, required for corrections and for the metrics of the mismatch between engine and
-    trainer (measured at the old log-probs, so 0 if those are the engine's); and the fields of step_fields.py
-    that the recipe needs.
+        policy_loss_coef * (corrections * surrogate + kl_coef * KL)
+            - entropy_coef * entropy + supervised_coef * cross-entropy of successes
+
+    The KL term is in the loss only with kl_in: loss. `kl_coef` overrides the recipe's, since it may change
+    from round to round. Fields read: `advantages`; `old_logprobs` (default: the current log-probs, detached);
+    `ref_logprobs`, required for KL in the loss; `behavior_logprobs`, required for corrections and for the
+    metrics of the mismatch between engine and trainer (measured at the old log-probs, so 0 if those are the
+    engine's); and the fields of step_fields.py that the recipe needs.
 
     The step is dropped if the mean ratio over all of its tokens exceeds early_stop_ratio. RLinf instead
     multiplies the loss of each micro-batch with too large a ratio by 0, and takes the step with the rest.

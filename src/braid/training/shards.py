@@ -125,7 +125,7 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DefaultSavePlanner, which looks up parts only in tensors, extended to `Boxes`."""
+    """DefaultSavePlanner that also looks up parts in `Boxes`; torch's looks only in tensors."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].part_at(index.offset)
@@ -207,7 +207,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DefaultLoadPlanner extended to `Boxes`."""
+    """DefaultLoadPlanner that reads into `Boxes`."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
