@@ -239,7 +239,7 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("lambd", "algorithm.gae_lambda", SHARE, when(facts.no_values), default=0.95),
     Apply(
         "norm_mean_type", "algorithm.reward_mean", nullable(choice("batch", "group", "running")), _normalised(0),
-        default=None, note="statistics over the round; ROLL takes them over each domain. Any mean goes with any deviation, "
+        default=None, note="statistics over the round; in ROLL over each domain. Any mean can be combined with any deviation, "
         "while in ROLL std=group fails with another mean",
     ),
     Apply(
@@ -247,11 +247,11 @@ ALGORITHM: tuple[Rule, ...] = (
         default=None, note="divides by the unbiased deviation + 1e-6",
     ),
     Apply("reward_clip", "algorithm.reward_clip", nullable(POSITIVE), _reward_clip,
-          note="of an answer's reward after it is normalised, and of each token's after the KL is taken off"),
+          note="clips a response's reward after normalisation, and each token's after subtracting KL"),
     Apply("whiten_rewards", "algorithm.whiten_rewards", BOOL, default=False, note="over the tokens of the round"),
     Apply(
         "whiten_advantages", "algorithm.whiten_advantages", BOOL, default=False,
-        note="over the valid tokens of the round; ROLL takes each domain apart",
+        note="over the valid tokens of the round; in ROLL over each domain separately",
     ),
     Apply(
         "advantage_clip", "algorithm.advantage_clip", nullable(POSITIVE), null_as("off"), default=None,
@@ -259,10 +259,10 @@ ALGORITHM: tuple[Rule, ...] = (
     ),
     Apply(
         "critic_warmup", "critic.warmup_rounds", NATURAL, when(facts.no_values), default=0,
-        note="rounds in which the critic alone learns",
+        note="rounds that train only the critic",
     ),
     Apply("value_clip", "algorithm.value_clip", nullable(POSITIVE), when(facts.no_values, then=null_as("off")),
-          default=None, note="V clipped around the old V"),
+          default=None, note="new values clipped around the old ones"),
     # Loss
     Apply("ppo_epochs", "train.passes_per_round", COUNT,
           lambda v, s: Became({"train.passes_per_round": v} | ({} if facts.no_critic(s) else {
@@ -279,11 +279,11 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("importance_sampling", "algorithm.ratio_level", choice("token", "seq"),
           when(lambda s: "pg_variant=vanilla has no ratio" if facts.variant(s) == "vanilla" else "",
                then=mapped({"token": "token", "seq": "sequence"})), default="token",
-          note="seq: exp(mean log-ratio of the answer) for all its tokens, as GSPO"),
+          note="seq: exp(mean log-ratio of the response) for all its tokens, as in GSPO"),
     Apply("loss_agg_mode", "algorithm.aggregation", choice(*AGGREGATIONS), mapped(AGGREGATIONS),
           default="seq-mean-token-mean",
-          note="counts are those of the whole optimizer step. ROLL's token-mean leaves the mask out of the entropy term; its "
-          "seq-mean-token-sum-norm divides by the padded length alone, here also by the number of answers"),
+          note="counts are over the whole optimizer step. ROLL's token-mean ignores the mask in the entropy term; its "
+          "seq-mean-token-sum-norm divides only by the padded length, here also by the number of responses"),
     Apply("rl_loss_coef", "algorithm.policy_loss_coef", NON_NEGATIVE, default=1.0,
           note="multiplies surrogate and KL, not the entropy"),
     Apply("entropy_loss_coef", "algorithm.entropy_coef", NUMBER, default=0.0, note="loss - coef * entropy"),
@@ -293,7 +293,7 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("add_token_level_kl", "algorithm.kl_coef", BOOL, _kl, default=False,
           note="reward of a token - init_kl_coef * KL of it"),
     Apply("init_kl_coef", "algorithm.kl_coef", NON_NEGATIVE, when(facts.not_in_reward, then=_kl), default=0.2,
-          note="ROLL loads a reference and computes old log-probs anew whenever it is not 0; here only where KL is used"),
+          note="ROLL loads a reference and recomputes old log-probs whenever it is not 0; here only if KL is used"),
     Apply("kl_penalty", "algorithm.kl_estimator", choice("kl", "abs", "mse", "k3", "full"),
           when(facts.not_in_reward, then=_kl_penalty), default="kl",
           note="of the KL in the reward, with d = log policy - log reference: kl d, abs |d|, mse d^2/2, "
@@ -305,7 +305,7 @@ ALGORITHM: tuple[Rule, ...] = (
           when(facts.not_in_reward, lambda s: "" if s.get("target_kl") else "target_kl is null"), default=10000),
     Implied("enable_reference", BOOL, "a reference is there when a KL term needs it"),
     Apply("enable_old_logprobs_recompute", "algorithm.old_logprobs", BOOL, _old_logprobs, default=False,
-          note="false: recomputed before the update where a round has several steps, or something needs them"),
+          note="false: recomputed before the update only if a round has several steps or another feature needs them"),
     Apply("force_disable_old_logprobs_recompute", "algorithm.old_logprobs", BOOL, _old_logprobs, default=False,
           note="true: every ratio is 1, so nothing is clipped"),
     Apply("train_infer_correction.is_weight.enabled", "algorithm.corrections", BOOL, _corrections, default=False,
@@ -318,16 +318,16 @@ ALGORITHM: tuple[Rule, ...] = (
           only(True, "a weight has no gradient here", "a weight has no gradient")),
     Apply("train_infer_correction.filters", "algorithm.corrections", list_of(_FILTERS), _filters,
           note="tokens with a ratio outside [ratio_low, ratio_high], or a difference of probabilities outside [diff_low, "
-          "diff_high], are left out; with token-mean ROLL's change nothing"),
+          "diff_high], are masked; with token-mean, ROLL's filters have no effect"),
     Apply("max_len_mask", "algorithm.mask_truncated", BOOL, default=False,
-          note="answers that the length cut off are not learned from; they count in their group's statistics"),
+          note="truncated responses are masked in the loss, but count in their group's statistics"),
     Apply("difficulty_mask", "rollout.filter.min_mean", BOOL, _difficulty_mask,
-          note="groups count when low < mean reward < high"),
+          note="keeps groups with low < mean reward < high"),
     Apply("difficulty_low_threshold", "rollout.filter.min_mean", NUMBER, when(_no_difficulty_mask), default=0.0),
     Apply("difficulty_high_threshold", "rollout.filter.max_mean", NUMBER, when(_no_difficulty_mask), default=1.0),
     Apply("error_max_len_clip", "algorithm.mask_long_failures", BOOL, _long_failures, default=False,
-          note="answers of at least error_max_len_threshold tokens with a score of 0 are not learned from. ROLL drops scores "
-          "other than 0 and 1 too"),
+          note="responses of at least error_max_len_threshold tokens with a score of 0 are masked in the loss. ROLL drops scores "
+          "other than 0 and 1, too"),
     Apply("error_max_len_threshold", "algorithm.mask_long_failures", COUNT,
           when(facts.only_where("error_max_len_clip", True, "error_max_len_clip is off"), then=_long_failures),
           default=9_999_999_999),

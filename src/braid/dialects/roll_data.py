@@ -92,7 +92,7 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
 
     return (
         Apply(f"{data}.file_name", f"{native}.path", either(TEXT, list_of(TEXT)), when(*idle),
-              note="JSON, JSONL, CSV or Parquet; several are read one after the other"),
+              note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
         Apply(f"{data}.prompt", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column),
               note="column of plain text. The "
               "page puts the template around it, and so it is here; ROLL's code takes the text as it is (braid.data.use_chat_template=never)"),
@@ -102,7 +102,7 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
               when(*idle, lambda s: "" if len(facts.domains(s)) > 1 else "there is one domain of rewards")),
         Apply(f"{data}.domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})),
               when(*idle, then=lambda v, s: interleave(v or {}, s)),
-              note="share of each domain's tags in the prompts, kept over every stretch of them; ROLL rounds "
+              note="share of each domain's tags in the prompts, maintained throughout their order; ROLL rounds "
               "int(share * rollout_batch_size) down in each round, and gives the last domain the rest"),
         Implied(f"{data}.dataset_type", either(TEXT, list_of(TEXT)), "the file's name ends with it"),
         NoEffect(f"{data}.preprocessing_num_workers", nullable(COUNT), "tokenizers use all cores"),
@@ -170,13 +170,13 @@ def _generating(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
     return (
         Apply(f"{generating}.temperature", f"{native}.temperature", NON_NEGATIVE, sampled("temperature", "greedy"),
               default=0.95,
-              note="logits are divided by it in training too; ROLL's trainer leaves it out, so its ratios compare two "
-              "distributions. 0 takes the likeliest token"),
+              note="logits are divided by it in training too; ROLL's trainer does not, so its ratios compare two "
+              "distributions. 0 is greedy"),
         Apply(f"{generating}.top_p", f"{native}.top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)),
               sampled("top_p"), default=0.7,
-              note="0.7 when absent: another distribution than the one that is trained; 1 for off"),
+              note="0.7 if absent, which differs from the trained distribution; 1 disables it"),
         Apply(f"{generating}.top_k", f"{native}.top_k", integer(-1, samples=(20, 40)), sampled("top_k"), default=50,
-              note="50 when absent: another distribution than the one that is trained; 0 or -1 for off"),
+              note="50 if absent, which differs from the trained distribution; 0 or -1 disables it"),
         Apply(f"{generating}.do_sample", f"{native}.greedy", BOOL, sampled("greedy"), default=True),
         Apply(f"{generating}.repetition_penalty", f"{native}.repetition_penalty", POSITIVE,
               sampled("repetition_penalty"), default=1.0),
@@ -216,7 +216,7 @@ DATA: tuple[Rule, ...] = (
     *_data("actor_train", "data.train[0]"),
     *_generating("actor_infer", "rollout.sampling"),
     Apply("actor_infer.generating_args.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, max_new_tokens,
-          note="at most sequence_length - prompt_length, with which ROLL overwrites it"),
+          note="at most sequence_length - prompt_length; ROLL overwrites it with that"),
     NoEffect("actor_infer.generating_args.num_return_sequences", COUNT,
           "num_return_sequences_in_group says it, in ROLL too"),
     # Evaluation
@@ -351,13 +351,13 @@ _LOCAL_JUDGE = (
 )
 
 REWARDS: tuple[Rule, ...] = (
-    Apply("rewards.*.worker_cls", "", TEXT, _worker_class, note="the part of the reward that this domain's rows get"),
+    Apply("rewards.*.worker_cls", "", TEXT, _worker_class, note="reward part of this domain's rows"),
     Apply("rewards.*.tag_included", "", list_of(TEXT), _tags,
           note="tags (see data_args.tag) of the rows that the part scores"),
     Apply("rewards.*.query_filter_config.type", "rollout.filter.then",
           choice("no_filter", "mean_filter", "std_filter"), _query_filter,
           note="groups are dropped when mean <= threshold_down, mean >= threshold_up, or unbiased deviation <= std_threshold; then "
-          "further prompts are drawn until the round is full"),
+          "more prompts are sampled until the round is full"),
     Apply("rewards.*.query_filter_config.filter_args", "rollout.filter.min_mean",
           mapping_of(NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}), _query_filter),
     Apply("rewards.*.response_filter_config.type", "", choice("no_filter"),

@@ -132,7 +132,7 @@ PIPELINE: tuple[Rule, ...] = (
     Apply("checkpoint_config.type", "", choice("file_system"), only("file_system", "")),
     Apply(
         "checkpoint_config.output_dir", "checkpoint.dir", PATH,
-        note="as it is; ROLL puts the time behind it, so that a resume looks in another folder",
+        note="used unchanged; ROLL appends the time, so that a resume uses another folder",
     ),
     NoEffect("checkpoint_config.async_upload", BOOL, "checkpoints are written where they stay"),
     NoEffect("checkpoint_config.use_hard_links", BOOL, "checkpoints are written where they stay"),
@@ -191,9 +191,9 @@ PIPELINE: tuple[Rule, ...] = (
             lambda s: "" if s.get("actor_train.model_args.model_name_or_path") in (None, s.get("pretrain"))
             else "actor_train.model_args.model_name_or_path comes before it; ROLL's pretrain overwrites that of every role"
         ),
-        note="the policy; reference and critic start as copies of it where they have no path of their own",
+        note="the policy; reference and critic are initialised from it by default",
     ),
-    Apply("reward_pretrain", "critic.path", PATH, when(facts.no_values), note="where the critic starts from"),
+    Apply("reward_pretrain", "critic.path", PATH, when(facts.no_values), note="initial model of the critic"),
     # Sizes
     Apply(
         "rollout_batch_size", "rollout.prompts_per_round", COUNT, _prompts, default=128,
@@ -205,7 +205,7 @@ PIPELINE: tuple[Rule, ...] = (
     ),
     Apply(
         "prompt_length", "data.max_prompt_tokens", COUNT, _prompt_length, default=1024,
-        note="longer prompts are left out and counted; ROLL leaves out those of 5 tokens or fewer too",
+        note="longer prompts are dropped and counted; ROLL also drops those of 5 tokens or fewer",
     ),
     Apply(
         "response_length", "rollout.sampling.max_new_tokens", nullable(COUNT), _response_length,
@@ -214,7 +214,7 @@ PIPELINE: tuple[Rule, ...] = (
     Apply(
         "sequence_length", "rollout.sampling.max_new_tokens", nullable(integer(2, samples=(4096, 8192))),
         lambda v, s: implied("prompt_length + response_length") if v is None else max_new_tokens(v, s),
-        note="prompt and response together: prompt_length of it is the prompt's",
+        note="prompt plus response, of which prompt_length is for the prompt",
     ),
     # How rollouts run
     Apply("async_generation_ratio", "", NON_NEGATIVE, only(0, "the pipelined loop is not built yet; set 0")),

@@ -116,7 +116,7 @@ def _model(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
         Apply(
             f"{model}.dtype", f"{native}.autocast", nullable(choice("fp32", "bf16", "fp16")),
             when(*idle, then=_compute_type(native)), default="bf16",
-            note="type of matrix products; the trained weights are fp32 whatever it says, as ROLL's are but for FSDP2 with "
+            note="type of matrix products; trained weights are always fp32, as in ROLL except for FSDP2 with "
             "param_dtype. null: bf16 on GPUs, fp32 on CPUs",
         ),
         Apply(
@@ -132,7 +132,7 @@ def _model(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
                 role) == "megatron" else "",
                 then=of_batch(f"{native}.sequence_parallel", of_backend("fsdp2", role)),
             ),
-            default=1, note="devices that share each sequence (Ulysses); dp = devices / ulysses_size",
+            default=1, note="sequence-parallel size (Ulysses); dp = devices / ulysses_size",
         ),
     )  # fmt: skip
 
@@ -267,10 +267,10 @@ def _worker(role: str) -> tuple[Rule, ...]:
         Apply(f"{role}.device_mapping", f"cluster.placement.{native}", nullable(DEVICES),
               when(*idle, then=lambda v,
               s: implied("processes without a device") if v is None else _mapping(role)(v, s)),
-              note="read, never evaluated. Roles on the same devices take turns"),
+              note="parsed, never evaluated. Roles on the same devices take turns"),
         Apply(f"{role}.system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
               lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
-              note="of every worker; two roles cannot have different values"),
+              note="applies to every worker; roles cannot have different values"),
         NoEffect(f"{role}.max_concurrency", COUNT, "workers answer one call at a time, engines many"),
         NoEffect(f"{role}.offload_nccl", BOOL, "ROLL itself forces it off"),
         NoEffect(f"{role}.use_remove_padding", BOOL, "ROLL does not read it; rows are always packed"),
@@ -375,7 +375,7 @@ ACTOR_INFER: tuple[Rule, ...] = (
     *_any_model("actor_infer"),
     *_data_of("actor_infer"),
     Apply("actor_infer.num_gpus_per_worker", "", COUNT, when(of_engine("vllm", "sglang"), then=per_worker), default=1,
-          note="devices of one engine: its tensor parallelism where the engine's own key does not say it"),
+          note="devices per engine: its tensor-parallel size unless the engine's own key sets it"),
     Apply("actor_infer.strategy_args.strategy_name", "rollout.engine", choice(*facts.ENGINES),
           when(lambda s: "the command line's --engine comes before it" if s.engine else "",
           then=mapped(facts.ENGINES)),

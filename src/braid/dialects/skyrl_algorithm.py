@@ -326,7 +326,7 @@ ALGORITHM: tuple[Rule, ...] = (
         note="|k1|; in the loss too (SkyRL took it for the reward only)"),
     Apply(f"{_AT}.kl_estimator_type", "algorithm.kl_estimator", choice("k1", "k2", "k3", "abs"),
         when(without_reference, then=lambda v, _: _estimated(v)),
-        note="in place of use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2, the others as there"),
+        note="replaces use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2, the others as with these"),
     Apply(f"{_AT}.kl_ctrl.type", "algorithm.kl_target", choice("fixed", "adaptive"),
         when(without_reference, then=_kl_control), default="fixed"),
     Apply(f"{_AT}.kl_ctrl.kl_target", "algorithm.kl_target", POSITIVE, when(without_reference, then=_kl_target),
@@ -381,7 +381,7 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply(f"{_FIX}.sequence_tis_ratio_clip_high", "algorithm.corrections", POSITIVE,
         _correction_read("tis_ratio_type", "sequence"), default=5.0),
     Apply(f"{_FIX}.sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
-        default=None, note="sequences with w outside the bounds are left out; w is over the tokens that the outlier and token "
+        default=None, note="sequences with w outside the bounds are masked; w is over the tokens that the outlier and token "
         "masks kept"),
     Apply(f"{_FIX}.geo_mask_low", "algorithm.corrections", NON_NEGATIVE,
         _correction_read("sequence_mask_metric", "geometric"), default=0.99),
@@ -394,9 +394,9 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply(f"{_FIX}.token_mask_is_threshold_low", "algorithm.corrections", _BOUND, _corrected),
     Apply(f"{_FIX}.token_mask_is_threshold_high", "algorithm.corrections", _BOUND, _corrected),
     Apply(f"{_FIX}.outlier_token_is_threshold_low", "algorithm.corrections", _BOUND, _corrected,
-        note="a sequence with a token of w below it is left out"),
+        note="sequences with a token of w below it are masked"),
     Apply(f"{_FIX}.outlier_token_is_threshold_high", "algorithm.corrections", _BOUND, _corrected,
-        note="a sequence with a token of w above it is left out"),
+        note="sequences with a token of w above it are masked"),
     Apply(f"{_AT}.use_tis", "algorithm.corrections", BOOL, _use_tis, default=False,
         note="older spelling of off_policy_correction.tis_ratio_type=token"),
     Apply(f"{_AT}.tis_imp_ratio_cap", "algorithm.corrections", either(POSITIVE, choice(-1.0, -1)), _use_tis,
@@ -410,7 +410,7 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply(f"{_AT}.dynamic_sampling.min_replace_ratio", "rollout.filter.min_kept_fraction", SHARE,
         when(_dynamic_is("replace")), default=0.3),
     Apply(f"{_AT}.zero_variance_filter", "rollout.filter.min_std", BOOL, _zero_variance, default=False,
-        note="left out of the loss"),
+        note="masked in the loss"),
     Apply(f"{_AT}.zero_variance_filter_tol", "rollout.filter.min_std", NON_NEGATIVE, when(_filter_idle),
         default=1e-6),
     # DAPO's overlong penalty, from SkyRL's example examples/algorithms/dapo

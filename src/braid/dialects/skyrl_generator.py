@@ -179,7 +179,7 @@ def _sync(value: str, source: Source) -> Became:
     if in_one_process(source) and engine(source) == "native":
         return no_effect("one process: the engine computes with the trainer's tensors")
     if value == "nccl" and is_colocated(source):
-        return Became({"rollout.publish.transport": "auto"}, note="on the same devices CUDA IPC, as there")
+        return Became({"rollout.publish.transport": "auto"}, note="CUDA IPC on the same devices, as in SkyRL")
     return Became({"rollout.publish.transport": value})
 
 
@@ -258,7 +258,7 @@ _MISSING = (
 
 ENGINES: tuple[Rule, ...] = (
     Apply(f"{_AT}.backend", "rollout.engine", choice("vllm", "sglang"), _backend, default="vllm",
-        note="sglang runs locally too here; there it must be remote"),
+        note="sglang can run locally here; in SkyRL it must be remote"),
     Apply(f"{_AT}.model_dtype", "rollout.vllm.dtype", choice(*_DTYPES), of_engine("dtype", mapped(_DTYPES)),
         default="bfloat16",
         note="the engine's copy of the weights; log-probs before the update are computed by the trainer"),
@@ -266,7 +266,7 @@ ENGINES: tuple[Rule, ...] = (
     Apply(f"{_AT}.num_inference_engines", "rollout.vllm.replicas", COUNT, _engines, default=1),
     Apply(f"{_AT}.remote_inference_engine_urls", "rollout.vllm.servers",
         nullable(list_of(text("127.0.0.1:8001", "http://host:8002"))), _remote_urls, default=["127.0.0.1:8001"],
-        note="host:port as there, or URLs"),
+        note="host:port as in SkyRL, or URLs"),
     Apply(f"{_AT}.inference_engine_tensor_parallel_size", "rollout.vllm.tensor_parallel", COUNT, _tensor_parallel,
         default=4, note="the first release's default; later ones have 1"),
     Apply(f"{_AT}.inference_engine_pipeline_parallel_size", "rollout.vllm.pipeline_parallel", COUNT,
@@ -284,7 +284,7 @@ ENGINES: tuple[Rule, ...] = (
     Apply(f"{_AT}.async_engine", "", BOOL, always("engines are asynchronous"), default=True),
     Apply(f"{_AT}.batched", "", BOOL, always("all prompts of a round are in flight together"), default=True),
     Apply(f"{_AT}.vllm_v1_disable_multiproc", "rollout.vllm.in_process", BOOL,
-        of_engine("in_process", only=("vllm",)), default=True, note="the order of requests is the same every time"),
+        of_engine("in_process", only=("vllm",)), default=True, note="the order of requests is deterministic"),
     Apply(f"{_AT}.enable_prefix_caching", "rollout.vllm.prefix_caching", BOOL,
         of_engine("prefix_caching", only=("vllm",)), default=True),
     Apply(f"{_AT}.enable_chunked_prefill", "rollout.vllm.chunked_prefill", BOOL,
@@ -319,7 +319,7 @@ ENGINES: tuple[Rule, ...] = (
 def _temperature(native: str) -> Any:
     def convert(value: float, _: Source) -> Became:
         if value == 0:
-            return Became({f"{native}.greedy": True}, note="the likeliest token")
+            return Became({f"{native}.greedy": True}, note="the most probable token")
         return Became({f"{native}.temperature": float(value), f"{native}.greedy": False})
 
     return convert
@@ -339,7 +339,7 @@ def _sampling(name: str, native: str, length: Takes, longest: int | None) -> tup
     idle = () if name == "sampling_params" else (_evaluates,)
     return (
         Apply(f"{at}.max_generate_length", f"{native}.max_new_tokens", length, when(*idle, then=_eval_length),
-            default=longest, note="tokens of one answer (turn)"),
+            default=longest, note="tokens of one response (turn)"),
         Apply(f"{at}.temperature", f"{native}.temperature", NON_NEGATIVE, when(*idle, then=_temperature(native)),
             default=1.0,
             note="logits are divided by it in training too, for policy, old and reference alike; 0 is greedy"),
@@ -365,7 +365,7 @@ SAMPLING: tuple[Rule, ...] = (
     Apply(f"{_AT}.n_samples_per_prompt", "rollout.group_size", COUNT, default=5,
         note="samples of a round = train_batch_size * it"),
     Apply(f"{_AT}.max_input_length", "rollout.vllm.max_model_tokens", nullable(COUNT), _input_length, default=None,
-        note="tokens before an answer, plus the longest answer; max_prompt_length for a single turn"),
+        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
     Apply(f"{_AT}.max_turns", "env.max_turns", COUNT, _max_turns, default=1),
     Apply(f"{_AT}.use_conversation_multi_turn", "", BOOL, _conversation, default=False),
     NoEffect(f"{_AT}.append_eos_token_after_stop_str_in_multi_turn", BOOL,
@@ -374,9 +374,9 @@ SAMPLING: tuple[Rule, ...] = (
     *_sampling("eval_sampling_params", "eval.sampling", nullable(COUNT), None),
     Apply(f"{_AT}.eval_n_samples_per_prompt", "eval.samples_per_prompt", COUNT,
         when(_evaluates, then=_eval_samples), default=1,
-        note="pass@k is the unbiased estimator; there it is the share of prompts with any reward"),
+        note="pass@k is the unbiased estimator; in SkyRL the share of prompts with any reward"),
     Apply(f"{_AT}.zero_reward_on_non_stop", "reward.truncated", BOOL, mapped({True: "zero", False: "keep"}),
-        default=False, note="for every answer that a limit cut off (SkyRL ignored it with batched=true)"),
+        default=False, note="for every truncated response (SkyRL ignored it with batched=true)"),
     Apply(f"{_AT}.apply_overlong_filtering", "algorithm.mask_truncated", BOOL, default=False,
         note="they still count in their group's statistics"),
     Apply(f"{_AT}.chat_template.name_or_path", "model.chat_template", nullable(TEXT), _template),

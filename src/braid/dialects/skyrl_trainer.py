@@ -144,7 +144,7 @@ PLACEMENT: tuple[Rule, ...] = (
         BOOL,
         _colocate_all,
         default=True,
-        note="everything on the same devices, in turns; weights and gradients leave the device meanwhile",
+        note="everything on the same devices, in turns; weights and gradients are offloaded meanwhile",
     ),
     Apply(
         "trainer.placement.colocate_policy_ref",
@@ -235,9 +235,9 @@ GENERAL: tuple[Rule, ...] = (
     Implied("defaults", ANY, "the presets' keys are in this list, with file and line"),
     Implied("hydra.searchpath", ANY, "where the presets of `defaults` were looked for"),
     Apply("trainer.epochs", "run.max_epochs", COUNT, default=1,
-        note="the last round of an epoch may take prompts of the next; SkyRL drops the rest of an epoch"),
+        note="the last round of an epoch may include prompts of the next; SkyRL drops the rest of an epoch"),
     Apply("trainer.max_training_steps", "run.max_rounds", nullable(COUNT),
-        note="SkyRL's step is braid's round; with epochs the smaller counts"),
+        note="SkyRL's step is braid's round; with epochs the smaller limit applies"),
     Apply("trainer.update_epochs_per_batch", "train.passes_per_round", COUNT, shared("passes_per_round"),
         default=1),
     Apply("trainer.train_batch_size", "rollout.prompts_per_round", COUNT, default=1024,
@@ -262,7 +262,7 @@ GENERAL: tuple[Rule, ...] = (
     Apply("trainer.use_sample_packing", "", BOOL, _packing, default=True),
     Apply("trainer.max_prompt_length", "data.max_prompt_tokens", COUNT, lambda v,
         _: Became({"data.max_prompt_tokens": v, "data.overlong": "truncate_left"}), default=512,
-        note="longer prompts are truncated, as documented, at their beginning; SkyRL's code leaves such rows "
+        note="longer prompts are truncated at the beginning, as documented; SkyRL's code leaves such rows "
         "out (braid.data.overlong=drop)"),
     Apply("trainer.gradient_checkpointing", "train.gradient_checkpointing", BOOL, shared("gradient_checkpointing"),
         default=True),
@@ -366,13 +366,13 @@ def _run_name(value: str, source: Source) -> Became:
 
 REPORT: tuple[Rule, ...] = (
     Apply("trainer.eval_batch_size", "eval.batch_prompts", COUNT, when(_evaluates), default=1024,
-        note="prompts; none is left out at the end"),
+        note="prompts; a smaller last batch is kept"),
     Apply("trainer.eval_before_train", "eval.before", BOOL, when(_evaluates), default=True),
     Apply("trainer.eval_interval", "eval.every_rounds", _NEVER, _eval_interval, default=5,
         note="rounds, and after the last; -1 for never"),
     Apply("trainer.resume_mode", "run.resume", choice(None, "none", "latest", "from_path"), _resume_mode,
         default="latest",
-        note="latest starts anew where there is no checkpoint; a resumed run ends where the unbroken one would "
+        note="latest starts a new run if there is no checkpoint; a resumed run ends at the same round as an uninterrupted one "
         "(SkyRL runs further epochs)"),
     Apply("trainer.resume_path", "run.resume", nullable(text("a/global_step_10", "b/step_20")), _resume_path,
         note="a checkpoint of braid; SkyRL's sharded states cannot be read (start from its HF export instead)"),

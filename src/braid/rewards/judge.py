@@ -97,8 +97,8 @@ class JudgePart:
 
 
 def backoff_s(config: JudgeReward, seed: int, name: str, attempt: int) -> float:
-    """Seconds to wait after failed attempt number `attempt`: between half of backoff_s * 2^attempt and all of
-    it, with at most max_backoff_s for the latter."""
+    """Seconds to wait after failed attempt number `attempt`: between half and all of
+    min(backoff_s * 2^attempt, max_backoff_s)."""
     longest = min(config.backoff_s * 2 ** min(attempt, 64), config.max_backoff_s)
     return longest * (1 + Random(f"{seed}:{name}:{attempt}").random()) / 2
 
