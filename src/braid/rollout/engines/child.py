@@ -1,4 +1,4 @@
-"""A process that an engine runs in: started with a log, ended with all that it started."""
+"""The child process of an engine: started with a log file, killed together with its own children."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from braid.runtime.processes import kill_group
 from .guard import FOLDER
 
 _END_S = 10.0
-"""How long an ended process may take to be gone."""
+"""Time limit for a process to exit after it has been killed or has closed its pipe."""
 _LAST_LINES = 12
 
 
 class Child:
-    """It leads a process group of its own, so that Ctrl-C reaches only the controller, and so that all of it can be ended
-    together."""
+    """A child process that leads a separate process group, so that Ctrl-C reaches only the controller, and
+    the whole group can be killed at once."""
 
     def __init__(
         self,
@@ -35,15 +35,16 @@ class Child:
         pass_fds: Sequence[int] = (),
         folder: Path | None = None,
     ) -> None:
-        """`environment` is laid over this process's own. What the process writes is added to `log`. It has to end by itself when
-        this one dies (guard.end_group); one that was made with `pass_fds` sees that by what it was given, others get a guard
-        that does. `folder` is removed with it."""
+        """Start `command`. `environment` extends this process's environment. Output is appended to `log`. The
+        child must not outlive this process (guard.end_group): with `pass_fds` the command itself detects its
+        death by the inherited descriptors, otherwise it runs under a guard process. `folder` is removed when
+        the child is stopped."""
         self.log, self._folder = log, folder
         if folder is not None:
             environment = {**environment, FOLDER: str(folder)}
         guard = [] if pass_fds else [sys.executable, "-m", "braid.rollout.engines.guard"]
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch(mode=0o600)  # what an engine says may hold what it was given
+        log.touch(mode=0o600)  # an engine's log may contain secrets from its environment
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [*guard, *command],
@@ -58,7 +59,8 @@ class Child:
         self._forget = at_end(self.end)
 
     def watch(self, name: str) -> None:
-        """From here on, have the run end when this does unasked, also while nothing is asked of it. `name` is the engine's."""
+        """From now on, fail the run if the process exits unexpectedly, even while it is idle. `name` is the
+        engine's."""
 
         def wait() -> None:
             self._process.wait()
@@ -69,11 +71,12 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is still running."""
         return self._process.poll() is None
 
     def how_it_ended(self) -> str:
-        """After a while for it to end: "killed by SIGKILL" or "exit status 1", with the end of its log."""
+        """Wait for the process to exit, and describe how: "killed by SIGKILL" or "exit status 1", with the
+        last log lines."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         code = self._process.returncode
@@ -84,7 +87,7 @@ class Child:
         return f"({how}). {self.last_words()}"
 
     def last_words(self) -> str:
-        """The end of its log, as a sentence of an error."""
+        """The last log lines, formatted for an error message."""
         try:
             lines = self.log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
         except OSError:
@@ -92,12 +95,12 @@ class Child:
         return f"The end of its log {self.log}:\n" + "\n".join(lines) if lines else f"Its log is {self.log}"
 
     def end(self) -> None:
-        """Kill it and all that it started. Can be called twice."""
-        if self._is_ended:  # its number may be another's by now
+        """Kill the process and its children. Idempotent."""
+        if self._is_ended:  # the pid may have been reused
             return
         self._is_ended = True
         self._forget()
-        if self._folder is not None:  # first, since this process may be ended at any moment
+        if self._folder is not None:  # first, since this process may be killed at any moment
             shutil.rmtree(self._folder, ignore_errors=True)
         kill_group(self._process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,8 +1,9 @@
-"""Runs a command that knows nothing of braid, and ends it with the process that asked for it, whatever becomes of that.
+"""Runs an external command, and kills it when the parent process exits for any reason.
 
     python -m braid.rollout.engines.guard COMMAND...
 
-The asking process holds the other end of this one's standard input. When that closes, the whole process group is ended.
+The parent holds the other end of this process's standard input. When it closes, the whole process group is
+killed.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ import threading
 from braid.runtime.processes import kill_group
 
 FOLDER = "BRAID_ENGINE_FOLDER"
-"""The variable that names the folder of an engine's process, which goes with it."""
+"""Environment variable with the folder of an engine's process, which is removed with the process."""
 
 
 def end_group() -> None:
-    """End this process with its process group, when nobody is left who would."""
+    """Remove the engine's folder and kill this process with its process group. For use after the parent has
+    died."""
     if folder := os.environ.get(FOLDER):
         shutil.rmtree(folder, ignore_errors=True)
     kill_group(os.getpgrp())
 
 
 def main(command: list[str]) -> None:
-    """Ends as the command does."""
+    """Run the command, and exit with its exit status or signal."""
     threading.Thread(target=_watch, daemon=True).start()
     code = subprocess.Popen(command, stdin=subprocess.DEVNULL).wait()
     if code < 0:
         os.kill(os.getpid(), -code)
-    os._exit(code)  # the thread that watches would be waited for
+    os._exit(code)  # sys.exit would wait for the watching thread
 
 
 def _watch() -> None:

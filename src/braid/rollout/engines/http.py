@@ -1,4 +1,5 @@
-"""Engines that are servers: the client's side of HTTP, with tries, limits, and errors that name the server."""
+"""HTTP client and base class of engines that are servers: retries, timeouts, and errors that name the
+server."""
 
 from __future__ import annotations
 
@@ -23,25 +24,26 @@ from braid.weights.sending import SendOptions
 from .published import RemoteEngine
 
 _RETRIED = frozenset({408, 425, 429})
-"""Statuses of HTTP that may be better later, beside those from 500 on."""
+"""HTTP status codes that are retried, in addition to those from 500 on."""
 _TRIES, _BACKOFF_S = 4, 0.5
 _CONNECT_S = 10.0
 _GREET_S = 60.0
-"""The longest that a running server may take to say what it is."""
+"""Time limit for a server's answers to the requests at connection."""
 _SHOWN_CHARACTERS = 300
-"""Of a server's answer, in messages."""
+"""Length to which a server's answer is cut in messages."""
 
 Method = Literal["GET", "POST"]
 Params = Mapping[str, str | tuple[str, ...]]
 Answer = tuple[list[int], list[float], StopReason]
-"""Tokens, their log-probs, and why there are no more."""
+"""Tokens, their log-probs, and the stop reason."""
 
 
 class Client:
-    """Requests to one server, on an event loop of its own: connections stay open whichever loop the caller runs."""
+    """Requests to one server, on a separate event loop, so that connections stay open across the caller's
+    loops."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        """`timeout_s` bounds one answer, with all tries that it takes, unless a call has a limit of its own."""
+        """`timeout_s` is the default time limit of a request, including its retries."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
 
@@ -51,7 +53,8 @@ class Client:
                 base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=_trusted()
             )
 
-        # What has one try gets a new connection: an old one may end as it is used, when it was idle or after an error.
+        # Requests without retries use a new connection: the server may close a reused one just as the request
+        # is sent.
         self._kept, self._new = connections(256), connections(0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {url}", daemon=True)
@@ -67,18 +70,19 @@ class Client:
         tries: int = _TRIES,
         timeout_s: float | None = None,
     ) -> Future[Any]:
-        """The server's answer, as JSON (None for an empty one). Cancelling it ends the connection. Its exception is an
-        EngineError: after `tries` tries where another might have helped, at once where the server refuses, and in any case when
-        the time is up. What may not be done twice has one try."""
+        """Send a request; the future's result is the server's answer as JSON (None for an empty one).
+        Cancelling it closes the connection. The future fails with EngineError: after `tries` attempts if the
+        failure may be transient, at once if the server rejects the request, and in any case on timeout. Use
+        `tries=1` for requests that are not idempotent."""
         work = self._ask(method, path, body, params, tries, timeout_s or self._timeout_s)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, method: Method, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """The same, waited for."""
+        """Send a request and wait for the answer; see `start`."""
         return self.start(method, path, body, **options).result()
 
     def close(self) -> None:
-        """End all connections. Can be called twice."""
+        """Close all connections. Idempotent."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CONNECT_S)
@@ -112,7 +116,7 @@ class Client:
                         failures.append(f"{type(error).__name__}: {error}".rstrip(": "))
         except TimeoutError:
             failures.append(f"did not answer in time (limit {timeout_s:g} s)")
-        # What came before the last failure may say why.
+        # Earlier failures may explain the last one.
         why = "; before: ".join(dict.fromkeys(reversed(failures)))
         again = f" ({len(failures)} tries)" if len(failures) > 1 else ""
         raise EngineError(f"the server {self.url} failed on {method} {path}{again}: {why}")
@@ -128,12 +132,12 @@ class Client:
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """Whose certificates count; it takes a while to read them."""
+    """The SSL context with the trusted certificates; cached, since loading them is slow."""
     return httpx2.create_ssl_context()
 
 
 class _Failure(Exception):
-    """The server answered, and not with what was asked for. `may_pass`: another try may help."""
+    """An error answer of the server. `may_pass`: a retry may succeed."""
 
     def __init__(self, why: str, *, may_pass: bool) -> None:
         super().__init__(why)
@@ -141,19 +145,19 @@ class _Failure(Exception):
 
 
 def _json(answer: httpx2.Response) -> Any:
-    """What an answer says; None for an empty one. Raises _Failure for anything else than an answer."""
+    """The answer's JSON; None for an empty one. Raises _Failure for an error status or invalid JSON."""
     if answer.status_code >= 300:
         text = answer.text[:_SHOWN_CHARACTERS]
         may_pass = answer.status_code >= 500 or answer.status_code in _RETRIED
         raise _Failure(f"answered {answer.status_code}: {text}", may_pass=may_pass)
     try:
         return answer.json() if answer.content else None
-    except ValueError as error:  # no JSON, or no text at all
+    except ValueError as error:  # invalid JSON or undecodable text
         raise _Failure(f"answered what is no JSON ({error})", may_pass=True) from error
 
 
 class ServerEngine(RemoteEngine):
-    """An engine that is a server, whatever its protocol."""
+    """Base class of engines that are HTTP servers."""
 
     def __init__(
         self,
@@ -164,9 +168,9 @@ class ServerEngine(RemoteEngine):
         timeout_s: float,
         name: str | None = None,
     ) -> None:
-        """`max_tokens` is the longest sequence that is asked for; `timeout_s` bounds one answer; `sending` is RemoteEngine's.
-        `name` is what messages call it, by its URL unless given. Raises EngineError, naming the URL, when no server answers
-        there or it is not set up as it has to be."""
+        """`max_tokens` is the longest sequence that is requested; `timeout_s` is the time limit of an answer;
+        `sending` as in RemoteEngine. `name` is used in messages; default: the URL. Raises EngineError, naming
+        the URL, if no server answers there or if it is configured incorrectly."""
         super().__init__(name or f"the server {url}", sending)
         self._max_tokens, self._timeout_s = max_tokens, timeout_s
         self._num_pending = 0
@@ -184,7 +188,7 @@ class ServerEngine(RemoteEngine):
         return self._num_pending
 
     async def generate(self, request: Request) -> Completion:
-        """See RolloutEngine. A try that fails is made again with the same random numbers."""
+        """See RolloutEngine. Retries use the same random numbers."""
         if self._is_closed:
             raise EngineError(f"the client of {self.name} is closed; make a new one")
         check_request(request, longest=self._max_tokens, key=self._limit_key)
@@ -211,37 +215,38 @@ class ServerEngine(RemoteEngine):
         return Completion(token_ids, logprobs, reason, version, start, time.perf_counter())
 
     def close(self) -> None:
-        """See RolloutEngine. The server goes on running."""
+        """See RolloutEngine. Leaves the server running."""
         if not self._is_closed:
             self._is_closed = True
             super().close()
             self._client.close()
 
     def _about(self, path: str, params: Params | None = None) -> Any:
-        """What the server says of itself; sooner than it has to answer requests."""
+        """GET information about the server, with a shorter time limit than for generation."""
         limit_s = min(_GREET_S, self._timeout_s)
         return self._client.call("GET", path, params=params, timeout_s=limit_s)
 
     @property
     @abstractmethod
     def _limit_key(self) -> str:
-        """The config key that bounds sequences."""
+        """The config key of the longest sequence, for messages."""
 
     @abstractmethod
     def _greet(self) -> None:
-        """Check that the server is there, and that it is set up as it has to be."""
+        """Check that the server is reachable and configured correctly."""
 
     @abstractmethod
     def _question(self, request: Request) -> tuple[str, dict[str, Any]]:
-        """Path and body of a request."""
+        """Path and body of the HTTP request."""
 
     @abstractmethod
     def _read(self, answer: Any) -> Answer:
-        """What the server's answer says. May raise KeyError, TypeError, IndexError and ValueError for one of another form."""
+        """Parse the server's answer. May raise KeyError, TypeError, IndexError and ValueError for an unknown
+        format."""
 
 
 def _check_form(token_ids: list[int], logprobs: list[float], most: int) -> None:
-    """Raise ValueError for what is no completion of `most` tokens at most."""
+    """Raise ValueError unless the answer is a valid completion of at most `most` tokens."""
     if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs")
     if not 0 < len(token_ids) <= most:

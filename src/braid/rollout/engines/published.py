@@ -1,4 +1,4 @@
-"""What engines outside this process have in common: weights are brought to them, and a version counts once it has arrived."""
+"""Base class of engines in other processes: weight sync and versions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from braid.weights.sender import open_sender
 from braid.weights.sending import Sender, SendOptions
 
 Part = Literal["weights", "kv_cache"]
-"""What an engine has on its device, as vLLM and SGLang call it."""
+"""Parts of an engine's device memory, by their names in vLLM and SGLang."""
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 _WHY_S = 2.0
-"""How long an engine may take to say why it stopped receiving."""
+"""Time to wait for an engine's error after a failed weight transfer."""
 
 
 class RemoteEngine(PublishedEngine):
-    """The publishing half of a PublishedEngine; subclasses say how a version is received."""
+    """The weight sync of a PublishedEngine; subclasses implement how a version is received."""
 
     def __init__(self, name: str, sending: SendOptions) -> None:
-        """`name` is what messages call it; `sending` is how `load_weights` brings weights from this process to it."""
+        """`name` is used in messages; `sending` configures how `load_weights` sends weights from this
+        process."""
         self.name, self.sending = name, sending
         self._sender: Sender | None = None
         self._version: int | None = None
@@ -36,30 +37,30 @@ class RemoteEngine(PublishedEngine):
 
     @property
     def cache_bytes(self) -> int:
-        """See RolloutEngine: nothing in this process."""
+        """See RolloutEngine. 0: the cache is in another process."""
         return 0
 
     @property
     @abstractmethod
     def receivers(self) -> Sequence[str]:
-        """What a sender knows this engine's ends by: one for each process that has weights."""
+        """Names by which a sender addresses this engine: one per engine process that holds weights."""
 
     @property
     @abstractmethod
     def num_pending(self) -> int:
-        """Requests without an answer yet."""
+        """Number of unanswered requests."""
 
     @abstractmethod
     def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
-        """Begin to take `version` over from the sender of `ticket`."""
+        """Start to receive `version` from the sender of `ticket`."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give the memory of all PARTS of an idle engine back; weights go to host memory."""
+        """Free the device memory of all PARTS of an idle engine; weights move to host memory."""
 
     @abstractmethod
     def _regain(self, parts: tuple[Part, ...]) -> None:
-        """Take the memory of these parts again."""
+        """Restore the device memory of these parts."""
 
     def sleep(self) -> None:
         """See RolloutEngine."""
@@ -77,7 +78,7 @@ class RemoteEngine(PublishedEngine):
             self._gone = ()
 
     def publish(self, version: int) -> None:
-        """See RolloutEngine: `version` has to have been brought here before."""
+        """See RolloutEngine. Raises EngineError unless `version` has been received."""
         if version != self._version:
             raise EngineError(f"{self.name} has version {self._version} of the weights, not {version}")
 
@@ -88,17 +89,18 @@ class RemoteEngine(PublishedEngine):
         send_to([self], self._sender, version, weights)
 
     def start_receiving(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
-        """Begin to take `version` over from a sender in any process (weights.open_sender with `receivers`). The engine has no
-        weights until `finish_receiving`. Raises EngineError while requests run."""
+        """Start to receive `version` from a sender in any process (weights.open_sender with `receivers`). The
+        engine has no usable weights until `finish_receiving`. Raises EngineError while requests run."""
         self.check_idle(f"publish version {version}")
         self._version = None
-        if "weights" in self._gone:  # the cache is for others still
+        if "weights" in self._gone:  # the cache's memory is still in use by others
             self._regain(("weights",))
             self._gone = ("kv_cache",)
         return self._receive(version, ticket)
 
     def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
-        """Sample with `version` from now on. Raises EngineError when it did not arrive as it was sent."""
+        """Wait for `version` and sample with it from now on. Raises EngineError if it did not arrive
+        intact."""
         try:
             receiving.result(self.sending.timeout_s)
         except FutureTimeoutError:
@@ -115,12 +117,13 @@ class RemoteEngine(PublishedEngine):
             self._sender = None
 
     def check_idle(self, what: str) -> None:
-        """Raise EngineError while requests run; `what` is what cannot be done then."""
+        """Raise EngineError while requests run; `what` names the refused operation."""
         if self.num_pending:
             raise EngineError(f"cannot {what} while {self.num_pending} requests run; await them first")
 
     def _published(self) -> int:
-        """The version that requests are answered with."""
+        """The version of the weights that requests are sampled with. Raises EngineError if asleep or without
+        weights."""
         if self._gone:
             raise EngineError(f"{self.name} is asleep; wake it before it is asked")
         if self._version is None:
@@ -138,15 +141,15 @@ class RemoteEngine(PublishedEngine):
 def send_to(
     engines: Sequence[RemoteEngine], sender: Sender, version: int, weights: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Bring `weights` to all `engines` at once; `sender` is for the receivers of all of them. Raises EngineError when one of them
-    has not taken over what was sent, or while requests run."""
+    """Send `weights` to all `engines` in parallel; `sender` is open to the receivers of all of them. Raises
+    EngineError if an engine did not receive them intact, or while requests run."""
     for engine in engines:
         engine.check_idle(f"publish version {version}")
     receiving = [engine.start_receiving(version, sender.ticket.as_dict()) for engine in engines]
     try:
         sender.send(version, weights)
     except EngineError:
-        # Where an engine itself failed, it knows why.
+        # If an engine caused the failure, its error says why.
         for of in receiving:
             with contextlib.suppress(FutureTimeoutError):
                 of.result(_WHY_S)

@@ -1,4 +1,4 @@
-"""Several engines as one: requests go to the least loaded, those of a group together."""
+"""Routes requests to several engines: to the least loaded one, those of a group together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .published import RemoteEngine, send_to
 
 @dataclass(slots=True)
 class _Home:
-    """Where requests with one beginning go while any of them is under way."""
+    """The engine for requests with the same prompt while any of them is pending."""
 
     engine: int
     num_requests: int = 0
@@ -25,10 +25,11 @@ class _Home:
 
 @dataclass(slots=True)
 class Router:
-    """See PublishedEngine for the contract. Load is counted in tokens that may still be drawn.
+    """See PublishedEngine for the contract. Load is the sum of max_new_tokens of pending requests.
 
-    Requests with equal prompts go to one engine as long as one of them is under way, so that it reads the prompt once. A
-    request fails with its engine: its error says which; a further try of the caller goes to another one.
+    Requests with the same prompt go to one engine while any of them is pending, so that the prompt is
+    prefilled once. A request fails with its engine, whose name is in the error; a retry by the caller goes to
+    another engine.
     """
 
     engines: Sequence[RemoteEngine]
@@ -76,7 +77,7 @@ class Router:
             engine.publish(version)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See PublishedEngine; the weights are read once, and go to all engines at the same time."""
+        """See PublishedEngine; the weights are read once and sent to all engines in parallel."""
         if self._sender is None:
             receivers = [name for engine in self.engines for name in engine.receivers]
             self._sender = open_sender(receivers, self.engines[0].sending)
@@ -111,5 +112,6 @@ class Router:
             engine.close()
 
     def _least_loaded(self) -> int:
-        """The first of those with the fewest failures in a row, then the least load."""
+        """Index of the engine with the fewest consecutive failures, then the least load; ties go to the
+        first."""
         return min(range(len(self.engines)), key=lambda i: (self._failures[i], self._loads[i]))

@@ -1,7 +1,8 @@
-"""The embedded engine: continuous batching over the Hugging Face module that the trainer holds.
+"""The native engine: continuous batching over the trainer's Hugging Face module, in the same process.
 
-`engine` schedules requests and steps the model, `cache` keeps keys and values and attends over them, `sampler` turns
-logits into tokens, `stopping` finds stop strings, `decoder` runs one decoding step (as CUDA graphs where asked).
+`engine` schedules requests and steps the model, `cache` stores keys and values and computes attention over
+them, `sampler` turns logits into tokens, `stopping` finds stop strings, `decoder` runs a decoding step (with
+CUDA graphs if enabled).
 """
 
 from .engine import Counters, NativeEngine

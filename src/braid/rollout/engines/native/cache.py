@@ -1,10 +1,10 @@
-"""Keys and values of the running sequences, and attention over them.
+"""The key/value cache of running sequences, and attention over it.
 
-Sequence number s keeps its keys and values in slot s of one tensor [slots, Hkv, length, d] per layer. Running sequences
-stay compact in the first slots, so that decoding reads plain views: nothing is gathered, nothing is repeated.
-Layers are allocated when they first bring keys, so no model configuration is read. A layer here is the n-th call of
-attention in a forward pass: some architectures call one attention module several times (DiffLlama), and each call has
-keys and values of its own.
+Sequence s stores its keys and values in slot s of one tensor [slots, Hkv, length, d] per layer. Running
+sequences are kept compact in the first slots, so that decoding reads plain views, without gathering or
+repeating. A layer is allocated at its first write, so no model config is needed. A layer here is the n-th
+attention call in a forward pass: some architectures call one attention module several times (DiffLlama), and
+each call has separate keys and values.
 """
 
 from __future__ import annotations
@@ -27,48 +27,53 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def padded_length(length: int) -> int:
-    """Positions to read for a sequence of `length`, chosen so that on CPU the bits of its result depend on nothing else.
+    """Number of positions to read for a sequence of `length`, such that on CPU the result is bitwise
+    independent of other sequences.
 
-    The attention kernel works in blocks of 512 positions. It sums up to 384 of them in order, more in two halves, and
-    512 in order again; what is masked adds zeros, which change a sum's bits only where they change its halves.
+    The attention kernel works in blocks of 512 positions. It sums up to 384 of them in order, more in two
+    halves, and 512 in order again; masked positions add zeros, which change the bits of a sum only if they
+    change how it is halved.
     """
     padded = round_up(length, _LENGTH_MULTIPLE)
     return padded if padded % _KERNEL_BLOCK <= _WHOLE_SUMS else round_up(padded, _KERNEL_BLOCK)
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows to compute for `num_rows`, chosen so that on CPU in fp32 a row's bits do not depend on their number.
+    """Number of rows to compute for `num_rows`, such that on CPU in fp32 a row is bitwise independent of
+    their number.
 
-    Matrix products take other code below 16 rows; element-wise functions where a tensor ends within a vector register.
+    Matrix products use a different kernel below 16 rows; element-wise functions do where a tensor ends within
+    a vector register.
     """
     return max(_MIN_ROWS, round_up(num_rows, _ROW_MULTIPLE))
 
 
 def padded_prompt(length: int) -> int:
-    """Positions to prefill for a prompt of `length`; a function of it alone, for the same reason."""
+    """Number of positions to prefill for a prompt; depends only on `length`, for the same reason."""
     return round_up(length, _PROMPT_MULTIPLE)
 
 
 class KVCache:
-    """Slots for keys and values within a budget of tokens.
+    """Slots for keys and values within a token budget.
 
-    `budget_tokens` bounds slots x length; the memory of each token is that of its keys and values in all layers.
+    `budget_tokens` bounds slots x length; each token takes the memory of its keys and values in all layers.
     """
 
     def __init__(self, budget_tokens: int, max_slots: int) -> None:
-        """Beyond both limits there are slots for padding rows to write to."""
+        """The slots that padding rows write to come on top of both limits."""
         self._budget, self._max_slots = budget_tokens, max_slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.slots, self.length, self.generation = 0, 0, 0
 
     def fits(self, slots: int, length: int) -> bool:
-        """Whether so many sequences of up to `length` tokens can run together."""
+        """Whether `slots` sequences of up to `length` tokens can run together."""
         return slots <= self._max_slots and slots * padded_length(length) <= self._budget
 
     def reserve(self, slots: int, length: int, num_used: int) -> None:
-        """Make room for what `fits` allowed, keeping the content of the first `num_used` slots.
+        """Allocate room for sizes that `fits` accepted, keeping the content of the first `num_used` slots.
 
-        Lengths grow by doubling; the slots are as many as the budget then holds. A new layout is a new `generation`.
+        The length grows by doubling; the number of slots is the most that the budget then allows. Each new
+        layout increments `generation`.
         """
         if slots <= self.slots and length <= self.length:
             return
@@ -80,9 +85,9 @@ class KVCache:
             self._layers[layer] = (self._moved(old[0], num_used), self._moved(old[1], num_used))
 
     def write_prompts(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
-        """Prompts' keys and values [N, Hkv, L, d] into slots first, first + 1, ..."""
+        """Write prompts' keys and values [N, Hkv, L, d] to slots first, first + 1, ..."""
         if layer not in self._layers:
-            # Zeros, since what a mask hides is still multiplied by 0 and must be finite.
+            # Zeros, since masked values are still multiplied by 0 and must be finite.
             self._layers[layer] = (self._zeros_like(key), self._zeros_like(value))
         for store, new in zip(self._layers[layer], (key, value), strict=True):
             store[first : first + new.shape[0], :, : new.shape[2]].copy_(new)
@@ -98,18 +103,18 @@ class KVCache:
                 store[target, :, :length].copy_(store[source, :, :length])
 
     def clear(self, slot: int) -> None:
-        """Forget a slot that holds numbers which are not finite."""
+        """Zero a slot that contains non-finite values."""
         for stores in self._layers.values():
             for store in stores:
                 store[slot].zero_()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all keys and values."""
+        """Bytes of all keys and values."""
         return sum(store.nbytes for stores in self._layers.values() for store in stores)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._layers.clear()
         self.slots = self.length = 0
 
@@ -124,16 +129,17 @@ class KVCache:
 
 
 class PrefillAttention:
-    """Causal attention over right-padded prompts laid end to end; fills the cache.
+    """Causal attention over concatenated right-padded prompts; fills the cache.
 
-    A padded position is never attended to by a real one, and its place in the cache is overwritten before the
-    sequence grows long enough to see it.
+    Real positions never attend to padding, and padding in the cache is overwritten before the sequence grows
+    long enough to see it.
     """
 
     def __init__(self, cache: KVCache, first_slot: int, prompts: Sequence[tuple[int, int]]) -> None:
-        """`prompts`: (padded width, number of sequences that start from it) of each, like widths side by side.
+        """`prompts`: (padded width, number of sequences that start from it) of each prompt, with equal widths
+        adjacent.
 
-        The sequences of the first prompt take the slots from `first_slot` on, those of the next the slots after.
+        Slots are assigned in order, from `first_slot` on.
         """
         self._cache = cache
         self._blocks: list[tuple[int, int, list[int]]] = []
@@ -160,10 +166,10 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """One new token for each of the first B slots, attending to all before it in its slot.
+    """Attention of one new token in each of the first B slots to all previous tokens of its slot.
 
-    Made once per step; every shape is fixed by B and `width`, so that a step can be captured as a CUDA graph.
-    Query heads that share a key head are laid along the query axis: q is [B, Hkv, G, d].
+    Created once per step; all shapes depend only on B and `width`, so that a step can be captured as a CUDA
+    graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d].
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, width: int) -> None:
@@ -201,7 +207,7 @@ class DecodeAttention:
         return self._places[heads]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to scores, [B, 1, 1, width]: 0 where visible, else -inf."""
+        """Additive attention mask [B, 1, 1, width]: 0 where visible, else -inf."""
         window = window if window is not None and window < self._width else None
         if window not in self._masks:
             column = torch.arange(self._width, device=self._positions.device)

@@ -1,4 +1,4 @@
-"""One decoding step of the model for the first B slots: eager, or replayed from CUDA graphs."""
+"""Runs a decoding step of the model for the first B slots: eager, or replayed from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cache import DecodeAttention, KVCache, padded_length, padded_rows
 
 
 class LanguageModel(Protocol):
-    """What the engine asks of a language model; models.causal_lm.CausalLM is one."""
+    """A language model as the engine needs it (such as models.causal_lm.CausalLM)."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -40,7 +40,7 @@ class _Graph:
 
 
 class Decoder:
-    """Runs decoding steps with shapes from a small set, so that few graphs serve all of them."""
+    """Runs decoding steps with shapes from a small set, so that a few graphs cover all of them."""
 
     def __init__(self, lm: LanguageModel, cache: KVCache, device: torch.device, *, cuda_graphs: bool) -> None:
         self._lm, self._cache, self._device = lm, cache, device
@@ -49,15 +49,15 @@ class Decoder:
         self._captured_from: tuple[int, ...] = ()
 
     def rows(self, num_running: int) -> int:
-        """Rows to compute for so many sequences; those beyond are padding."""
+        """Number of rows to compute for `num_running` sequences, including padding."""
         if self._device.type == "cpu":
             return padded_rows(num_running)
         return min(self._cache.slots, padded_rows(1 << (num_running - 1).bit_length()))
 
     def logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Logits [B, V] after `tokens` [B] at `positions` [B], the largest of which is below `longest`.
+        """Logits [B, V] after `tokens` [B] at `positions` [B], all below `longest`.
 
-        Tensors come from the host. The result may be overwritten by the next call.
+        Arguments are CPU tensors. The next call may overwrite the result.
         """
         width = padded_length(longest)
         if self._device.type == "cpu":
@@ -81,7 +81,7 @@ class Decoder:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(tokens, positions, width)  # libraries set themselves up outside of the capture
+            self._compute(tokens, positions, width)  # libraries initialise outside of the capture
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
@@ -91,7 +91,7 @@ class Decoder:
         return captured
 
     def _drop_stale(self) -> None:
-        """Graphs read fixed addresses: forget them when the cache or a weight has moved."""
+        """Drop all graphs if the cache or a weight has moved, since they read fixed addresses."""
         weights = (p.data_ptr() for p in self._lm.model.parameters())
         addresses = (self._cache.generation, *weights)
         if addresses != self._captured_from:

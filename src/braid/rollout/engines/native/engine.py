@@ -1,14 +1,17 @@
 """The native engine: admits requests, prefills prompts, decodes all running sequences one token at a time.
 
-One asyncio task steps the engine while anything is pending, and lets other tasks run between steps. The schedule is a
-function of the order of requests alone; what a request gets is a function of its prompt, settings and key alone:
+One asyncio task steps the engine while requests are pending, and yields to other tasks between steps. The
+schedule depends only on the order of requests; the completion of a request only on its prompt, settings and
+key:
 
-* Random numbers come from the request's key and the token's place (rollout.random).
-* On CPU in fp32 every number of a sequence has the same bits whatever runs beside it, wherever the matrix library
-  treats 16 rows and more alike: seen for models of hidden size up to 512; with several threads, larger products
-  (896 x 4864) were seen to differ, and an expert of a mixture computes as many rows as choose it.
-* Elsewhere numbers agree up to rounding. A token changes where a uniform falls within that rounding of the border
-  between two tokens, and the rest of the answer with it: rarely in fp32; in bf16 it was seen within 150 tokens.
+* Random numbers depend on the request's key and the token's index (rollout.random).
+* On CPU in fp32 a sequence's numbers are bitwise independent of the rest of the batch, if the matrix library
+  uses the same kernel for 16 rows and more. This was observed for models of hidden size up to 512. With several
+  threads, larger products (896 x 4864) were observed to differ, and an expert of an MoE model computes as many
+  rows as are routed to it.
+* Otherwise numbers agree up to rounding. If a uniform falls within rounding of the border between two tokens,
+  the token changes, and with it the rest of the completion: rarely in fp32; in bf16 it was observed within 150
+  tokens.
 """
 
 from __future__ import annotations
@@ -37,14 +40,15 @@ from .stopping import Decode, StopFinder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADMIT_FRACTION = 16
-"""Requests are admitted when they are at least this fraction of those running: a prefill costs about a step,"""
+"""Waiting requests are admitted if they number at least 1 / _ADMIT_FRACTION of those running, since a prefill
+costs about as much as a step ..."""
 _ADMIT_PATIENCE_STEPS = 8
-"""or when the first one could have run for so many steps."""
+"""... or if the first of them has been held back for this many steps."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine has done since it was made. `seconds` are those spent in steps."""
+    """Work counters since the engine's creation. `seconds` is the time spent in steps."""
 
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
@@ -54,7 +58,7 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request on its way. `slot` is -1 while it waits."""
+    """A pending request. `slot` is -1 while it waits."""
 
     request: Request
     future: asyncio.Future[Completion]
@@ -74,7 +78,7 @@ class _Sequence:
 
 
 class NativeEngine:
-    """Samples completions with the trainer's own module; see rollout.engine.RolloutEngine for the contract."""
+    """Samples completions with the trainer's module; see rollout.engine.RolloutEngine for the contract."""
 
     def __init__(
         self,
@@ -90,7 +94,8 @@ class NativeEngine:
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
 
-        With a `dtype` other than the weights' own, a copy of the weights is held, and renewed by `publish`.
+        With a `dtype` other than that of the weights, the engine keeps a copy of the weights, updated by
+        `publish`.
         """
         self._source = lm
         weight = next(lm.model.parameters())
@@ -104,7 +109,8 @@ class NativeEngine:
         self._sampler = Sampler(slots, lm.vocab_size, self._device)
         self._decoder = Decoder(self._lm, self._cache, self._device, cuda_graphs=cuda_graphs)
         self._stops = StopFinder(decode)
-        # The next input of each slot and its position; on CPU the model reads these very arrays.
+        # The next input token of each slot and its position; on CPU the model reads these arrays without a
+        # copy.
         self._tokens, self._positions = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -124,7 +130,7 @@ class NativeEngine:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether it computes with the trainer's own tensors."""
+        """Whether the engine uses the trainer's tensors rather than a copy."""
         return self._lm is self._source
 
     @property
@@ -133,7 +139,7 @@ class NativeEngine:
         return self._cache.num_bytes
 
     async def generate(self, request: Request) -> Completion:
-        """See RolloutEngine. Raises EngineError when the request can never fit or its logits are not finite."""
+        """See RolloutEngine. Raises EngineError if the request can never fit or its logits are not finite."""
         self._check(request)
         future = asyncio.get_running_loop().create_future()
         end_tokens = frozenset(request.sampling.stop_token_ids)
@@ -148,7 +154,7 @@ class NativeEngine:
             raise
 
     def publish(self, version: int) -> None:
-        """See RolloutEngine. Copies nothing when the engine shares the trainer's tensors."""
+        """See RolloutEngine. Copies nothing if the engine shares the trainer's tensors."""
         if self._waiting or self._running:
             pending = len(self._waiting) + len(self._running)
             raise EngineError(
@@ -159,7 +165,7 @@ class NativeEngine:
             _copy_weights(self._source, self._lm)
 
     def sleep(self) -> None:
-        """See RolloutEngine: the cache goes, and comes back with the next request."""
+        """See RolloutEngine. Frees the cache; the next request allocates it again."""
         if self._waiting or self._running:
             pending = len(self._waiting) + len(self._running)
             raise EngineError(f"cannot sleep while {pending} requests run; await them first")
@@ -177,7 +183,7 @@ class NativeEngine:
         return self._lm.model.named_parameters()
 
     def close(self) -> None:
-        """Fail what is pending and give the cache's memory back."""
+        """Fail all pending requests and free the cache."""
         self._is_closed = True
         if self._stepper is not None:
             self._stepper.cancel()
@@ -185,7 +191,7 @@ class NativeEngine:
         self._cache.free()
 
     def _check(self, request: Request) -> None:
-        """Refuse what can never run, before it waits for ever."""
+        """Raise EngineError for a request that can never run, instead of queueing it forever."""
         sampling, prompt = request.sampling, request.prompt_ids
         if self._is_closed:
             raise EngineError("the engine is closed; make a new one")
@@ -214,12 +220,13 @@ class NativeEngine:
             )
 
     async def _run(self) -> None:
-        """Step until nothing is pending. An error ends all pending requests; the engine can be used again."""
+        """Step until no request is pending. An error fails all pending requests; the engine remains
+        usable."""
         try:
             while self._waiting or self._running:
                 await asyncio.sleep(0)
                 self._step()
-        except Exception as error:  # whatever the model raises must reach those who wait
+        except Exception as error:  # any error of the model must reach the waiting callers
             self._abandon(f"the engine failed with {len(self._running)} sequences running: {error!r}", error)
         finally:
             self._abandon("the engine's task was cancelled")
@@ -235,7 +242,8 @@ class NativeEngine:
         self.counters.seconds += time.perf_counter() - start
 
     def _admit(self) -> list[_Sequence]:
-        """Take from the queue, in order, what fits beside the running sequences at its longest."""
+        """Take requests from the queue, in order, that fit beside the running sequences at their maximum
+        lengths."""
         num, count = len(self._running), 0
         longest = max((s.longest for s in self._running), default=0)
         for sequence in self._waiting:
@@ -252,7 +260,7 @@ class NativeEngine:
         return [self._waiting.popleft() for _ in range(count)]
 
     def _prefill(self, admitted: Sequence[_Sequence]) -> None:
-        """Run the distinct prompts, shortest first, in packs up to the limit of tokens."""
+        """Prefill the distinct prompts, shortest first, in packs of up to `prefill_tokens`."""
         groups: dict[tuple[int, ...], list[_Sequence]] = {}
         for sequence in admitted:
             groups.setdefault(sequence.request.prompt_ids, []).append(sequence)
@@ -267,7 +275,7 @@ class NativeEngine:
         self._prefill_pack(pack)
 
     def _prefill_pack(self, pack: Sequence[Sequence[_Sequence]]) -> None:
-        """Run one prompt per group and draw the first token of each member."""
+        """Prefill one prompt per group and sample the first token of each member."""
         first = len(self._running)
         tokens: list[int] = []
         positions: list[int] = []
@@ -289,7 +297,7 @@ class NativeEngine:
         self._take(logits[:num], first)
 
     def _start(self, sequence: _Sequence) -> None:
-        """Give a sequence the next slot. Its next input comes at the position after the prompt."""
+        """Assign the next slot to a sequence. Its next input is at the position after the prompt."""
         slot, request = len(self._running), sequence.request
         self._sampler.put(slot, request.sampling, request.key, request.prompt_ids)
         self._positions[slot] = len(request.prompt_ids)
@@ -297,10 +305,10 @@ class NativeEngine:
         self._running.append(sequence)
 
     def _decode(self) -> None:
-        """One more token for every running sequence."""
+        """Sample one more token for every running sequence."""
         num = len(self._running)
         rows = self._decoder.rows(num)
-        self._tokens[num:rows] = self._positions[num:rows] = 0  # padding rows write to slots that nobody has
+        self._tokens[num:rows] = self._positions[num:rows] = 0  # padding rows write to unused slots
         longest = int(self._positions[:num].max()) + 1
         tokens, positions = (torch.from_numpy(a[:rows]) for a in (self._tokens, self._positions))
         logits = self._decoder.logits(tokens, positions, longest)
@@ -308,7 +316,8 @@ class NativeEngine:
         self._take(logits[:num], 0)
 
     def _take(self, logits: Tensor, first: int) -> None:
-        """Draw one token for each of the slots first, first + 1, ... and end the sequences that are done."""
+        """Sample a token for each of the slots first, first + 1, ... and finish the sequences that are
+        done."""
         tokens, logprobs = self._sampler.sample(logits, first)
         self._tokens[first : first + len(tokens)] = tokens
         self.counters.decoded_tokens += len(tokens)
@@ -348,7 +357,8 @@ class NativeEngine:
             )
 
     def _fail(self, sequence: _Sequence) -> None:
-        """The model gave logits that are no numbers. What it left in the cache must not reach another sequence."""
+        """Fail a sequence with non-finite logits, and clear its slot so that they cannot affect other
+        sequences."""
         self._cache.clear(sequence.slot)
         place = len(sequence.request.prompt_ids) + len(sequence.token_ids) - 1
         if not sequence.future.done():
@@ -361,7 +371,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _release(self, sequence: _Sequence) -> None:
-        """Free a slot; the last running sequence moves into it, so that slots stay compact."""
+        """Free a slot and move the last running sequence into it, so that slots stay compact."""
         slot, last = sequence.slot, self._running.pop()
         if last is not sequence:
             self._cache.move(last.slot, slot, int(self._positions[last.slot]))
@@ -371,14 +381,14 @@ class NativeEngine:
         sequence.slot = -1
 
     def _drop(self, sequence: _Sequence) -> None:
-        """Forget a request that nobody awaits any more."""
+        """Remove a cancelled request."""
         if sequence.slot >= 0:
             self._release(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def _abandon(self, reason: str, cause: Exception | None = None) -> None:
-        """Fail all pending requests. The cache goes too: it may hold anything."""
+        """Fail all pending requests, and free the cache, whose content is undefined then."""
         pending = [*self._running, *self._waiting]
         self._running.clear()
         self._waiting.clear()
@@ -396,7 +406,7 @@ class NativeEngine:
 
 
 def _cast_copy(lm: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-    """The same model with parameters of its own, of another type. Buffers (rotary frequencies) keep theirs."""
+    """A copy of the model with parameters of another dtype. Buffers (rotary frequencies) keep theirs."""
     lm = copy.deepcopy(lm)
     for parameter in lm.model.requires_grad_(False).parameters():
         parameter.grad = None

@@ -1,8 +1,8 @@
-"""From logits to tokens, for rows that each have settings of their own.
+"""Samples tokens from logits, with separate settings per row.
 
-In order: repetition penalty, end tokens forbidden, temperature, top-k, top-p, min-p; then one uniform through the inverse
-of the cumulative distribution. Truncations keep whole ties (they are thresholds on the value), so that no result
-depends on the order in which a sort leaves equal values. What no row asks for costs nothing.
+In order: repetition penalty, masking of end tokens, temperature, top-k, top-p, min-p; then inverse-transform
+sampling with one uniform per row. Truncations are thresholds on the value and keep ties whole, so that no
+result depends on how a sort orders equal values. Steps that no row needs are skipped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from braid.rollout.engine import Sampling
 from braid.rollout.random import absorb, stream, unit_interval
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Largest [rows, V] block of float64 sums that exists at a time."""
+"""Largest number of elements of a [rows, V] block of float64 sums in memory."""
 
 
 class Sampler:
-    """Holds each slot's settings, random stream and number of tokens drawn."""
+    """Holds the settings, random stream and number of sampled tokens of each slot."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -61,18 +61,18 @@ class Sampler:
             self._seen[slot, list(prompt_ids)] = True
 
     def move(self, source: int, target: int) -> None:
-        """Let `target` go on with what `source` was."""
+        """Copy the state of slot `source` to slot `target`."""
         self._settings[target] = self._settings[source]
         self._end_tokens[target] = self._end_tokens[source]
         if self._seen is not None:
             self._seen[target] = self._seen[source]
 
     def sample(self, logits: Tensor, first: int) -> tuple[list[int], list[float]]:
-        """Draw a token for each of the slots first, first + 1, ... from raw logits [N, V].
+        """Sample a token for each of the slots first, first + 1, ... from raw logits [N, V].
 
-        Returns tokens [N] and the natural logs of the probabilities that they were drawn with. A greedy row takes the
-        likeliest token and reports its log-prob at the row's temperature. A row of logits that are not all
-        numbers gives a NaN log-prob and no meaningful token.
+        Returns tokens [N] and the natural logs of the probabilities that they were sampled with. A greedy row
+        takes the most probable token and reports its log-prob at the row's temperature. A row with NaN logits
+        gives a NaN log-prob and no meaningful token.
         """
         rows = slice(first, first + logits.shape[0])
         settings = self._settings[rows]
@@ -85,12 +85,12 @@ class Sampler:
         tokens, probs = self._draw(logits, settings, uniforms, choices)
         if self._seen is not None:
             self._seen[rows].scatter_(1, tokens, True)
-        # One at a time: a vectorised log gives other bits at the end of a tensor than in its middle.
+        # One at a time: a vectorised log has different rounding at the end of a tensor than in its middle.
         logprobs = [math.log(p) if p > 0 else math.nan for p in probs.squeeze(1).tolist()]
         return tokens.squeeze(1).tolist(), logprobs
 
     def _shaped(self, logits: Tensor, settings: NDArray[np.void], rows: slice) -> Tensor:
-        """Logits after repetition penalty and with end tokens forbidden where it is too early for them."""
+        """Apply the repetition penalty, and mask end tokens of rows with fewer than min_new_tokens tokens."""
         if self._seen is not None and (settings["penalty"] != 1.0).any():
             penalty = self._column(settings["penalty"])
             penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
@@ -138,7 +138,8 @@ class Sampler:
             probs = probs.masked_fill(probs < self._column(min_p) * probs.amax(-1, keepdim=True), 0.0)
         mass = probs.cumsum(-1, dtype=torch.float64)
         total = mass[:, -1:]
-        # u < 1 in steps of 2**-53, so u * total < total after rounding: a token of probability 0 is never taken.
+        # u < 1 in steps of 2**-53, so u * total < total after rounding: a token of probability 0 is never
+        # taken.
         tokens = torch.searchsorted(mass, uniforms * total, right=True).clamp_(max=self._vocab_size - 1)
         if choices is not None:
             tokens = torch.where(self._column(settings["is_greedy"]), choices, tokens)
@@ -157,10 +158,11 @@ def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """0 outside the smallest set of likeliest tokens whose mass reaches top_p (Holtzman et al. 2019, nucleus sampling).
+    """0 outside the smallest set of most probable tokens whose mass reaches top_p (Holtzman et al. 2019,
+    nucleus sampling).
 
-    [N, V], [N, 1] -> [N, V], not normalised. Looks at ever more of the likeliest tokens until their mass suffices,
-    since sorting a large vocabulary would cost more than the model.
+    [N, V], [N, 1] -> [N, V], not normalised. Extends a top-k of probabilities until its mass suffices, since
+    sorting a large vocabulary would cost more than the model.
     """
     vocab_size, num_best = probs.shape[1], 64
     while True:

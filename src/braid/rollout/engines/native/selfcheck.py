@@ -1,4 +1,4 @@
-"""Proof that the native engine's cache gives a model the log-probs that it has for whole rows."""
+"""Checks that a model decoded with the native engine's cache gives the log-probs of a full forward pass."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _MOST_DECODED = 6
 
 
 def check_decoding(lm: CausalLM, longest: int | None = None) -> None:
-    """Compare ragged prompts and tokens decoded after them, in one batch, with the model's own forward pass over each whole
-    row. See models.selfcheck.check_against_plain."""
+    """Compare prefill and decoding of a ragged batch with the model's plain forward pass over each whole row.
+    See models.selfcheck.check_against_plain."""
     if not check_tiny_copy(lm, _DECODING, longest):
         check_own_weights(lm, _DECODING, longest)
 
 
 @torch.no_grad()
 def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
-    """[n + 1, V] for the last n tokens of each row and the token after: the first by prefill, the others by decoding. Rows
-    go from the longest to the shortest."""
+    """Log-probs [n + 1, V] of each row, for its last n tokens and the token after: the first from prefill,
+    the others from decoding. Rows are ordered from longest to shortest."""
     shortest_first, num_rows = list(rows)[::-1], len(rows)
     num_decoded = min(_MOST_DECODED, len(rows[-1]) - 1)
     ends = [len(row) - num_decoded for row in shortest_first]

@@ -1,4 +1,4 @@
-"""Finding stop strings in the text of tokens that arrive one at a time."""
+"""Finds stop strings in the text of tokens that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class StopFinder:
-    """Tells whether the newest token completed a stop string, whatever tokens the string is spread over.
+    """Detects whether the newest token completed a stop string, however the string is split into tokens.
 
-    Only the tail of the text is decoded, and only when the newest token can have written a string's last character:
-    one that is ASCII and no space always shows in the text of the token that wrote it, taken alone.
+    Only the tail of the text is decoded, and only if the newest token can contain a string's last character:
+    a printable ASCII character other than a space always appears in the text of its token decoded alone.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -19,7 +19,8 @@ class StopFinder:
         self._pieces: dict[int, str] = {}
 
     def is_completed(self, token_ids: Sequence[int], strings: Sequence[str]) -> bool:
-        """Whether the text of `token_ids` contains one of `strings`, given that it did not without the last token."""
+        """Whether the text of `token_ids` contains one of `strings`, given that it did not without the last
+        token."""
         piece = self._piece(token_ids[-1])
         possible = [
             s
@@ -28,7 +29,8 @@ class StopFinder:
         ]
         if not possible:
             return False
-        # A tokenizer may decode the first tokens of a tail differently (a space, half a character): keep some before.
+        # A tokenizer may decode the first tokens of a tail differently (a space, half a character): keep a
+        # margin.
         needed = max(map(len, possible)) + len(piece) + 4
         num_tokens = needed
         while True:

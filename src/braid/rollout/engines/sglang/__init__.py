@@ -1,6 +1,6 @@
-"""SGLang as a rollout engine: a server that this run starts, or one that runs already.
+"""SGLang as a rollout engine: a server started by the run, or an existing one.
 
-engine.py    SglangEngine: a server of this run's own, started and ended with it
-options.py   rollout.sglang in SGLang's own words
-server.py    SglangServer: a running server, by HTTP
+engine.py    SglangEngine: a server that is started and stopped with the run
+options.py   converts rollout.sglang to SGLang's arguments
+server.py    SglangServer: an existing server, over HTTP
 """

@@ -1,4 +1,4 @@
-"""A SGLang server of this run's own: started on this machine, reached over loopback, ended with the run."""
+"""An SGLang server owned by the run: started on this machine, reached over loopback, stopped with the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .server import SglangServer
 _HOST = "127.0.0.1"
 _POLL_S = 0.25
 _ASK_S = 5.0
-"""How long one question whether it is up may take."""
+"""Time limit of a health check."""
 
 
 class SglangEngine(SglangServer):
-    """See PublishedEngine for the contract. The server is up when this is made."""
+    """See PublishedEngine for the contract. The constructor waits until the server is up."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class SglangEngine(SglangServer):
         timeout_s: float,
         folder: Path | None = None,
     ) -> None:
-        """`arguments` are those of sglang.launch_server (options.server_arguments). `log` takes what the server writes; `folder`
-        is removed at its end. The others are ServerEngine's. Raises EngineError with the end of the log when the server
-        ends, or is not up in time."""
+        """`arguments` are those of sglang.launch_server (options.server_arguments). `log` is the server's log
+        file; `folder` is removed when the server is stopped. Other arguments as in ServerEngine. Raises
+        EngineError with the last log lines if the server exits or is not up in time."""
         with socket.create_server((_HOST, 0)) as free:
             port = free.getsockname()[1]
         address = ["--host", _HOST, "--port", str(port)]
@@ -56,7 +56,7 @@ class SglangEngine(SglangServer):
         self._child.watch(name)
 
     async def generate(self, request: Request) -> Completion:
-        """See RolloutEngine. An error of a server that has ended says how."""
+        """See RolloutEngine. If the server has exited, the error says how."""
         try:
             return await super().generate(request)
         except EngineError as error:
@@ -65,7 +65,7 @@ class SglangEngine(SglangServer):
             raise EngineError(f"{self.name} ended {self._child.how_it_ended()}") from error
 
     def close(self) -> None:
-        """See RolloutEngine. Ends the server and all that it started."""
+        """See RolloutEngine. Stops the server and its child processes."""
         super().close()
         self._child.end()
 
@@ -81,7 +81,7 @@ class SglangEngine(SglangServer):
                         f"longer. {self._child.last_words()}"
                     )
                 time.sleep(_POLL_S)
-        if not self._child.is_running:  # somebody else answers on its port
+        if not self._child.is_running:  # another process answers on its port
             raise EngineError(f"{name} ended before it was up {self._child.how_it_ended()}")
 
 

@@ -1,4 +1,4 @@
-"""rollout.sglang in SGLang's own words: the arguments of its launch_server."""
+"""Converts rollout.sglang to the arguments of sglang.launch_server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def server_arguments(
     sleeps: bool,
     seed: int,
 ) -> list[str]:
-    """What `python -m sglang.launch_server` is called with, but for its address. `model` and `tokenizer` are folders or hub
-    names, `dtype` the trainer's, `longest` the tokens of the longest trajectory; `sleeps` is for a server that gives its
-    device's memory to others at times."""
+    """Arguments of `python -m sglang.launch_server`, except for its address. `model` and `tokenizer` are
+    folders or hub names, `dtype` the trainer's, `longest` the length of the longest trajectory in tokens;
+    `sleeps` if the server shares its device with training."""
     values = {
         "--model-path": model,
         "--tokenizer-path": tokenizer,

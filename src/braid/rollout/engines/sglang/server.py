@@ -1,8 +1,9 @@
-"""A running SGLang server: /generate with token ids both ways, weights from a folder that both sides see.
+"""Client of a running SGLang server: /generate with token ids in and out, weights through a shared folder.
 
-SGLang needs a GPU. Where there is none, this adapter is held to the engines' contract against a small server that speaks its
-interface. Log-probs are those after the temperature and before top-k, top-p and min-p: sampling that cuts the
-distribution is refused. A request's seed counts when the server runs with --enable-deterministic-inference.
+SGLang needs a GPU; without one, this adapter is tested for the engine contract against a small server with
+the same interface. SGLang's log-probs are computed after temperature and before top-k, top-p and min-p, so
+sampling that truncates the distribution is refused. A request's seed takes effect only if the server runs
+with --enable-deterministic-inference.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from braid.weights.wire import Ticket
 
 
 class SglangServer(ServerEngine):
-    """See PublishedEngine for the contract. `sending.transport` is `files`; its folder is on a disk that the server sees."""
+    """See PublishedEngine for the contract. `sending.transport` is `files`, with a folder that the server can
+    read."""
 
     _reader: ThreadPoolExecutor
 
     @property
     def receivers(self) -> Sequence[str]:
-        """See RemoteEngine. The server reads files, and connects to nobody."""
+        """See RemoteEngine. One name: the server reads files and opens no connections."""
         return [self.name]
 
     def pause(self) -> None:
@@ -74,7 +76,7 @@ class SglangServer(ServerEngine):
                 "stop": list(sampling.stop_strings),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
-                "skip_special_tokens": False,  # stop strings may name them
+                "skip_special_tokens": False,  # stop strings may contain them
                 "spaces_between_special_tokens": False,
                 "no_stop_trim": True,
                 "sampling_seed": seed_of(request.key) % 2**31,
@@ -98,7 +100,7 @@ class SglangServer(ServerEngine):
         return self._reader.submit(self._read_folder, version, ticket)
 
     def _read_folder(self, version: int, ticket: Mapping[str, Any]) -> None:
-        """Wait for the sender's folder, compare its files with what was sent, and have the server read them."""
+        """Wait for the sender's folder, verify its files, and have the server load them."""
         receiver = open_receiver(Ticket(**ticket), engine=self.name, timeout_s=self.sending.timeout_s)
         with closing(receiver):
             for _ in receiver.receive(version):
@@ -107,7 +109,7 @@ class SglangServer(ServerEngine):
         answer = self._client.call(
             "POST",
             "/update_weights_from_disk",
-            # Without a format it takes that of its start, which reads nothing when it is `dummy`.
+            # The default is the format of the server's start; with `dummy` it would read nothing.
             {
                 "model_path": str(folder),
                 "load_format": "auto",
@@ -120,6 +122,6 @@ class SglangServer(ServerEngine):
             raise EngineError(f"{self.name} did not take version {version} over: {answer['message']}")
 
     def close(self) -> None:
-        """See RolloutEngine. The server goes on running."""
+        """See RolloutEngine. Leaves the server running."""
         super().close()
         self._reader.shutdown(wait=False, cancel_futures=True)

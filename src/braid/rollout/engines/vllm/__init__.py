@@ -1,7 +1,7 @@
-"""vLLM as a rollout engine: in a process of its own, or as a server that runs already.
+"""vLLM as a rollout engine: in a child process, or as an existing server.
 
-engine.py    VllmEngine: this side of a process that runs vLLM
-process.py   the other side, and what is added to vLLM's workers; the one file that imports vllm
-options.py   rollout.vllm in vLLM's own words
-server.py    VllmServer: a running server, by HTTP
+engine.py    VllmEngine: the client of a child process that runs vLLM
+process.py   the child process, and the extension of vLLM's workers; the only file that imports vllm
+options.py   converts rollout.vllm to vLLM's arguments
+server.py    VllmServer: an existing server, over HTTP
 """

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own: this side of the pipe."""
+"""Client of vLLM in a child process, over a pipe."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from braid.weights.sending import SendOptions
 from .options import receiver_name
 
 _LONGEST_FOLDER = 64
-"""Of vLLM's sockets, whose path with its name may have 107 characters."""
+"""Longest path of the folder of vLLM's sockets: a socket path may have at most 107 characters."""
 
 
 class VllmEngine(RemoteEngine):
-    """See PublishedEngine for the contract. The process starts when this is made; what needs it waits until it is up."""
+    """See PublishedEngine for the contract. The constructor starts the process; methods that need it wait
+    until it is up."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -44,11 +45,11 @@ class VllmEngine(RemoteEngine):
         detokenizes: bool = False,
         folder: Path | None = None,
     ) -> None:
-        """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). `log` takes what the process writes.
-        `detokenizes` has vLLM make text of all answers; `folder`, for what vLLM makes while it runs, is removed at its end.
-        `name` and `sending` are RemoteEngine's.
+        """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). `log` is the process's log
+        file. With `detokenizes`, vLLM decodes all answers to text. `folder` is for vLLM's runtime files and
+        is removed when the process is stopped. `name` and `sending` as in RemoteEngine.
 
-        A request or call fails when the process has been silent for `timeout_s`.
+        A request or call fails if the process has been silent for `timeout_s`.
         """
         super().__init__(name, sending)
         self._arguments, self._timeout_s = dict(arguments), timeout_s
@@ -66,7 +67,7 @@ class VllmEngine(RemoteEngine):
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
     async def generate(self, request: Request) -> Completion:
-        """See RolloutEngine. Raises EngineError when vLLM refuses the request, fails, or falls silent."""
+        """See RolloutEngine. Raises EngineError if vLLM rejects the request, fails, or stops responding."""
         check_request(
             request, longest=int(self._arguments["max_model_len"]), key="rollout.vllm.max_model_tokens"
         )
@@ -93,7 +94,8 @@ class VllmEngine(RemoteEngine):
 
     @property
     def receivers(self) -> Sequence[str]:
-        """See RemoteEngine: each of vLLM's workers is one. A process that does not come up is told here, before a sender waits."""
+        """See RemoteEngine. One name per vLLM worker. Raises EngineError if the process does not come up,
+        before a sender waits for it."""
         self.wait_until_up()
         size = int(self._arguments["tensor_parallel_size"]) * int(self._arguments["pipeline_parallel_size"])
         return [receiver_name(self.name, rank) for rank in range(size)]
@@ -116,7 +118,7 @@ class VllmEngine(RemoteEngine):
         self._call("resume")
 
     def _release(self) -> None:
-        """See RemoteEngine. vLLM gives no memory back but a GPU's."""
+        """See RemoteEngine. vLLM can free only GPU memory."""
         if self._arguments["enable_sleep_mode"]:
             self._call("sleep")
 
@@ -126,14 +128,14 @@ class VllmEngine(RemoteEngine):
             self._call("wake", parts)
 
     def close(self) -> None:
-        """See RolloutEngine. Ends the process and those that vLLM started."""
+        """See RolloutEngine. Kills the process and those started by vLLM."""
         self._failure = None
         self._fail(f"{self.name} is closed; make a new one")
         super().close()
         self._child.end()
 
     def wait_until_up(self) -> None:
-        """Raises EngineError when the process does not come up in time, or has gone."""
+        """Wait until the process is up. Raises EngineError if it is not up in time, or has exited."""
         if self._failure is not None:
             raise EngineError(self._failure)
         try:
@@ -166,15 +168,16 @@ class VllmEngine(RemoteEngine):
             ) from None
 
     def _flush(self) -> None:
-        """Send what was asked for in one turn of the event loop in one message: it is scheduled together."""
+        """Send all requests of one iteration of the event loop in one message, so that they are scheduled
+        together."""
         requests, self._outbox = self._outbox, []
         requests = [r for r in requests if r[0] in self._pending]
         if requests:
-            with contextlib.suppress(EngineError):  # those who wait have been told
+            with contextlib.suppress(EngineError):  # the waiting callers have been failed already
                 self._send("generate", requests)
 
     def _drop(self, name: str) -> None:
-        """Forget a request that nobody awaits any more."""
+        """Abort a cancelled request."""
         with contextlib.suppress(EngineError):
             self._send("abort", [name])
 
@@ -189,7 +192,7 @@ class VllmEngine(RemoteEngine):
             raise EngineError(self._failure) from None
 
     def _read(self) -> None:
-        """Take in what the process says, until it ends or falls silent while something is asked of it."""
+        """Process the child's messages until it exits, or stops responding while requests are pending."""
         try:
             while self._failure is None:
                 if self._connection.poll(1.0):
@@ -211,7 +214,7 @@ class VllmEngine(RemoteEngine):
         self._is_up.set_result(None)
 
     def _on_alive(self) -> None:
-        """A sign of life between answers."""
+        """Handle a heartbeat: receiving it is all that counts."""
 
     def _on_done(self, name: str, token_ids: list[int], logprobs: list[float], reason: str) -> None:
         _settle(self._pending.get(name), (token_ids, logprobs, reason))
@@ -229,7 +232,7 @@ class VllmEngine(RemoteEngine):
         self._fail(f"{self.name} failed: {why}. {self._child.last_words()}")
 
     def _fail(self, why: str) -> None:
-        """Nothing works from here on; all that wait learn why."""
+        """Mark the engine as failed, and fail everything that waits with the reason."""
         if self._failure is None:
             self._failure = why
         for future in (self._is_up, *list(self._pending.values()), *list(self._calls.values())):
@@ -237,7 +240,7 @@ class VllmEngine(RemoteEngine):
 
 
 def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tuple[Child, Connection]:
-    """The process and this end of the pipe to it."""
+    """Start the process. Returns it with this end of the pipe."""
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
@@ -249,7 +252,7 @@ def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tu
 
 
 def _settle(future: Future[Any] | None, result: Any) -> None:
-    """Give a future its value or exception, if somebody still waits for it."""
+    """Set a future's result or exception, unless it is None or already done."""
     if future is None:
         return
     with contextlib.suppress(InvalidStateError):

@@ -1,4 +1,4 @@
-"""rollout.vllm in vLLM's own words: the arguments of its EngineArgs."""
+"""Converts rollout.vllm to the arguments of vLLM's EngineArgs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from braid.config.rollout import VllmConfig
 
 EXTENSION = "braid.rollout.engines.vllm.process.WeightReceiver"
-"""What vLLM's workers need to take weights over."""
+"""The class that vLLM's workers need to receive weights (`worker_extension_cls`)."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -23,10 +23,11 @@ def engine_arguments(  # noqa: PLR0913
     sleeps: bool,
     seed: int,
 ) -> dict[str, Any]:
-    """What vLLM's EngineArgs is made with. `model` and `tokenizer` are folders or hub names, `dtype` the trainer's, `longest` the
-    tokens of the longest trajectory; `sleeps` is for an engine that gives its device's memory to others at times.
+    """Arguments of vLLM's EngineArgs. `model` and `tokenizer` are folders or hub names, `dtype` the
+    trainer's, `longest` the length of the longest trajectory in tokens; `sleeps` if the engine shares its
+    device with training.
 
-    Log-probs are those of the distribution that tokens are drawn from; nothing of the folder's generation_config.json applies.
+    Log-probs are those of the distribution sampled from; the folder's generation_config.json is ignored.
     """
     max_tokens = config.max_model_tokens or longest
     arguments: dict[str, Any] = {
@@ -37,7 +38,7 @@ def engine_arguments(  # noqa: PLR0913
         "load_format": "auto" if config.load_weights else "dummy",
         "max_model_len": max_tokens,
         "max_num_seqs": config.max_running,
-        # Without chunks, a prompt has to be read in one go.
+        # Without chunked prefill, a batch must hold a whole prompt.
         "max_num_batched_tokens": config.prefill_tokens
         if config.chunked_prefill
         else max(config.prefill_tokens, max_tokens),
@@ -47,7 +48,7 @@ def engine_arguments(  # noqa: PLR0913
         "enable_chunked_prefill": config.chunked_prefill,
         "tensor_parallel_size": config.tensor_parallel,
         "pipeline_parallel_size": config.pipeline_parallel,
-        # A single worker needs no process or actor of its own.
+        # A single worker needs no separate process or actor.
         "distributed_executor_backend": config.executor
         if config.tensor_parallel * config.pipeline_parallel > 1
         else "uni",
@@ -68,16 +69,16 @@ def engine_arguments(  # noqa: PLR0913
 
 
 def environment(config: VllmConfig) -> dict[str, str]:
-    """Variables of the process that vLLM runs in."""
+    """Environment variables of the process that runs vLLM."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        # Else vLLM binds threads to cores that the trainer uses too.
+        # Otherwise vLLM binds threads to cores that the trainer also uses.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
 
 
 def receiver_name(engine: str, rank: int) -> str:
-    """How a sender of weights knows the receiver in one of an engine's workers."""
+    """Name by which a weight sender addresses a worker of an engine."""
     return f"{engine} rank {rank}"

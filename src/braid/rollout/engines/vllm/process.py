@@ -1,7 +1,8 @@
-"""The process that runs vLLM: requests come through a pipe, tokens and log-probs go back.
+"""The child process that runs vLLM: receives requests through a pipe, and returns tokens and log-probs.
 
-Between two steps of the engine everything that has arrived is taken in, in order, so that what came together is scheduled
-together. The process ends with the one that started it, whatever that does, and takes vLLM's own processes along.
+Between two engine steps all messages that have arrived are processed in order, so that requests that arrived
+together are scheduled together. The process exits when its parent does, for any reason, and kills vLLM's
+processes.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _SIGN_OF_LIFE_S = 2.0
 
 
 class WeightReceiver:
-    """What vLLM mixes into each of its workers (`worker_extension_cls`): the way in for weights.
+    """Mixin of vLLM's workers (`worker_extension_cls`) that receives weights.
 
-    A server takes weights from trainers directly when it was started with
+    A server receives weights directly from the trainer if it was started with
     `--worker-extension-cls braid.rollout.engines.vllm.process.WeightReceiver`.
     """
 
@@ -58,7 +59,8 @@ class WeightReceiver:
     _braid_receiver: Any = None
 
     def receive_weights(self, version: int, ticket: Mapping[str, Any], engine: str, timeout_s: float) -> None:
-        """Take over `version` from the sender of `ticket`; raises EngineError when what arrives is not what was sent."""
+        """Receive `version` from the sender of `ticket`. Raises EngineError if the data that arrives differs
+        from the data that was sent."""
         if self._braid_receiver is None or self._braid_receiver[0] != ticket:
             if self._braid_receiver is not None:
                 self._braid_receiver[1].close()
@@ -69,7 +71,7 @@ class WeightReceiver:
         self.load_checked(self._braid_receiver[1].receive(version))
 
     def load_checked(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Give vLLM's model all its weights anew, in the form that checkpoints have."""
+        """Reload all weights of vLLM's model, from tensors in checkpoint format."""
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             expected = {name for name, _ in model.named_parameters()}
@@ -77,11 +79,12 @@ class WeightReceiver:
             try:
                 loaded = model.load_weights(weights)
             finally:
-                # Also of half a version: else no further one could be loaded.
+                # Also after a partial load: otherwise no further version could be loaded.
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
             for head in model.modules():
                 if isinstance(head, ParallelLMHead):
-                    # One tied to the embedding is not loaded itself, and on CPU samples with a packed copy.
+                    # A head tied to the embedding is not loaded itself, and on CPU uses a packed copy of the
+                    # weights.
                     head.quant_method.process_weights_after_loading(head)
         if loaded is not None and (missing := sorted(expected - loaded)):
             raise EngineError(
@@ -91,10 +94,10 @@ class WeightReceiver:
 
 
 class EngineProcess:
-    """vLLM's engine, and the loop that feeds it."""
+    """vLLM's engine and its request loop."""
 
     def __init__(self, connection: Connection, arguments: Mapping[str, Any], detokenizes: bool) -> None:
-        """`arguments` are those of EngineArgs; `detokenizes` has text made of all answers."""
+        """`arguments` are those of EngineArgs; with `detokenizes`, all answers are decoded to text."""
         self._connection, self._detokenizes = connection, detokenizes
         self._arrived: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -103,7 +106,7 @@ class EngineProcess:
         self._told_s = 0.0
 
     def run(self) -> None:
-        """Until the other side goes."""
+        """Serve requests until the pipe is closed."""
         self._tell("ready")
         while True:
             is_busy = self._engine.has_unfinished_requests() and not self._is_paused
@@ -141,7 +144,7 @@ class EngineProcess:
     def _on_call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         try:
             value = getattr(self, f"_{method}")(*args)
-        except Exception as error:  # it is the caller's to judge
+        except Exception as error:  # reported to the caller
             _log.exception("%s failed", method)
             self._tell("raised", number, f"{error}")
         else:
@@ -166,7 +169,7 @@ class EngineProcess:
         self._engine.wake_up(list(parts))
 
     def _messages(self, *, waits: bool) -> Iterator[tuple[Any, ...]]:
-        """What has arrived; with `waits`, a while is waited for something."""
+        """Messages that have arrived; with `waits`, waits up to _SIGN_OF_LIFE_S for the first."""
         with contextlib.suppress(queue.Empty):
             if waits:
                 yield self._arrived.get(timeout=_SIGN_OF_LIFE_S)
@@ -186,8 +189,8 @@ class EngineProcess:
 
 
 def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
-    """vLLM's engine with these of its arguments. On CPU its cache gets what the longest requests can use, within the share of
-    the memory that is free now; vLLM itself would take that share of all memory there is."""
+    """Create vLLM's engine. On CPU the cache size is what the longest requests can use, at most
+    gpu_memory_utilization of the free memory; vLLM's default would be that fraction of all memory."""
     args = EngineArgs(**arguments)
     config = args.create_engine_config()
     if not torch.cuda.is_available():
@@ -205,7 +208,7 @@ def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
 
 
 def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> SamplingParams:
-    """vLLM's form of the settings. Text is always made where a stop string is looked for."""
+    """Convert the sampling settings to vLLM's. Stop strings always need detokenization."""
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
@@ -218,7 +221,7 @@ def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> Samplin
         stop_token_ids=list(sampling.stop_token_ids),
         include_stop_str_in_output=True,
         ignore_eos=True,
-        skip_special_tokens=False,  # stop strings may name them
+        skip_special_tokens=False,  # stop strings may contain them
         spaces_between_special_tokens=False,
         seed=seed,
         logprobs=0,
@@ -228,7 +231,8 @@ def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> Samplin
 
 
 def main(descriptor: str) -> None:
-    """The pipe's number in this process. First comes what vLLM is to be made with."""
+    """Serve requests on the pipe with this file descriptor. The first message has the arguments of
+    EngineProcess."""
     connection = Connection(int(descriptor))
     try:
         EngineProcess(connection, *connection.recv()).run()

@@ -1,6 +1,8 @@
-"""A running vLLM server: OpenAI's completions with token ids both ways, and vLLM's own endpoints for the rest.
+"""Client of a running vLLM server: the OpenAI completions API with token ids in and out, and vLLM's endpoints
+for everything else.
 
-It has to be started so that trainers may command it, and so that log-probs are those of the distribution that is sampled:
+The server must be started so that it accepts control requests, and with log-probs of the distribution sampled
+from:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs --generation-config vllm \\
         --worker-extension-cls braid.rollout.engines.vllm.process.WeightReceiver [--load-format dummy]
@@ -33,7 +35,7 @@ class VllmServer(ServerEngine):
 
     @property
     def receivers(self) -> Sequence[str]:
-        """See RemoteEngine: each of vLLM's workers is one."""
+        """See RemoteEngine. One name per vLLM worker."""
         return [receiver_name(self.name, rank) for rank in range(self._num_workers)]
 
     def pause(self) -> None:
@@ -93,7 +95,7 @@ class VllmServer(ServerEngine):
             "stop_token_ids": list(sampling.stop_token_ids),
             "include_stop_str_in_output": True,
             "ignore_eos": True,
-            "skip_special_tokens": False,  # stop strings may name them
+            "skip_special_tokens": False,  # stop strings may contain them
             "spaces_between_special_tokens": False,
             "seed": seed_of(request.key),
             "logprobs": 0,
@@ -117,7 +119,7 @@ class VllmServer(ServerEngine):
         )
 
     def finish_receiving(self, version: int, receiving: Future[Any]) -> None:
-        """See RemoteEngine. What is in the cache was of the old weights."""
+        """See RemoteEngine. Also resets the prefix cache, whose entries come from the old weights."""
         super().finish_receiving(version, receiving)
         self._version = None
         self._client.call("POST", "/reset_prefix_cache")
