@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set `variables` for this process and those that it starts, and restore them in the end.
+    """Set `variables` for this process and its children during the block, and restore the previous values at
+    its end.
 
-    What a library reads when it is imported, such as OMP_NUM_THREADS, has to be set before.
+    Variables that a library reads at import, such as OMP_NUM_THREADS, must be set before the import.
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

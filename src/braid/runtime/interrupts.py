@@ -1,4 +1,5 @@
-"""SIGINT (Ctrl-C), SIGTERM and SIGHUP: when they end a run, and moments that they cannot cut in two."""
+"""Handling of SIGINT (Ctrl-C), SIGTERM and SIGHUP: graceful stops, and blocks that signals cannot
+interrupt."""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ logger = logging.getLogger(__name__)
 
 NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _SAME_S = 0.5
-"""Further signals within this time are the same request: a key held down, or a wrapper that passes on what the terminal sent."""
+"""Further signals within this time, in seconds, count as the same request: a key held down, or a wrapper that
+forwards a signal that the terminal has also sent."""
 
 
 class RoundCut(KeyboardInterrupt):
-    """The round cannot end within the time that a signal has left."""
+    """The round cannot finish within the grace period after a signal."""
 
 
 class StopSignals:
-    """What signals ask of the run in this process. A signal raises KeyboardInterrupt, once: while the process ends, further
-    ones are ignored. Within `graceful` the first signal only makes `is_requested` true, and the next one raises."""
+    """Signal handling of the run in this process. A signal raises KeyboardInterrupt, once; while the process
+    shuts down, further signals are ignored. Within `graceful` the first signal only sets `is_requested`, and
+    the next one raises."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -35,10 +38,10 @@ class StopSignals:
         self._timer: threading.Timer | None = None
 
     def on_signal(self, number: int, _: object = None) -> None:
-        """The handler."""
+        """Handle a signal."""
         if self._is_ending:
             return
-        if self._is_late and self._timer is not None:  # the timer's own
+        if self._is_late and self._timer is not None:  # sent by the timer
             self._timer = None
             if self._cuttable:
                 raise RoundCut
@@ -50,14 +53,14 @@ class StopSignals:
             self.end()
 
     def end(self) -> None:
-        """Raise KeyboardInterrupt, and ignore signals from here on."""
+        """Raise KeyboardInterrupt, and ignore further signals."""
         self._is_ending = True
         raise KeyboardInterrupt
 
     @contextmanager
     def graceful(self, within_s: float) -> Iterator[None]:
-        """The first signal within the block gives it so many seconds to end by itself; with 0 it is as elsewhere. After the
-        block signals are ignored: the run is over."""
+        """After the first signal, give the block `within_s` seconds to finish; with 0 the signal raises
+        KeyboardInterrupt at once. After the block signals are ignored, since the run is over."""
         self._grace_s = within_s or None
         try:
             yield
@@ -69,7 +72,8 @@ class StopSignals:
 
     @contextmanager
     def cuttable(self) -> Iterator[None]:
-        """The block ends with RoundCut when the time of `graceful` is over, or is so already."""
+        """Interrupt the block with RoundCut when the grace period ends, or at once if it has ended
+        already."""
         if self._is_late:
             raise RoundCut
         self._cuttable += 1
@@ -79,7 +83,8 @@ class StopSignals:
             self._cuttable -= 1
 
     def check_time(self, needed_s: float | None) -> None:
-        """Raise RoundCut when a stop is requested and less than `needed_s` is left for it; None: not known, so not enough."""
+        """Raise RoundCut if a stop is requested and less than `needed_s` seconds of the grace period are
+        left. None means unknown, and counts as too little."""
         if self.is_requested and (
             needed_s is None or time.monotonic() + needed_s > self._since_s + (self._grace_s or 0.0)
         ):
@@ -91,7 +96,7 @@ class StopSignals:
         self._timer.daemon = True
         self._timer.start()
         name = signal.Signals(number).name
-        # a handler must not wait for the lock of what it has interrupted, so another thread logs
+        # Logged in another thread: a handler must not wait for a lock held by the code that it interrupted.
         threading.Thread(
             target=logger.warning,
             args=(
@@ -103,7 +108,7 @@ class StopSignals:
         ).start()
 
     def _be_late(self, number: int) -> None:
-        """Interrupt what the main thread waits for."""
+        """Mark the grace period as over, and interrupt a blocking call of the main thread."""
         self._is_late = True
         main = threading.main_thread().ident
         if main is not None:
@@ -115,8 +120,9 @@ _listening: list[StopSignals] = []
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Those of this process, heeded within the block; nested blocks share one object. Signals that were ignored before, as under
-    nohup, still are. Outside the main thread, which no signal reaches, the object is idle."""
+    """Handle signals of this process within the block; nested blocks share one object. Signals that were
+    ignored before, as under nohup, stay ignored. Outside the main thread, the only one that handles signals,
+    the object has no effect."""
     if _listening:
         yield _listening[0]
         return
@@ -139,8 +145,9 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def interrupts_held() -> Iterator[list[int]]:
-    """Keep signals from the block; the list has those that came, for the caller to heed. Handlers that the block sets for them
-    are put back. Does nothing outside the main thread, which no signal reaches."""
+    """Hold back signals during the block; yields the list of those received, for the caller to handle. The
+    previous handlers are restored at the end, even if the block installs others. Does nothing outside the
+    main thread, the only one that handles signals."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught

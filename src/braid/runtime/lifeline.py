@@ -1,13 +1,13 @@
-"""A line between the driver and each worker process, beside whatever starts them.
+"""Liveness connection between the driver and each worker process, independent of Ray.
 
     worker                                    driver
     Lifeline ───── log records ─────────────> Lifelines, which logs them
        │                                         │
-       └ line cut: the process ends itself       └ line cut: the worker is lost
+       └ closed: the process kills itself        └ closed: the worker is lost
 
-Each end sees at once when the other is gone, also one that had no time to say so: the kernel closes the line of a process that
-was killed. Over TCP a worker sends its secret as a line, then records as lines of JSON. The driver parses nothing of a peer whose first
-line is no worker's secret: it drops the connection and goes on.
+Each end notices at once when the other has exited, even if it was killed, since the kernel then closes the
+connection. Over TCP, a worker sends its secret as the first line, then records as lines of JSON. If the first
+line of a peer is not a worker's secret, the driver closes the connection and parses nothing.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ from .processes import descendants, kill
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
-"""How long a record waits for the same one from other ranks; and how near in time a kill for lack of memory must be to the end
-of a worker to be its cause."""
+"""Time, in seconds, that a record waits for the same record of other ranks; also how close to a worker's exit
+an OOM kill must be to count as its cause."""
 _MAX_LINE = 1 << 16
-"""Bytes of a line; JSON may write a character of a record as twelve."""
+"""Most bytes of a line; JSON may need twelve for a character of a record."""
 _MAX_HELLO, _HELLO_S, _MAX_CALLERS = 256, 10.0, 128
-"""Bytes that are read of a peer that has not said a worker's secret, how long it may take to, and how many of them there may be."""
+"""Limits for peers that have not sent a worker's secret yet: bytes read, seconds to send it, and number of
+such peers."""
 _MAX_TEXT = 2000
-"""Characters of a record that travel; the worker's own log has all of them."""
+"""Characters to which a record is cut for sending; the worker's log has the full text."""
 _CONNECT_TIMEOUT_S = 30.0
 _END_S = 10.0
-"""How long workers may take to end what they have started, and their driver to end them after that."""
+"""Time limit, in seconds, for workers to stop their child processes, and then for the driver to stop the
+workers."""
 _BYE = b"."
 
 
 class Team(Protocol):
-    """The group that a worker belongs to."""
+    """The worker group of a worker."""
 
     @property
     def role(self) -> str: ...
@@ -70,8 +72,8 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a worker needs for its line. `log` is the file that it writes to when it is on `machine`, None for the one that it
-    has."""
+    """What a worker needs to connect. `log` is the log file of a worker on `machine`; None keeps its current
+    output."""
 
     host: str
     port: int
@@ -82,8 +84,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A worker that cannot go on. `said` is the reason that it gave, None when its process is gone; `is_oom` when that was for
-    lack of memory (False: not known)."""
+    """A lost worker. `said` is the reason that it reported, None if its process died; `is_oom` if it was
+    killed for lack of memory (False: unknown)."""
 
     member: Member
     said: str | None = None
@@ -91,10 +93,11 @@ class Loss:
 
 
 class Lifelines:
-    """The driver's end of all lines."""
+    """The driver's end of all connections."""
 
     def __init__(self, host: str, kills: KillCount | None = None) -> None:
-        """Listens at an address of this machine that workers reach. `kills` are those for lack of memory here."""
+        """Listen at `host`, an address of this machine that workers can reach. `kills` counts OOM kills on
+        this machine."""
         self._listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
         self._members: dict[str, Member] = {}
         self._lines: dict[str, _Line] = {}
@@ -109,21 +112,22 @@ class Lifelines:
         self._thread.start()
 
     def ticket(self, member: Member, log: Path | None) -> Ticket:
-        """What `member` is to connect with."""
+        """The ticket with which `member` connects."""
         word = secrets.token_hex(16)
         self._members[word] = member
         host, port = self._listener.getsockname()[:2]
         return Ticket(host, port, word, _machine(), log)
 
     def first_loss(self, timeout_s: float = 0.0) -> Loss | None:
-        """The worker that was lost first, of those whose team is not forgotten; waits for one when there is none yet."""
+        """The first lost worker of all teams that have not been forgotten; waits up to `timeout_s` for
+        one."""
         with self._changed:
             self._changed.wait_for(lambda: self._losses, timeout_s)
             return self._losses[0] if self._losses else None
 
     def forget(self, team: Team) -> None:
-        """Have the workers of a team end what they have started, so that they can be killed: they are no losses. Waits a while for
-        them to have done so."""
+        """Have the workers of a team kill their child processes, so that the workers can be killed next; they
+        no longer count as losses. Waits up to _END_S for them."""
         with self._changed:
             self._losses = [loss for loss in self._losses if loss.member.team is not team]
             words = [word for word, member in self._members.items() if member.team is team]
@@ -135,7 +139,7 @@ class Lifelines:
             self._changed.wait_for(lambda: all(line.is_cut for line in lines), _END_S)
 
     def close(self) -> None:
-        """Cut all lines."""
+        """Close all connections."""
         self._is_closed = True
         with contextlib.suppress(OSError):  # wakes the thread
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -161,14 +165,15 @@ class Lifelines:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # closing, or the other end has gone
+        except OSError:  # closing, or the peer has disconnected
             return
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._selector.register(connection, selectors.EVENT_READ, _Line(connection))
 
     def _drop_strangers(self) -> None:
-        """Cut connections that have not said a worker's secret in time, and the oldest of too many."""
+        """Close connections that have not sent a worker's secret in time, and the oldest ones beyond the
+        limit."""
         lines = [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Line)]
         strangers = [line for line in lines if line.word is None]
         for number, line in enumerate(reversed(strangers)):
@@ -221,7 +226,7 @@ class Lifelines:
 
 @dataclass(eq=False, slots=True)
 class _Line:
-    """One worker's line. `word` is None until it has said it."""
+    """A connection. `word` is the worker's secret, None until it has been received."""
 
     socket: socket.socket
     word: str | None = None
@@ -230,7 +235,7 @@ class _Line:
     _rest: bytes = b""
 
     def read(self) -> Iterator[bytes]:
-        """The whole lines that have arrived. One that is too long cuts the connection."""
+        """Read the complete lines that have arrived. A line that is too long closes the connection."""
         try:
             data = self.socket.recv(_MAX_HELLO if self.word is None else _MAX_LINE)
         except BlockingIOError:
@@ -244,20 +249,21 @@ class _Line:
             self.cut()
 
     def end(self) -> None:
-        """Have the other end see that this is over, and meant. It cuts the line when nothing is left of what it started."""
+        """Announce an intended shutdown. The worker closes the connection once its child processes have been
+        killed."""
         with contextlib.suppress(OSError):
             self.socket.send(_BYE)
             self.socket.shutdown(socket.SHUT_WR)
 
     def cut(self) -> None:
-        """Of one who is no worker."""
+        """Close the connection of a peer that is not a worker."""
         self.is_cut = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
 def _message(text: bytes) -> dict[str, Any] | None:
-    """What a worker says in a line; None for anything that none would say."""
+    """Parse a worker's message; None if it is not valid."""
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
@@ -270,7 +276,7 @@ def _message(text: bytes) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class _Said:
-    """A record that waits for the same one from other ranks."""
+    """A record that waits for the same record of other ranks."""
 
     member: Member
     level: int
@@ -281,8 +287,8 @@ class _Said:
 
 @dataclass(slots=True)
 class _Records:
-    """Log records of workers. What several ranks of a team say is logged once, with who said it: a rank's nth record of one text
-    belongs to the nth that is told."""
+    """Log records of workers. A record of several ranks of a team is logged once, with the number of ranks: a
+    rank's nth record of a text is merged with the nth of the other ranks."""
 
     _waiting: dict[tuple[int, int, str], _Said] = field(default_factory=dict)
     _told: Counter[tuple[int, int, str]] = field(default_factory=Counter)
@@ -304,7 +310,7 @@ class _Records:
             said.ranks.append(member.rank)
 
     def tell(self, until: float = float("inf")) -> None:
-        """Log what has waited since `until`."""
+        """Log the records that have waited since `until` or longer."""
         for key in [key for key, said in self._waiting.items() if said.since_s <= until]:
             self._tell(key)
 
@@ -322,8 +328,8 @@ class _Records:
 
 
 class Lifeline:
-    """A worker's end. The process ends, with all that it has started, when the driver's end is gone; what it writes goes to the
-    ticket's log, and what it warns of to the driver, too."""
+    """A worker's end. The process ends, with all that it has started, when the driver's end is gone; what it
+    writes goes to the ticket's log, and what it warns of to the driver, too."""
 
     def __init__(self, ticket: Ticket, beside: Iterable[int] = ()) -> None:
         """`beside` are processes that are to end with the driver, too, when it has been killed."""
@@ -343,15 +349,15 @@ class Lifeline:
         logging.getLogger("braid").setLevel(logging.INFO)
 
     def tell(self, level: int, text: str) -> None:
-        """Have the driver log this."""
+        """Have the driver log a record."""
         self._say({"level": level, "text": text[:_MAX_TEXT]})
 
     def fail(self, why: str) -> None:
-        """Have the driver end the run: this worker cannot go on, though its process lives."""
+        """Have the driver fail the run: this worker cannot continue, though its process is alive."""
         self._say({"failed": why[:_MAX_TEXT]})
 
     def _say(self, message: dict[str, Any]) -> None:
-        """Never waits for the driver: when that does not read, nothing more is sent."""
+        """Send a message without blocking: once the driver has stopped reading, nothing more is sent."""
         data = json.dumps(message).encode() + b"\n"
         with self._sending, contextlib.suppress(OSError):
             if not self._is_full:
@@ -376,12 +382,12 @@ class Lifeline:
 
 
 _own: list[Lifeline] = []
-"""Of this process, where it is a worker."""
+"""The connection of this process, if it is a worker."""
 
 
 def give_up(why: str) -> None:
-    """Tell the driver that this process cannot go on, so that the run ends at once and not when it is next asked for something;
-    nothing where the driver is this process."""
+    """Tell the driver that this process cannot continue, so that the run fails at once and not at the next
+    call. Does nothing in the driver's process."""
     for lifeline in _own:
         lifeline.fail(why)
 
@@ -390,14 +396,14 @@ _at_end: set[Callable[[], object]] = set()
 
 
 def at_end(call: Callable[[], object]) -> Callable[[], object]:
-    """Have this called when the driver ends this worker or is gone, before all processes that it started are killed: for what outlives
-    them, such as files. What is returned takes that back."""
+    """Register a cleanup, such as removing files, that runs when the driver stops this worker or has exited,
+    before its child processes are killed. Returns a function that unregisters it."""
     _at_end.add(call)
     return lambda: _at_end.discard(call)
 
 
 class _Told(logging.Handler):
-    """Tells the driver of warnings and worse."""
+    """Log handler that sends warnings and errors to the driver."""
 
     def __init__(self, lifeline: Lifeline) -> None:
         super().__init__(logging.WARNING)
@@ -406,15 +412,15 @@ class _Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-            if record.name == "py.warnings":  # after the first line comes the source text
+            if record.name == "py.warnings":  # the first line is the message, then comes the source text
                 text = text.splitlines()[0]
             self._lifeline.tell(record.levelno, text)
-        except Exception:  # as logging asks of handlers: a broken message is no reason to end the run
+        except Exception:  # by the contract of logging handlers: a broken message must not end the run
             self.handleError(record)
 
 
 def _written() -> logging.Handler:
-    """What the worker's log has of log records."""
+    """Log handler of the worker's log file."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -422,7 +428,7 @@ def _written() -> logging.Handler:
 
 
 def _write_to(log: Path) -> None:
-    """Have standard output and error of this process, and of those that it starts, go to the file."""
+    """Redirect standard output and error of this process and its children to the file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -430,7 +436,7 @@ def _write_to(log: Path) -> None:
 
 
 def _machine() -> str:
-    """The same for all processes of a machine, another after each start of it."""
+    """Id of this machine since its last boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -438,7 +444,7 @@ def _machine() -> str:
 
 
 def _handle(pid: int) -> int | None:
-    """A descriptor of the process, which no later one of the same number can be taken for; None when it has gone."""
+    """A pidfd of the process, which stays valid if the pid is reused; None if the process has exited."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -446,5 +452,5 @@ def _handle(pid: int) -> int | None:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """The kind of address that `host` is."""
+    """Address family of `host`: IPv4 or IPv6."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Coroutines run to their end from code that is not asynchronous."""
+"""Runs coroutines from synchronous code."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ T = TypeVar("T")
 
 
 class Loop:
-    """An event loop that stays the same between calls. Where one is running already, as in a notebook, it runs in a thread of its
-    own, since Python runs one per thread."""
+    """An event loop that persists between calls. If a loop is already running, as in a notebook, it runs in a
+    separate thread, since Python allows one running loop per thread."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._thread = ThreadPoolExecutor(1, "braid-loop") if _is_running() else None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns."""
+        """Run the coroutine to completion and return its result."""
         if self._thread is None:
             return self._runner.run(coroutine)
         return self._thread.submit(self._runner.run, coroutine).result()
 
     def close(self) -> None:
-        """End the loop and its thread."""
+        """Close the loop and its thread."""
         if self._thread is None:
             self._runner.close()
             return

@@ -58,15 +58,14 @@ _SIOCGIFADDR = 0x8915
 
 
 def connect(config: ClusterConfig, *, num_processes: int) -> bool:
-    """Join the cluster of `cluster.address` (else of RAY_ADDRESS), or start one here for so many worker
-    processes. Does nothing when connected. Returns whether this call connected. Raises ConfigError where no
-    cluster answers, or one that cannot be joined, WorkerError where Ray does not start within
+    """Join the cluster of `cluster.address` (else of RAY_ADDRESS), or start one here for
+    `num_processes` worker processes. Does nothing if already connected. Returns whether this call connected.
+    Raises ConfigError if no cluster answers or it cannot be joined, WorkerError if Ray does not start within
     `cluster.start_timeout_s`."""
     if ray.is_initialized():
         return False
-    # Ray would otherwise report usage over the network, give workers way to whatever else runs (niceness 15;
-    # where one rank of several shares a core, all wait for it), and hide all GPUs from workers that hold
-    # none.
+    # Otherwise Ray would report usage over the network, run workers at niceness 15 (if one of several ranks
+    # has to share a core, all wait for it), and hide all GPUs from workers that reserve none.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -97,11 +96,11 @@ def leave() -> None:
 
 _SECRET = "RAY_AUTH_TOKEN"  # the variable's name
 _secrets: list[str] = []
-"""That of the cluster which this process started."""
+"""Secret of the cluster that this process started, at most one."""
 
 
 def _forget_secret() -> None:
-    """Ray reads its secret once; older ones have none."""
+    """Have Ray read its secret again, which it otherwise reads once. Older versions of Ray have no secret."""
     if (loader := getattr(_raylet, "AuthenticationTokenLoader", None)) is not None:
         loader.instance().reset_cache()
 
@@ -147,7 +146,7 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
 def _init(num_processes: int) -> None:
     ray.init(
         address=_HERE,
-        num_cpus=num_processes,  # Ray starts so many processes in advance; workers take them
+        num_cpus=num_processes,  # Ray starts this many processes in advance for workers
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -170,7 +169,7 @@ def is_joined(config: ClusterConfig) -> bool:
 
 
 _HERE = "local"
-"""What Ray calls a cluster of its own for this process."""
+"""Ray's address for a new cluster on this machine."""
 _ALONE = (
     "a cluster that a run starts has only this machine. Run ray start --head here and ray start --address=HOST:6379 "
     "on each other machine, then set cluster.address=auto; or set cluster.num_nodes=1"
@@ -304,7 +303,7 @@ class Machines:
 
 
 def _suited(config: ClusterConfig, num_nodes: int, num_gpus: int) -> list[Mapping[str, Any]]:
-    """The first of the cluster's machines with so many GPUs, the driver's own before others."""
+    """The first `num_nodes` of the cluster's machines with at least `num_gpus` GPUs, the driver's first."""
     here = ray.get_runtime_context().get_node_id()
     there = sorted(
         (node for node in ray.nodes() if node["Alive"]),

@@ -1,6 +1,6 @@
 """Memory use of a run, written after each round (`train.record_memory`).
 
-memory/round_000003.json     bytes held by role, and the most that the process or device held in each phase
+memory/round_000003.json     bytes held by each role, and peak of the process or device in each phase
 memory/round_000003.pickle   on CUDA: the allocator's snapshot, for https://docs.pytorch.org/memory_viz
 """
 
@@ -20,14 +20,14 @@ from braid.report.files import write_atomically
 Held = Mapping[str, Mapping[str, int]]
 """role -> what -> bytes."""
 _HISTORY = 100_000
-"""Allocations and frees that a snapshot of CUDA's allocator remembers."""
+"""Number of allocations and frees in a snapshot of CUDA's allocator."""
 
 
 class MemoryRecorder:
     """Records memory phase by phase; `write` stores the record of a round and starts a new one."""
 
     def __init__(self, folder: Path, device: torch.device, held: Callable[[], Held]) -> None:
-        """`held` returns what each role holds at the moment."""
+        """`held` returns the bytes that each role currently holds."""
         self._folder, self._device, self._held = folder, device, held
         self._peaks: dict[str, int] = {}
         if device.type == "cuda":
@@ -65,23 +65,23 @@ class MemoryRecorder:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with suppress(OSError):  # elsewhere than on Linux the peak is the one since the start
+            with suppress(OSError):  # without /proc, the peak is that since the start
                 Path("/proc/self/clear_refs").write_text("5")
 
     def _peak(self) -> int:
-        """Bytes allocated on CUDA, else resident in this process."""
+        """Peak bytes allocated on CUDA, else resident in this process."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _rss() -> int:
-    """Bytes of this process that are in memory now."""
+    """Resident set size of this process in bytes."""
     return _status("VmRSS") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _status(name: str) -> int | None:
-    """A line of Linux' /proc/self/status, in bytes."""
+    """A field of Linux's /proc/self/status, in bytes; None elsewhere."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -30,7 +30,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_stopped(pids: Iterable[int]) -> None:
-    """Of these processes, kill those that are stopped (SIGSTOP), which cannot end by themselves, with all that they have started."""
+    """Kill those of the processes that are stopped (SIGSTOP) and so cannot exit by themselves, with their
+    descendants."""
     wanted = set(pids)
     for pid, (state, _, _) in list(_stats()):
         if pid in wanted and state in "Tt":
@@ -38,7 +39,7 @@ def kill_stopped(pids: Iterable[int]) -> None:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Those that still exist."""
+    """Kill those of the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Worker groups on Ray: the one file that knows it.
+"""Worker groups on Ray.
 
-Ray starts the processes and carries arguments and results; what the workers tell each other goes through torch.distributed.
-A cluster that is not there is started on this machine and ended with the run.
+Ray starts the processes and carries arguments and results; workers communicate with each other through
+torch.distributed. If there is no cluster, one is started on this machine and stopped with the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-# Ray prints its own words on the end of a worker; WorkerError says more. It reads this when it is imported.
+# Suppresses Ray's message about a worker's death, since WorkerError says more. Ray reads this at import.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "died or was killed")
 
 import ray  # noqa: TID251
@@ -43,9 +43,10 @@ __all__ = ["Machines", "RayGroup", "connect", "disconnect"]
 LOOPBACK = "127.0.0.1"
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _TICK_S = 0.2
-"""A worker that is lost, of any group, ends the waiting for others after so long."""
+"""Interval, in seconds, at which waiting calls check for lost workers of any group."""
 _GRACE_S = 1.0
-"""When a rank dies, the others may be first to tell: of a lost connection. So long is waited for who died."""
+"""When a rank dies, other ranks may report a lost connection first. This is the time, in seconds, to wait for
+the actual loss."""
 _NUM_LAST_LINES = 3
 _ENDED = "its process was killed, or crashed"
 _LESS_MEMORY = (
@@ -62,7 +63,7 @@ def disconnect() -> None:
 
 
 _lifelines: list[Lifelines] = []
-"""Those of this process's workers, when there are some: what happens to one worker concerns all groups."""
+"""The connections of this process's workers, at most one object: the loss of a worker concerns all groups."""
 
 
 def _lines(config: ClusterConfig) -> Lifelines:
@@ -73,8 +74,8 @@ def _lines(config: ClusterConfig) -> Lifelines:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """Where a worker runs. `log` is the file on its machine that its standard error goes to, from byte `start`; empty where that is
-    none."""
+    """The process of a worker. `log` is the file on its machine with its standard error, from byte `start`;
+    empty if it is not a file."""
 
     pid: int
     node: str
@@ -86,10 +87,10 @@ class _Process:
 
 
 class _Host:
-    """The process of one worker."""
+    """The Ray actor of one worker."""
 
     def __init__(self, env: Mapping[str, str], is_local: bool) -> None:
-        """With `is_local` all workers are on this machine, and talk over loopback."""
+        """With `is_local` all workers are on this machine, and communicate over loopback."""
         os.environ.update(env)
         self._is_local = is_local
         if is_local and (interface := interface_of(LOOPBACK)):
@@ -99,21 +100,22 @@ class _Host:
         self._listener: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Where the ranks find each other: at an address of this process, for as long as it lives."""
+        """Open the rendezvous address of the ranks, in this process, for as long as it lives."""
         host = LOOPBACK if self._is_local else ray.util.get_node_ip_address()
         self._listener = socket.create_server((host, 0), family=family_of(host))
         return host, self._listener.getsockname()[1]
 
     def process(self, ticket: Ticket, is_own: bool) -> _Process:
-        """Take up the line to the driver. With `is_own` the cluster is that of the driver, and ends with it; Ray's agents would
-        stay for a minute. Raises ConfigError when the folder of its log is not on this machine."""
+        """Open the liveness connection to the driver. With `is_own` the cluster was started by the driver;
+        Ray's agents, which would outlive it by a minute, are then killed with it. Raises ConfigError if the
+        log's folder does not exist on this machine."""
         node = ray.util.get_node_ip_address()
         if ticket.log is not None and not ticket.log.parent.is_dir():
             message = f"the machine {node} has no {ticket.log.parent}; give a folder on a file system that all machines of the run share"
             raise ConfigError([Problem("run.output_dir", message)])
         agents = children_of().get(os.getppid(), []) if is_own else []
         self._lifeline = Lifeline(ticket, beside=[pid for pid in agents if pid != os.getpid()])
-        faulthandler.enable()  # a crash in native code leaves its signal and stack among the last words
+        faulthandler.enable()  # a crash in native code leaves its signal and stack in the last log lines
         stderr = Path("/proc/self/fd/2")
         log = stderr.resolve() if stderr.exists() else None
         start = log.stat().st_size if log is not None and log.is_file() else 0
@@ -132,7 +134,7 @@ class _Host:
 
 
 def _value(arg: Any) -> Any:
-    """What a reference stands for, alone or as an item of a list or tuple."""
+    """Resolve references in an argument: the argument itself, or the items of a list or tuple."""
     if isinstance(arg, ray.ObjectRef):
         return ray.get(arg)
     if isinstance(arg, list | tuple) and any(isinstance(item, ray.ObjectRef) for item in arg):
@@ -167,14 +169,14 @@ class RayGroup:
         machines: Machines | None = None,
         reads: Sequence[str] = (),
     ) -> None:
-        """Has a process started for each of the `seats` on `machines`, or so many anywhere, and `reads` imported in each, without
-        waiting for any of it. `make` follows."""
+        """Start a process for each of the `seats` on `machines` (an int: that many, anywhere), and import the
+        modules `reads` in each, without waiting. `make` has to follow."""
         assert isinstance(seats, int) == (machines is None), "seats are on machines"
         self.role, self.size = role, seats if isinstance(seats, int) else len(seats)
         self._seats = None if isinstance(seats, int) else seats
         self._config, self._timeout_s = config, config.call_timeout_s
         self._is_closed = False
-        # Its name is the title of the idle process.
+        # The class name is the process title while idle.
         host: Any = ray.remote(num_cpus=0, max_restarts=0)(type(role, (_Host,), {}))
         self._processes: list[_Process] = []
         self._asked = ["nothing"] * self.size
@@ -189,14 +191,15 @@ class RayGroup:
                     host.options(scheduling_strategy=where).remote({**_THREADS, **env}, is_local)
                 )
             for h in self._hosts:
-                h.read.remote(reads)  # a module that cannot be read is told when it is missed
+                h.read.remote(reads)  # an import error surfaces when the module is needed
         except BaseException:
             self.close()
             raise
 
     def make(self, factory: Factory, logs: Path | None = None) -> Self:
-        """Make a worker in each process. What it writes from there on goes to `ROLE-RANK.log` in `logs`; on another machine, and
-        without `logs`, to Ray's file. Raises WorkerError when they are not up in time, or one of them fails."""
+        """Create a worker in each process. From then on its output goes to `ROLE-RANK.log` in `logs`; on
+        another machine, or without `logs`, to Ray's log file. Raises WorkerError if a worker fails or is not
+        up in time."""
         deadline = time.monotonic() + self._config.start_timeout_s
         try:
             self._make(factory, logs, deadline)
@@ -250,22 +253,22 @@ class RayGroup:
             self._is_closed = True
             here = ray.util.get_node_ip_address()
             kill_stopped(process.pid for process in self._processes if process.node == here)
-            self._lines.forget(self)  # first, since what Ray kills has no time to clean up
+            self._lines.forget(self)  # first, since processes killed by Ray have no time to clean up
             for host in self._hosts:
                 ray.kill(host, no_restart=True)
 
     def _pending(self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
         calls = []
         for rank, args in zip(ranks, arguments, strict=True):
-            title = f"{self.role} {rank}: {method}"  # of the process while it runs
+            title = f"{self.role} {rank}: {method}"  # process title during the call
             self._asked[rank] = _shown(method, self.role)
             calls.append(self._hosts[rank].run.options(name=title).remote(method, *args))
         doing = f"in {_shown(method, self.role)}"
         return _Pending(self, calls, ranks, doing, time.monotonic() + self._timeout_s)
 
     def _wait(self, calls: Sequence[Any], ranks: Sequence[int], doing: str, deadline: float) -> list[Any]:
-        """Results by rank. The first failure ends the group: its other ranks wait for the one that failed. So does the loss of a
-        worker of any group, since none of a run can go on without the others."""
+        """Results by rank. The first failure closes the group, whose other ranks may be waiting for the
+        failed one. So does the loss of a worker of any group, since the run needs all groups."""
         pending, rank_of = list(calls), dict(zip(calls, ranks, strict=True))
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, min(_TICK_S, deadline - time.monotonic())))
@@ -283,7 +286,8 @@ class RayGroup:
         return ray.get(list(calls))
 
     def _fail(self, errors: Mapping[int, RayError], doing: str) -> NoReturn:
-        """End the group with what became of a worker: one that is lost before what that made others raise."""
+        """Close the group and raise the WorkerError of the cause: a lost worker takes precedence over
+        exceptions of other workers, which may follow from it."""
         loss = self._lines.first_loss(_GRACE_S if errors else 0.0)
         if loss is None:
             rank, error = min(errors.items(), key=lambda item: not _is_death(item[1]))
@@ -310,7 +314,7 @@ class RayGroup:
         )
 
     def _end_of(self, rank: int, *, is_oom: bool) -> str:
-        """How a process that is gone has ended: what Ray knows, and its last words."""
+        """How a dead process ended: Ray's information, and its last log lines."""
         probe = self._hosts[rank].read.remote(())
         ray.wait([probe], timeout=_GRACE_S)
         error = _error_of(probe)
@@ -327,7 +331,7 @@ class RayGroup:
         return f"{process}, log {process.log}" if process.log else str(process)
 
     def _last_words(self, rank: int) -> str:
-        """The end of a worker's log, where this machine has it."""
+        """The last lines of a worker's log; empty if it is not on this machine."""
         if not self._processes or not self._processes[rank].log:
             return ""
         try:
@@ -349,7 +353,7 @@ def _is_death(error: RayError) -> bool:
 
 
 def _error_of(call: Any) -> RayError | None:
-    """What became of a finished call, when it failed."""
+    """The error of a call; None if it succeeded or has not finished."""
     try:
         ray.get(call, timeout=0)
     except GetTimeoutError:
@@ -360,13 +364,13 @@ def _error_of(call: Any) -> RayError | None:
 
 
 def _raised(error: RayError) -> BaseException | None:
-    """What a worker's own code raised; None where that was told of another one's end."""
+    """The exception that the worker's code raised; None if it only reports the death of another worker."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     return None if isinstance(cause, RayError) else cause
 
 
 def _told(error: RayError) -> str:
-    """What a worker raised, whole if the error is ours, or how its process ended."""
+    """Message of a worker's exception, in full for braid's errors, or how its process ended."""
     if isinstance(raised := _raised(error), BraidError):
         return f"{type(raised).__name__}: {raised}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

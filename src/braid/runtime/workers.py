@@ -1,14 +1,15 @@
-"""Groups of workers, whatever starts them.
+"""Worker groups: the interface, and the in-process group.
 
-A worker is a plain object; a group holds one per rank and calls their methods. `call` waits for the values; `start` gives a
-`Pending`, whose references can be arguments of further calls, of this group or another: the worker that is called sees
-the value, and the process that makes the call never does.
+A worker is a plain object; a group holds one per rank and calls their methods. `call` waits for the values;
+`start` returns a `Pending`, whose references can be arguments of further calls, of this group or another. The
+called worker receives the value; it never passes through the caller's process.
 
     rows = rollout.start("make_rows", prompts)        # on rollout workers
     policy.start("train", rows.refs, loss).wait()     # from there to the ranks of the policy
 
-Every call has a deadline. A worker that dies, hangs or raises ends the call with one WorkerError that names it. `InProcessGroup`
-calls its one worker directly, so that a debugger steps into it; runtime.ray has the group of processes.
+Every call has a deadline. If a worker dies, hangs or raises, the call fails with one WorkerError that names
+it. `InProcessGroup` calls its single worker directly, so that a debugger can step into it; runtime.ray has
+the group of processes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from .loops import Loop
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker stands in its group: `rank` of `size`, on which machine of the run, and with which accelerators, by their
-    numbers through the machines; it sees these, and no others, as 0, 1, ...
+    """Placement of a worker: `rank` of `size` in its group, its machine `node`, and its accelerators
+    `devices`, numbered across all machines; the worker sees only these, as 0, 1, ...
 
-    `rendezvous` is where the ranks find each other: the address (host, port) of a socket that rank 0 has, its `listener`,
-    from before any of them is told until the end of its process. There is none for one worker alone."""
+    `rendezvous` is the address (host, port) where the ranks meet: that of the socket `listener` of rank 0,
+    which is open from before the ranks learn the address until rank 0's process exits. None for a single
+    worker."""
 
     rank: int
     size: int
@@ -39,7 +41,8 @@ class Place:
 
 
 class Seat(Protocol):
-    """What a layout says of one worker (plan.layout): its machine, and its devices by their numbers through the machines."""
+    """Placement of a worker in a layout (plan.layout): its machine, and its devices, numbered across all
+    machines."""
 
     @property
     def node(self) -> int: ...
@@ -48,15 +51,15 @@ class Seat(Protocol):
 
 
 Factory = Callable[[Place], Any]
-"""Makes a worker, in its own process."""
+"""Creates a worker, in the worker's process."""
 
 Ref = Any
-"""A value that is, or will be, in another process. Opaque: it is passed on, alone or as an item of a list or tuple that is an
-argument."""
+"""Opaque reference to a value that is, or will be, in another process. Can be passed as an argument, or as an
+item of a list or tuple argument."""
 
 
 class Pending(Protocol):
-    """A call under way, on every rank of a group or on one."""
+    """A running call, on all ranks of a group or on one."""
 
     @property
     def refs(self) -> list[Ref]:
@@ -64,23 +67,23 @@ class Pending(Protocol):
         ...
 
     def wait(self) -> list[Any]:
-        """The values by rank. Raises WorkerError when a worker fails or the call's deadline passes."""
+        """Wait for the values, by rank. Raises WorkerError if a worker fails or the deadline passes."""
         ...
 
 
 class WorkerGroup(Protocol):
-    """Workers of one role. Calls of one rank run in the order in which they were made; methods that are `async def`, in a
-    group made for them, at the same time."""
+    """Workers of one role. Calls to a rank run one at a time, in the order in which they were made; `async
+    def` methods run to completion."""
 
     @property
     def size(self) -> int: ...
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """`method(*args)` on every worker at once; values by rank. Raises WorkerError."""
+        """Call `method(*args)` on all workers in parallel; returns the values by rank. Raises WorkerError."""
         ...
 
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same with arguments of its own for each rank."""
+        """`call` with separate arguments for each rank."""
         ...
 
     def start(self, method: str, *args: Any) -> Pending:
@@ -92,17 +95,18 @@ class WorkerGroup(Protocol):
         ...
 
     def start_on(self, rank: int, method: str, *args: Any) -> Pending:
-        """`method(*args)` on one worker; its value is the only one."""
+        """Start `method(*args)` on one worker; the result has its value only."""
         ...
 
     def close(self) -> None:
-        """End the workers: their own `close`, where they have one, then their processes. Can be called twice."""
+        """Stop the workers (one in this process by its `close`, if it has one) and their processes.
+        Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """See Pending. A call that has been made; its values are their own references."""
+    """See Pending. A completed call; the references are the values themselves."""
 
     refs: list[Any]
 
@@ -112,8 +116,8 @@ class Done:
 
 
 class InProcessGroup:
-    """See WorkerGroup. One worker in this process, called directly: what it raises goes through as it is, nothing is
-    copied, and a call is over when `start` returns."""
+    """See WorkerGroup. A single worker in this process, called directly: exceptions propagate unchanged,
+    nothing is copied, and a call is complete when `start` returns."""
 
     size = 1
 
