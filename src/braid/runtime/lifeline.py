@@ -375,7 +375,7 @@ class Lifeline:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         kill(descendants(os.getpid()))
-        if said == _BYE:  # the driver ends this process in the way of whatever started it
+        if said == _BYE:  # the driver stops this process through Ray
             self._socket.close()
             time.sleep(_END_S)
         kill([os.getpid()])

@@ -73,7 +73,7 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
         os.environ.setdefault(name, limit)
     if config.num_nodes > 1 and not is_joined(config):
         raise _problem("cluster.num_nodes", f"{config.num_nodes} machines are wanted, and {_ALONE}")
-    with interrupts_held() as caught:  # half of Ray's start leaves processes behind, or crashes
+    with interrupts_held() as caught:  # an interrupted start of Ray leaves processes behind, or crashes
         if is_joined(config):
             _join(_asked(config))
         else:
@@ -94,7 +94,7 @@ def leave() -> None:
         _forget_secret()
 
 
-_SECRET = "RAY_AUTH_TOKEN"  # the variable's name
+_SECRET = "RAY_AUTH_TOKEN"  # environment variable
 _secrets: list[str] = []
 """Secret of the cluster that this process started, at most one."""
 
@@ -118,7 +118,7 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
         try:
             _init(num_processes)
             return
-        except Exception as error:  # Ray raises Exception itself when one of its processes is late
+        except Exception as error:  # Ray raises a bare Exception if one of its processes is late
             _end_processes(error)
             why = " ".join(str(error).split())
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
@@ -251,7 +251,7 @@ class Machines:
         nodes = _suited(config, len(num_gpus), max(num_gpus))
         self._machines = [Machine(node["NodeID"], node["NodeManagerAddress"]) for node in nodes]
         if not is_joined(config) and not any(num_gpus):
-            return  # there is nothing to hold, nor to find out
+            return  # nothing to reserve or to look up
         try:
             self._machines = self._hold(num_gpus, config.start_timeout_s)
         except BaseException:
@@ -273,7 +273,7 @@ class Machines:
         machine = self._machines[seat.node]
         env = dict(given)
         if len(self._machines) > 1 and machine.interface:
-            # gloo would take the address of the machine's name, which is often one of loopback.
+            # By default gloo uses the address of the host name, which is often a loopback address.
             env.setdefault("GLOO_SOCKET_IFNAME", machine.interface)
         if machine.gpus and seat.devices:
             first = seat.node * self._devices_per_node
@@ -363,7 +363,7 @@ def interface_of(address: str) -> str:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an address, or a system without the question
+            except OSError:  # an interface without an address, or a system without this call
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

@@ -16,7 +16,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library to keep freed blocks for the next allocation; whether it could be told (glibc only).
+    """Have the C library keep freed blocks for the next allocation. Returns whether it supports this (glibc
+    only).
 
     By default it gives each block above 32 MiB back to the kernel, which has to zero the pages anew for every
     large activation: up to a fifth of a training step on CPU. The process stays as large as it once was.

@@ -60,7 +60,7 @@ def kill_group(group: int) -> None:
         memory |= _shared_memory(left)
         kill(left)
         time.sleep(0.01)
-    if not is_known:  # no /proc, or nobody is left
+    if not is_known:  # no /proc, or no process is left
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
     if memory:
@@ -78,7 +78,7 @@ def _shared_memory(pids: Iterable[int]) -> set[Path]:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
             found |= {Path(line[line.index(_SHM) :]) for line in maps if _SHM in line}
-    return {file for file in found if file.exists()}  # others are said to be deleted
+    return {file for file in found if file.exists()}  # paths of removed files end in "(deleted)"
 
 
 _SHM = "/dev/shm/"
