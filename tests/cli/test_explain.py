@@ -92,7 +92,7 @@ def test_what_sets_native_keys_that_nothing_reads_is_shown_as_unused(
     given = [str(file), "generator.gpu_memory_utilization=0.5", servers, "--engine", "vllm"]
     assert main(["explain", *given]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "unused: servers were started with options of their own (rollout.vllm.servers)" in out
+    assert "unused: servers were started with their own options (rollout.vllm.servers)" in out
     assert "3 applied, 1 unused" in out
 
 
@@ -146,8 +146,8 @@ def test_a_native_value_that_the_config_refuses_is_refused_in_the_ledger(
 def test_a_native_config_has_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
     quickstart = str(Path(__file__).parents[2] / "examples/quickstart.yaml")
     for verb, message in (
-        ("explain", "see what it means with: braid show"),
-        ("convert", "own language already"),
+        ("explain", "explain it with: braid show"),
+        ("convert", "is a native config already"),
     ):
         assert main([verb, quickstart]) == 2
         assert message in capsys.readouterr().err

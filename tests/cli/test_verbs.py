@@ -103,7 +103,7 @@ def test_what_a_reward_prints_is_in_the_runs_log_and_not_on_the_console(
     out = capsys.readouterr().out
     log = tmp_path / "runs/tiny/logs/rewards.log"
     assert set(log.read_text().splitlines()) == {"scoring"}
-    assert out.count("a reward prints") == 1
+    assert out.count("a reward writes to stdout") == 1
     assert "scoring" not in out
 
 

@@ -103,8 +103,8 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(
     f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}], k{i}: *a{i - 1}, l{i}: *a{i - 1}}}\n" for i in range(1, 25)
 )
 HOSTILE = {
-    "aliases of aliases": (TENFOLD, "more than 20,000 keys and values once each alias"),
-    "merges of merges": (MERGED, "more than 20,000 keys and values once each alias"),
+    "aliases of aliases": (TENFOLD, "more than 20,000 keys and values after expanding aliases"),
+    "merges of merges": (MERGED, "more than 20,000 keys and values after expanding aliases"),
     "digits": (f"run: {{seed: {'9' * 6000}}}\n", "run.seed: a whole number of 6,000 digits"),
     "digits of a float": (f"train: {{optimizer: {{lr: {'9' * 400}}}}}\n", "train.optimizer.lr: a whole number of 400 digits"),
     "hexadecimal digits": (f"run: {{seed: 0x{'f' * 8000}}}\n", "a whole number of 8,002 digits"),

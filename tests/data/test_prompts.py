@@ -255,7 +255,7 @@ def test_chat_messages_that_are_none_are_refused(
 def test_settings_that_chat_messages_leave_without_effect_are_refused(load_chat: Loader) -> None:
     assert "data.train[0].template cannot be put around" in load_chat.error(CHAT, template="Q: {prompt}")
     own = [{"prompt": [{"role": "system", "content": "s"}, *CHAT[0]["prompt"]], "answer": ""}]
-    assert "has a system message of its own; remove data.train[0].system" in load_chat.error(own, system="x")
+    assert "already has a system message; remove data.train[0].system" in load_chat.error(own, system="x")
 
 
 @pytest.mark.parametrize(

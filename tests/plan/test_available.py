@@ -64,7 +64,7 @@ def test_fsdp_takes_a_policy_on_several_devices() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["cluster.runtime=in_process"], "cluster.runtime", "works in processes of its own"),
+        (["cluster.runtime=in_process"], "cluster.runtime", "runs in separate processes"),
     ],
 )
 def test_what_fsdp_does_not_do_is_said(overrides: list[str], key: str, words: str) -> None:
@@ -82,7 +82,7 @@ def test_adapters_train_on_shards_and_not_beside_whole_frozen_weights_of_fsdp() 
 
 def test_options_of_an_engine_that_others_started_are_idle() -> None:
     given = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]", "rollout.vllm.block_size=8"]
-    assert "options of their own" in warnings(*given)["rollout.vllm.block_size"]
+    assert "their own options" in warnings(*given)["rollout.vllm.block_size"]
     assert "rollout.vllm.servers" not in warnings(*given)
     assert "fingerprints" in warnings(*given, "rollout.check_weights=true")["rollout.check_weights"]
 

@@ -65,7 +65,7 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
         ),
         (
             ["cluster.env={'A=B': x}"],
-            "cluster.env: 'A=B' is no name of an environment variable; it may not be empty or hold =",
+            "cluster.env: 'A=B' is not the name of an environment variable; it must not be empty or contain =",
         ),
         (
             ["eval.pass_at=[1,4]", "eval.samples_per_prompt=2"],
@@ -322,7 +322,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["run.max_restarts=3"],
-            "run.max_restarts: nothing is saved on the way, so a restart begins at the start; set checkpoint.every_rounds",
+            "run.max_restarts: no checkpoints are saved, so a restart begins from scratch; set checkpoint.every_rounds",
         ),
         (
             ["data.eval=[]", "eval.every_rounds=5"],

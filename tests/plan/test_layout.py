@@ -234,7 +234,7 @@ REFUSED = [
     (
         ["cluster.runtime=in_process", "train.backend=fsdp2"],
         "cluster.runtime",
-        "fsdp2 of the policy works in processes of its own",
+        "fsdp2 of the policy runs in separate processes",
     ),
 ]
 

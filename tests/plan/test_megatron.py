@@ -23,7 +23,7 @@ OWN = "train.megatron"
     ("override", "key", "words"),
     [
         ("model.lora={}", "model.lora", "no adapters"),
-        ("train.liger_kernels=true", "train.liger_kernels", "layers of its own"),
+        ("train.liger_kernels=true", "train.liger_kernels", "its own layers"),
         (f"{OWN}.transformer.activation=gelu", f"{OWN}.transformer.activation", "which all have swiglu"),
         (f"{OWN}.transformer.layer_spec=mine", f"{OWN}.transformer.layer_spec", "decoder_gpt"),
         (f"{OWN}.virtual_pipeline=2", f"{OWN}.virtual_pipeline", "pipeline_parallel above 1"),

@@ -153,10 +153,10 @@ class CheckpointStore:
             raise CheckpointError(
                 "no checkpoint is whole:\n  - "
                 + "\n  - ".join(problems)
-                + "\nStart anew with run.resume=none"
+                + "\nStart a new run with run.resume=none"
             )
         raise CheckpointError(
-            f"there is no checkpoint in {self.folder}; start anew with run.resume=none, or give the folder of one"
+            f"there is no checkpoint in {self.folder}; start a new run with run.resume=none, or give the path of a checkpoint"
         )
 
     def about(self, which: str | Path = "latest") -> tuple[Path, dict[str, str]] | None:

@@ -51,7 +51,7 @@ verbs:
   show    CONFIG.yaml [key=value ...]   every value with where it came from, and every number that follows; --check: also
                                         data, rewards, models and packages, before a run needs them
   explain THEIRS.yaml [key=value ...]   what each key of an RLinf, ROLL or SkyRL config became; --key KEY: one key
-  convert THEIRS.yaml [key=value ...]   such a config in braid's own language
+  convert THEIRS.yaml [key=value ...]   such a config as a native config
   export  RUN [--output DIR]            a checkpoint as a Hugging Face folder
   schema                                JSON schema of the config, for completion in editors
 
@@ -219,9 +219,7 @@ def _explain(args: argparse.Namespace) -> int:
         _write_ledger(args, refusal.language, refusal.ledger)
         raise
     if read.language == "native":
-        raise ConfigError(
-            f"{args.config} is in braid's own language; see what it means with: braid show {args.config}"
-        )
+        raise ConfigError(f"{args.config} is a native config; explain it with: braid show {args.config}")
     _write_ledger(args, read.language, read.ledger)
     return OK
 
@@ -241,7 +239,7 @@ def _convert(args: argparse.Namespace) -> int:
 
     read = _read(args)
     if read.language == "native":
-        raise ConfigError(f"{args.config} is in braid's own language already")
+        raise ConfigError(f"{args.config} is a native config already")
     output = None if args.output is None else Path(args.output)
     text = native_text(read, None if output is None else output.parent)
     if output is None:
@@ -364,7 +362,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument("--key", metavar="KEY", help="tell what one key does in each language that has it")
     convert = _add_run_verb(
-        verbs, "convert", _convert, "An RLinf, ROLL or SkyRL config in braid's own language."
+        verbs, "convert", _convert, "Convert an RLinf, ROLL or SkyRL config to a native one."
     )
     convert.add_argument("--output", metavar="FILE", help="where to write; standard output by default")
     export = _add_verb(verbs, "export", _export, "Write a checkpoint as a folder that transformers loads.")

@@ -26,7 +26,7 @@ HABITS = {
     "max_response_length": "rollout.sampling.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
     "rollout_n": "rollout.group_size",
-    "actor_rollout_ref": "model, rollout, train and reference, each a section of its own",
+    "actor_rollout_ref": "model, rollout, train and reference, each a section",
     "gpu_memory_utilization": "rollout.vllm.memory_fraction",
     "tensor_model_parallel_size": "rollout.vllm.tensor_parallel",
     "total_epochs": "run.max_epochs",

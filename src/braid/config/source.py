@@ -29,7 +29,7 @@ MAX_BYTES = 2**20
 """Maximum file size, in bytes."""
 MAX_DIGITS = 308
 """Maximum digits of an integer: larger ones do not fit in a float."""
-_TOO_DEEP = f"more than {MAX_DEPTH} mappings and lists within each other; no config needs so many"
+_TOO_DEEP = f"more than {MAX_DEPTH} nested mappings and lists, beyond any real config"
 KeyPath = tuple[str | int, ...]
 """Components of a key path: ("data", "train", 0)."""
 
@@ -167,7 +167,7 @@ class _Builder:
         """Raise ConfigError if the expanded aliases exceed MAX_VALUES."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            message = f"more than {MAX_VALUES:,} keys and values once each alias (*name) is put in its place; no config needs so many"
+            message = f"more than {MAX_VALUES:,} keys and values after expanding aliases (*name), beyond any real config"
             raise ConfigError([Problem(path or ROOT, message, self._where(node))])
 
     def value(self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> Any:

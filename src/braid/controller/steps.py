@@ -179,7 +179,7 @@ def _report_selection(parts: Parts, selection: Selection) -> None:
         metrics.add("rollout/batches", selection.num_batches)
         if len(selection.kept) < selection.size:
             logger.warning(
-                "round %d goes on with %d of %d groups after rollout.filter.max_batches=%d batches: %s",
+                "round %d continues with %d of %d groups after rollout.filter.max_batches=%d batches: %s",
                 parts.progress.round, len(selection.kept), selection.size, selection.num_batches, selection.describe(),
             )  # fmt: skip
     if config.then == "replace":

@@ -155,7 +155,7 @@ def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool
             f"not with {'an answer of the assistant' if chat else 'nothing'}"
         )
     if system and chat[0]["role"] == "system":
-        raise DataError(f"{where}: has a system message of its own; remove {source.key}.system")
+        raise DataError(f"{where}: already has a system message; remove {source.key}.system")
     return (*system, *chat), True
 
 

@@ -251,5 +251,5 @@ def _silent_layers(lm: CausalLM, row: Tensor) -> str:
     recorder = _Recorder(PackedAttention([len(row)], lm.device))
     lm.hidden(row, torch.arange(len(row), device=lm.device), recorder)
     if recorder.layers:
-        return "; its layers may count positions themselves, or have a mask of their own"
+        return "; its layers may count positions themselves, or build their own mask"
     return ", since its layers do not attend through transformers' attention interface"

@@ -279,7 +279,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     *(
         (
-            f"servers were started with options of their own (rollout.{name}.servers)",
+            f"servers were started with their own options (rollout.{name}.servers)",
             lambda config, _, name=name: (
                 config.rollout.engine == name and bool(getattr(config.rollout, name).servers)
             ),
@@ -312,7 +312,7 @@ IDLE: tuple[Idle, ...] = (
         ("rollout.check_weights", "rollout.check_weights_dir"),
     ),
     (
-        "workers that infer log-probs take over the policy's weights every round",
+        "inference workers receive the policy's weights every round",
         lambda *_: True,
         ("inference.load_from_policy",),
     ),
@@ -322,7 +322,7 @@ IDLE: tuple[Idle, ...] = (
         _leaves("rollout.publish", PublishConfig),
     ),
     (
-        "the policy itself computes log-probs: inference has no devices that the policy has not",
+        "the policy itself computes log-probs: inference has no devices of its own",
         lambda _, plan: plan.layout.role("inference") is None,
         _leaves("inference", InferenceConfig),
     ),
@@ -386,7 +386,7 @@ IDLE: tuple[Idle, ...] = (
         for key in _OPTIMIZERS
     ),
     (
-        "the policy has no value head and the critic, if any, has settings of its own",
+        "the policy has no value head and the critic, if any, has its own settings",
         lambda config, plan: not plan.needs_critic or config.critic.train is not None,
         ("train.optimizer.value_lr",),
     ),

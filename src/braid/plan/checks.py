@@ -162,7 +162,7 @@ def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
         if not name or "=" in name or "\0" in name:
             yield (
                 "cluster.env",
-                f"{name!r} is no name of an environment variable; it may not be empty or hold =",
+                f"{name!r} is not the name of an environment variable; it must not be empty or contain =",
             )
 
 
@@ -326,7 +326,7 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if config.run.max_restarts and plan.verb != "eval" and not config.checkpoint.every_rounds:
         yield (
             "run.max_restarts",
-            "nothing is saved on the way, so a restart begins at the start; set checkpoint.every_rounds",
+            "no checkpoints are saved, so a restart begins from scratch; set checkpoint.every_rounds",
         )
 
 

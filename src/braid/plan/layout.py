@@ -301,7 +301,7 @@ def _what_needs_more(roles: Sequence[RoleLayout]) -> str | None:
     """The first reason why a single process is not sufficient."""
     for of in roles:
         if of.role in TRAINING_ROLES and of.kind != "single":
-            return f"the backend {of.kind} of the {of.role} works in processes of its own"
+            return f"the backend {of.kind} of the {of.role} runs in separate processes"
         if len(of.workers) > 1:
             return f"{of.role} has {len(of.workers)} workers"
         if of.devices not in ((), (0,)):

@@ -25,7 +25,7 @@ def missing_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iter
             f"megatron trains whole weights, no adapters; set {key}.backend={_OTHERS}, or leave it out",
         )
     if train.liger_kernels:
-        yield f"{key}.liger_kernels", "megatron builds layers of its own; set it to false"
+        yield f"{key}.liger_kernels", "megatron builds its own layers; set it to false"
     for name, message in (*_unknown_layers(train.megatron), *_unknown_schedules(train.megatron)):
         yield f"{key}.megatron.{name}", message
 

@@ -131,7 +131,7 @@ class Reporter:
             self._summarize("running")
         except ReportError as failure:
             if not self._is_summary_late:
-                logger.warning("%s; the run goes on without", failure)
+                logger.warning("%s; the run continues without it", failure)
             self._is_summary_late = True
 
     def store_samples(self, name: str, groups: Sequence[Group], rows: Sequence[Row] = ()) -> None:

@@ -189,7 +189,7 @@ def _parse(line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("round"), int):
-        logger.warning("left out a line of metrics.jsonl that is no record of a round: %.60r", line)
+        logger.warning("skipped a line of metrics.jsonl that is not a record of a round: %.60r", line)
         return None
     return record
 

@@ -102,7 +102,7 @@ def _build_judge(part: JudgeReward, key: str, setting: Setting) -> JudgePart:
 
 
 def _without_service(key: str, what: str) -> ConfigError:
-    return ConfigError([Problem(key, f"needs {what}, and whoever built this scorer gave none", "config")])
+    return ConfigError([Problem(key, f"needs {what}, which was not given to this scorer", "config")])
 
 
 class MathPart:

@@ -322,7 +322,7 @@ class RayGroup:
         if is_oom or isinstance(error, OutOfMemoryError):
             how = f"it was killed for lack of memory: {_LESS_MEMORY}"
         words = self._last_words(rank)
-        return f"{how} ({self._where(rank)})" + (f"; its last words were: {words}" if words else "")
+        return f"{how} ({self._where(rank)})" + (f"; last log lines: {words}" if words else "")
 
     def _where(self, rank: int) -> str:
         if not self._processes:

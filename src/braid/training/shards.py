@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _IN_INDEX:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index")
         return super().find_class(module, name)
 
 

@@ -102,7 +102,7 @@ class LinkedSender:
             if left <= 0:
                 raise EngineError(
                     f"engine {', '.join(missing)} did not come for version {version} within {self._options.timeout_s:g} s; its own "
-                    "log says what it does (cluster.call_timeout_s is the limit)"
+                    "log shows what it was doing (cluster.call_timeout_s is the limit)"
                 )
             self._admit(min(left, 1.0))
         if self._outlet is None:
@@ -204,7 +204,7 @@ class LinkedSender:
         for wire in self._wires.values():
             answer = wire.receive("done", deadline, f"taking over version {receipt.version}")
             if answer["fingerprint"] != receipt.fingerprint:
-                raise EngineError(f"{wire.peer} took over other weights than were sent")
+                raise EngineError(f"{wire.peer} loaded other weights than were sent")
         return receipt
 
     def _named(self, error: BaseException, version: int) -> BaseException:

@@ -144,7 +144,9 @@ class Wire:
         """Receive the next message of any kind; `failed` raises EngineError."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, doing))
         if length > _LONGEST:
-            raise EngineError(f"{self.peer} sent a message of {length} bytes; it is no end of a publication")
+            raise EngineError(
+                f"{self.peer} sent a message of {length} bytes; it does not belong to a weight sync"
+            )
         try:
             message: Message = json.loads(self._read(length, deadline, doing))
         except (ValueError, RecursionError):

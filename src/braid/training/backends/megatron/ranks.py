@@ -88,7 +88,7 @@ def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
         if sizes != _set_up_with:
             raise TrainingError(
                 "two roles on the same devices have unlike sizes in train.megatron, and Megatron has one set of process groups; "
-                "give them the same, or devices of their own in cluster.placement"
+                "give them the same sizes, or separate devices in cluster.placement"
             )
         return
     groups.initialize_model_parallel(
@@ -107,6 +107,6 @@ def _check_device() -> None:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
         raise TrainingError(
-            f"train.backend=megatron needs CUDA devices, which this process has not ({error}); Megatron-core names them in "
+            f"train.backend=megatron needs CUDA devices, which this process lacks ({error}); Megatron-core names them in "
             "its own code. Use fsdp2, fsdp or deepspeed on CPUs"
         ) from None
