@@ -21,9 +21,11 @@ os.environ.update(
     RAY_raylet_start_wait_time_s="600",
     RAY_agent_register_timeout_ms="600000",
 )
-# What a shell's script starts with & ignores it, and so would all that tests start.
+# A shell script's background jobs ignore SIGINT, and those of nohup SIGHUP; all processes of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Properties are tried on the same examples each time, however slow the machine is.
 settings.register_profile("braid", deadline=None, derandomize=True)
 settings.load_profile("braid")

@@ -203,7 +203,7 @@ def test_tests_that_pass_objects_of_their_own_are_no_wrong_answer(answered: Answ
     tests = "class Node:\n    pass\nassert double(Node()) is None"
     (scored,) = score([answered(fenced(DOUBLE), tests=tests)], {"kind": "code"})
     assert scored.reward is None
-    assert "they pass a Node of their own to the program" in scored.reason
+    assert "they pass a Node object to the program" in scored.reason
 
 
 def test_a_machine_without_the_sandbox_refuses_code_rewards(

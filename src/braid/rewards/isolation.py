@@ -293,23 +293,14 @@ def _bubblewrap(user: int, filter_fd: int | None) -> list[str]:
             command += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             command += ["--ro-bind", folder, folder]
+    # Before the folders of Python, which may be in /tmp.
+    command += ["--perms", "1777", "--size", str(FOLDER_BYTES), "--tmpfs", "/tmp"]
     for folder in (*_python_folders(), "/etc/ld.so.cache"):
         for parent in reversed(Path(folder).parents[:-1]):
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind-try", folder, folder]
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    command += [
-        "--perms",
-        "1777",
-        "--size",
-        str(FOLDER_BYTES),
-        "--tmpfs",
-        "/tmp",
-        "--chdir",
-        "/tmp",
-        "--remount-ro",
-        "/",
-    ]
+    command += ["--chdir", "/tmp", "--remount-ro", "/"]
     return command
 
 
