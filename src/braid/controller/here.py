@@ -179,9 +179,8 @@ def _roles_here(
     )
 
     def follow_policy() -> None:
-        if (
-            supervised is not None
-        ):  # it has trained the same tensors, but the policy's optimizer keeps separate master weights
+        # The warm-up has trained the same tensors, but the policy's optimizer keeps separate master weights.
+        if supervised is not None:
             policy.load_weights(dict(lm.named_weights()))
         if reference is not None and config.reference.path is None:
             copy_weights(dict(lm.named_weights()), reference.named_weights())

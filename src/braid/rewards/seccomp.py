@@ -19,14 +19,8 @@ _NUMBERS = {
             *(155, 161, 165, 166, 272, 308, 428, 429, 430, 442),  # pivot_root, chroot, mounts, unshare, setns
             *(319, 447, 29, 64, 68),  # memfd_create, memfd_secret, shmget, semget, msgget
             *(248, 249, 250),  # keyrings
-            *(
-                298,
-                303,
-                304,
-                321,
-                323,
-                425,
-            ),  # perf_event_open, file handles, bpf, userfaultfd, io_uring_setup
+            # perf_event_open, file handles, bpf, userfaultfd, io_uring_setup
+            *(298, 303, 304, 321, 323, 425),
         },
         56,
         435,
