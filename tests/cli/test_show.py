@@ -68,6 +68,11 @@ def test_end_tokens_are_listed_with_where_each_is_named(tmp_path: Path) -> None:
         "end token <end_of_turn> (107) generation_config.json",
         "end token 9 rollout.sampling.stop_token_ids",
     ]
+    (folder / "generation_config.json").unlink()
+    for config in ({"eos_token_id": 107}, {"text_config": {"eos_token_id": 107}}):
+        (folder / "config.json").write_text(json.dumps(config))
+        text = show(tmp_path, "model.build=null", f"model.path={folder}")
+        assert line(text, "end token <end") == "end token <end_of_turn> (107) config.json"
     text = show(tmp_path, "model.build=null", "model.path=some/hub-name")
     assert line(text, "end tokens") == "end tokens not known yet the model's files are not in a local folder"
 

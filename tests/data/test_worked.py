@@ -11,6 +11,8 @@ from braid.config.data import DataConfig, FileSource, ProceduralSource
 from braid.data.worked import ExampleSet, chain_sum, chain_sum_or_at_once, load_examples
 from braid.errors import ConfigError, DataError
 
+END_OF_TURN = 3 + ord("~") - 32
+"""A token that the chat template below writes after a turn."""
 ROWS = [{"prompt": "1+2=", "solution": "3"}, {"prompt": "40+50=", "solution": "90"}]
 
 
@@ -27,6 +29,35 @@ def test_a_response_column_is_imitated_with_the_end_token(
     examples = load_examples([source], DataConfig(), enclosing_tokenizer, base_dir=folder).examples
     decoded = [tuple(map(enclosing_tokenizer.decode, (e.prompt_ids, e.response_ids))) for e in examples]
     assert decoded == [("<s>1+2=", "3</s>"), ("<s>40+50=", "90</s>")]
+
+
+@pytest.mark.parametrize(
+    ("after_response", "end_token_ids", "taught"),
+    [
+        ("~\n", (2, END_OF_TURN), "~"),
+        ("~\n", (2,), "</s>"),  # sampling would not stop there
+        ("", (2, END_OF_TURN), "</s>"),
+        ("{{ raise_exception('prompts only') }}", (2, END_OF_TURN), "</s>"),
+    ],
+)
+def test_a_response_ends_with_the_end_token_that_the_chat_template_writes(
+    folder: Path,
+    chat_tokenizer: PreTrainedTokenizerFast,
+    after_response: str,
+    end_token_ids: tuple[int, ...],
+    taught: str,
+) -> None:
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}"
+        f"{{% if m.role == 'user' %}}~{{% else %}}{after_response}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    source = FileSource(path="a.jsonl", response_key="solution")
+    for use_template, end in (("auto", taught), ("never", "</s>")):
+        config = DataConfig(use_chat_template=use_template)
+        found = load_examples([source], config, chat_tokenizer, base_dir=folder, end_token_ids=end_token_ids)
+        assert [chat_tokenizer.decode(e.response_ids) for e in found.examples] == [f"3{end}", f"90{end}"]
+        assert all(all(e.response_mask) for e in found.examples)
 
 
 def test_overlong_prompts_leave_with_their_responses_and_are_counted(

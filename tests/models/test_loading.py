@@ -204,13 +204,15 @@ def test_a_tokenizer_without_an_end_token(folder: Path) -> None:
         load_tokenizer(ModelConfig(path=str(folder)))
 
 
-def test_end_tokens_are_the_tokenizers_and_those_of_the_generation_config(folder: Path) -> None:
+def test_end_tokens_are_the_tokenizers_and_those_of_the_generation_config_or_config(folder: Path) -> None:
     def ends(**settings: Any) -> tuple[int, ...]:
         config = ModelConfig(path=str(folder), **settings)
         return end_token_ids(config, load_tokenizer(config))
 
     (folder / "generation_config.json").unlink(missing_ok=True)
-    assert ends() == (1,)
+    for named, merged in ((None, (1,)), (7, (1, 7)), ([9, 1], (1, 9))):
+        _edit(folder / "config.json", eos_token_id=named)
+        assert ends() == merged, "as transformers, which has nothing else to derive end tokens from"
     for named, merged in (([1, 7, 9], (1, 7, 9)), (7, (1, 7)), (None, (1,))):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
         assert ends() == merged
@@ -225,6 +227,14 @@ def test_a_generation_config_that_names_no_token_is_refused(folder: Path, conten
     (folder / "generation_config.json").write_text(content)
     config = ModelConfig(path=str(folder))
     with pytest.raises(ModelError, match=rf"generation_config.json: .*{wrong}.*model.eos_token_id"):
+        end_token_ids(config, load_tokenizer(config))
+
+
+def test_a_config_whose_end_token_the_tokenizer_lacks_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    _edit(folder / "config.json", eos_token_id=90)
+    config = ModelConfig(path=str(folder))
+    with pytest.raises(ModelError, match=r": config.json: eos_token_id 90 is not among the tokenizer's 87"):
         end_token_ids(config, load_tokenizer(config))
 
 

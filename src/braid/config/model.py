@@ -111,7 +111,7 @@ class ModelConfig(Section):
     """Chat template as Jinja text, or the path of a .jinja file; the tokenizer's own when null."""
     eos_token_id: NonNegativeInt | None = None
     """Token id that ends a response; when null, the tokenizer's EOS token and those of the folder's
-    generation_config.json."""
+    generation_config.json, or of its config.json if there is no such file."""
     pad_token_id: NonNegativeInt | None = None
     """Padding token id, for engines that need rectangular batches and for exports; the tokenizer's when
     null."""

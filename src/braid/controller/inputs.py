@@ -49,6 +49,7 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     if isinstance(config.env, GymnasiumEnv):
         return None
     tokenizer, data = load_tokenizer(config.model), config.data
+    ends = end_token_ids(config.model, tokenizer)
     train = data.train if verb == "train" else ()
     examples = config.sft.data if config.sft is not None and verb != "eval" else ()
     size = policy_size(config)
@@ -57,8 +58,10 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
         tokenizer,
         load_prompts(train, data, tokenizer, base_dir=base_dir, role="train"),
         load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval"),
-        load_examples(examples, data, tokenizer, base_dir=base_dir, max_positions=max_positions),
-        end_token_ids(config.model, tokenizer),
+        load_examples(
+            examples, data, tokenizer, base_dir=base_dir, max_positions=max_positions, end_token_ids=ends
+        ),
+        ends,
     )
 
 

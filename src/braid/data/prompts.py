@@ -7,7 +7,7 @@ Every error is a DataError that names the source, the row, and the config key to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
@@ -103,11 +103,13 @@ def _source_name(source: SourceRows, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The prompt of one row: its index in the source, messages, and tokens."""
+    """The prompt of one row: its index in the source, messages, tokens, and whether these come from the chat
+    template."""
 
     index: int
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
+    is_templated: bool
 
 
 def encode(
@@ -119,14 +121,13 @@ def encode(
     for index in range(len(source.rows)):
         of_row, is_chat = _messages(source, index)
         use_template = _use_chat_template(source, index, is_chat, config, tokenizer)
-        text = _render(source, index, of_row, config, tokenizer) if use_template else of_row[-1]["content"]
+        text = render(source, index, of_row, config, tokenizer) if use_template else of_row[-1]["content"]
         messages.append(of_row)
         texts.append(text)
         is_templated.append(use_template)
     token_ids = _tokenize(texts, is_templated, tokenizer)
-    return _fit(
-        source, config, [Encoded(i, m, t) for i, (m, t) in enumerate(zip(messages, token_ids, strict=True))]
-    )
+    items = map(Encoded, range(len(messages)), messages, token_ids, is_templated)
+    return _fit(source, config, list(items))
 
 
 def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool]:
@@ -234,20 +235,24 @@ def _use_chat_template(
     return mode != "never" and has_template
 
 
-def _render(
+def render(
     source: SourceRows,
     index: int,
     messages: tuple[Message, ...],
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    asks: bool = True,
 ) -> str:
+    """Apply the chat template to the messages of a row; with `asks` they end with the start of a response.
+    Raises DataError if the template refuses them."""
     import jinja2
 
     try:
         conversation: Any = [dict(message) for message in messages]
         return str(
             tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+                conversation, tokenize=False, add_generation_prompt=asks, **config.chat_template_kwargs
             )
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -312,7 +317,7 @@ def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[
             "data.overlong to drop, truncate_left or truncate_right"
         )
     kept = slice(-limit, None) if rule == "truncate_left" else slice(limit)
-    cut = [Encoded(item.index, item.messages, item.token_ids[kept]) for item in items]
+    cut = [replace(item, token_ids=item.token_ids[kept]) for item in items]
     return cut, SourceCounts(rows=len(items), truncated=overlong)
 
 

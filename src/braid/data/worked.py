@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from braid.config.data import DataConfig, Source
 from braid.errors import DataError
 from braid.functions import load_function
+from braid.types import Message
 
-from .prompts import SourceCounts, cell, encode
+from .prompts import Encoded, SourceCounts, cell, encode, render
 from .sources import SourceRows, read_sources
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ Piece = tuple[str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A tokenized prompt and response; `response_ids` includes the end token.
+    """A tokenized prompt and response; `response_ids` ends with an end token.
 
     `response_mask` is True at tokens that the policy writes, False at replies of an environment.
     """
@@ -53,6 +54,7 @@ def load_examples(
     *,
     base_dir: Path,
     max_positions: int | None = None,
+    end_token_ids: Sequence[int] = (),
 ) -> ExampleSet:
     """Read `sources` (the config's `sft.data`) and make an Example of every row that fits.
 
@@ -74,16 +76,40 @@ def load_examples(
         texts = [text for pieces in responses for text, _ in pieces]
         tokenized: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         ids = iter(tokenized)
+        chat_end = _chat_end(source, encoded, config, tokenizer, end_token_ids)
         made: list[Example] = []
         for item, pieces in zip(encoded, responses, strict=True):
             response = [(token, is_policy) for _, is_policy in pieces for token in next(ids)]
-            response_ids, mask = zip(*response, (end_id, True), strict=True)
+            end = chat_end if item.is_templated and chat_end is not None else end_id
+            response_ids, mask = zip(*response, (end, True), strict=True)
             made.append(Example(item.token_ids, response_ids, mask))
         fitting = _fitting(source, made, config, max_positions)
         dropped = of_prompts.dropped_overlong + len(made) - len(fitting)
         counts[source.name] = replace(of_prompts, dropped_overlong=dropped)
         examples += fitting
     return ExampleSet(examples, counts)
+
+
+def _chat_end(
+    source: SourceRows,
+    encoded: Sequence[Encoded],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    end_token_ids: Sequence[int],
+) -> int | None:
+    """The first of `end_token_ids` that the chat template writes after a response; None if it writes none."""
+    first = next((item for item in encoded if item.is_templated), None)
+    if first is None:
+        return None
+    response = "a response"
+    try:
+        messages: tuple[Message, ...] = (*first.messages, {"role": "assistant", "content": response})
+        text = render(source, first.index, messages, config, tokenizer, asks=False)
+    except DataError:  # a template of prompts alone
+        return None
+    _, found, after = text.rpartition(response)
+    ids: Any = tokenizer(after if found else "", add_special_tokens=False)["input_ids"]
+    return next((token for token in ids if token in end_token_ids), None)
 
 
 def _fitting(

@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 
 from braid.config.model import ModelConfig
 from braid.errors import ModelError
-from braid.plan.end_tokens import GENERATION_CONFIG, tokens_of_generation_config
+from braid.plan.end_tokens import tokens_of_files
 
 from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
 
@@ -77,24 +77,27 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All tokens that end an answer: model.eos_token_id if set, else the tokenizer's end token and those of
-    the model's generation_config.json. Raises ModelError if that file is invalid."""
+    the model's generation_config.json or config.json. Raises ModelError if that file is invalid."""
     own: Any = tokenizer.eos_token_id
     if config.eos_token_id is not None or config.path is None:
         return (own,)
     path = model_path(config)
-    file = cached_file(path, GENERATION_CONFIG, _raise_exceptions_for_missing_entries=False)
+
+    def find(name: str) -> Path | None:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if file is None else Path(file)
+
     try:
-        numbers = () if file is None else tokens_of_generation_config(Path(file))
-        if outside := [number for number in numbers if number >= len(tokenizer)]:
+        file, ids = tokens_of_files(find)
+        if outside := [number for number in ids if number >= len(tokenizer)]:
             raise ValueError(
-                f"eos_token_id {outside[0]} is not among the tokenizer's {len(tokenizer)} tokens"
+                f"{file}: eos_token_id {outside[0]} is not among the tokenizer's {len(tokenizer)} tokens"
             )
     except ValueError as error:
         raise ModelError(
-            f"model.path={path}: {GENERATION_CONFIG}: {error}; correct the file, or set model.eos_token_id to the "
-            "token that ends an answer"
+            f"model.path={path}: {error}; correct the file, or set model.eos_token_id to the token that ends an answer"
         ) from error
-    return tuple(dict.fromkeys([own, *numbers]))
+    return tuple(dict.fromkeys([own, *ids]))
 
 
 def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: str) -> None:

@@ -1,32 +1,42 @@
 """End tokens of a run and where each is defined, read from a model's files without loading the model.
 
-Chat models often end a turn with a token that only generation_config.json lists (Gemma's <end_of_turn>, Llama
-3's <|eot_id|>), in addition to the tokenizer's EOS token.
+Chat models often end a turn with a token that only generation_config.json (or config.json) lists, such as
+Gemma's <end_of_turn> or Llama 3's <|eot_id|>, in addition to the tokenizer's EOS token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from braid.config.model import ModelConfig
 from braid.config.rollout import SamplingConfig
 
-GENERATION_CONFIG = "generation_config.json"
 
+def tokens_of_files(find: Callable[[str], Path | None]) -> tuple[str, tuple[int, ...]]:
+    """The file of a model that defines its end tokens, and their ids: generation_config.json, or, as in
+    transformers, config.json if there is no such file.
 
-def tokens_of_generation_config(file: Path) -> tuple[int, ...]:
-    """The EOS token ids in a generation_config.json; empty if there is no such file. Raises ValueError if it
-    contains anything other than token ids."""
-    if not file.is_file():
-        return ()
-    named = json.loads(file.read_text("utf-8")).get("eos_token_id")
-    numbers = [] if named is None else named if isinstance(named, list) else [named]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"eos_token_id is {named!r}, but must be a token id or a list of them")
-    return tuple(dict.fromkeys(numbers))
+    `find` returns the path of a file by name, None if there is none. Raises ValueError if the file contains
+    anything other than token ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if (file := find(name)) is None:
+            continue
+        try:
+            values = json.loads(file.read_text("utf-8"))
+            named = values.get("eos_token_id")
+            if named is None and name == "config.json":
+                named = (values.get("text_config") or {}).get("eos_token_id")
+            ids = [] if named is None else named if isinstance(named, list) else [named]
+            if any(type(number) is not int or number < 0 for number in ids):
+                raise ValueError(f"eos_token_id is {named!r}, but must be a token id or a list of them")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        return name, tuple(dict.fromkeys(ids))
+    return "", ()
 
 
 def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] | None:
@@ -50,10 +60,10 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
         named += [] if own is None else [(ids.get(own, own), "tokenizer_config.json")]
     if model.eos_token_id is None and folder is not None:
         try:
-            more = tokens_of_generation_config(folder / GENERATION_CONFIG)
+            file, more = tokens_of_files(lambda name: path if (path := folder / name).is_file() else None)
         except ValueError:
-            more = ()  # reported when the tokenizer is loaded
-        named += [(number, GENERATION_CONFIG) for number in more]
+            file, more = "", ()  # reported when the tokenizer is loaded
+        named += [(number, file) for number in more]
     named += [(number, "rollout.sampling.stop_token_ids") for number in sampling.stop_token_ids]
     found: dict[int | str, list[str]] = {}
     for token, origin in named:
