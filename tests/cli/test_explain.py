@@ -146,13 +146,13 @@ def test_a_native_value_that_the_config_refuses_is_refused_in_the_ledger(
 def test_a_native_config_has_nothing_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
     quickstart = str(Path(__file__).parents[2] / "examples/quickstart.yaml")
     for verb, message in (
-        ("explain", "explain it with: braid show"),
-        ("convert", "is a native config already"),
+        ("explain", "use: braid show"),
+        ("convert", "is already a native config"),
     ):
         assert main([verb, quickstart]) == 2
         assert message in capsys.readouterr().err
     assert main(["explain"]) == 2
-    assert "give a config to explain, or --key KEY" in capsys.readouterr().err
+    assert "pass a config to explain, or --key KEY" in capsys.readouterr().err
 
 
 def test_a_key_is_told_in_each_language_that_has_it() -> None:
@@ -186,7 +186,7 @@ def test_an_unknown_key_is_told_with_near_names(capsys: pytest.CaptureFixture[st
     assert main(["explain", "--key", "trainer.algorithm.kl_los_coef"]) == 2
     err = capsys.readouterr().err
     assert err == (
-        "braid: trainer.algorithm.kl_los_coef: no language has this key, did you mean 'trainer.algorithm.kl_loss_coef'?\n"
+        "braid: trainer.algorithm.kl_los_coef: unknown key in every config format, did you mean 'trainer.algorithm.kl_loss_coef'?\n"
     )
     assert main(["explain", "--key", "group_size"]) == 2
     assert "; there is " in capsys.readouterr().err
@@ -221,7 +221,7 @@ def test_convert_writes_what_the_file_says_with_the_keys_it_came_from(
     assert main(["convert", str(file)]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0] == "# From theirs.yaml of SkyRL; a comment names the key there."
+    assert lines[0] == "# Converted from the SkyRL config theirs.yaml; comments name the original keys."
     assert [line.split("#")[-1].strip() for line in lines if line.startswith("  max_epochs: 2")] == [
         "trainer.epochs"
     ]
@@ -242,7 +242,7 @@ def test_a_converted_file_where_relative_paths_start_needs_no_base_dir(
 
 def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert main(["convert", str(file), "--output", str(file.parent / "no/such/folder.yaml")]) == 2
-    assert "cannot be written: No such file or directory; give another --output" in capsys.readouterr().err
+    assert "No such file or directory; choose another --output" in capsys.readouterr().err
 
 
 def test_show_names_the_foreign_key_of_each_value(capsys: pytest.CaptureFixture[str], file: Path) -> None:

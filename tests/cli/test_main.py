@@ -67,12 +67,12 @@ def test_help_teaches_verbs_a_first_command_and_where_to_look(capsys: pytest.Cap
         assert f"\n  {verb} " in text
     assert "braid train examples/quickstart.yaml" in text
     assert "docs/config.md" in text
-    assert "exit codes: 0 done, 1 the run failed, 2" in text
+    assert "exit codes: 0 finished, 1 the run failed, 2" in text
 
 
 def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "start here:" in capsys.readouterr().out
+    assert "getting started:" in capsys.readouterr().out
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,21 +83,21 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "braid: there is no verb 'trian', did you mean 'train'?\ntry: braid --help\n"),
+        (["trian"], "braid: unknown command 'trian', did you mean 'train'?\ntry: braid --help\n"),
         (
             ["zzz"],
-            "braid: there is no verb 'zzz', the verbs are train, sft, eval, show, explain, convert, export, schema\n"
+            "braid: unknown command 'zzz'; the commands are train, sft, eval, show, explain, convert, export, schema\n"
             "try: braid --help\n",
         ),
         (
             ["c.yaml"],
-            "braid: there is no verb 'c.yaml', did you mean 'braid train c.yaml'?\ntry: braid --help\n",
+            "braid: unknown command 'c.yaml', did you mean 'braid train c.yaml'?\ntry: braid --help\n",
         ),
-        (["train"], "braid: give a CONFIG.yaml\ntry: braid train --help\n"),
-        (["export"], "braid: give a RUN\ntry: braid export --help\n"),
+        (["train"], "braid: missing argument CONFIG.yaml\ntry: braid train --help\n"),
+        (["export"], "braid: missing argument RUN\ntry: braid export --help\n"),
         (
             ["train", "c.yaml", "--run.seed=1"],
-            "braid: unknown option '--run.seed=1'; settings have no dashes: run.seed=1\ntry: braid train --help\n",
+            "braid: unknown option '--run.seed=1'; overrides have no dashes: run.seed=1\ntry: braid train --help\n",
         ),
         (["show", "c.yaml", "--al"], "braid: unknown option '--al'\ntry: braid show --help\n"),
         (["schema", "x"], "braid: unknown option 'x'\ntry: braid schema --help\n"),
@@ -183,7 +183,7 @@ def test_an_interrupted_run_says_where_it_stands_and_how_to_go_on(capsys: pytest
     assert guarded(raising(stop), args(overrides=["run.seed=1", "run.name=a", "data.train=[ ]"])) == 130
     assert capsys.readouterr().err == (
         "braid: interrupted; the run is in runs/a-2, the newest checkpoint is runs/a-2/checkpoints/step_40\n"
-        "to go on: braid train c.yaml run.seed=1 'data.train=[ ]' run.name=a-2 run.resume=latest\n"
+        "to resume: braid train c.yaml run.seed=1 'data.train=[ ]' run.name=a-2 run.resume=latest\n"
     )
 
 
@@ -200,7 +200,7 @@ def test_a_run_of_another_systems_config_goes_on_with_its_options_and_native_key
     )
     assert guarded(raising(stop), found) == 130
     assert capsys.readouterr().err.endswith(
-        "to go on: braid train c.yaml trainer.seed=1 braid.run.name=a braid.run.resume=latest --backend single "
+        "to resume: braid train c.yaml trainer.seed=1 braid.run.name=a braid.run.resume=latest --backend single "
         "--engine native --allow-unsupported trainer.mtp\n"
     )
 
@@ -211,7 +211,7 @@ def test_an_interrupted_run_without_a_checkpoint_begins_again_in_its_folder(
     assert guarded(raising(RunInterrupted(Path("runs/a"), None)), args()) == 130
     assert capsys.readouterr().err == (
         "braid: interrupted; the run is in runs/a, nothing was saved yet\n"
-        "to go on: braid train c.yaml run.name=a run.resume=latest\n"
+        "to resume: braid train c.yaml run.name=a run.resume=latest\n"
     )
 
 
@@ -243,9 +243,9 @@ def test_handlers_of_signals_are_put_back() -> None:
 
 def test_what_is_no_run_cannot_be_exported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["export", str(tmp_path)]) == 2
-    assert "has no config.yaml, so it is no run; give the folder of a run" in capsys.readouterr().err
+    assert "has no config.yaml, so it is not a run; pass the folder of a run" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nope")]) == 2
-    assert "is no folder; give the folder of a run" in capsys.readouterr().err
+    assert "is not a folder; pass the folder of a run" in capsys.readouterr().err
 
 
 def test_the_schema_and_the_reference_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_end_tokens_are_listed_with_where_each_is_named(tmp_path: Path) -> None:
         text = show(tmp_path, "model.build=null", f"model.path={folder}")
         assert line(text, "end token <end") == "end token <end_of_turn> (107) config.json"
     text = show(tmp_path, "model.build=null", "model.path=some/hub-name")
-    assert line(text, "end tokens") == "end tokens not known yet the model's files are not in a local folder"
+    assert line(text, "end tokens") == "end tokens unknown the model is not in a local folder"
 
 
 def test_all_shows_defaults_too(tmp_path: Path) -> None:
@@ -90,27 +90,21 @@ def test_derived_numbers_come_with_their_arithmetic(tmp_path: Path) -> None:
         tmp_path, "train.steps_per_pass=2", "train.passes_per_round=3", "rollout.sampling.max_new_tokens=100"
     )
     assert line(text, "trajectories per round") == "trajectories per round 64 16 prompts x 4 per group"
-    assert (
-        line(text, "tokens per trajectory")
-        == "tokens per trajectory at most 1,124 1024 of the prompt + 100 new"
-    )
+    assert line(text, "tokens per trajectory") == "tokens per trajectory at most 1,124 1024 prompt + 100 new"
     assert line(text, "tokens per round") == "tokens per round at most 71,936 64 trajectories x 1,124"
     assert line(text, "optimizer steps per round") == "optimizer steps per round 6 2 per pass x 3 passes"
     assert line(text, "rows per step") == "rows per step 32 16 prompts / 2 = 8 prompts x 4"
     assert line(text, "tokens per step").startswith("tokens per step at most 35,968 32 rows x 1,124")
     assert line(text, "rounds") == "rounds 10 run.max_rounds=10, 2.5 passes over the prompts"
     assert line(text, "optimizer steps 60") == "optimizer steps 60 10 rounds x 6"
-    assert line(text, "trajectories in all") == "trajectories in all 640 10 rounds x 64"
+    assert line(text, "total trajectories") == "total trajectories 640 10 rounds x 64"
     assert line(text, "old log-probs").startswith(
-        "old log-probs recompute auto: the policy moves within a round of 6"
+        "old log-probs recompute auto: the policy changes within a round of 6"
     )
 
 
 def test_the_placement_says_which_rank_sits_where_and_with_whom(tmp_path: Path) -> None:
-    assert (
-        line(show(tmp_path), "placement")
-        == "placement in_process: every role in the process where braid is started"
-    )
+    assert line(show(tmp_path), "placement") == "placement in_process: all roles in the driver process"
     text = show(
         tmp_path,
         "run.device=cpu",
@@ -120,12 +114,12 @@ def test_the_placement_says_which_rank_sits_where_and_with_whom(tmp_path: Path) 
         "cluster.placement={policy: 0-3, rollout: 4-5}",
         "cluster.devices_per_node=7",
     )
-    assert line(text, "placement disagg") == "placement disaggregated: no device has two roles"
-    assert line(text, "role with") == "role with ranks machine devices groups of ranks leaves the device"
+    assert line(text, "placement disagg") == "placement disaggregated: no two roles share a device"
+    assert line(text, "role backend") == "role backend ranks machine devices parallel groups offloaded"
     groups = "data 0-3; shard 0-1 | 2-3; replica 0,2 | 1,3"
     assert line(text, "policy fsdp2") == f"policy fsdp2 0-3 0 0-3 {groups} optimizer"
     assert line(text, "rollout native") == "rollout native 0-1 0 4-5"
-    assert line(text, "1 x 7 devices") == "1 x 7 devices, of which 6 have no role"
+    assert line(text, "1 x 7 devices") == "1 x 7 devices; no role on 6"
 
 
 def test_uneven_mini_batches_say_up_to(tmp_path: Path) -> None:
@@ -136,14 +130,14 @@ def test_uneven_mini_batches_say_up_to(tmp_path: Path) -> None:
 def test_rounds_that_hang_on_unread_data_say_so(tmp_path: Path) -> None:
     text = show(tmp_path, "run={max_epochs: 2}", "data.train=[{kind: file, path: x.jsonl}]")
     assert line(text, "rounds") == (
-        "rounds not known yet run.max_epochs=2 x training prompts / 16, counted when the data is read"
+        "rounds unknown run.max_epochs=2 x training prompts / 16, known once the data is read"
     )
 
 
 def test_the_critics_warm_up_is_taken_off_the_policys_steps(tmp_path: Path) -> None:
     text = show(tmp_path, "algorithm.recipe=ppo", "critic.warmup_rounds=4", width=160)
     assert line(text, "optimizer steps 6") == (
-        "optimizer steps 6 6 rounds x 1 (4 rounds warm up the critic, which takes 10)"
+        "optimizer steps 6 6 rounds x 1 (4 rounds of critic warm-up; 10 critic steps)"
     )
 
 
@@ -179,7 +173,7 @@ def test_a_simulator_shows_no_tokens(tmp_path: Path) -> None:
 def test_other_verbs_show_what_concerns_them(tmp_path: Path, verb: Verb) -> None:
     sources = ["sft.data=[{kind: file, path: x, response_key: y}]", "data.eval=[{kind: file, path: x}]"]
     text = show(tmp_path, *sources, verb=verb)
-    assert f"what follows  braid {verb}" in text
+    assert f"derived  braid {verb}" in text
     assert "trajectories per round" not in text
     assert ("supervised steps" in text) == (verb == "sft")
 
@@ -196,7 +190,7 @@ def test_the_sandbox_of_code_rewards_is_shown(tmp_path: Path) -> None:
     config = load_config(tmp_path / "run.yaml").config
     (shown,) = [f for f in figures(config, resolve(config)) if f.name == "sandbox of code rewards"]
     assert shown.value == "process"
-    assert shown.how.startswith("limits only")
+    assert shown.how.startswith("resource limits only")
 
 
 def test_json_has_config_origins_plan_and_figures(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(config: str, tmp_path:
     assert interrupted.startswith(
         f"braid: interrupted; the run is in {tmp_path / 'runs/tiny'}, the newest checkpoint is"
     )
-    assert go_on.startswith(f"to go on: braid train {config} run.max_rounds=100000")
+    assert go_on.startswith(f"to resume: braid train {config} run.max_rounds=100000")
     assert go_on.endswith("run.name=tiny run.resume=latest")
     done = main(
         [*go_on.split()[4:], "run.max_rounds=1"]

@@ -215,7 +215,7 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_process(
                 os.killpg(driver.pid, number)
                 _, said = driver.communicate(timeout=LIMIT_S)
                 assert driver.returncode == 130, said
-                assert "to go on: braid train" in said
+                assert "to resume: braid train" in said
             else:
                 driver.kill()
                 driver.wait(LIMIT_S)

@@ -122,7 +122,7 @@ def _refusal(error: str) -> str:
     if "do not attend through" in error:
         return "refused: attention that bypasses transformers' interface"
     return (
-        "refused: positions, masks or a head of its own"
+        "refused: nonstandard positions, masks or head"
         if "log-probs differ" in error
         else "refused: its code fails"
     )

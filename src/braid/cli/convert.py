@@ -36,9 +36,8 @@ def native_text(read: Read, folder: Path | None) -> str:
     comments = _comments(read)
     title = DIALECTS[read.language].title if read.language != "native" else ""
     source = "" if loaded.path is None else f" {loaded.path.name}"
-    return f"# From{source} of {title}; a comment names the key there.\n" + _commented(
-        yaml_text(tree), comments
-    )
+    head = f"# Converted from the {title} config{source}; comments name the original keys.\n"
+    return head + _commented(yaml_text(tree), comments)
 
 
 def _said(loaded: Loaded) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def print_key(key: str, console: Console | None = None) -> None:
             facts = [("takes", allowed(field)), ("does", _described(path)), *_sources_of(path)]
             _print_facts(console, "braid", key, facts)
     if not found:
-        raise ConfigError([Problem(key, f"no language has this key{_near(key)}")])
+        raise ConfigError([Problem(key, f"unknown key in every config format{_near(key)}")])
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from braid.plan import Plan
 from braid.plan.end_tokens import end_tokens
 from braid.rewards.isolation import find_isolation
 
-UNKNOWN = "not known yet"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         return
     total = f"at most {plan.max_trajectory_tokens:,}"
     if isinstance(config.env, ToolEnv):
-        yield Figure("tokens per trajectory", total, "env.max_context_tokens: prompt, turns and replies")
+        yield Figure("tokens per trajectory", total, "env.max_context_tokens: prompt, turns and tool replies")
         return
-    prompt = f"{config.data.max_prompt_tokens} of the prompt"
+    prompt = f"{config.data.max_prompt_tokens} prompt"
     if plan.verb != "eval":
         yield Figure(
             "tokens per trajectory", total, f"{prompt} + {config.rollout.sampling.max_new_tokens} new"
@@ -76,7 +76,7 @@ def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     evaluated = config.eval.sampling if plan.verb == "eval" else None
     found = end_tokens(config.model, evaluated or config.rollout.sampling)
     if found is None:
-        yield Figure("end tokens", UNKNOWN, "the model's files are not in a local folder")
+        yield Figure("end tokens", UNKNOWN, "the model is not in a local folder")
     for token, origin in (found or {}).items():
         yield Figure("end token", token, origin)
 
@@ -97,14 +97,14 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if plan.max_concurrent is not None:
         native = rollout.native
         yield Figure(
-            "sampled side by side",
+            "concurrent trajectories",
             f"{plan.max_concurrent:,} at full length",
-            f"least of {plan.trajectories_per_round:,} trajectories, max_running {native.max_running:,}, "
+            f"minimum of {plan.trajectories_per_round:,} trajectories, max_running {native.max_running:,}, "
             f"{native.kv_budget_tokens:,} cached tokens / {plan.max_trajectory_tokens:,}",
         )
     if plan.kv_budget_bytes is not None:
         yield Figure(
-            "key/value cache",
+            "KV cache",
             f"at most {human_bytes(plan.kv_budget_bytes)}",
             f"{rollout.native.kv_budget_tokens:,} tokens x {human_bytes(plan.kv_bytes_per_token or 0)}",
         )
@@ -139,7 +139,7 @@ def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         given = config.algorithm.aggregation_constant is not None
         why = "algorithm.aggregation_constant" if given else "longest possible response"
         yield Figure("aggregation constant", f"{plan.aggregation_constant:g}", why)
-    critic = ("yes", "gae needs values") if plan.needs_critic else ("no", "the advantage needs no values")
+    critic = ("yes", "GAE needs values") if plan.needs_critic else ("no", "the advantage does not use values")
     yield Figure("critic", *critic)
     kl = f"algorithm.kl_coef is {plan.recipe.kl_coef:g}"
     yield Figure("reference model", "yes" if plan.needs_reference else "no", kl)
@@ -152,13 +152,17 @@ def _rewards(config: RunConfig, _: Plan) -> Iterator[Figure]:
             found = find_isolation(asked)
         except ConfigError:
             yield Figure(
-                "sandbox of code rewards", "none", "this machine has none, so the run is refused here"
+                "sandbox of code rewards",
+                "none",
+                "no sandbox works on this machine; the run would be refused",
             )
             return
         is_sandbox = (
-            "" if found != "process" else "limits only: programs can read files and use the network; "
+            ""
+            if found != "process"
+            else "resource limits only: programs can read files and use the network; "
         )
-        how = "auto: the first that works here" if asked == "auto" else "reward.code.isolation"
+        how = "auto: the first that works on this machine" if asked == "auto" else "reward.code.isolation"
         yield Figure("sandbox of code rewards", found, is_sandbox + how)
 
 
@@ -166,10 +170,10 @@ def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:
     if config.algorithm.old_logprobs != "auto":
         return "algorithm.old_logprobs"
     if plan.old_logprobs == "current":
-        return "auto: a round has one step, so the ratio is 1"
+        return "auto: one step per round, so the ratio is 1"
     if plan.steps_per_round == 1:
-        return "auto: KL in the reward needs them before the update"
-    return f"auto: the policy moves within a round of {plan.steps_per_round} steps"
+        return "auto: the KL penalty in the reward needs them before the update"
+    return f"auto: the policy changes within a round of {plan.steps_per_round} steps"
 
 
 def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
@@ -178,7 +182,7 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         yield Figure(
             "supervised steps",
             f"{plan.sft_steps:,}",
-            f"sft.steps; {rows:,} examples at {config.sft.rows_per_step} a step",
+            f"sft.steps; {rows:,} examples, {config.sft.rows_per_step} per step",
         )
     if plan.verb == "sft":
         return
@@ -186,7 +190,7 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         yield Figure(
             "training prompts",
             f"{plan.num_prompts:,}",
-            "sizes of data.train, before over-long ones are dropped",
+            "size of data.train, before prompts that are too long are dropped",
         )
     yield Figure("rounds", *_rounds(config, plan))
     if plan.planned_rounds is None or plan.planned_steps is None:
@@ -195,13 +199,13 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     warmup = config.critic.warmup_rounds if plan.needs_critic else 0
     arithmetic = f"{plan.planned_rounds - warmup:,} rounds x {plan.steps_per_round}"
     if warmup:
-        arithmetic += f" ({warmup} rounds warm up the critic, which takes {plan.planned_critic_steps:,})"
+        arithmetic += f" ({warmup} rounds of critic warm-up; {plan.planned_critic_steps:,} critic steps)"
     elif plan.needs_critic and plan.planned_critic_steps != plan.planned_steps:
-        arithmetic += f" (the critic takes {plan.planned_critic_steps:,})"
+        arithmetic += f" ({plan.planned_critic_steps:,} critic steps)"
     yield Figure("optimizer steps", f"{plan.planned_steps:,}", arithmetic)
     total = plan.planned_rounds * plan.trajectories_per_round
     yield Figure(
-        "trajectories in all",
+        "total trajectories",
         f"{total:,}",
         f"{plan.planned_rounds:,} rounds x {plan.trajectories_per_round:,}",
     )
@@ -212,14 +216,14 @@ def _rounds(config: RunConfig, plan: Plan) -> tuple[str, str]:
     if plan.planned_rounds is None:
         return (
             UNKNOWN,
-            f"run.max_epochs={run.max_epochs} x training prompts / {per_round}, counted when the data is read",
+            f"run.max_epochs={run.max_epochs} x training prompts / {per_round}, known once the data is read",
         )
     parts = [] if run.max_rounds is None else [f"run.max_rounds={run.max_rounds:,}"]
     if run.max_epochs is not None:
         parts.append(f"run.max_epochs={run.max_epochs} x {plan.num_prompts:,} prompts / {per_round}")
     elif plan.num_prompts:
         parts[-1] += f", {plan.planned_rounds * per_round / plan.num_prompts:.2g} passes over the prompts"
-    return f"{plan.planned_rounds:,}", ("least of " if len(parts) > 1 else "") + " and ".join(parts)
+    return f"{plan.planned_rounds:,}", ("minimum of " if len(parts) > 1 else "") + " and ".join(parts)
 
 
 def _plural(noun: str, count: int) -> str:

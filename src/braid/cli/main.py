@@ -41,31 +41,31 @@ OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 
 _HELP = """\
 braid trains language models, agents and policies with reinforcement learning.
-One YAML file describes a run; key=value on the command line changes any part of it.
-Configs of RLinf, ROLL and SkyRL run as they are, with overrides in their own key names; braid.KEY=VALUE sets one of braid's.
+A run is described by one YAML file; key=value on the command line overrides any key of it.
+RLinf, ROLL and SkyRL configs run unchanged, with overrides in their own keys; braid.KEY=VALUE sets a native key.
 
-verbs:
-  train   CONFIG.yaml [key=value ...]   reinforcement learning, after supervised learning where `sft` is set
-  sft     CONFIG.yaml [key=value ...]   supervised learning alone
-  eval    CONFIG.yaml|RUN [key=value ...]   score a model, or a run's newest checkpoint, on data.eval
-  show    CONFIG.yaml [key=value ...]   every value with where it came from, and every number that follows; --check: also
-                                        data, rewards, models and packages, before a run needs them
-  explain THEIRS.yaml [key=value ...]   what each key of an RLinf, ROLL or SkyRL config became; --key KEY: one key
-  convert THEIRS.yaml [key=value ...]   such a config as a native config
-  export  RUN [--output DIR]            a checkpoint as a Hugging Face folder
-  schema                                JSON schema of the config, for completion in editors
+commands:
+  train   CONFIG.yaml [key=value ...]   reinforcement learning, after supervised fine-tuning if `sft` is set
+  sft     CONFIG.yaml [key=value ...]   supervised fine-tuning only
+  eval    CONFIG.yaml|RUN [key=value ...]   evaluate a model, or the newest checkpoint of a run, on data.eval
+  show    CONFIG.yaml [key=value ...]   print the resolved config with the origin of each value, and the plan derived
+                                        from it; --check also checks data, rewards, models and packages
+  explain CONFIG.yaml [key=value ...]   how each key of an RLinf, ROLL or SkyRL config is translated; --key KEY: one key
+  convert CONFIG.yaml [key=value ...]   convert such a config to a native one
+  export  RUN [--output DIR]            export a checkpoint in Hugging Face format
+  schema                                print the JSON schema of the config, for completion in editors
 
-start here:
-  braid train examples/quickstart.yaml                  a small model learns arithmetic, in minutes, on a CPU
-  braid show examples/quickstart.yaml rollout.group_size=16      what would change, before running it
-  braid train examples/quickstart.yaml run.resume=latest         go on after an interruption
+getting started:
+  braid train examples/quickstart.yaml                        train a small model on arithmetic: minutes on a CPU
+  braid show examples/quickstart.yaml rollout.group_size=16   see the effect of a change before running it
+  braid train examples/quickstart.yaml run.resume=latest      resume after an interruption
 
 where to look:
-  docs/config.md      every key          RUN/summary.json   how a run ended
-  docs/dialects.md    other systems      RUN/samples/       what the model wrote
-  examples/           configs to copy    braid VERB --help  options of a verb
+  docs/config.md      config reference    RUN/summary.json      result of a run
+  docs/dialects.md    other systems       RUN/samples/          sampled trajectories
+  examples/           example configs     braid COMMAND --help  options of a command
 
-exit codes: 0 done, 1 the run failed, 2 the command or the config is wrong, or data or a model that it names,
+exit codes: 0 finished, 1 the run failed, 2 invalid command, config, data or model,
 3 eval.target was not reached, 130 interrupted
 """
 
@@ -100,7 +100,7 @@ def _leave(code: int, args: argparse.Namespace) -> int:
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if stream is sys.stdout and args.verb_name not in _RUNS and code == OK:
-                return _say(FAILED, f"standard output cannot be written: {error.strerror}", args)
+                return _say(FAILED, f"cannot write to standard output: {error.strerror}", args)
     return code
 
 
@@ -117,7 +117,7 @@ def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _say(INTERRUPTED, _BEFORE, args)
     except RunInterrupted as stop:
-        return _say(INTERRUPTED, f"{stop}\nto go on: {_resume_command(args, stop)}", args)
+        return _say(INTERRUPTED, f"{stop}\nto resume: {_resume_command(args, stop)}", args)
     except ConfigError as error:
         loaded: Loaded | None = getattr(args, "loaded", None)
         placed = (
@@ -137,7 +137,7 @@ def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     except OSError as error:
         if args.verb_name in _RUNS or error.filename is not None or error.errno not in (ENOSPC, EIO):
             raise
-        return _say(FAILED, f"standard output cannot be written: {error.strerror}", args)
+        return _say(FAILED, f"cannot write to standard output: {error.strerror}", args)
     except RuntimeError as error:  # Python 3.11 wraps exceptions raised during class creation
         if isinstance(error.__cause__, KeyboardInterrupt):
             return _say(INTERRUPTED, _BEFORE, args)
@@ -211,7 +211,7 @@ def _explain(args: argparse.Namespace) -> int:
         explain.print_key(args.key)
         return OK
     if args.config is None:
-        raise ConfigError("give a config to explain, or --key KEY for one key")
+        raise ConfigError("pass a config to explain, or --key KEY for a single key")
     args.allow_unsupported = ["*"]
     try:
         read = _read(args)
@@ -219,7 +219,7 @@ def _explain(args: argparse.Namespace) -> int:
         _write_ledger(args, refusal.language, refusal.ledger)
         raise
     if read.language == "native":
-        raise ConfigError(f"{args.config} is a native config; explain it with: braid show {args.config}")
+        raise ConfigError(f"{args.config} is a native config; use: braid show {args.config}")
     _write_ledger(args, read.language, read.ledger)
     return OK
 
@@ -239,7 +239,7 @@ def _convert(args: argparse.Namespace) -> int:
 
     read = _read(args)
     if read.language == "native":
-        raise ConfigError(f"{args.config} is a native config already")
+        raise ConfigError(f"{args.config} is already a native config")
     output = None if args.output is None else Path(args.output)
     text = native_text(read, None if output is None else output.parent)
     if output is None:
@@ -248,7 +248,7 @@ def _convert(args: argparse.Namespace) -> int:
     try:
         output.write_text(text, "utf-8")
     except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}; give another --output") from error
+        raise ConfigError(f"cannot write {output}: {error.strerror}; choose another --output") from error
     return OK
 
 
@@ -304,23 +304,23 @@ def _config_path(text: str) -> Path:
 def _run_config(run_dir: Path) -> Path:
     path = run_dir / "config.yaml"
     if not path.is_file():
-        what = "has no config.yaml, so it is no run" if run_dir.is_dir() else "is no folder"
-        raise ConfigError(f"{run_dir} {what}; give the folder of a run, such as runs/quickstart")
+        what = "has no config.yaml, so it is not a run" if run_dir.is_dir() else "is not a folder"
+        raise ConfigError(f"{run_dir} {what}; pass the folder of a run, such as runs/quickstart")
     return path
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that suggests verbs for mistyped ones."""
+    """An argument parser that suggests commands for mistyped ones."""
 
     def error(self, message: str) -> NoReturn:
         if "argument VERB: invalid choice" in message:
             wrong = message.split("'")[1]
-            hint = suggest(wrong, _VERBS) or ", the verbs are " + ", ".join(_VERBS)
+            hint = suggest(wrong, _VERBS) or "; the commands are " + ", ".join(_VERBS)
             if wrong.endswith((".yaml", ".yml")):
                 hint = f", did you mean 'braid train {wrong}'?"
-            message = f"there is no verb {wrong!r}{hint}"
+            message = f"unknown command {wrong!r}{hint}"
         elif message.startswith("the following arguments are required: "):
-            message = f"give a {message.split(': ')[1].split(',')[0]}"
+            message = f"missing argument {message.split(': ')[1].split(',')[0]}"
         sys.stderr.write(f"braid: {message}\ntry: {self.prog} --help\n")
         raise SystemExit(USAGE)
 
@@ -337,40 +337,47 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         verbs,
         "train",
         _train,
-        "Reinforcement learning, after supervised learning where the config has `sft`.",
+        "Reinforcement learning, after supervised fine-tuning if `sft` is set.",
     )
-    _add_run_verb(verbs, "sft", _sft, "Supervised learning on the examples of `sft.data`.")
-    _add_run_verb(verbs, "eval", _eval, "Score a model, or the newest checkpoint of a run, on `data.eval`.")
+    _add_run_verb(verbs, "sft", _sft, "Supervised fine-tuning on the examples of `sft.data`.")
+    _add_run_verb(
+        verbs, "eval", _eval, "Evaluate a model, or the newest checkpoint of a run, on `data.eval`."
+    )
     show = _add_run_verb(
-        verbs, "show", _show, "What a config means: values, origins, derived numbers, memory, warnings."
+        verbs,
+        "show",
+        _show,
+        "Print the resolved config with the origin of each value, derived values, memory and warnings.",
     )
-    show.add_argument("--all", action="store_true", help="show defaults too")
+    show.add_argument("--all", action="store_true", help="also show default values")
     show.add_argument(
         "--check",
         action="store_true",
-        help="also read the data, call each reward on an example, and look for models and packages, as train does first",
+        help="also read the data, call each reward on an example, and check that models and packages exist, as train does before it starts",
     )
     show.add_argument("--json", action="store_true", help="print JSON")
-    show.add_argument("--for", dest="verb", choices=("train", "sft", "eval"), help="the verb to plan for")
+    show.add_argument("--for", dest="verb", choices=("train", "sft", "eval"), help="plan for this command")
     explain = _add_run_verb(
         verbs,
         "explain",
         _explain,
-        "What became of each key of an RLinf, ROLL or SkyRL config.",
+        "Show how each key of an RLinf, ROLL or SkyRL config is translated.",
         is_optional=True,
     )
     explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.add_argument("--key", metavar="KEY", help="tell what one key does in each language that has it")
+    explain.add_argument("--key", metavar="KEY", help="explain one key in each config format that has it")
     convert = _add_run_verb(
         verbs, "convert", _convert, "Convert an RLinf, ROLL or SkyRL config to a native one."
     )
-    convert.add_argument("--output", metavar="FILE", help="where to write; standard output by default")
-    export = _add_verb(verbs, "export", _export, "Write a checkpoint as a folder that transformers loads.")
+    convert.add_argument("--output", metavar="FILE", help="output file; standard output by default")
+    export = _add_verb(
+        verbs, "export", _export, "Export a checkpoint as a folder that transformers can load."
+    )
     export.add_argument("run_dir", metavar="RUN", help="folder of a run")
-    export.add_argument("--output", metavar="DIR", help="where to write; RUN/export by default")
-    export.add_argument("--step", type=int, metavar="N", help="the checkpoint; the newest by default")
-    schema = _add_verb(verbs, "schema", _schema, "The JSON schema of the config.")
-    schema.add_argument("--markdown", action="store_true", help="print the reference page instead")
+    export.add_argument("--output", metavar="DIR", help="output folder; RUN/export by default")
+    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; the newest by default")
+    schema = _add_verb(verbs, "schema", _schema, "Print the JSON schema of the config.")
+    schema.add_argument("--markdown", action="store_true", help="print the Markdown reference instead")
     args, extra = parser.parse_known_args(argv)
     if args.verb_name is None:
         sys.stdout.write(_HELP)
@@ -385,7 +392,7 @@ def _take_extra(args: argparse.Namespace, extra: Sequence[str], parser: argparse
         if not text.startswith("-") and hasattr(args, "overrides"):
             args.overrides.append(text)
         elif "=" in text:
-            parser.error(f"unknown option {text!r}; settings have no dashes: {text.lstrip('-')}")
+            parser.error(f"unknown option {text!r}; overrides have no dashes: {text.lstrip('-')}")
         else:
             parser.error(f"unknown option {text!r}")
 
@@ -394,7 +401,7 @@ def _add_verb(
     verbs: argparse._SubParsersAction, name: str, run: object, text: str
 ) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, prog=f"braid {name}", description=text, allow_abbrev=False)
-    verb.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    verb.add_argument("--debug", action="store_true", help="print tracebacks of errors")
     verb.set_defaults(run=run)
     return verb
 
@@ -407,32 +414,28 @@ def _add_run_verb(
         "config",
         metavar="CONFIG.yaml",
         nargs="?" if is_optional else None,
-        help="the config; or the folder of a run, for the config it had",
+        help="config file, or the folder of a run to use its config",
     )
     verb.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="changes in the config's own language, for example run.seed=1 data.train.0.size=5; in a config of another "
-        "system braid.KEY=VALUE sets a key of braid's, for example braid.run.max_rounds=2",
+        help="overrides in the keys of the config, for example run.seed=1 data.train.0.size=5; with an RLinf, ROLL or "
+        "SkyRL config, braid.KEY=VALUE sets a native key, for example braid.run.max_rounds=2",
     )
     verb.add_argument(
         "--dialect",
         choices=("native", "rlinf", "roll", "skyrl"),
-        help="language of the config; recognised by its keys when absent",
+        help="format of the config; detected from its keys by default",
     )
-    verb.add_argument(
-        "--backend", metavar="NAME", help="training backend, whatever the config says; single: one process"
-    )
-    verb.add_argument(
-        "--engine", metavar="NAME", help="rollout engine, whatever the config says; native: braid's own"
-    )
+    verb.add_argument("--backend", metavar="NAME", help="override the training backend; single: one process")
+    verb.add_argument("--engine", metavar="NAME", help="override the rollout engine; native: braid's own")
     verb.add_argument(
         "--allow-unsupported",
         action="append",
         default=[],
         metavar="KEY",
-        help="run without this unsupported key of the config, or part of it; may be given again",
+        help="ignore this unsupported key or section of the config; may be repeated",
     )
     return verb
 

@@ -15,10 +15,10 @@ from braid.plan.placement import format_numbers
 _MAX_GROUPS = 4
 """Most groups per parallel dimension that are printed."""
 _MODES = {
-    "in_process": "every role in the process where braid is started",
-    "collocated": "all roles on the same devices, in turns",
-    "disaggregated": "no device has two roles",
-    "hybrid": "some devices have several roles, in turns",
+    "in_process": "all roles in the driver process",
+    "collocated": "all roles share the same devices, in turns",
+    "disaggregated": "no two roles share a device",
+    "hybrid": "several roles share some of the devices, in turns",
 }
 
 
@@ -34,7 +34,7 @@ def seats_table(layout: Layout) -> RenderableType:
         roles = ", ".join(f"{role.role} ({role.kind})" for role in layout.roles)
         return Text.assemble((roles, "bold"), ("  rank 0 on device 0", "dim"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("role", "with", "ranks", "machine", "devices", "groups of ranks", "leaves the device"):
+    for name in ("role", "backend", "ranks", "machine", "devices", "parallel groups", "offloaded"):
         table.add_column(name, justify="left", overflow="fold")
     for role in layout.roles:
         for i, workers in enumerate(_lines(role)):
@@ -44,15 +44,15 @@ def seats_table(layout: Layout) -> RenderableType:
             about = (_groups(role), ", ".join(role.offload)) if i == 0 else ("", "")
             names = (role.role, role.kind) if i == 0 else ("", "")
             table.add_row(
-                Text(names[0], style="bold"), names[1], ranks, node, devices or "of servers", *about
+                Text(names[0], style="bold"), names[1], ranks, node, devices or "external servers", *about
             )
     size = f"{layout.num_nodes} x {layout.devices_per_node} devices"
-    idle = sorted(
+    unused = sorted(
         set(range(layout.num_nodes * layout.devices_per_node)).difference(
             *(of.devices for of in layout.roles)
         )
     )
-    rest = f", of which {format_numbers(idle)} have no role" if idle else ""
+    rest = f"; no role on {format_numbers(unused)}" if unused else ""
     return Group(table, Text(size + rest, style="dim"))
 
 

@@ -45,15 +45,15 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
     parts = [
         (
             "config",
-            "" if show_defaults else "what you set; --all shows defaults too",
+            "" if show_defaults else "values that you set; --all also shows defaults",
             _config(loaded, plan, show_defaults, console.width - 2),
         ),
-        ("what follows", f"braid {plan.verb}", _figures(loaded.config, plan)),
+        ("derived", f"braid {plan.verb}", _figures(loaded.config, plan)),
     ]
     if plan.verb == "train":
         parts.append(("placement", seats_title(plan.layout), seats_table(plan.layout)))
         parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
-    parts.append(("memory", "held all the time, without activations", _memory(loaded.config, plan)))
+    parts.append(("memory", "persistent state, without activations", _memory(loaded.config, plan)))
     if plan.warnings:
         parts.append(("warnings", "", _warnings(plan)))
     for title, note, body in parts:
@@ -163,11 +163,7 @@ def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
 
 def _memory(config: RunConfig, plan: Plan) -> RenderableType:
     if not plan.memory:
-        what = (
-            "a perceptron: next to nothing"
-            if config.model.mlp
-            else "not known: the model's files are not in a local folder"
-        )
+        what = "an MLP: negligible" if config.model.mlp else "unknown: the model is not in a local folder"
         return Text(what, style="dim")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")

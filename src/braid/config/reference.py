@@ -16,18 +16,18 @@ from .shape import allowed, kind_of, shape_of
 _HEAD = """\
 # Config reference
 
-Every key of a config file. This page is written from the schema by `braid schema --markdown`; editors complete keys with
-[schema.json](schema.json) when a file starts with `# yaml-language-server: $schema=../docs/schema.json`.
+All config keys. This page is generated from the schema by `braid schema --markdown`. For completion in editors, start a
+config file with `# yaml-language-server: $schema=../docs/schema.json` ([schema.json](schema.json)).
 
-* `braid show CONFIG.yaml` prints a config with the origin of each value and everything that follows from it.
-* `key=value` on the command line sets one value: `run.seed=1`, `data.train.0.size=5`, `eval.pass_at=[1,4]`. The value is
-  YAML; a mapping or a list replaces what was there.
-* Values may refer to others: `${rollout.group_size}` (defaults too), to the environment: `${oc.env:HOME}`, and compute:
-  `${mul:${rollout.group_size},2}` with add, sub, mul, div, int_div, min and max, `${not:${eval.before}}`, and the time:
-  `${now:%Y%m%d_%H%M}`. Inside `{ }` and `[ ]` put them in quotes. `???` stands for a value that must come from the command
-  line.
-* YAML is read as version 1.2 has it: only `true` and `false` are booleans, `1e-6` is a number.
-* Unknown keys are errors, and a key that has no effect in a run is warned about.
+* `braid show CONFIG.yaml` prints the resolved config with the origin of each value, and the plan derived from it.
+* `key=value` on the command line overrides one key: `run.seed=1`, `data.train.0.size=5`, `eval.pass_at=[1,4]`. The value
+  is YAML; a mapping or list replaces the whole value.
+* Interpolations: other keys, including their defaults (`${rollout.group_size}`), environment variables
+  (`${oc.env:HOME}`), arithmetic (`${mul:${rollout.group_size},2}`; also add, sub, div, int_div, min and max), negation
+  (`${not:${eval.before}}`) and the time (`${now:%Y%m%d_%H%M}`). Quote them inside `{ }` and `[ ]`. `???` marks a value
+  that must be set on the command line.
+* YAML 1.2 rules apply: only `true` and `false` are booleans, and `1e-6` is a number.
+* Unknown keys are errors. A key that has no effect in a run causes a warning.
 """
 
 
@@ -43,7 +43,7 @@ def _sections(section: type[Section], prefix: str) -> Iterator[str]:
         path = f"{prefix}{name}" + ("[]" if shape.is_list else "")
         if not shape.sections:
             continue
-        absent = " Absent by default." if field.default is None else ""
+        absent = " Not set by default." if field.default is None else ""
         yield f"## {path}\n\n{_text(field.description)}{_repeated(path, field)}{absent}\n"
         if path in _REPEATED:
             continue

@@ -45,8 +45,8 @@ static void fold(uint64_t *total, const uint64_t *block) {
     for (int i = 0; i < COLUMNS; i++) total[i] = total[i] * FACTOR + block[i];
 }
 
-/* A row of each of two blocks at once: memory is faster at two places than at one. What is written goes past the caches: it is not
-   fetched first, and nobody's cache has to give it up. */
+/* Copies a row of two blocks at a time, as two streams give more memory bandwidth than one. Non-temporal stores avoid reading the
+   destination first and evicting cache lines. */
 static void copy_and_add(char *to, const char *from, uint64_t *sums, size_t apart) {
 #ifdef __AVX2__
     if ((uintptr_t)to % 32 == 0 && apart % 32 == 0) {
