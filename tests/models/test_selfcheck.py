@@ -129,7 +129,7 @@ def test_a_window_that_is_in_the_mask_alone_is_refused_where_rows_pass_it() -> N
 
 
 def test_what_the_native_engine_cannot_decode_is_refused_with_another_engine() -> None:
-    lm = CausalLM(_other("llama", **_rotary("dynamic")))
+    lm = CausalLM(_other("phimoe", num_local_experts=4, sliding_window=50))
     with pytest.raises(
         ModelError, match=r"computed wrongly by the native engine .* set rollout\.engine=vllm"
     ):

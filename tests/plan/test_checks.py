@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from braid.config.load import load_config
@@ -343,3 +347,38 @@ def test_a_simulator_warns_of_keys_for_text() -> None:
         "rollout.sampling.top_p: has no effect: a simulator has no text",
         "env.num_envs: has no effect: a round has fewer trajectories than that",
     ]
+
+
+_LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "model"),
+    [
+        ("dynamic", "max_", {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        ("dynamic", "max_", {"max_position_embeddings": 64, "rope_parameters": {"full": {"rope_type": "dynamic"}}}),
+        ("longrope", "original_max_", {
+            "original_max_position_embeddings": 64, "max_position_embeddings": 256, "rope_scaling": _LONGROPE}),
+        ("longrope", "original_max_", {
+            "max_position_embeddings": 256,
+            "rope_parameters": _LONGROPE | {"original_max_position_embeddings": 64}}),
+    ],
+)  # fmt: skip
+def test_rows_beyond_the_length_of_a_models_rotary_frequencies_are_refused_before_it_is_loaded(
+    tmp_path: Path, kind: str, key: str, model: dict[str, Any]
+) -> None:
+    of = {"model_type": "llama"} | model
+    for nested in (of, {"model_type": "outer", "text_config": of}):
+        (tmp_path / "config.json").write_text(json.dumps(nested))
+        base = [*TEXT, "model.build=null", f"model.path={tmp_path}", "data.max_prompt_tokens=60"]
+        assert complaints(base, "rollout.sampling.max_new_tokens=5") == [
+            f"model.path: llama with {kind} rotary embeddings is computed wrongly once a row is longer than 64 tokens, its "
+            f"{key}position_embeddings: frequencies then depend on the longest row of a batch, and rows of this run may have "
+            "65 tokens; keep prompt and answer together within 64 tokens"
+        ]
+        assert warnings(base, "rollout.sampling.max_new_tokens=4") == []
+    served = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]"]
+    resolve(load_config(None, [*base, "rollout.sampling.max_new_tokens=5", *served]).config, verb="eval")
+    reference = [f"reference.path={tmp_path}", "algorithm.kl_coef=0.1", "data.max_prompt_tokens=64"]
+    (found,) = complaints([*TEXT, *reference])
+    assert found.startswith("reference.path: llama with")

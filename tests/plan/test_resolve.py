@@ -66,6 +66,12 @@ def test_the_longest_row_is_that_of_training_and_evaluation() -> None:
     assert longest_row(config(*settings, "eval.sampling.max_new_tokens=50")) == 150
 
 
+def test_supervised_rows_are_bounded_by_the_models_positions_alone() -> None:
+    supervised = "sft={data: [{kind: procedural, generator: chain_sum, response_function: a.b}]}"
+    assert longest_row(config(supervised, "model.build.max_positions=4000")) == 4000
+    assert longest_row(config(supervised, "model.build=null", "model.path=some/hub-name")) is None
+
+
 def test_token_bounds_of_a_conversation_are_its_context() -> None:
     found = plan(
         "env={kind: tools, max_turns: 3, max_context_tokens: 500}",

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from braid.errors import ModelError
+from braid.plan import rotary_problem
 
 from .attention import IMPLEMENTATION, AttentionContext, LayerCall, PackedAttention
 from .batch import PackedBatch
@@ -73,6 +74,8 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
     results may differ."""
     name, lengths = type(lm.model).__name__, length_keys(lm.model.config)
     passed = frozenset(key for key, length in lengths.items() if longest is None or longest > length)
+    if (problem := rotary_problem(lm.model.config.to_dict(), longest)) is not None:
+        raise ModelError(problem)
     try:
         difference = _difference(lm, check, passed)
     except _NotBuiltError as error:

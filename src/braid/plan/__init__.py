@@ -2,8 +2,10 @@
 torch."""
 
 from .checks import idle_keys
+from .lengths import longest_row, rotary_problem
 from .plan import Memory, Plan, Verb
-from .resolve import derive, longest_row, merge_recipe, policy_size, resolve
+from .resolve import derive, merge_recipe, resolve
+from .sizes import policy_size
 
 __all__ = [
     "Memory",
@@ -15,4 +17,5 @@ __all__ = [
     "merge_recipe",
     "policy_size",
     "resolve",
+    "rotary_problem",
 ]

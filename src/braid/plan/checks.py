@@ -17,6 +17,7 @@ from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, To
 from braid.config.schema import RunConfig
 
 from . import available, credit
+from .lengths import rotary_problems
 from .parallel import copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
@@ -255,6 +256,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _algorithm,
     credit.credit_problems,
     _contexts,
+    rotary_problems,
     _placement,
     reward_problems,
 )

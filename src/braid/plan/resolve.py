@@ -18,17 +18,18 @@ from braid.config.data import ProceduralSource
 from braid.config.load import DEFAULT
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
+from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, Problem
 
 from .checks import find_problems, find_warnings
 from .layout import Needs, lay_out
+from .lengths import token_bounds
 from .machine import count_gpus
 from .parallel import TRAINING_ROLES
 from .plan import Memory, OldLogprobs, Plan, Verb
-from .sizes import BYTES, ModelSize, size_of_folder, size_of_spec
+from .sizes import BYTES, ModelSize, policy_size, size_of_folder
 
 
 def resolve(
@@ -76,8 +77,8 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     steps_per_round = train.steps_per_pass * train.passes_per_round
     rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
     trajectories = rollout.prompts_per_round * rollout.group_size
-    output, total = _token_bounds(config, rollout.sampling)
-    _, eval_total = _token_bounds(config, config.eval.sampling or rollout.sampling)
+    output, total = token_bounds(config, rollout.sampling)
+    _, eval_total = token_bounds(config, config.eval.sampling or rollout.sampling)
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
     size = policy_size(config)
     kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[_engine_dtype(config)]
@@ -181,34 +182,6 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
         or recipe.policy_loss in CHOOSING_LOSSES
     )
     return "recompute" if is_needed or steps_per_round > 1 else "current"
-
-
-def _token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | None, int | None]:
-    """Maximum tokens that the policy generates in a trajectory, and maximum tokens of a trajectory."""
-    env, prompt, new = config.env, config.data.max_prompt_tokens, sampling.max_new_tokens
-    if isinstance(env, GymnasiumEnv):
-        return None, None
-    limit = config.rollout.max_sequence_tokens or math.inf
-    if isinstance(env, ToolEnv):
-        total = int(min(env.max_context_tokens, limit))
-        return min(env.max_turns * new, max(total - 1, 0)), total
-    total = int(min(prompt + new, limit))
-    return min(new, max(total - 1, 0)), total
-
-
-def longest_row(config: RunConfig) -> int | None:
-    """Maximum tokens of a row in training or evaluation; None if unbounded (supervised examples)."""
-    samplings = (config.rollout.sampling, config.eval.sampling or config.rollout.sampling)
-    totals = [_token_bounds(config, sampling)[1] for sampling in samplings]
-    bounds = [total for total in totals if total is not None]
-    return max(bounds) if bounds and config.sft is None else None
-
-
-def policy_size(config: RunConfig) -> ModelSize | None:
-    """Size of the policy; None if its files do not contain it or are not in a local folder."""
-    if config.model.build is not None:
-        return size_of_spec(config.model.build)
-    return None if config.model.path is None else size_of_folder(Path(config.model.path))
 
 
 def _engine_dtype(config: RunConfig) -> str:

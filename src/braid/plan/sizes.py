@@ -16,6 +16,7 @@ from typing import Any
 
 from braid.config.backends import LoraConfig
 from braid.config.model import BuildSpec
+from braid.config.schema import RunConfig
 
 SPECIAL_TOKENS = 3
 """Special tokens of the character tokenizer: padding, end, unknown."""
@@ -59,6 +60,13 @@ class ModelSize:
     def kv_numbers_per_token(self) -> int:
         """Numbers in the keys and values of one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def policy_size(config: RunConfig) -> ModelSize | None:
+    """Size of the policy; None if its files do not contain it or are not in a local folder."""
+    if config.model.build is not None:
+        return size_of_spec(config.model.build)
+    return None if config.model.path is None else size_of_folder(Path(config.model.path))
 
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:

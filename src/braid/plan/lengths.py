@@ -1,0 +1,87 @@
+"""Bounds on the length of trajectories and rows, and the length up to which a model's rotary embedding is fixed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
+from braid.config.schema import RunConfig
+
+from .plan import Plan
+from .sizes import policy_size
+
+
+def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | None, int | None]:
+    """Maximum tokens that the policy generates in a trajectory, and maximum tokens of a trajectory."""
+    env, prompt, new = config.env, config.data.max_prompt_tokens, sampling.max_new_tokens
+    if isinstance(env, GymnasiumEnv):
+        return None, None
+    limit = config.rollout.max_sequence_tokens or math.inf
+    if isinstance(env, ToolEnv):
+        total = int(min(env.max_context_tokens, limit))
+        return min(env.max_turns * new, max(total - 1, 0)), total
+    total = int(min(prompt + new, limit))
+    return min(new, max(total - 1, 0)), total
+
+
+def longest_row(config: RunConfig) -> int | None:
+    """Maximum tokens of a row in training or evaluation; None if unbounded. Supervised examples are bounded by
+    the model's positions."""
+    samplings = (config.rollout.sampling, config.eval.sampling or config.rollout.sampling)
+    totals = [token_bounds(config, sampling)[1] for sampling in samplings]
+    bounds = [total for total in totals if total is not None]
+    if config.sft is not None:
+        size = policy_size(config)
+        if size is None or size.max_positions is None:
+            return None
+        bounds.append(size.max_positions)
+    return max(bounds, default=None)
+
+
+def rotary_problem(model: Mapping[str, Any], longest: int | None) -> str | None:
+    """Error message if rows of up to `longest` tokens (None: any length) exceed the length beyond which rotary
+    frequencies depend on the longest row of a batch (dynamic NTK, LongRoPE); None if they do not, or if the
+    config does not contain that length. `model` is the content of a config.json."""
+    text = model.get("text_config") or model
+    settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for rope in (settings, *(value for value in settings.values() if isinstance(value, dict))):
+        kind, key = rope.get("rope_type", rope.get("type")), "max_position_embeddings"
+        if kind in ("longrope", "su") and f"original_{key}" in {**rope, **text}:
+            key = f"original_{key}"
+        limit = {**rope, **text}.get(key)
+        if (
+            kind in ("dynamic", "longrope", "su")
+            and limit is not None
+            and (longest is None or longest > limit)
+        ):
+            reach = "have any length" if longest is None else f"may have {longest} tokens"
+            return (
+                f"{text.get('model_type', 'the model')} with {kind} rotary embeddings is computed wrongly once a row is "
+                f"longer than {limit} tokens, its {key}: frequencies then depend on the longest row of a batch, and rows of "
+                f"this run {reach}; keep prompt and answer together within {limit} tokens"
+            )
+    return None
+
+
+def rotary_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """rotary_problem of every model that is computed here, if it is in a local folder."""
+    if plan.verb == "eval" and config.rollout.engine != "native":
+        return
+    is_train = plan.verb == "train"
+    paths = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path if is_train and plan.needs_critic else None,
+        "reference.path": config.reference.path if is_train and plan.needs_reference else None,
+    }
+    for key, path in paths.items():
+        try:
+            model = json.loads((Path(path or "").expanduser() / "config.json").read_text("utf-8"))
+            message = rotary_problem(model, longest_row(config))
+        except (OSError, ValueError, AttributeError, TypeError):
+            continue  # no local folder, or not a model's: reported when it is loaded
+        if message is not None:
+            yield key, message
