@@ -53,6 +53,10 @@ def _check_fsdp() -> None:
         assert module.mixed_precision.param_dtype == torch.bfloat16
         assert module.mixed_precision.reduce_dtype == torch.float32
         assert module.mixed_precision.buffer_dtype == torch.float32
+    for module in _modules("fsdp", param_dtype="bf16"):
+        assert module.mixed_precision.reduce_dtype == torch.float32
+        # rotary frequencies in bf16 are off by 1.2 rad at position 1,024
+        assert module.mixed_precision.buffer_dtype is None
 
 
 def _check_fsdp2() -> None:
@@ -78,6 +82,8 @@ def _check_fsdp2() -> None:
         assert group.mp_policy.reduce_dtype == torch.float32
         assert not group.offload_policy.pin_memory
         assert all(p.offload_to_cpu for p in group.fsdp_params)
+    for group in groups(param_dtype="bf16"):
+        assert group.mp_policy.reduce_dtype == torch.float32
 
 
 def _check(rank: int, folder: Path) -> None:

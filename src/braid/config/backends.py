@@ -44,7 +44,7 @@ class FsdpConfig(Section):
     reduce_dtype: DType | None = None
     """Dtype of gradient reduction; fp32 when null."""
     buffer_dtype: DType | None = None
-    """fsdp: dtype of buffers; param_dtype when null, unchanged when that is null too."""
+    """fsdp: dtype of buffers, such as rotary frequencies; unchanged when null."""
 
 
 class DeepSpeedConfig(Section):

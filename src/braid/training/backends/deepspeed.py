@@ -93,9 +93,7 @@ class DeepSpeedBackend(RankBackend):
         return [gradient for group in groups.values() for gradient in group.values()]
 
     def _grad_norm(self) -> Tensor:
-        square = torch.nn.utils.get_total_norm(self._gradients()).double().square()
-        dist.all_reduce(square)
-        return square.sqrt().float()
+        return self._norm_over(dist.group.WORLD, self._gradients())
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002  # ZeRO calls it for each group
         self._engine.step()

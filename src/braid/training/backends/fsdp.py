@@ -253,10 +253,7 @@ class FsdpBackend(RankBackend):
 
     def _grad_norm(self) -> Tensor:
         local = [g.to_local() if isinstance(g, DTensor) else g for g in self._gradients()]
-        square = torch.nn.utils.get_total_norm(local).double().square()
-        if self._is_sharded:
-            dist.all_reduce(square, group=self._shard_group)
-        return square.sqrt().float()
+        return self._norm_over(self._shard_group if self._is_sharded else None, local)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -326,7 +323,7 @@ def _shard(net: nn.Module, config: FsdpConfig, mesh: DeviceMesh, computes_in: to
         "mesh": mesh["shard"] if mesh.size(0) == 1 else mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=_DTYPES[config.param_dtype] or computes_in,
-            reduce_dtype=_DTYPES[config.reduce_dtype] or (torch.float32 if computes_in else None),
+            reduce_dtype=_DTYPES[config.reduce_dtype] or torch.float32,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=config.pin_memory)
         if config.cpu_offload
@@ -351,8 +348,8 @@ def _wrap(
     if config.param_dtype or config.reduce_dtype or config.buffer_dtype or computes_in:
         precision = MixedPrecision(
             param_dtype=_DTYPES[config.param_dtype] or computes_in,
-            reduce_dtype=_DTYPES[config.reduce_dtype] or (torch.float32 if computes_in else None),
-            buffer_dtype=_DTYPES[config.buffer_dtype or config.param_dtype],
+            reduce_dtype=_DTYPES[config.reduce_dtype] or torch.float32,
+            buffer_dtype=_DTYPES[config.buffer_dtype],
         )
     is_hybrid = 1 < mesh.size(1) < mesh.size()
     strategy = (_HYBRIDS if is_hybrid else _SHARDINGS)[config.sharding]

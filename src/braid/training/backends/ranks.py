@@ -226,6 +226,14 @@ class RankBackend(PartBackend):
     def _go_back(self, loss: Tensor) -> None:
         loss.backward()
 
+    def _norm_over(self, group: dist.ProcessGroup | None, parts: list[Tensor]) -> Tensor:
+        """Global L2 norm of `parts`, which may be in host memory, and of those of the group's other ranks, if
+        there is a group. On the compute device, where NCCL needs it."""
+        square = torch.nn.utils.get_total_norm(parts).double().square().to(self._device)
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        return square.sqrt().float()
+
     @abstractmethod
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Context for one forward and backward pass. Gradients must be synchronized in the last pass at the
