@@ -60,5 +60,5 @@ def test_what_was_read_does_not_hang_on_the_file(tmp_path: Path) -> None:
 
 
 def test_a_type_that_the_format_lacks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"policy/w is of torch.complex128"):
+    with pytest.raises(CheckpointError, match=r"policy/w has type torch.complex128"):
         write(tmp_path / "x.safetensors", {"policy/w": torch.ones(1, dtype=torch.complex128)})

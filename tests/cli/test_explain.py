@@ -113,7 +113,7 @@ def test_all_problems_are_told_at_once_with_their_lines(
     assert out.splitlines()[-1] == "bad.yaml (SkyRL): 3 keys, 3 refused"
     assert err == (
         "braid: 3 problems in the config:\n"
-        "  - trainer.epochs: 'none' is not a whole number of at least 1 [bad.yaml:2]\n"
+        "  - trainer.epochs: 'none' is not an integer >= 1 [bad.yaml:2]\n"
         "  - trainer.epoch: unknown key of SkyRL, did you mean 'trainer.epochs'? [bad.yaml:3]\n"
         "  - generator.backend: 'vlm' is not one of vllm, sglang [bad.yaml:5]\n"
     )
@@ -160,7 +160,7 @@ def test_a_key_is_told_in_each_language_that_has_it() -> None:
     print_key("trainer.algorithm.kl_loss_coef", wide)
     assert text_of(wide) == (
         "SkyRL  trainer.algorithm.kl_loss_coef\n"
-        "  takes     a number of at least 0\n"
+        "  takes     a number >= 0\n"
         "  default   0.001\n"
         "  becomes   algorithm.kl_coef\n"
         "  note      in the loss and in the reward alike\n"

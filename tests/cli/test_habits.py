@@ -51,11 +51,11 @@ def complaints(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator: unknown key; here it is algorithm.recipe (grpo, ppo, rloo, ...)"),
-        ("rollout.num_generations=8", "rollout.num_generations: unknown key; here it is rollout.group_size"),
-        ("algorithm.beta=0.1", "algorithm.beta: unknown key; here it is algorithm.kl_coef"),
-        ("train.per_device_train_batch_size=8", "train.per_device_train_batch_size: unknown key; here it is train.micro_batch_rows, and rollout."),
-        ("actor_rollout_ref.actor.lr=1", "actor_rollout_ref: unknown key; here it is model, rollout, train and reference"),
+        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator: unknown key; braid's equivalent: algorithm.recipe (grpo, ppo, rloo, ...)"),
+        ("rollout.num_generations=8", "rollout.num_generations: unknown key; braid's equivalent: rollout.group_size"),
+        ("algorithm.beta=0.1", "algorithm.beta: unknown key; braid's equivalent: algorithm.kl_coef"),
+        ("train.per_device_train_batch_size=8", "train.per_device_train_batch_size: unknown key; braid's equivalent: train.micro_batch_rows, or rollout."),
+        ("actor_rollout_ref.actor.lr=1", "actor_rollout_ref: unknown key; braid's equivalent: the sections model, rollout, train and reference"),
         ("model.dtype=bfloat16", "model.dtype: 'bfloat16' is not one of fp32, bf16, fp16; write bf16"),
         ("model.dtype=torch.float16", "model.dtype: 'torch.float16' is not one of fp32, bf16, fp16; write fp16"),
     ],
@@ -88,7 +88,7 @@ def test_every_answer_names_keys_that_exist() -> None:
 
 def test_the_keys_of_a_section_are_listed_once() -> None:
     found = complaints("algorithm.qqq=1", "algorithm.zzz=2", "run.xxxx=3")
-    listed = [text for text in found if "known here" in text]
+    listed = [text for text in found if "the keys of this section are" in text]
     assert sorted(text.partition(":")[0].partition(".")[0] for text in listed) == ["algorithm", "run"]
     assert sum(text.endswith(": unknown key [override]") for text in found) == 1
 

@@ -105,15 +105,15 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(
 HOSTILE = {
     "aliases of aliases": (TENFOLD, "more than 20,000 keys and values after expanding aliases"),
     "merges of merges": (MERGED, "more than 20,000 keys and values after expanding aliases"),
-    "digits": (f"run: {{seed: {'9' * 6000}}}\n", "run.seed: a whole number of 6,000 digits"),
-    "digits of a float": (f"train: {{optimizer: {{lr: {'9' * 400}}}}}\n", "train.optimizer.lr: a whole number of 400 digits"),
-    "hexadecimal digits": (f"run: {{seed: 0x{'f' * 8000}}}\n", "a whole number of 8,002 digits"),
-    "a product": (f"run: {{seed: '${{mul:{'9' * 300},{'9' * 300}}}'}}\n", "cannot be computed: the result is above 1e+308"),
-    "a decoded number": (f"run: {{seed: '${{oc.decode:\"{'9' * 400}\"}}'}}\n", "is a whole number above 1e+308"),
+    "digits": (f"run: {{seed: {'9' * 6000}}}\n", "run.seed: an integer of 6,000 digits"),
+    "digits of a float": (f"train: {{optimizer: {{lr: {'9' * 400}}}}}\n", "train.optimizer.lr: an integer of 400 digits"),
+    "hexadecimal digits": (f"run: {{seed: 0x{'f' * 8000}}}\n", "an integer of 8,002 digits"),
+    "a product": (f"run: {{seed: '${{mul:{'9' * 300},{'9' * 300}}}'}}\n", "the result exceeds 1e+308"),
+    "a decoded number": (f"run: {{seed: '${{oc.decode:\"{'9' * 400}\"}}'}}\n", "is an integer above the maximum of 1e+308"),
     "unknown keys": ("run: {}\n" + "".join(f"key{i}: 1\n" for i in range(5000)), "and 4,95"),
-    "a large file": ("# " + "x" * 2**20 + "\n", "bytes; a config has at most 1,048,576"),
-    "a name that leads out": ("run: {name: ..}\n", "run.name: '..' is no folder below run.output_dir"),
-    "no interpolation": ("run: {seed: '${.}', name: '${}'}\n", "is no interpolation"),
+    "a large file": ("# " + "x" * 2**20 + "\n", "bytes; at most 1,048,576"),
+    "a name that leads out": ("run: {name: ..}\n", "run.name: '..' is not a folder below run.output_dir"),
+    "no interpolation": ("run: {seed: '${.}', name: '${}'}\n", "is not a valid interpolation"),
 }  # fmt: skip
 
 
@@ -142,10 +142,10 @@ def test_what_is_no_interpolation_is_told_beside_a_search_path_too(tmp_path: Pat
     path.write_text(
         "trainer: {epochs: '${}'}\nseed: '${.}'\nhydra: {searchpath: ['${.}', '${}', '${seed}']}\ndefaults: [env/none@env]\n"
     )
-    with pytest.raises(ConfigError, match="is no interpolation"):
+    with pytest.raises(ConfigError, match="is not a valid interpolation"):
         read_config(path, dialect=dialect)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_short_override_is_not_a_long_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a whole number of 5,000 digits"):
+    with pytest.raises(ConfigError, match="an integer of 5,000 digits"):
         load_config(None, [f"run.seed={'9' * 5000}"])

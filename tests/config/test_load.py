@@ -134,29 +134,32 @@ def test_an_escaped_interpolation_is_text_and_other_text_is_untouched(tmp_path: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.seed=${nope}", "run.seed: ${nope}: there is no key 'nope' [override]"),
+        ("run.seed=${nope}", "run.seed: ${nope}: unknown key 'nope' [override]"),
         (
             "run.seed=${rollout.groop_size}",
-            "run.seed: ${rollout.groop_size}: there is no key 'rollout.groop_size', did you mean 'rollout.group_size'?",
+            "run.seed: ${rollout.groop_size}: unknown key 'rollout.groop_size', did you mean 'rollout.group_size'?",
         ),
-        ("run.seed=${run.seed}", "run.seed: ${run.seed} leads back to itself; break the circle [override]"),
+        (
+            "run.seed=${run.seed}",
+            "run.seed: ${run.seed} is a circular reference; remove one of its links [override]",
+        ),
         (
             "run.seed=${oc.env:BRAID_TEST_UNSET}",
             "run.seed: ${oc.env:BRAID_TEST_UNSET}: the environment variable BRAID_TEST_UNSET is not set; "
-            "set it, or write ${oc.env:BRAID_TEST_UNSET,default} [override]",
+            "set it, or give a default: ${oc.env:BRAID_TEST_UNSET,default} [override]",
         ),
         (
             "run.seed=${ad:1,2}",
-            "run.seed: ${ad:1,2}: there is no function 'ad', did you mean 'add'?; known: add, sub",
+            "run.seed: ${ad:1,2}: unknown resolver 'ad', did you mean 'add'?; available: add, sub",
         ),
-        ("run.seed=${div:1,0}", "run.seed: ${div:1,0} cannot be computed: division by zero [override]"),
-        ("run.seed=${add:a,1}", "run.seed: ${add:a,1} cannot be computed: 'a' is not a number [override]"),
+        ("run.seed=${div:1,0}", "run.seed: cannot evaluate ${div:1,0}: division by zero [override]"),
+        ("run.seed=${add:a,1}", "run.seed: cannot evaluate ${add:a,1}: 'a' is not a number [override]"),
         (
             "run.seed=${add:1}",
-            "run.seed: ${add:1} cannot be computed: needs two or more numbers, got 1 [override]",
+            "run.seed: cannot evaluate ${add:1}: needs two or more numbers, got 1 [override]",
         ),
-        ("run.seed=${", "run.seed: '${' is no interpolation:"),
-        ("run.seed=???", "run.seed: must be given: run.seed=VALUE on the command line [override]"),
+        ("run.seed=${", "run.seed: '${' is not a valid interpolation:"),
+        ("run.seed=???", "run.seed: required; set it on the command line: run.seed=VALUE [override]"),
     ],
 )
 def test_an_interpolation_that_fails_says_why(tmp_path: Path, override: str, message: str) -> None:
@@ -167,15 +170,15 @@ def test_an_interpolation_that_fails_says_why(tmp_path: Path, override: str, mes
 def test_circles_of_several_keys_are_told_for_each(tmp_path: Path) -> None:
     found = complaints(tmp_path, BASE, "run.seed=${eval.every_rounds}", "eval.every_rounds=${run.seed}")
     assert found == [
-        "run.seed: ${eval.every_rounds} leads back to itself; break the circle [override]",
-        "eval.every_rounds: ${run.seed} leads back to itself; break the circle [override]",
+        "run.seed: ${eval.every_rounds} is a circular reference; remove one of its links [override]",
+        "eval.every_rounds: ${run.seed} is a circular reference; remove one of its links [override]",
     ]
 
 
 def test_a_value_that_must_be_given_can_be_given(tmp_path: Path) -> None:
     text = BASE.replace("max_rounds: 5", 'max_rounds: "???"')
     assert complaints(tmp_path, text) == [
-        "run.max_rounds: must be given: run.max_rounds=VALUE on the command line [c.yaml:1]"
+        "run.max_rounds: required; set it on the command line: run.max_rounds=VALUE [c.yaml:1]"
     ]
     assert load(tmp_path, text, "run.max_rounds=9").config.run.max_rounds == 9
 
@@ -202,13 +205,13 @@ def test_a_value_that_must_be_given_can_be_given(tmp_path: Path) -> None:
         ("report.wandb.projet=x", "report.wandb.projet: unknown key, did you mean 'project'? [override]"),
         (
             "data.train.0.path=x",
-            "data.train[0].path: unknown key for kind procedural; it belongs to kind file and hub [override]",
+            "data.train[0].path: unknown key for kind procedural; available for kind file and hub [override]",
         ),
         (
             "group_size=4",
-            "group_size: unknown key here; there is env.group_size and rollout.group_size [override]",
+            "group_size: unknown key in this section, did you mean env.group_size or rollout.group_size? [override]",
         ),
-        ("run.zzz=4", "run.zzz: unknown key; known here: name, output_dir, seed, device"),
+        ("run.zzz=4", "run.zzz: unknown key; the keys of this section are name, output_dir, seed, device"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override: str, message: str) -> None:
@@ -219,15 +222,15 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.seed=x", "run.seed: 'x' is not a whole number of at least 0 [override]"),
-        ("run.seed=-1", "run.seed: -1 is not a whole number of at least 0 [override]"),
-        ("run.seed=1.5", "run.seed: 1.5 is not a whole number of at least 0 [override]"),
-        ("run.seed=true", "run.seed: true is not a whole number of at least 0 [override]"),
-        ("run.seed=null", "run.seed: null is not a whole number of at least 0 [override]"),
-        ("run.seed=[1]", "run.seed: [1] is not a whole number of at least 0 [override]"),
-        ("run.max_rounds=0", "run.max_rounds: 0 is not a whole number above 0, or null [override]"),
-        ("run.name=5", "run.name: 5 is not text matching ^[A-Za-z0-9_.-]+$; put it in quotes [override]"),
-        ("run.name=a/b", "run.name: 'a/b' is not text matching ^[A-Za-z0-9_.-]+$ [override]"),
+        ("run.seed=x", "run.seed: 'x' is not an integer >= 0 [override]"),
+        ("run.seed=-1", "run.seed: -1 is not an integer >= 0 [override]"),
+        ("run.seed=1.5", "run.seed: 1.5 is not an integer >= 0 [override]"),
+        ("run.seed=true", "run.seed: true is not an integer >= 0 [override]"),
+        ("run.seed=null", "run.seed: null is not an integer >= 0 [override]"),
+        ("run.seed=[1]", "run.seed: [1] is not an integer >= 0 [override]"),
+        ("run.max_rounds=0", "run.max_rounds: 0 is not an integer > 0, or null [override]"),
+        ("run.name=5", "run.name: 5 is not a string matching ^[A-Za-z0-9_.-]+$; put it in quotes [override]"),
+        ("run.name=a/b", "run.name: 'a/b' is not a string matching ^[A-Za-z0-9_.-]+$ [override]"),
         ("run.device=gpu", "run.device: 'gpu' is not one of auto, cpu, cuda [override]"),
         (
             "model.dtype=bf17",
@@ -236,36 +239,36 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ("data.shuffle=2", "data.shuffle: 2 is not true or false [override]"),
         (
             "rollout.sampling.top_p=1.5",
-            "rollout.sampling.top_p: 1.5 is not a number above 0 and at most 1 [override]",
+            "rollout.sampling.top_p: 1.5 is not a number > 0 and <= 1 [override]",
         ),
         (
             "rollout.sampling.temperature=.inf",
-            "rollout.sampling.temperature: inf is not a number above 0 [override]",
+            "rollout.sampling.temperature: inf is not a number > 0 [override]",
         ),
         ("algorithm.entropy_coef=.nan", "algorithm.entropy_coef: nan is not a number, or null [override]"),
         (
             "algorithm.dual_clip=1",
-            "algorithm.dual_clip: 1 is not a number above 1, or 'off', or null [override]",
+            "algorithm.dual_clip: 1 is not a number > 1, or 'off', or null [override]",
         ),
         (
             "rollout.sampling.stop_token_ids=[1,x]",
-            "rollout.sampling.stop_token_ids[1]: 'x' is not a whole number [override]",
+            "rollout.sampling.stop_token_ids[1]: 'x' is not an integer [override]",
         ),
         (
             "rollout.sampling.stop_token_ids=[1,true]",
-            "rollout.sampling.stop_token_ids[1]: true is not a whole number [override]",
+            "rollout.sampling.stop_token_ids[1]: true is not an integer [override]",
         ),
         (
             "rollout.sampling.stop_strings=x",
-            "rollout.sampling.stop_strings: 'x' is not a list, each text [override]",
+            "rollout.sampling.stop_strings: 'x' is not a list, each a string [override]",
         ),
         (
             "algorithm.corrections=[{high: -1}]",
-            "algorithm.corrections[0].high: -1 is not a number above 0, or 'off' [override]",
+            "algorithm.corrections[0].high: -1 is not a number > 0, or 'off' [override]",
         ),
         (
             "train.optimizer.betas=[0.9]",
-            "train.optimizer.betas: [0.9] is not a list of 2, each a number of at least 0 and below 1 [override]",
+            "train.optimizer.betas: [0.9] is not a list of 2, each a number >= 0 and < 1 [override]",
         ),
         (
             "env.tools=[calc]",
@@ -273,21 +276,21 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ),
         (
             "data.train.0.params=3",
-            "data.train[0].params: 3 is not a mapping of keys to values [override]",
+            "data.train[0].params: 3 is not a mapping [override]",
         ),
         (
             "data.train.1.path=3",
-            "data.train[1].path: 3 is not text, or a list, each text; put it in quotes [override]",
+            "data.train[1].path: 3 is not a string, or a list, each a string; put it in quotes [override]",
         ),
         ("eval=3", "eval: 3 is not a mapping with keys before, every_rounds, at_end"),
-        ("eval=null", "eval: is empty; remove it, or give a mapping with keys before, every_rounds"),
+        ("eval=null", "eval: is empty; remove it, or set it to a mapping with keys before, every_rounds"),
         (
             "env.kind=tool",
             "env: kind: 'tool' is not one of single_turn, tools, gymnasium, maniskill, libero",
         ),
         (
             "env={max_turns: 3}",
-            "env: has no `kind`; add one of single_turn, tools, gymnasium, maniskill, libero [override]",
+            "env: missing `kind`; set it to one of single_turn, tools, gymnasium, maniskill, libero [override]",
         ),
         (
             "env=tools",
@@ -299,25 +302,25 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ),
         (
             "data.train.2={kind: hub}",
-            "data.train[2].path: missing; it is required: Name of the data set [override]",
+            "data.train[2].path: missing required key: Name of the data set [override]",
         ),
         (
             "sft.steps=3",
-            "sft.data: missing; it is required: Sources whose response_key or response_function gives",
+            "sft.data: missing required key: Sources whose response_key or response_function gives",
         ),
-        ("model.path=x", "model: give exactly one of path, build and mlp, not path and build [c.yaml:2]"),
-        ("model.build=null", "model: give exactly one of path, build and mlp, not none of them [c.yaml:2]"),
+        ("model.path=x", "model: set exactly one of path, build and mlp, not path and build [c.yaml:2]"),
+        ("model.build=null", "model: set exactly one of path, build and mlp, not none [c.yaml:2]"),
         (
             "model.build.num_kv_heads=3",
             "model.build: num_heads=4 is not a multiple of num_kv_heads=3; set num_kv_heads to a divisor of num_heads",
         ),
         (
             "model.build.head_dim=7",
-            "model.build: head_dim=7 is odd; rotary positions turn pairs, so make it even",
+            "model.build: head_dim=7 is odd; rotary embeddings need an even number",
         ),
         (
             "rollout.sampling.min_new_tokens=999",
-            "rollout.sampling: min_new_tokens=999 is more than max_new_tokens=256; lower it [override]",
+            "rollout.sampling: min_new_tokens=999 is above max_new_tokens=256; lower it [override]",
         ),
     ],
 )
@@ -327,7 +330,7 @@ def test_a_wrong_value_is_shown_with_what_is_allowed(tmp_path: Path, override: s
 
 
 def test_a_config_without_a_model_says_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match=r"^model: missing; it is required: The policy \[default\]$"):
+    with pytest.raises(ConfigError, match=r"^model: missing required key: The policy \[default\]$"):
         load_config(None)
 
 
@@ -338,11 +341,11 @@ def test_all_problems_are_told_together_from_top_to_bottom(tmp_path: Path) -> No
     assert str(error.value) == (
         "6 problems in the config:\n"
         "  - config: 'oops' is not an override; write key=value, for example run.seed=1 [override]\n"
-        "  - train.steps_per_pass: 'no' is not a whole number above 0 [override]\n"
-        "  - run.seed: -1 is not a whole number of at least 0 [c.yaml:1]\n"
+        "  - train.steps_per_pass: 'no' is not an integer > 0 [override]\n"
+        "  - run.seed: -1 is not an integer >= 0 [c.yaml:1]\n"
         "  - modle: unknown key, did you mean 'model'? [c.yaml:2]\n"
-        "  - model: the key is given twice, first at c.yaml:3; keep one [c.yaml:4]\n"
-        "  - eval.every_rounds: ${nope}: there is no key 'nope' [c.yaml:6]"
+        "  - model: duplicate key, first set at c.yaml:3; remove one [c.yaml:4]\n"
+        "  - eval.every_rounds: ${nope}: unknown key 'nope' [c.yaml:6]"
     )
 
 

@@ -73,7 +73,7 @@ def test_an_error_names_the_reference_in_place_of_the_value(
 ) -> None:
     assert main(["show", str(file), "run.seed=${oc.env:MY_SECRET}"]) == 2
     err = capsys.readouterr().err
-    assert err == "braid: run.seed: '${oc.env:MY_SECRET}' is not a whole number of at least 0 [override]\n"
+    assert err == "braid: run.seed: '${oc.env:MY_SECRET}' is not an integer >= 0 [override]\n"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_error_names_the_reference_in_place_of_the_value(
     ],
 )
 def test_a_judges_secret_that_stands_in_the_config_is_refused(file: Path, part: str) -> None:
-    with pytest.raises(ConfigError, match=r"holds a secret.*write \$\{oc\.env:NAME\} in its place"):
+    with pytest.raises(ConfigError, match=r"looks like a secret.*write \$\{oc\.env:NAME\} instead"):
         load_config(file, [f"reward.parts=[{part}]"])
 
 

@@ -32,8 +32,8 @@ def test_a_resume_names_its_checkpoint_and_the_settings_that_differ(
     (told,) = (
         record.getMessage() for record in caplog.records if "settings that differ" in record.getMessage()
     )
-    assert "run.max_rounds was 1 and is 2" in told
-    assert "train.optimizer.lr was 0.003 and is 0.0001" in told
+    assert "run.max_rounds: was 1, is now 2" in told
+    assert "train.optimizer.lr: was 0.003, is now 0.0001" in told
     assert "model." not in told
 
 

@@ -97,7 +97,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     damaged[-1] ^= 1
     newest.write_bytes(damaged)
     commands.train(load_tiny("checkpoint.every_rounds=1", "run.resume=latest"))
-    assert any("going on from the one before it" in r.getMessage() for r in caplog.records)
+    assert any("using the previous one" in r.getMessage() for r in caplog.records)
     assert [line["round"] for line in lines(run)] == [0, 1, 2, 3]
 
 

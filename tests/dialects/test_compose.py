@@ -185,7 +185,7 @@ def test_a_search_path_that_is_no_folder_here_is_an_error(tmp_path: Path) -> Non
 
 def test_mistakes_in_a_preset_keep_its_file_and_line(tmp_path: Path) -> None:
     found = problems(composed(tmp_path, main="defaults: [g/one]\n", g__one="x: 1\nx: 2\n"))
-    assert found == ["x: the key is given twice, first at one.yaml:1; keep one [one.yaml:2]"]
+    assert found == ["x: duplicate key, first set at one.yaml:1; remove one [one.yaml:2]"]
 
 
 def test_references_in_presets_are_resolved_against_the_whole(tmp_path: Path) -> None:
@@ -197,6 +197,6 @@ def test_references_in_presets_are_resolved_against_the_whole(tmp_path: Path) ->
     assert read.tree["env"]["train"]["auto_reset"] is True
     (found,) = problems(read)
     assert found.startswith(
-        "env.train.ignore_terminations: ${algorithm.ignore_terminations}: there is no key 'algorithm.ignore_terminations'"
+        "env.train.ignore_terminations: ${algorithm.ignore_terminations}: unknown key 'algorithm.ignore_terminations'"
     )
     assert found.endswith("[one.yaml:2]")

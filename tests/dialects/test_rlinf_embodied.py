@@ -191,7 +191,7 @@ def test_old_log_probs_are_the_rollouts_where_the_file_does_not_ask_for_others(t
             ["actor.model.model_type=openpi"],
             "is not supported: one of openvla, openvla_oft with runner.task_type=embodied",
         ),
-        (["actor.model.image_size=[224]"], "is not a list of 2, each a whole number of at least 1"),
+        (["actor.model.image_size=[224]"], "is not a list of 2, each an integer >= 1"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(overrides: list[str], message: str) -> None:

@@ -713,7 +713,7 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
         },
     )
     assert "adv_estimator: 'ppo' is not one of gae, reinforce, grpo, gigpo" in text
-    assert "rollout_batch_size: 'many' is not a whole number of at least 1" in text
+    assert "rollout_batch_size: 'many' is not an integer >= 1" in text
     assert "strategy_name: 'zero3' is not one of megatron_train, fsdp2_train" in text
 
 

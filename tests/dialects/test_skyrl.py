@@ -516,8 +516,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("trainer.policy_mini_batch_size=0",), "trainer.policy_mini_batch_size: 0 is not a whole number of at least 1"),
-        (("trainer.micro_train_batch_size_per_gpu=0",), "trainer.micro_train_batch_size_per_gpu: 0 is not a whole number of at least 1"),
+        (("trainer.policy_mini_batch_size=0",), "trainer.policy_mini_batch_size: 0 is not an integer >= 1"),
+        (("trainer.micro_train_batch_size_per_gpu=0",), "trainer.micro_train_batch_size_per_gpu: 0 is not an integer >= 1"),
         (("trainer.train_batch_size=128",), "trainer.policy_mini_batch_size: 256 is more than trainer.train_batch_size=128; lower it"),
         (
             ("trainer.train_batch_size=1000", "trainer.policy_mini_batch_size=300"),

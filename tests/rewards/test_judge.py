@@ -271,11 +271,11 @@ def test_a_judge_that_cannot_be_asked_is_a_problem_of_the_config(
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"url": "ftp://x"}, "is neither http(s)://... nor policy"),
-        ({"url": "http://me:secret@host/v1"}, "url holds a password"),
+        ({"url": "ftp://x"}, "must be http(s)://... or policy"),
+        ({"url": "http://me:secret@host/v1"}, "url contains a password"),
         ({"model": None}, "model is missing"),
-        ({"url": "policy"}, "url=policy asks the policy itself, which has no model; remove it"),
-        ({"range": [3, 3]}, "is empty; write [lowest, highest]"),
+        ({"url": "policy"}, "url=policy uses the policy as the judge, so model does not apply; remove it"),
+        ({"range": [3, 3]}, "is empty; set [lowest, highest]"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], fault: str) -> None:

@@ -64,7 +64,7 @@ def row_weights(
             case "sequence_mean_token_sum":
                 return 1.0 / num_rows
             case "token_sum_constant":
-                assert constant is not None, "token_sum_constant needs a constant: the plan derives it"
+                assert constant is not None, "token_sum_constant needs the constant derived by the plan"
                 return 1.0 / (num_rows * constant)
             case "prompt_mean":
                 return 1.0 / (num_prompts * tokens_of_group[group])

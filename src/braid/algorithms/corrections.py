@@ -58,7 +58,7 @@ def sampling_weight(
     else:
         difference = (old_logprobs - behavior_logprobs).detach()
     if level != "token":
-        assert over is not None, f"the weight of a {level} needs its segments"
+        assert over is not None, f"level={level} needs segments"
         difference = over.mean(difference) if level.endswith("geometric") else over.sum(difference)
     if measure == "difference":
         return difference
@@ -90,7 +90,7 @@ def correction_factor(
     if high is not None:
         is_outside = is_outside | (weight > high)
     if mode == "mask_sequence":
-        assert sequences is not None, "a mask of sequences needs the sequences"
+        assert sequences is not None, "mode=mask_sequence needs sequences"
         is_outside = sequences.any(is_outside)
     factor = weight.clamp(low, high) if mode == "truncate" else (~is_outside).to(weight.dtype)
     return factor, is_outside

@@ -34,7 +34,7 @@ def export_model(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path)
             beside.rename(folder)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the model folder {folder}: {error.strerror or error}; make room or give another folder"
+            f"cannot write the model folder {folder}: {error.strerror or error}; free disk space or choose another folder"
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)

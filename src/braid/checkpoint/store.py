@@ -61,10 +61,10 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             held = lock(self.folder / ".lock")
         except BlockingIOError:
-            message = f"another run is writing its checkpoints to {self.folder}; wait for it, or give another folder"
+            message = f"another run is writing checkpoints to {self.folder}; wait for it to finish, or choose another folder"
             raise ConfigError([Problem("checkpoint.dir", message, "file system")]) from None
         except OSError as error:
-            message = f"the folder {self.folder} cannot be used for checkpoints: {error.strerror}"
+            message = f"cannot use the folder {self.folder} for checkpoints: {error.strerror}"
             raise ConfigError([Problem("checkpoint.dir", message, "file system")]) from error
         try:
             yield
@@ -147,16 +147,16 @@ class CheckpointStore:
                 problems.append(str(error))
                 continue
             for problem in problems:
-                logger.warning("%s; going on from the one before it, %s", problem, path)
+                logger.warning("%s; using the previous one, %s", problem, path)
             return path, step, state
         if problems:
             raise CheckpointError(
-                "no checkpoint is whole:\n  - "
+                "all checkpoints are damaged:\n  - "
                 + "\n  - ".join(problems)
                 + "\nStart a new run with run.resume=none"
             )
         raise CheckpointError(
-            f"there is no checkpoint in {self.folder}; start a new run with run.resume=none, or give the path of a checkpoint"
+            f"no checkpoint in {self.folder}; start a new run with run.resume=none, or set run.resume to the path of a checkpoint"
         )
 
     def about(self, which: str | Path = "latest") -> tuple[Path, dict[str, str]] | None:
@@ -214,7 +214,7 @@ class CheckpointStore:
             self.path(step).rename(removing)
             shutil.rmtree(removing)
         except OSError as error:
-            logger.warning("the old checkpoint %s could not be removed: %s", self.path(step), error)
+            logger.warning("cannot remove the old checkpoint %s: %s", self.path(step), error)
 
     def _cannot_save(self, step: int, needed: int | None, error: OSError) -> CheckpointError:
         with suppress(OSError):
@@ -223,12 +223,13 @@ class CheckpointStore:
         before = (
             f"the newest checkpoint is still {self.path(steps[-1])}"
             if steps
-            else "there is no checkpoint before it"
+            else "there is no earlier checkpoint"
         )
         return CheckpointError(
             f"cannot write the checkpoint of step {step} to {self.folder}: {error.strerror or error}; "
-            f"{'' if needed is None else f'it needs {_size(needed)}, '}{_size(_free(self.folder))} are free. Temporary files were removed, {before}. Make room "
-            "(checkpoint.keep says how many are kept), then go on with run.resume=latest"
+            f"{'' if needed is None else f'it needs {_size(needed)}, '}{_size(_free(self.folder))} are free. Temporary files "
+            f"were removed; {before}. Free disk space (checkpoint.keep limits the number of checkpoints), then resume with "
+            "run.resume=latest"
         )
 
 
@@ -243,12 +244,12 @@ def read_checkpoint(path: Path) -> tuple[int, dict[str, Any]]:
         data = json.loads((path / STATE).read_bytes())
         return data["step"], unpack(data["state"], read_tensors(path / TENSORS))
     except OSError as error:
-        raise _damaged(path, f"it cannot be read ({error.strerror or error})") from error
+        raise _damaged(path, f"cannot read it ({error.strerror or error})") from error
 
 
 def _manifest_of(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint folder {path}")
+        raise CheckpointError(f"no such checkpoint folder: {path}")
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, _ = manifest["format"], [manifest["files"][name] for name in (STATE, TENSORS)]
@@ -256,16 +257,16 @@ def _manifest_of(path: Path) -> dict[str, Any]:
         inside = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         if steps := inside.steps():
             raise CheckpointError(
-                f"{path} is no checkpoint but a folder with some; give one, for example {inside.path(steps[-1])}"
+                f"{path} is a folder of checkpoints, not a checkpoint; choose one, for example {inside.path(steps[-1])}"
             ) from None
         raise _damaged(path, f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, f"{MANIFEST} cannot be read ({error})") from error
+        raise _damaged(path, f"cannot read {MANIFEST} ({error})") from error
     if not isinstance(version, int) or not all(map(_is_line, manifest["files"].values())):
-        raise _damaged(path, f"{MANIFEST} has entries that are not of its form")
+        raise _damaged(path, f"{MANIFEST} has invalid entries")
     if version != FORMAT:
         raise CheckpointError(
-            f"the checkpoint {path} is of format {version}, this version of braid reads {FORMAT}; use the braid that wrote it"
+            f"the checkpoint {path} has format {version}, but this version of braid reads {FORMAT}; use the version that wrote it"
         )
     return manifest
 
@@ -286,7 +287,7 @@ def _check(path: Path, name: str, expected: Mapping[str, Any]) -> None:
     except FileNotFoundError:
         raise _damaged(path, f"{name} is missing") from None
     except (OSError, ValueError) as error:  # ValueError: an invalid file name
-        raise _damaged(path, f"{name!r} cannot be read ({error})") from error
+        raise _damaged(path, f"cannot read {name!r} ({error})") from error
     if digest != expected["sha256"]:
         raise _damaged(path, f"{name}: SHA-256 mismatch with {MANIFEST}")
 
@@ -296,8 +297,8 @@ def _check_written(saving: Path, files: Files) -> None:
     for name, line in files.items():
         if not (saving / name).is_file() or (saving / name).stat().st_size != line["bytes"]:
             raise CheckpointError(
-                f"workers wrote {name} of the checkpoint, and the first process does not find it in {saving}; set "
-                "checkpoint.dir (or run.output_dir) to a folder that all machines share"
+                f"the driver does not find {name}, which workers wrote, in {saving}; set checkpoint.dir (or run.output_dir) to a "
+                "folder that all machines share"
             )
 
 

@@ -43,7 +43,7 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
-                f"the state at {name} is of {tensor.dtype}, which safetensors files cannot hold"
+                f"the state at {name} has type {tensor.dtype}, which safetensors does not support"
             )
     # widest dtype first, so that every tensor is aligned to its item size
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())

@@ -59,7 +59,7 @@ def _unpack_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
             return tensors[content].numpy()
         case _:
             raise CheckpointError(
-                f"the state holds {tag!r}, which this version of braid does not know; update braid"
+                f"the state contains {tag!r}, which this version of braid does not support; update braid"
             )
 
 
@@ -115,7 +115,7 @@ class _Packer:
         """Name under which the tensor is stored: its path, or that of an earlier leaf that is the same
         tensor."""
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise _cannot(path, f"a tensor that is not plain ({tensor.layout}, {tensor.device})")
+            raise _cannot(path, f"a tensor that is not dense ({tensor.layout}, {tensor.device})")
         tensor = tensor.detach()
         same = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and same in self._names:
@@ -131,6 +131,6 @@ class _Packer:
 
 def _cannot(path: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"the state at {path.removeprefix('/') or 'its root'} holds {what}, which a checkpoint cannot; it takes dict, "
-        "list, tuple, str, int, float, bool, None, bytes, numbers in numpy arrays, and dense tensors"
+        f"the state at {path.removeprefix('/') or 'its root'} contains {what}, which checkpoints do not support; allowed are "
+        "dict, list, tuple, str, int, float, bool, None, bytes, numeric numpy arrays, and dense tensors"
     )

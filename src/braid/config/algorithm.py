@@ -51,13 +51,12 @@ class CorrectionConfig(Section):
     @model_validator(mode="after")
     def _bounds(self) -> CorrectionConfig:
         if self.high != "off" and self.low > self.high:
-            raise ValueError(f"low={self.low:g} is more than high={self.high:g}; lower it")
+            raise ValueError(f"low={self.low:g} is above high={self.high:g}; lower it")
         if self.measure == "ratio" and self.low < 0:
-            raise ValueError(f"low={self.low:g} is negative, and a ratio is not; set it to 0 or more")
+            raise ValueError(f"low={self.low:g} is negative, but ratios are positive; set it to 0 or more")
         if self.measure == "difference" and self.mode == "truncate":
             raise ValueError(
-                "measure=difference bounds a difference of probabilities, which is no weight; set mode to mask or "
-                "mask_sequence"
+                "mode=truncate needs a ratio as the weight, not measure=difference; set mode to mask or mask_sequence"
             )
         return self
 

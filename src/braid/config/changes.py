@@ -30,7 +30,7 @@ class Change(NamedTuple):
         return self.key.startswith(tuple(f"{name}." for name in GUARDED)) and not self.key.startswith(_FREE)
 
     def __str__(self) -> str:
-        return f"{self.key} was {self.before or 'absent'} and is {self.after or 'absent'}"
+        return f"{self.key}: was {self.before or 'absent'}, is now {self.after or 'absent'}"
 
 
 def changes(before: str, after: str) -> list[Change]:

@@ -112,17 +112,17 @@ def _message(kind: str, context: Mapping[str, Any], spot: _Spot) -> str:
     if kind == "value_error":
         return str(context["error"])
     if spot.field is None:
-        return _not_allowed(spot.value, "a mapping of keys to values")
+        return _not_allowed(spot.value, "a mapping")
     if spot.value is _ABSENT:
-        return f"missing; it is required: {_first_sentence(spot.field.description or '')}"
+        return f"missing required key: {_first_sentence(spot.field.description or '')}"
     words = allowed_item(spot.field) if spot.is_item else allowed(spot.field)
     kinds = [k for s in shape_of(spot.field).sections if (k := kind_of(s)) is not None]
     if kind == "union_tag_not_found":
-        return f"has no `kind`; add one of {', '.join(kinds)}"
+        return f"missing `kind`; set it to one of {', '.join(kinds)}"
     if kind == "union_tag_invalid":
         return f"kind: {_not_allowed(spot.value['kind'], 'one of ' + ', '.join(kinds))}"
     if spot.value is None and shape_of(spot.field).sections:
-        return f"is empty; remove it, or give {words}"
+        return f"is empty; remove it, or set it to {words}"
     return _not_allowed(spot.value, words)
 
 
@@ -131,7 +131,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp
 
 
 def _not_allowed(value: Any, words: str) -> str:
-    needs_quotes = words.startswith("text") and isinstance(value, bool | int | float)
+    needs_quotes = words.startswith("a string") and isinstance(value, bool | int | float)
     hint = "; put it in quotes" if needs_quotes else ""
     if isinstance(value, str) and (dtype := _DTYPES.get(value.removeprefix("torch."))) and dtype in words:
         hint = f"; write {dtype}"
@@ -144,18 +144,18 @@ def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
     name = spot.key.rpartition(".")[2]
     own = list(spot.section.model_fields)
     if name in HABITS:
-        return f"; here it is {HABITS[name]}"
+        return f"; braid's equivalent: {HABITS[name]}"
     if near := suggest(name, own):
         return near
     if others := [str(kind_of(s)) for s in spot.kinds if name in s.model_fields]:
-        return f" for kind {kind_of(spot.section)}; it belongs to kind {' and '.join(others)}"
+        return f" for kind {kind_of(spot.section)}; available for kind {' and '.join(others)}"
     homes = sorted({path for path, _ in fields_of(RunConfig) if path.rpartition(".")[2] == name}, key=len)
     if homes:
-        return f" here; there is {' and '.join(homes[:2])}"
+        return f" in this section, did you mean {' or '.join(homes[:2])}?"
     if spot.section in listed:
         return ""
     listed.add(spot.section)
-    return f"; known here: {', '.join(own)}"
+    return f"; the keys of this section are {', '.join(own)}"
 
 
 def _first_sentence(text: str) -> str:

@@ -228,7 +228,7 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
         except GrammarParseError as error:
             what = str(error).splitlines()[0]
             problems[path] = (
-                f"{text!r} is no interpolation: {what}; write ${{key}}, or \\${{ for the characters themselves"
+                f"{text!r} is not a valid interpolation: {what}; write ${{key}}, or \\${{ for a literal ${{"
             )
             tree = _replaced(tree, path, None)
     context = _context(context_of(tree))
@@ -238,7 +238,7 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
         try:
             value = _resolve(context, path)
             if any(isinstance(item, int) and abs(item) > MAX_NUMBER for _, item in leaves(value)):
-                problems[path] = f"{text} is a whole number above {MAX_NUMBER:.0e}, which no key takes"
+                problems[path] = f"{text} is an integer above the maximum of {MAX_NUMBER:.0e}"
                 continue
             tree = _replaced(tree, path, value)
             if (kept := reference_for(text, value, secrets)) != value or isinstance(kept, Reference):
@@ -312,24 +312,24 @@ def _interpolation_message(error: Exception, text: str, context: Any) -> str:
     first = str(error).splitlines()[0]
     quoted = re.findall(r"'([^']*)'", first)
     if isinstance(error, RecursionError) or "ecursi" in first or "parent node" in first:
-        return f"{text} leads back to itself; break the circle"
+        return f"{text} is a circular reference; remove one of its links"
     if "Environment variable" in first:
         variable = quoted[-1]
-        return f"{text}: the environment variable {variable} is not set; set it, or write ${{oc.env:{variable},default}}"
+        return f"{text}: the environment variable {variable} is not set; set it, or give a default: ${{oc.env:{variable},default}}"
     if isinstance(error, InterpolationKeyError):
         known = [path_text(path) for path, _ in leaves(OmegaConf.to_container(context))]
-        return f"{text}: there is no key {quoted[0]!r}{suggest(quoted[0], known)}"
+        return f"{text}: unknown key {quoted[0]!r}{suggest(quoted[0], known)}"
     if isinstance(error, UnsupportedInterpolationType):
         name = first.rpartition(" ")[2]
         known = [*RESOLVERS, "oc.env", "oc.decode", "oc.select"]
-        return f"{text}: there is no function {name!r}{suggest(name, known)}; known: {', '.join(known)}"
+        return f"{text}: unknown resolver {name!r}{suggest(name, known)}; available: {', '.join(known)}"
     if isinstance(error, InterpolationToMissingValueError):
-        return f"{text} refers to a value that must still be given ({MANDATORY})"
+        return f"{text} refers to a value that is not set yet ({MANDATORY})"
     cause = error.__cause__ or error.__context__
     reason = re.sub(
         r"^\w+ raised while resolving interpolation: ", "", str(first if cause is None else cause)
     )
-    return f"{text} cannot be computed: {reason}"
+    return f"cannot evaluate {text}: {reason}"
 
 
 def _validate(tree: dict[str, Any], written: Written) -> RunConfig | None:
@@ -344,7 +344,7 @@ def _validate(tree: dict[str, Any], written: Written) -> RunConfig | None:
     for path, value in leaves(tree):
         if value == MANDATORY:
             complaints.insert(
-                0, (path_text(path), f"must be given: {path_text(path)}=VALUE on the command line")
+                0, (path_text(path), f"required; set it on the command line: {path_text(path)}=VALUE")
             )
     known = {problem.key for problem in written.problems}
     for key, message in complaints:

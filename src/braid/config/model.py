@@ -43,7 +43,7 @@ class BuildSpec(Section):
                 "set num_kv_heads to a divisor of num_heads"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs, so make it even")
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even number")
         return self
 
 
@@ -139,8 +139,8 @@ class ModelConfig(Section):
     def _one_of(self) -> ModelConfig:
         given = [k for k in ("path", "build", "mlp") if getattr(self, k) is not None]
         if len(given) != 1:
-            what = " and ".join(given) if given else "none of them"
-            raise ValueError(f"give exactly one of path, build and mlp, not {what}")
+            what = " and ".join(given) if given else "none"
+            raise ValueError(f"set exactly one of path, build and mlp, not {what}")
         return self
 
 

@@ -57,7 +57,7 @@ class RunSection(Section):
     def _is_no_way_out(cls, name: str) -> str:
         if not name.strip("."):
             raise ValueError(
-                f"{name!r} is no folder below run.output_dir; give a name with a letter or a digit"
+                f"{name!r} is not a folder below run.output_dir; use a name with a letter or a digit"
             )
         return name
 

@@ -30,7 +30,7 @@ def _over(operation: Callable[[Number, Number], Number]) -> Callable[..., Number
     def bounded(first: Number, second: Number) -> Number:
         result = operation(first, second)
         if abs(result) > MAX_NUMBER:
-            raise ValueError(f"the result is above {MAX_NUMBER:.0e}")
+            raise ValueError(f"the result exceeds {MAX_NUMBER:.0e}")
         return result
 
     return compute

@@ -207,21 +207,23 @@ class JudgeReward(_Part):
     def _fits_its_kind(self) -> JudgeReward:
         if self.url == "policy":
             if given := [name for name in ("model", "api_key_env", "body") if getattr(self, name)]:
-                raise ValueError(f"url=policy asks the policy itself, which has no {given[0]}; remove it")
+                raise ValueError(
+                    f"url=policy uses the policy as the judge, so {given[0]} does not apply; remove it"
+                )
         elif not self.url.startswith(("http://", "https://")):
             raise ValueError(
-                f"url={self.url!r} is neither http(s)://... nor policy; give the server's base URL, such as "
+                f"url={self.url!r} must be http(s)://... or policy; set it to the server's base URL, such as "
                 "http://localhost:8000/v1"
             )
         elif "@" in self.url.split("/")[2]:
             raise ValueError(
-                "url holds a password, which would be written to the run's folder; name an environment variable in "
-                "api_key_env instead"
+                "url contains a password, which would be stored in the run folder; use api_key_env with the name of an "
+                "environment variable instead"
             )
         elif not self.model:
-            raise ValueError("model is missing; give the name by which the server knows it")
+            raise ValueError("model is missing; set it to the name of the model on the server")
         if self.range is not None and self.range[0] >= self.range[1]:
-            raise ValueError(f"range={list(self.range)} is empty; write [lowest, highest]")
+            raise ValueError(f"range={list(self.range)} is empty; set [lowest, highest]")
         return self
 
 

@@ -39,7 +39,7 @@ class SamplingConfig(Section):
     def _min_below_max(self) -> SamplingConfig:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; lower it"
+                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower it"
             )
         return self
 

@@ -74,6 +74,6 @@ def plain_secrets(config: RunConfig, references: Mapping[str, Any]) -> Iterator[
             if _NAMED.fullmatch(name) and path not in references:
                 yield (
                     path,
-                    f"{name} holds a secret, which would be written to the run's folder; put it into an environment variable, "
-                    "and write ${oc.env:NAME} in its place",
+                    f"{name} looks like a secret, which would be stored in the run folder; put it into an environment "
+                    "variable and write ${oc.env:NAME} instead",
                 )

@@ -61,7 +61,7 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, F
 
 
 def allowed(field: FieldInfo) -> str:
-    """The allowed values of a field in words: "a whole number above 0, or null"."""
+    """The allowed values of a field in words: "an integer > 0, or null"."""
     return _words(field.annotation, field.metadata)
 
 
@@ -73,11 +73,11 @@ def allowed_item(field: FieldInfo) -> str:
 
 
 _PLAIN = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "text",
+    str: "a string",
     bool: "true or false",
-    dict: "a mapping of keys to values",
+    dict: "a mapping",
     types.NoneType: "null",
 }
 
@@ -131,13 +131,13 @@ def _range_words(metadata: list[Any]) -> str:
     for rule in metadata:
         match rule:
             case at.Gt(gt=bound):
-                bounds.append(f"above {bound:g}")
+                bounds.append(f"> {bound:g}")
             case at.Ge(ge=bound):
-                bounds.append(f"of at least {bound:g}")
+                bounds.append(f">= {bound:g}")
             case at.Lt(lt=bound):
-                bounds.append(f"below {bound:g}")
+                bounds.append(f"< {bound:g}")
             case at.Le(le=bound):
-                bounds.append(f"at most {bound:g}")
+                bounds.append(f"<= {bound:g}")
             case _ if pattern := getattr(rule, "pattern", None):
                 bounds.append(f"matching {pattern}")
             case _:

@@ -29,7 +29,7 @@ MAX_BYTES = 2**20
 """Maximum file size, in bytes."""
 MAX_DIGITS = 308
 """Maximum digits of an integer: larger ones do not fit in a float."""
-_TOO_DEEP = f"more than {MAX_DEPTH} nested mappings and lists, beyond any real config"
+_TOO_DEEP = f"more than {MAX_DEPTH} levels of nested mappings and lists"
 KeyPath = tuple[str | int, ...]
 """Components of a key path: ("data", "train", 0)."""
 
@@ -73,11 +73,7 @@ def read_file(path: Path) -> Written:
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise ConfigError(
-            [
-                Problem(
-                    ROOT, f"the file holds {kind}; a config is a mapping of keys to values", f"{path.name}:1"
-                )
-            ]
+            [Problem(ROOT, f"the file contains {kind}; a config must be a mapping", f"{path.name}:1")]
         )
     written.tree = _Builder(path.name, written).value(root, "", ())
     return written
@@ -89,7 +85,7 @@ def apply_override(written: Written, text: str) -> None:
     key, equals, value = text.partition("=")
     path = parse_path(key.strip())
     if not equals or not path:
-        hint = "; one config file can be given" if text.endswith((".yaml", ".yml")) else ""
+        hint = "; only one config file is allowed" if text.endswith((".yaml", ".yml")) else ""
         message = f"{text!r} is not an override; write key=value, for example run.seed=1{hint}"
         written.problems.append(Problem(ROOT, message, OVERRIDE))
         return
@@ -101,7 +97,7 @@ def apply_override(written: Written, text: str) -> None:
         return
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "not valid YAML"
-        message = f"the value {value!r} cannot be read ({problem}); put text in quotes: '{key}=\"...\"'"
+        message = f"cannot parse the value {value!r} ({problem}); quote strings: '{key}=\"...\"'"
         written.problems.append(Problem(name, message, OVERRIDE))
         return
     if problem := place(written.tree, path, parsed):
@@ -167,7 +163,7 @@ class _Builder:
         """Raise ConfigError if the expanded aliases exceed MAX_VALUES."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            message = f"more than {MAX_VALUES:,} keys and values after expanding aliases (*name), beyond any real config"
+            message = f"more than {MAX_VALUES:,} keys and values after expanding aliases (*name)"
             raise ConfigError([Problem(path or ROOT, message, self._where(node))])
 
     def value(self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> Any:
@@ -175,7 +171,7 @@ class _Builder:
         self._count(node, path)
         if any(node is parent for parent in parents):
             return self._problem(
-                path, node, "an alias (*name) to a part that contains it never ends; remove it"
+                path, node, "an alias (*name) must not refer to a node that contains it; remove it"
             )
         if node.tag not in _TAGS:
             return self._problem(path, node, f"the YAML tag {node.tag!r} is not supported; remove it")
@@ -191,7 +187,7 @@ class _Builder:
             return self._problem(
                 path,
                 node,
-                f"a whole number of {len(node.value):,} digits; a config takes at most {MAX_DIGITS} of them",
+                f"an integer of {len(node.value):,} digits; at most {MAX_DIGITS} are allowed",
             )
         return plain_scalar(node.value) if is_plain else node.value
 
@@ -215,22 +211,22 @@ class _Builder:
         for key, item in node.value:
             self._count(key, path)
             if not isinstance(key, yaml.ScalarNode):
-                self._problem(path or ROOT, key, "a key must be plain text")
+                self._problem(path or ROOT, key, "a key must be a plain scalar")
             elif key.value == "<<" and key.style is None:
                 for source in item.value if isinstance(item, yaml.SequenceNode) else [item]:
                     if not isinstance(source, yaml.MappingNode) or any(
                         source is parent for parent in parents
                     ):
                         self._problem(
-                            path or ROOT, key, "<< takes a mapping, or a list of them, that stands elsewhere"
+                            path or ROOT,
+                            key,
+                            "<< needs a mapping, or a list of mappings, that does not contain it",
                         )
                     else:
                         merged = self._pairs(source, path, (*parents, source)) | merged
             elif key.value in own:
                 first = self._where(own[key.value][0])
-                self._problem(
-                    child(path, key.value), key, f"the key is given twice, first at {first}; keep one"
-                )
+                self._problem(child(path, key.value), key, f"duplicate key, first set at {first}; remove one")
             else:
                 own[key.value] = (key, item)
         return merged | own
@@ -245,24 +241,22 @@ class _Builder:
 def _text_of(path: Path) -> str:
     if path.is_dir():
         names = sorted(p.name for p in path.glob("*.y*ml"))
-        have = f"; it has {', '.join(names[:5])}" if names else ""
-        raise ConfigError([Problem(ROOT, f"{path} is a folder; give a .yaml file{have}", "command line")])
+        have = f", such as {', '.join(names[:5])}" if names else ""
+        raise ConfigError([Problem(ROOT, f"{path} is a folder; pass a .yaml file{have}", "command line")])
     try:
         if path.stat().st_size > MAX_BYTES:
-            message = f"the file has {path.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}"
+            message = f"the file has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are allowed"
             raise ConfigError([Problem(ROOT, message, path.name)])
         return path.read_text("utf-8")
     except FileNotFoundError:
         near = suggest(path.name, [p.name for p in path.parent.glob("*.y*ml")])
-        raise ConfigError([Problem(ROOT, f"there is no file {path}{near}", "command line")]) from None
+        raise ConfigError([Problem(ROOT, f"no such file: {path}{near}", "command line")]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             [Problem(ROOT, f"the file is not UTF-8 text ({error.reason})", path.name)]
         ) from None
     except OSError as error:
-        raise ConfigError(
-            [Problem(ROOT, f"{path} cannot be read: {error.strerror}", "command line")]
-        ) from None
+        raise ConfigError([Problem(ROOT, f"cannot read {path}: {error.strerror}", "command line")]) from None
 
 
 def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
@@ -273,11 +267,11 @@ def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
     message = f"not valid YAML: {what}" + (f" ({context})" if context else "")
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     if "'\\t'" in message:
-        message += "; YAML is indented with spaces, not tabs"
+        message += "; indent YAML with spaces, not tabs"
     elif "but found another document" in message:
-        message += "; a config is one document, remove the line ---"
+        message += "; a config is a single document, remove the line ---"
     elif "${" in line and "flow" in message:
-        message += "; inside { } and [ ], put ${...} in quotes"
+        message += "; quote ${...} inside { } and [ ]"
     return Problem(ROOT, message, place)
 
 
@@ -316,10 +310,8 @@ def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
             elif is_last or at[key] is None:
                 at[key] = below
         elif isinstance(at, list):
-            return (
-                f"{path_text(path[:i])} is a list of {len(at)}; {key!r} is not an index from 0 to {len(at)}"
-            )
+            return f"{path_text(path[:i])} is a list of length {len(at)}; {key!r} is not an index from 0 to {len(at)}"
         else:
-            return f"{path_text(path[:i])} holds {at!r}, which has no keys below it"
+            return f"{path_text(path[:i])} is {at!r}, which has no keys"
         at = at[key]  # pyright: ignore[reportArgumentType, reportCallIssue]  # a list has been given an index
     return None

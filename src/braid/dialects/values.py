@@ -56,7 +56,7 @@ def either(first: Takes, second: Takes) -> Takes:
 def integer(least: int | None = None, *, samples: tuple[int, ...] = ()) -> Takes:
     """An integer of at least `least`."""
     low = 0 if least is None else least
-    words = "a whole number" + ("" if least is None else f" of at least {least}")
+    words = "an integer" + ("" if least is None else f" >= {least}")
     return Takes(
         words, lambda v: _is_int(v) and (least is None or v >= least), samples or (low + 1, low + 2, low + 7)
     )
@@ -70,8 +70,8 @@ def number(
     samples: tuple[float, ...] = (),
 ) -> Takes:
     """A finite number from `least` (exclusive with `above`) to `most`."""
-    bounds = [] if least is None else [f"above {least:g}" if above else f"of at least {least:g}"]
-    bounds += [] if most is None else [f"at most {most:g}"]
+    bounds = [] if least is None else [f"> {least:g}" if above else f">= {least:g}"]
+    bounds += [] if most is None else [f"<= {most:g}"]
     words = "a number" + (" " + " and ".join(bounds) if bounds else "")
 
     def accepts(value: Any) -> bool:
@@ -87,7 +87,7 @@ def number(
 
 def text(*samples: str) -> Takes:
     """A non-empty string."""
-    return Takes("text", lambda v: isinstance(v, str) and v != "", samples or ("one", "two"))
+    return Takes("a string", lambda v: isinstance(v, str) and v != "", samples or ("one", "two"))
 
 
 def list_of(takes: Takes, *, length: int | None = None) -> Takes:
