@@ -57,6 +57,7 @@ PolicyLoss = Literal[
     "cross_entropy",
 ]
 RatioLevel = Literal["token", "turn", "sequence", "turn_product", "sequence_product"]
+DecisionLevel = Literal["token", "action", "chunk"]
 TurnWeighting = Literal["tokens", "turns"]
 Divergence = Literal["tv", "kl"]
 CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geometric"]
@@ -257,6 +258,9 @@ class Row:
     action) at t: its log-prob given everything before it, its reward, its advantage, and the value of the
     state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
 
+    `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, or an
+    env step of a simulator. By default each run of policy positions is one.
+
     `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, values, advantages and
     returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
@@ -273,6 +277,12 @@ class Row:
     score: float = 0.0
     baseline: float | None = None
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    decision: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def __post_init__(self) -> None:
+        if not len(self.decision):
+            begins = np.diff(self.mask, prepend=False) & self.mask
+            self.decision = np.where(self.mask, begins.cumsum() - 1, -1).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -281,3 +291,7 @@ class Row:
     def num_tokens(self) -> int:
         """Positions that the policy wrote."""
         return int(self.mask.sum())
+
+    @property
+    def num_decisions(self) -> int:
+        return int(self.decision.max(initial=-1)) + 1

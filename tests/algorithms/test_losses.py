@@ -154,7 +154,7 @@ def test_cispo_learns_where_ppo_has_stopped():
 
 def test_each_token_of_a_sequence_keeps_a_gradient_of_its_own():
     mask = torch.tensor([False, True, True, True])
-    over = segments(mask, torch.zeros(4, dtype=torch.long), "sequence")
+    over = segments(mask, torch.zeros(4, dtype=torch.long))
     logprobs = torch.tensor([7.0, 0.2, 0.4, 0.0], requires_grad=True)
     ratio = importance_ratio(logprobs, torch.zeros(4), over)
     (ratio * torch.tensor([0.0, 1.0, -2.0, 0.0])).sum().backward()

@@ -53,6 +53,10 @@ def test_a_recipe_trains_and_tells_what_it_did(load_tiny: LoadTiny, recipe: str,
             {"policy/clip_fraction"},
         ),
         (
+            ["logprob_level=chunk", "entropy_level=action", "entropy_coef=0.01", "aggregation=prompt_mean"],
+            {"policy/clip_fraction"},
+        ),
+        (
             [
                 "policy_loss=importance_sampling",
                 "ratio_level=sequence_product",

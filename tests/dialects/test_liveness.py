@@ -175,12 +175,7 @@ def test_a_change_of_an_applied_key_changes_what_the_run_reads(reader: Reader, v
 
 MISSING: dict[str, tuple[str, ...]] = {
     "env.kind": ("env",),
-    "model.vla": (
-        "model.vla",
-        "algorithm.reward_level",
-        "algorithm.logprob_level",
-        "algorithm.entropy_level",
-    ),
+    "model.vla": ("model.vla", "algorithm.reward_level"),
 }
 """The key whose choice is refused, by the name of the part that is missing -> sections and keys that only that part reads."""
 

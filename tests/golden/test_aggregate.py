@@ -92,6 +92,7 @@ def test_turn_factors_let_the_turns_of_a_row_count_alike():
     # Row 0: turns of 1 and 3 tokens, so 4 / (2 * 1) and 4 / (2 * 3). Row 1: one turn of 2 tokens, 2 / (1 * 2).
     mask = torch.tensor([False, True, False, True, True, True, False, True, True])
     row = torch.tensor([0] * 6 + [1] * 3)
-    factors = turn_factors(segments(mask, row, "turn"), segments(mask, row, "sequence"))
+    decision = torch.tensor([-1, 0, -1, 1, 1, 1, -1, 2, 2])
+    factors = turn_factors(segments(mask, decision), segments(mask, row))
     expected = torch.tensor([2.0, 2 / 3, 2 / 3, 2 / 3, 1.0, 1.0])
     torch.testing.assert_close(factors[mask], expected, atol=1e-6, rtol=0)  # float32

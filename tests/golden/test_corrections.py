@@ -11,9 +11,9 @@ CLOSE = {"atol": 1e-6, "rtol": 0}  # exp in float32; expectations are given to s
 
 # One row of three tokens: log pi_old - log mu = 0.2, 0, -0.1
 OLD, BEHAVIOR = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.2, -1.0, -0.9])
-ONE_ROW = segments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), "sequence")
+ONE_ROW = segments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long))
 # The same row, where the environment said the second token.
-TWO_TURNS = segments(torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.long), "turn")
+TWO_TURNS = segments(torch.tensor([True, False, True]), torch.tensor([0, -1, 1]))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_weight_over_the_kept_tokens_leaves_the_others_out():
 
 
 def test_one_token_beyond_the_bounds_leaves_its_sequence_out_and_no_other():
-    rows = segments(torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 1]), "sequence")
+    rows = segments(torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 1]))
     weight = torch.tensor([1.0, 2.1, 9.0, 1.0])  # the 9 is no token of the policy
     factor, is_outside = correction_factor(weight, mode="mask_sequence", low=0.5, high=2.0, sequences=rows)
     assert factor.tolist() == [0, 0, 1, 1]

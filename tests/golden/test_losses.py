@@ -174,19 +174,21 @@ def test_cross_entropy_is_the_negative_log_prob():
 LOG_RATIO = torch.tensor([9.0, 0.1, 0.3, 9.0, -0.2, -0.4, 9.0, 0.9])
 MASK = torch.tensor([False, True, True, False, True, True, False, True])
 ROW = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
+DECISION = torch.tensor([-1, 0, 0, -1, 1, 1, -1, 2])
 
 
 @pytest.mark.parametrize(
-    ("level", "mean_log_ratio"),
+    ("index", "mean_log_ratio"),
     [
         # row 0: 0.4 / 2; row 1: 0.3 / 3
-        ("sequence", [0.2, 0.2, 0.1, 0.1, 0.1]),
+        (ROW, [0.2, 0.2, 0.1, 0.1, 0.1]),
         # the turns of row 1: -0.6 / 2 and 0.9
-        ("turn", [0.2, 0.2, -0.3, -0.3, 0.9]),
+        (DECISION, [0.2, 0.2, -0.3, -0.3, 0.9]),
     ],
+    ids=["sequences", "turns"],
 )
-def test_the_ratio_of_a_segment_is_the_geometric_mean_of_its_tokens(level, mean_log_ratio):
-    ratio = importance_ratio(LOG_RATIO, torch.zeros(8), segments(MASK, ROW, level))
+def test_the_ratio_of_a_segment_is_the_geometric_mean_of_its_tokens(index, mean_log_ratio):
+    ratio = importance_ratio(LOG_RATIO, torch.zeros(8), segments(MASK, index))
     torch.testing.assert_close(ratio[MASK], torch.tensor(mean_log_ratio).exp(), **CLOSE)
 
 
@@ -244,7 +246,7 @@ def test_kimi_equals_hand_computed_values():
 
 
 def test_the_product_ratio_of_a_segment_is_that_of_its_probabilities():
-    row = segments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), "sequence")
+    row = segments(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long))
     logprobs = NEW.clone().requires_grad_()
     ratio = importance_ratio(logprobs, OLD, row, is_product=True)
     torch.testing.assert_close(ratio.detach(), torch.full((3,), 5.0), rtol=1e-5, atol=0)  # 1/2 * 1 * 10

@@ -72,6 +72,10 @@ CASES: dict[str, Recipe] = {
     ),
     "dppo, kl": replace(BASE, policy_loss="dppo", dppo_divergence="kl", **BOUNDS["dppo"]),
     "turns alike": replace(BASE, turn_weighting="turns", aggregation="sequence_mean_token_mean"),
+    **{
+        f"decisions, {name}": replace(BASE, policy_loss=name, logprob_level="chunk", entropy_level="action")
+        for name in ("ppo_clip", "kimi")
+    },
     "prompt_mean": replace(BASE, aggregation="prompt_mean"),
     "log ratio": replace(BASE, log_ratio_min=-0.1, log_ratio_max=0.2, clip_low=0.05, clip_high=0.1),
     "mask difference": _masks(
@@ -125,7 +129,8 @@ def _update(
     grads: dict[str, Tensor] = {}
     for name, p in policy.module.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: grads.update({name: p.grad.clone()}))
-    counts, groups = [row.num_tokens for row in rows], [row.group for row in rows]
+    is_of_tokens, groups = recipe.logprob_level == "token", [row.group for row in rows]
+    counts = [row.num_tokens if is_of_tokens else row.num_decisions for row in rows]
     weights = row_weights(counts, groups, mode=recipe.aggregation, constant=None)
     write_step_fields(rows, recipe, constant=None, key=(0, 0))
     backend = SingleBackend(

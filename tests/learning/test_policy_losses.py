@@ -152,7 +152,7 @@ PAIR_ADVANTAGES = (REWARDS[PAIRS[:, 0]] - 0.5 * REWARDS[PAIRS[:, 1]]).repeat_int
 
 def test_the_ratio_of_a_sequence_has_the_gradient_of_its_geometric_mean() -> None:
     """The straight-through form and the plain one have one gradient: A and weight are the same over a sequence."""
-    over = segments(torch.ones(32, dtype=torch.bool), PAIR_ROWS, "sequence")
+    over = segments(torch.ones(32, dtype=torch.bool), PAIR_ROWS)
     old = OLD.log_softmax(0)[PAIRS.flatten()]
     weight = old.view(16, 2).sum(1).exp().repeat_interleave(2) / 2
     logits = FAR.clone().requires_grad_()
@@ -169,7 +169,7 @@ def test_weights_of_whole_answers_make_the_samplers_expectation_that_of_the_old_
     level: str, is_exact: bool
 ) -> None:
     """Sampled from FAR, trained from OLD: E_mu[w A grad log pi] = E_old[A grad log pi]."""
-    over = segments(torch.ones(32, dtype=torch.bool), PAIR_ROWS, "sequence")
+    over = segments(torch.ones(32, dtype=torch.bool), PAIR_ROWS)
     sampler, old = FAR.log_softmax(0)[PAIRS.flatten()], OLD.log_softmax(0)[PAIRS.flatten()]
     weight = sampling_weight(old, sampler, over, level=level)
     logits = OLD.clone().requires_grad_()

@@ -131,6 +131,15 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
             "2048; lower one of them",
         ),
         (
+            ["algorithm.recipe=gspo", "algorithm.logprob_level=chunk"],
+            "algorithm.ratio_level: algorithm.logprob_level=chunk makes every ratio that of a turn; set it to token, or "
+            "logprob_level to token",
+        ),
+        (
+            ["algorithm.recipe=kl_cov", "algorithm.logprob_level=action"],
+            "algorithm.logprob_level: algorithm.policy_loss=kl_cov chooses single tokens; set it to token",
+        ),
+        (
             ["eval.target.min_final=0.5", "data.eval=[]"],
             "eval.target.min_final: a target needs something to measure it on; list data.eval sources",
         ),
@@ -304,6 +313,14 @@ def test_each_verb_needs_its_own_parts() -> None:
             "rollout.request_batch: has no effect: a round has no more prompts than that",
         ),
         (
+            ["algorithm.entropy_level=chunk"],
+            "algorithm.entropy_level: has no effect: algorithm.entropy_coef is 0",
+        ),
+        (
+            ["algorithm.logprob_level=chunk", "algorithm.turn_weighting=turns"],
+            "algorithm.turn_weighting: has no effect: algorithm.logprob_level counts every turn once",
+        ),
+        (
             ["rollout.check_weights_dir=x"],
             "rollout.check_weights_dir: has no effect: rollout.check_weights is false",
         ),
@@ -340,6 +357,13 @@ def test_each_verb_needs_its_own_parts() -> None:
 )
 def test_what_is_seldom_meant_is_warned_about(overrides: list[str], warning: str) -> None:
     assert warnings(TEXT, *overrides) == [warning]
+
+
+def test_a_simulator_has_no_tokens_whose_log_probs_to_add() -> None:
+    assert warnings(SIMULATOR, "algorithm.recipe=grpo", "algorithm.logprob_level=chunk") == [
+        "algorithm.logprob_level: has no effect: only a turn of text has several tokens; a simulator's policy has one "
+        "log-prob per env step"
+    ]
 
 
 def test_a_simulator_warns_of_keys_for_text() -> None:

@@ -47,6 +47,7 @@ def test_rows_come_back_to_the_bit_with_where_they_are_from(
             (row.inputs, expected.inputs),
             (row.fields, expected.fields),
             ({"": row.mask}, {"": expected.mask}),
+            ({"": row.decision}, {"": expected.decision}),
         ):
             assert ours.keys() == theirs.keys()
             for name, array in theirs.items():

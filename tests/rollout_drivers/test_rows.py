@@ -36,7 +36,16 @@ def test_a_text_row_is_turns_and_replies_end_to_end() -> None:
         row.fields["behavior_logprobs"], np.array([0, 0, -0.1, -0.2, 0, -0.3], np.float32)
     )
     assert row.fields["rewards"].tolist() == [0, 0, 0, 0, 0, 1.0]
+    assert row.decision.tolist() == [-1, -1, 0, 0, -1, 1]
     assert row.is_terminal
+
+
+def test_turns_without_a_reply_between_them_are_two_decisions() -> None:
+    trajectory = _text()
+    trajectory.turns[1].context_ids = []
+    (row,) = rows_of([Group(PROMPT, [trajectory])])
+    assert row.decision.tolist() == [-1, -1, 0, 0, 1]
+    assert row.num_decisions == 2
 
 
 def test_turn_rewards_lie_at_the_ends_of_their_turns_and_the_rest_at_the_last() -> None:
@@ -58,6 +67,7 @@ def test_an_episode_row_has_the_final_observation_masked_out(status: Status, is_
     assert row.inputs["observations"].shape == (4, 2)
     assert row.inputs["actions"].tolist() == [1, 0, 1, 0]
     assert row.mask.tolist() == [True, True, True, False]
+    assert row.decision.tolist() == [0, 1, 2, -1]
     assert row.fields["rewards"].tolist() == [1, 2, 4, 0]
     assert row.fields["behavior_logprobs"][-1] == 0
     assert row.is_terminal is is_terminal

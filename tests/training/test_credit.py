@@ -171,7 +171,8 @@ def simulated(states: list[float], rewards: list[float], group: int = 0) -> Row:
     mask = np.ones(len(states), np.bool_)
     mask[-1] = False
     fields = {"rewards": np.array([*rewards, 0.0], np.float32)}
-    return Row({"observations": observations}, mask, group, trajectory=0, fields=fields)
+    decision = np.where(mask, np.arange(len(states)), -1).astype(np.int32)
+    return Row({"observations": observations}, mask, group, trajectory=0, fields=fields, decision=decision)
 
 
 def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:

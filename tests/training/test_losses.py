@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -83,6 +84,80 @@ def test_the_entropy_bonus_is_subtracted_and_has_a_gradient() -> None:
     loss, grads, _ = _policy(replace(GRPO, entropy_coef=0.2), [-1.0, -2.0], advantages=[0.0, 0.0])
     assert loss.item() == pytest.approx(-0.2 * 0.5 * 0.8)
     assert grads["entropy"].tolist() == pytest.approx([0.0, -0.1, -0.1])
+
+
+# One row: a turn of two tokens, a token of the environment, a turn of one token.
+TURNS = torch.tensor([-1, 0, 0, -1, 1], dtype=torch.int32)
+
+
+def _of_turns(
+    recipe: Recipe, weight: float, advantages: list[float], moved: list[float]
+) -> tuple[float, list[float], list[float]]:
+    """The loss and its gradients by log-probs and entropies. `moved` is log pi - log old of the three tokens, `weight` that
+    of a token or turn; the entropies are 0.3, 0.5 and 0.2."""
+    logprobs = torch.tensor([9.0, -1.0, -2.0, 9.0, -0.5], requires_grad=True)
+    entropy = torch.tensor([9.0, 0.3, 0.5, 9.0, 0.2], requires_grad=True)
+    away = torch.tensor([0.0, *moved[:2], 0.0, moved[2]])
+    fields = {
+        "old_logprobs": logprobs.detach() - away,
+        "advantages": torch.tensor([9.0, *advantages[:2], 9.0, advantages[2]]),
+    }
+    batch = PackedBatch({}, TURNS >= 0, (5,), fields, torch.full((5,), weight), TURNS)
+    loss, _ = policy_loss(recipe).compute({"logprobs": logprobs, "entropy": entropy}, batch)
+    gradients = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
+    return loss.item(), *([] if g is None else g[TURNS >= 0].tolist() for g in gradients)
+
+
+@pytest.mark.parametrize("level", ["action", "chunk"])
+def test_log_probs_of_decisions_are_clipped_as_one_and_each_counts_once(
+    level: Literal["action", "chunk"],
+) -> None:
+    recipe = replace(GRPO, logprob_level=level)
+    # ratios e^0.2 = 1.221403, beyond 1.2, and e^-0.3 = 0.740818; neither token of the first is beyond 1.2 by itself
+    loss, gradient, _ = _of_turns(recipe, 0.5, [1.0, 1.0, 1.0], [0.1, 0.1, -0.3])
+    assert loss == pytest.approx(-(1.2 + 0.740818) / 2, **CLOSE)
+    assert gradient == pytest.approx([0.0, 0.0, -0.370409], **CLOSE)
+    # with A < 0 the first is not clipped, and both of its tokens have the gradient of the sum
+    loss, gradient, _ = _of_turns(recipe, 0.5, [-1.0, -1.0, 1.0], [0.1, 0.1, -0.3])
+    assert loss == pytest.approx((1.221403 - 0.740818) / 2, **CLOSE)
+    assert gradient == pytest.approx([0.610701, 0.610701, -0.370409], **CLOSE)
+
+
+def test_losses_without_a_ratio_take_the_log_prob_of_a_decision_too() -> None:
+    kimi = replace(GRPO, policy_loss="kimi", kimi_tau=0.5, logprob_level="chunk")
+    # -A log pi: 3 and 0.5; 0.5 / 2 times the square of 0.1 + 0.3, and of -0.2; gradients -1 + 0.5 * 0.4, -1 - 0.5 * 0.2
+    loss, gradient, _ = _of_turns(kimi, 0.5, [1.0, 1.0, 1.0], [0.1, 0.3, -0.2])
+    assert loss == pytest.approx((3.0 + 0.5 + 0.25 * (0.16 + 0.04)) / 2, **CLOSE)
+    assert gradient == pytest.approx([-0.4, -0.4, -0.55], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("logprob_level", "weight", "bonus", "gradient"),
+    [
+        # mean over the two turns of 0.3 + 0.5 and 0.2
+        ("chunk", 1 / 2, (0.8 + 0.2) / 2, [0.5, 0.5, 0.5]),
+        # mean over the three tokens, each with the entropy of its turn
+        ("token", 1 / 3, (0.8 + 0.8 + 0.2) / 3, [2 / 3, 2 / 3, 1 / 3]),
+    ],
+)
+def test_the_entropy_of_a_decision_is_the_sum_over_its_tokens(
+    logprob_level: Literal["token", "chunk"], weight: float, bonus: float, gradient: list[float]
+) -> None:
+    recipe = replace(GRPO, entropy_coef=0.1, entropy_level="chunk", logprob_level=logprob_level)
+    loss, _, found = _of_turns(recipe, weight, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    assert loss == pytest.approx(-0.1 * bonus, **CLOSE)
+    assert found == pytest.approx([-0.1 * g for g in gradient], **CLOSE)
+
+
+def test_an_env_step_is_a_decision_so_its_level_changes_nothing() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5])
+    fields = {"old_logprobs": logprobs - 0.1, "advantages": torch.tensor([1.0, -1.0, 2.0])}
+    mask, steps = torch.ones(3, dtype=torch.bool), torch.arange(3)
+    batch = PackedBatch({}, mask, (3,), fields, torch.full((3,), 0.25), steps)
+    outputs = {"logprobs": logprobs, "entropy": torch.tensor([0.3, 0.5, 0.2])}
+    recipe = replace(GRPO, entropy_coef=0.1)
+    of_steps = replace(recipe, logprob_level="chunk", entropy_level="action")
+    assert policy_loss(of_steps).compute(outputs, batch)[0] == policy_loss(recipe).compute(outputs, batch)[0]
 
 
 def test_ratios_and_clipping_are_measured_against_the_old_policy() -> None:

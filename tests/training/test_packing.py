@@ -70,6 +70,15 @@ def test_rows_are_laid_end_to_end() -> None:
     assert batch.weights.dtype == torch.float32
 
 
+def test_decisions_are_numbered_over_all_rows_of_a_batch() -> None:
+    conversation = Row({"input_ids": np.arange(6)}, np.array([0, 1, 1, 0, 1, 1], np.bool_), 0, 0)
+    assert conversation.decision.tolist() == [-1, 0, 0, -1, 1, 1]  # by default its runs
+    conversation.decision[5] = 2  # a turn right after another
+    batch = pack([conversation, _text(1, 2), conversation], CPU)
+    assert batch.decision is not None
+    assert batch.decision.tolist() == [-1, 0, 0, -1, 1, 2, -1, 3, 4, 4, -1, 5, 6]  # the prompt once
+
+
 def test_fields_stay_out_when_not_asked_for() -> None:
     batch = pack([_text(1, 2, advantages=[0, 1])], CPU, with_fields=False)
     assert batch.fields == {}

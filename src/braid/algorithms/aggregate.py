@@ -33,7 +33,8 @@ def row_weights(
     """The loss weight of each row's positions in one optimizer step, one per row.
 
     Row b has n_b = `token_counts[b]` policy positions; `groups[b]` is the id of its prompt. Rows and prompts
-    without tokens weigh 0 and are not counted. With B rows, P prompts and N tokens in the step:
+    without tokens weigh 0 and are not counted. Where log-probs are those of decisions (logprob_level), read
+    decisions for tokens. With B rows, P prompts and N tokens in the step:
 
         token_mean                1 / N               equal weight per token (DAPO, arXiv 2503.14476)
         sequence_mean_token_mean  1 / (B n_b)         equal weight per row (GRPO, arXiv 2402.03300)

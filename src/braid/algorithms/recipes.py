@@ -18,6 +18,7 @@ from braid.types import (
     CorrectionMeasure,
     CorrectionMode,
     CorrectionTokens,
+    DecisionLevel,
     Divergence,
     KlEstimator,
     KlPlace,
@@ -65,6 +66,8 @@ class Recipe:
     advantage_clip: float | None
     mask_truncated: bool
     mask_long_failures: int | None
+    logprob_level: DecisionLevel
+    entropy_level: DecisionLevel
     policy_loss: PolicyLoss
     ratio_level: RatioLevel
     log_ratio_min: float | None
@@ -121,6 +124,8 @@ _GRPO = Recipe(
     advantage_clip=None,
     mask_truncated=False,
     mask_long_failures=None,
+    logprob_level="token",
+    entropy_level="token",
     policy_loss="ppo_clip",
     ratio_level="token",
     log_ratio_min=None,

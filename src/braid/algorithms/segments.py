@@ -1,19 +1,15 @@
-"""Segments of a packed batch, for ratios and weights over turns or sequences.
+"""Segments of a packed batch, for log-probs, ratios and weights of decisions or sequences.
 
-Owns splitting a batch into segments, and sums and means over them. A row is never split, so neither depends
-on packing or micro-batches.
+Owns sums and means over segments. A row is never split, so neither depends on packing or micro-batches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-SegmentLevel = Literal["turn", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +48,10 @@ class Segments:
         return _sum_by(self.index, torch.where(self.mask, values, 0.0).double())
 
 
-def segments(mask: Bool[Tensor, "T"], row: Int[Tensor, "T"], level: SegmentLevel) -> Segments:
-    """The segments of a batch. `row` is the row index of each position; rows are contiguous.
-
-    sequence: the masked positions of a row. turn: a run of contiguous masked positions of a row, so two turns
-    without an environment token between them are one segment, and so is a simulator's episode.
-    """
-    index = row
-    if level == "turn":
-        begins = mask.clone()
-        begins[1:] &= ~mask[:-1] | (row[1:] != row[:-1])
-        index = (begins.cumsum(0) - 1).clamp(min=0)
+def segments(mask: Bool[Tensor, "T"], index: Int[Tensor, "T"]) -> Segments:
+    """The masked positions with the same `index`, which is read only inside the mask and less than T: of
+    each row (PackedBatch.row), or of each decision (PackedBatch.decision)."""
+    index = index.long().clamp(min=0)
     return Segments(mask, index, _sum_by(index, mask.double()).clamp(min=1.0))
 
 

@@ -14,6 +14,7 @@ from braid.types import (
     CorrectionMeasure,
     CorrectionMode,
     CorrectionTokens,
+    DecisionLevel,
     Divergence,
     KlEstimator,
     KlPlace,
@@ -106,10 +107,12 @@ class AlgorithmConfig(Section):
     loss and its denominators (they still count in their group's statistics); off for none."""
     reward_level: Literal["chunk", "action"] = "chunk"
     """Robots: compute rewards and advantages per action chunk, or per action."""
-    logprob_level: Literal["token", "action", "chunk"] = "token"
-    """Robots: level at which probability ratios are computed."""
-    entropy_level: Literal["token", "action", "chunk"] = "token"
-    """Robots: level at which entropy is computed."""
+    logprob_level: DecisionLevel | None = None
+    """Level of the log-probs in the policy loss: of a token; or of a decision, the sum over its tokens, which
+    then counts once in the aggregation. A decision in text is a turn (action and chunk are the same)."""
+    entropy_level: DecisionLevel | None = None
+    """Level of the entropy bonus: the entropy of a token, or of its decision, the sum over the decision's
+    tokens."""
     policy_loss: PolicyLoss | None = None
     """Policy loss (surrogate objective)."""
     ratio_level: RatioLevel | None = None

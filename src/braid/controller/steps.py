@@ -267,13 +267,17 @@ def improve(parts: Parts, rows: Sequence[RowFacts]) -> None:
 
 def _improve_critic(parts: Parts, critic: GroupBackend, rows: Sequence[RowFacts]) -> None:
     loss = value_loss_of(parts.plan.recipe)
-    for batch, weights in _batches(parts, rows, parts.config.critic.train or parts.config.train):
+    for batch in _batches(parts, rows, parts.config.critic.train or parts.config.train):
+        weights = _weights(parts, batch, [row.num_tokens for row in batch])
         record(parts.metrics, "critic", parts.data.train(critic, batch, weights, loss))
 
 
 def _improve_policy(parts: Parts, rows: Sequence[RowFacts]) -> None:
     recipe = parts.plan.recipe
-    for batch, weights in _batches(parts, rows, parts.config.train):
+    for batch in _batches(parts, rows, parts.config.train):
+        is_of_tokens = recipe.logprob_level == "token"
+        counts = [row.num_tokens if is_of_tokens else row.num_decisions for row in batch]
+        weights = _weights(parts, batch, counts)
         key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
         parts.data.write_step_fields(batch, key)
         report = parts.data.train(parts.policy, batch, weights, policy_loss(recipe, kl_coef=parts.kl_coef))
@@ -283,11 +287,8 @@ def _improve_policy(parts: Parts, rows: Sequence[RowFacts]) -> None:
         parts.progress.step += 1
 
 
-def _batches(
-    parts: Parts, rows: Sequence[RowFacts], train: TrainConfig
-) -> Iterator[tuple[list[RowFacts], list[float]]]:
-    """Mini-batches of whole groups, reshuffled in each pass, with the loss weight of a position of each
-    row."""
+def _batches(parts: Parts, rows: Sequence[RowFacts], train: TrainConfig) -> Iterator[list[RowFacts]]:
+    """Mini-batches of whole groups, reshuffled in each pass."""
     groups = sorted({row.group for row in rows})
     for pass_ in range(train.passes_per_round):
         order = np.array(groups)
@@ -296,16 +297,13 @@ def _batches(
             np.random.default_rng(seed).shuffle(order)
         for chosen in np.array_split(order, min(train.steps_per_pass, len(order))):
             members = set(chosen.tolist())
-            batch = [row for row in rows if row.group in members]
-            yield (
-                batch,
-                row_weights(
-                    [row.num_tokens for row in batch],
-                    [row.group for row in batch],
-                    mode=parts.plan.recipe.aggregation,
-                    constant=parts.plan.aggregation_constant,
-                ),
-            )
+            yield [row for row in rows if row.group in members]
+
+
+def _weights(parts: Parts, batch: Sequence[RowFacts], counts: Sequence[int]) -> list[float]:
+    """Each row's loss weight, of one of its tokens or decisions, of which it has `counts`."""
+    groups, plan = [row.group for row in batch], parts.plan
+    return row_weights(counts, groups, mode=plan.recipe.aggregation, constant=plan.aggregation_constant)
 
 
 def steer_kl(parts: Parts, rows: Sequence[RowFacts]) -> None:

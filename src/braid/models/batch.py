@@ -20,7 +20,7 @@ class PackedBatch:
     `inputs` and `fields` are the rows' arrays concatenated along T; `mask` [T] is True at positions that the
     policy wrote. `lengths` [B] are on the host. `row` [T] is the index of each position's row in the batch,
     `positions` [T] its index within the row. `weights` [T] is each position's weight in the step's loss (see
-    algorithms.aggregate).
+    algorithms.aggregate). `decision` [T] numbers the decisions of all rows, -1 outside the mask.
 
     Rows of a group share prefixes: `shared` [B] holds (earlier row, n) if the first n positions of a row are
     those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
@@ -35,6 +35,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     fields: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
+    decision: Tensor | None = None
     shared: tuple[tuple[int, int], ...] = ()
     sequence: SequenceGroup | None = None
 

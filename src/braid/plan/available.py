@@ -224,9 +224,9 @@ Idle = tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]
 
 IDLE: tuple[Idle, ...] = (
     (
-        "only vision-language-action policies have such levels, and this version has none",
+        "only vision-language-action policies have action chunks, and this version has none",
         lambda *_: True,
-        ("algorithm.reward_level", "algorithm.logprob_level", "algorithm.entropy_level"),
+        ("algorithm.reward_level",),
     ),
     *(
         (

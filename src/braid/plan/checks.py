@@ -167,7 +167,7 @@ def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
             )
 
 
-def _algorithm(_: RunConfig, plan: Plan) -> Iterator[Finding]:
+def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     recipe = plan.recipe
     if plan.verb != "train":
         return
@@ -183,6 +183,18 @@ def _algorithm(_: RunConfig, plan: Plan) -> Iterator[Finding]:
             f"algorithm.policy_loss={recipe.policy_loss} chooses tokens by their log-probs before the update, which current "
             "does not compute; set auto, recompute or behavior",
         )
+    if recipe.logprob_level != "token" and _is_of_text(config):
+        level = f"algorithm.logprob_level={recipe.logprob_level}"
+        if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSS_KEYS[recipe.policy_loss]:
+            yield (
+                "algorithm.ratio_level",
+                f"{level} makes every ratio that of a turn; set it to token, or logprob_level to token",
+            )
+        if recipe.policy_loss in CHOOSING_LOSSES:
+            yield (
+                "algorithm.logprob_level",
+                f"algorithm.policy_loss={recipe.policy_loss} chooses single tokens; set it to token",
+            )
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
         yield (
             "algorithm.aggregation_constant",
@@ -470,6 +482,21 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         "algorithm.old_logprobs=behavior leaves no difference to correct",
         lambda _, plan: plan.old_logprobs == "behavior",
         ("algorithm.corrections",),
+    ),
+    (
+        "only a turn of text has several tokens; a simulator's policy has one log-prob per env step",
+        lambda config, _: not _is_of_text(config),
+        ("algorithm.logprob_level", "algorithm.entropy_level"),
+    ),
+    (
+        "algorithm.logprob_level counts every turn once",
+        lambda _, plan: plan.recipe.logprob_level != "token",
+        ("algorithm.turn_weighting",),
+    ),
+    (
+        "algorithm.entropy_coef is 0",
+        lambda _, plan: plan.recipe.entropy_coef == 0,
+        ("algorithm.entropy_level",),
     ),
     (
         "algorithm.old_logprobs=current makes every ratio 1",

@@ -22,7 +22,7 @@ from braid.types import Group, Row
 
 from .files import to_json, write_atomically
 
-_ARRAYS = ("inputs", "mask", "fields")
+_ARRAYS = ("inputs", "mask", "decision", "fields")
 """Fields of Row stored in the arrays; the others are stored in the index."""
 
 
@@ -72,6 +72,7 @@ def _parts(rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
         named = {
             **{f"inputs/{name}": array for name, array in row.inputs.items()},
             "mask": row.mask,
+            "decision": row.decision,
             **{f"fields/{name}": array for name, array in row.fields.items()},
         }
         for name, array in named.items():
@@ -89,6 +90,7 @@ def _row(record: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> tuple[Row, 
             name.removeprefix("inputs/"): a[part] for name, a in arrays.items() if name.startswith("inputs/")
         },
         mask=arrays["mask"][part],
+        decision=arrays["decision"][part],
         fields={
             name.removeprefix("fields/"): a[part] for name, a in arrays.items() if name.startswith("fields/")
         },

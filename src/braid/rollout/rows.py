@@ -60,7 +60,10 @@ def _row_of(trajectory: Trajectory) -> Row:
 def _text_row(turns: Sequence[Turn]) -> Row:
     """Prompt, turns and replies concatenated. An answer cut by a limit is terminal too: no state follows
     it."""
-    mask = np.concatenate([np.repeat((False, True), (len(t.context_ids), len(t.output_ids))) for t in turns])
+    decision = np.concatenate(
+        [np.repeat((-1, k), (len(t.context_ids), len(t.output_ids))) for k, t in enumerate(turns)]
+    ).astype(np.int32)
+    mask = decision >= 0
     rewards = np.zeros(len(mask), np.float32)
     ends = np.cumsum([len(t.context_ids) + len(t.output_ids) for t in turns])
     rewards[ends - 1] = [t.reward for t in turns]
@@ -68,21 +71,22 @@ def _text_row(turns: Sequence[Turn]) -> Row:
     logprobs[mask] = [x for t in turns for x in t.logprobs]
     input_ids = np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)
     fields = {"behavior_logprobs": logprobs, "rewards": rewards}
-    return Row({"input_ids": input_ids}, mask, group=0, trajectory=0, fields=fields)
+    return Row({"input_ids": input_ids}, mask, group=0, trajectory=0, fields=fields, decision=decision)
 
 
 def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
     """S + 1 positions: the last is the final observation, without an action; its value bootstraps an episode
     cut by a time limit."""
-    mask = np.ones(len(steps.observations), np.bool_)
-    mask[-1] = False
+    decision = np.arange(len(steps.observations), dtype=np.int32)
+    decision[-1] = -1
     return Row(
         {"observations": steps.observations, "actions": _padded(steps.actions)},
-        mask,
+        decision >= 0,
         group=0,
         trajectory=0,
         is_terminal=is_terminal,
         fields={"behavior_logprobs": _padded(steps.logprobs), "rewards": _padded(steps.rewards)},
+        decision=decision,
     )
 
 

@@ -224,24 +224,22 @@ class _Turns:
 
 
 def _pieces(row: Row) -> list[tuple[int, int, bytes]]:
-    """(begin, end, anchor state) of each turn.
+    """(begin, end, anchor state) of each turn; each decision of the row is one.
 
-    Text: a turn is a run of consecutive policy tokens, so two turns without a token between them count as
-    one; its anchor is the text between it and the previous turn, or the prompt for the first turn.
-    Simulators: a turn is an env step; its anchor is the observation before it.
+    The anchor in text is what stands between it and the previous turn, or the prompt for the first turn; in
+    simulators, the observation before it.
     """
+    written = np.flatnonzero(row.mask)
+    of = row.decision[written]
+    begins = written[np.diff(of, prepend=-1) > 0].tolist()
+    ends = (written[np.diff(of, append=row.num_decisions) > 0] + 1).tolist()
     if "observations" in row.inputs:
-        observations = (
-            row.inputs["observations"] + 0.0
-        )  # normalizes -0.0 to 0.0, so that equal numbers have equal bytes
-        return [(int(t), int(t) + 1, observations[t].tobytes()) for t in np.flatnonzero(row.mask)]
-    ids = row.inputs["input_ids"]
-    edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False)).tolist()
-    begins, ends = edges[::2], edges[1::2]
-    return [
-        (begin, end, ids[before:begin].tobytes())
-        for before, begin, end in zip([0, *ends[:-1]], begins, ends, strict=True)
-    ]
+        # adding 0.0 turns -0.0 into 0.0, so that equal numbers have equal bytes
+        anchors = [state.tobytes() for state in row.inputs["observations"][begins] + 0.0]
+    else:
+        ids = row.inputs["input_ids"]
+        anchors = [ids[a:b].tobytes() for a, b in zip([0, *ends[:-1]], begins, strict=True)]
+    return list(zip(begins, ends, anchors, strict=True))
 
 
 def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:

@@ -33,6 +33,7 @@ class RowFacts:
     index: int
     length: int
     num_tokens: int
+    num_decisions: int
     group: int
     trajectory: int
     is_truncated: bool
@@ -55,7 +56,16 @@ class Experience:
         which worker made which."""
         self._rows = sorted((row for piece in pieces for row in piece), key=lambda row: row.trajectory)
         return [
-            RowFacts(i, len(row), row.num_tokens, row.group, row.trajectory, row.is_truncated, row.score)
+            RowFacts(
+                i,
+                len(row),
+                row.num_tokens,
+                row.num_decisions,
+                row.group,
+                row.trajectory,
+                row.is_truncated,
+                row.score,
+            )
             for i, row in enumerate(self._rows)
         ]
 

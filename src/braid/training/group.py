@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -260,4 +260,4 @@ def _halved(unit: list[int], size_of: Callable[[Sequence[int]], int], most: floa
 
 def bare(row: Row) -> Row:
     """The row without fields, which a forward pass does not read."""
-    return Row(row.inputs, row.mask, row.group, row.trajectory, is_terminal=row.is_terminal)
+    return replace(row, fields={})

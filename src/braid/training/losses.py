@@ -35,6 +35,11 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
     metrics of the mismatch between engine and trainer (measured at the old log-probs, so 0 if those are the
     engine's); and the fields of step_fields.py that the recipe needs.
 
+    With logprob_level action or chunk, the surrogate is that of decisions: of the sum of a decision's
+    log-probs. It is divided among the decision's tokens, so the weights of rows must count decisions
+    (algorithms.aggregate). KL, corrections and metrics stay those of tokens. entropy_level is the same for
+    the entropy bonus: the entropy of a token is then that of its decision, the sum.
+
     The step is dropped if the mean ratio over all of its tokens exceeds early_stop_ratio. RLinf instead
     multiplies the loss of each micro-batch with too large a ratio by 0, and takes the step with the rest.
     """
@@ -59,16 +64,18 @@ def _policy_loss(
 ) -> tuple[Tensor, Diagnostics]:
     logprobs, entropy, fields = outputs["logprobs"], outputs["entropy"], batch.fields
     old = fields.get("old_logprobs", logprobs.detach())
+    decisions = _segments(batch, recipe.logprob_level)
+    acted, acted_old = (logprobs, old) if decisions is None else (decisions.sum(logprobs), decisions.sum(old))
     ratio = importance_ratio(
-        logprobs,
-        old,
+        acted,
+        acted_old,
         _segments(batch, recipe.ratio_level),
         is_product=recipe.ratio_level.endswith("product"),
         log_min=recipe.log_ratio_min,
         log_max=recipe.log_ratio_max,
     )
     is_chosen = fields["is_chosen"] if recipe.policy_loss in CHOOSING_LOSSES else torch.zeros_like(old)
-    tokens = Tokens(logprobs, old, fields["advantages"], ratio, is_chosen)
+    tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen)
     per_token, means = POLICY_LOSSES[recipe.policy_loss](recipe, tokens)
     maxima = {"ratio_max": ratio.detach()}
     means = means | {
@@ -91,15 +98,16 @@ def _policy_loss(
         assert kl_coef == 0 or recipe.kl_in == "reward", "KL in the loss needs ref_logprobs"
     per_token = recipe.policy_loss_coef * per_token
     if recipe.entropy_coef:
-        per_token = per_token - recipe.entropy_coef * entropy
+        over = _segments(batch, recipe.entropy_level)
+        per_token = per_token - recipe.entropy_coef * (entropy if over is None else over.sum(entropy))
     if "behavior_logprobs" in fields:
         behavior = fields["behavior_logprobs"]
         means["logprob_mismatch_kl"] = kl_estimate(behavior, old, estimator="k3", clamp=None)
         maxima["logprob_mismatch_max"] = (old - behavior).abs()
-    if recipe.turn_weighting == "turns":
-        per_token = per_token * turn_factors(
-            segments(batch.mask, batch.row, "turn"), segments(batch.mask, batch.row, "sequence")
-        )
+    if decisions is not None:
+        per_token = per_token / decisions.size.float()
+    elif recipe.turn_weighting == "turns":
+        per_token = per_token * turn_factors(_decisions(batch), segments(batch.mask, batch.row))
     loss, diagnostics = _reduced(per_token, batch), _diagnostics("policy", batch.mask, means, maxima)
     if recipe.supervised_coef:
         weights = fields["supervised_weights"]
@@ -110,10 +118,17 @@ def _policy_loss(
 
 
 def _segments(batch: PackedBatch, level: str) -> Segments | None:
-    """Segments over which a ratio or weight of the level is computed; None for single tokens."""
+    """Segments over which a log-prob, ratio or weight of the level is computed; None for single tokens."""
     if level == "token":
         return None
-    return segments(batch.mask, batch.row, "turn" if level.startswith("turn") else "sequence")
+    if level.startswith(("turn", "action", "chunk")):
+        return _decisions(batch)
+    return segments(batch.mask, batch.row)
+
+
+def _decisions(batch: PackedBatch) -> Segments:
+    assert batch.decision is not None, "batches of rows carry the index of decisions"
+    return segments(batch.mask, batch.decision)
 
 
 def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -121,7 +136,7 @@ def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tenso
     assert "behavior_logprobs" in batch.fields, "a correction needs the sampler's log-probs"
     behavior = batch.fields["behavior_logprobs"]
     product = torch.ones_like(old)
-    sequences = segments(batch.mask, batch.row, "sequence")
+    sequences = segments(batch.mask, batch.row)
     is_truncated, kept = torch.zeros_like(batch.mask), batch.mask
     for correction in recipe.corrections:
         over = _segments(batch, correction.level)

@@ -124,12 +124,16 @@ def pack(
         parts = [array[skip:] for array, skip in zip(arrays, skips, strict=True)]
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
+    before = np.cumsum([0, *(row.num_decisions for row in rows[:-1])], dtype=np.int32)
+    decisions = [np.where(row.mask, row.decision + num, -1) for row, num in zip(rows, before, strict=True)]
+
     return PackedBatch(
         inputs={name: join([row.inputs[name] for row in rows]) for name in rows[0].inputs},
         mask=join([row.mask for row in rows]),
         lengths=lengths,
         fields={name: join([row.fields[name] for row in rows]) for name in names},
         weights=None if spread is None else torch.from_numpy(spread).to(device),
+        decision=join(decisions),
         shared=shared if any(skips) else (),
     )
 
