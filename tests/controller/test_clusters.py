@@ -24,7 +24,9 @@ import braid
 from braid.config.cluster import ClusterConfig
 from braid.config.load import load_config
 from braid.controller import commands
+from braid.controller.cluster import Cluster as Workers
 from braid.errors import ConfigError, WorkerError
+from braid.plan import derive
 from braid.plan.layout import Worker
 from braid.runtime.ray import Machines, RayGroup, connect, disconnect
 from braid.runtime.workers import Place
@@ -99,6 +101,14 @@ def test_a_cluster_that_is_too_small_is_told_with_what_it_has(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Machines(joined, num_gpus, devices_per_node=4)
+
+
+def test_a_driver_without_gpus_does_not_leave_those_of_its_cluster_unused(joined: ClusterConfig) -> None:
+    overrides = [f"cluster.address={joined.address}", "cluster.placement={policy: 0, rollout: 1}"]
+    config = load_config(None, ["model.build={}", *overrides]).config
+    layout = derive(config, None, "train").layout
+    with pytest.raises(ConfigError, match=r"run.device: auto finds no GPU .* the Ray cluster has 4"):
+        Workers.open(config, layout)
 
 
 def test_a_folder_of_the_run_that_another_machine_has_not_is_told(joined: ClusterConfig) -> None:

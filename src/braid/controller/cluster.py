@@ -82,8 +82,9 @@ class Cluster:
         """Connect to a cluster, or start a large enough one on this machine; then start the processes of the
         layout at their placement. `make` waits for them. Raises ConfigError if the cluster lacks the
         resources that the layout needs."""
-        from braid.runtime.ray import Machines, RayGroup, connect
+        from braid.runtime.ray import Machines, RayGroup, connect, num_cluster_gpus
 
+        finds_none = config.run.device == "auto" and not layout.has_gpus
         config = _on_one_device(config, layout)
         homes = [_home(layout, of) for of in layout.roles if of.role != "rollout"]
         names = list(dict.fromkeys([*homes, "rollout", ROWS]))
@@ -91,6 +92,16 @@ class Cluster:
         cluster = cls(config, layout, connect(config.cluster, num_processes=sum(map(len, seats.values()))))
         shown = {str(role): text for role, text in config.cluster.group_names.items()}
         try:
+            if finds_none and (num_gpus := num_cluster_gpus()):
+                raise ConfigError(
+                    [
+                        Problem(
+                            "run.device",
+                            f"auto finds no GPU on this machine, and the Ray cluster has {num_gpus}; set run.device=cuda, and "
+                            "cluster.devices_per_node, to use them, or run.device=cpu",
+                        )
+                    ]
+                )
             machines = Machines(config.cluster, _num_gpus(config, layout), layout.devices_per_node)
             cluster.machines = machines
             for name, of in seats.items():

@@ -58,9 +58,7 @@ def make_collector(
         engine: RolloutEngine = native_engine(config, inputs, lm)
         link: WeightLink = NativeLink(f"rollout {place.rank}", lm, timeout_s, device)
     else:
-        sending = send_options(
-            config, plan.layout, str(run_dir / "publications"), is_cuda=device.type == "cuda"
-        )
+        sending = send_options(config, plan.layout, str(run_dir / "publications"), device)
         engines = engines_here(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
         engine, link = as_one(engines), EngineLink(engines)
     return text_collector(config, plan, base_dir, inputs, engine, link=link)

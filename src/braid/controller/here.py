@@ -99,8 +99,7 @@ def _engine_here(
     if config.rollout.engine == "native":
         return native_engine(config, inputs, lm)
     folder = reporter.run_dir.path
-    is_cuda = device_of(config).type == "cuda"
-    sending = send_options(config, plan.layout, str(folder / "publications"), is_cuda=is_cuda)
+    sending = send_options(config, plan.layout, str(folder / "publications"), device_of(config))
     return as_one(engines_here(config, plan, inputs.tokenizer, sending, folder / "logs"))
 
 

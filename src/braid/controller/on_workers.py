@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
@@ -73,7 +75,9 @@ def _parts_on(
     roles = roles_on_workers(config, plan, cluster.backend, supervised)
     ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
     folder = str(run_dir / "publications")
-    options = send_options(config, plan.layout, folder, is_cuda=config.run.device == "cuda")
+    options = send_options(
+        config, plan.layout, folder, torch.device("cuda" if config.run.device == "cuda" else "cpu")
+    )
     publication = Publication(ranks, engines, options, merged=config.rollout.engine != "native")
     return Parts(
         config=config,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from braid.config.schema import RunConfig
 from braid.models.folders import expand
 from braid.plan.layout import Layout
@@ -37,13 +39,14 @@ class Publication:
         taken.wait()
 
 
-def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: bool) -> SendOptions:
-    """How the policy's first rank sends weights to engines; `folder` is for transports that use files. Raises
-    ConfigError for a transport that cannot work between them."""
+def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.device) -> SendOptions:
+    """How the policy's first rank, on `device`, sends weights to engines; `folder` is for transports that use
+    files. Raises ConfigError for a transport that cannot work between them."""
     policy, rollout = layout.role("policy"), layout.role("rollout")
     assert policy is not None, "every run has a policy"
     assert rollout is not None, "every run samples"
     first, publish = policy.workers[0], config.rollout.publish
+    is_cuda = device.type == "cuda"
     seats = [set(worker.devices) for worker in rollout.workers]
     shared = [bool(seat & set(first.devices)) for seat in seats]
     servers = {"native": (), "vllm": config.rollout.vllm.servers, "sglang": config.rollout.sglang.servers}
@@ -61,6 +64,7 @@ def send_options(config: RunConfig, layout: Layout, folder: str, *, is_cuda: boo
         transport,
         bucket_bytes=publish.bucket_bytes,
         timeout_s=config.cluster.call_timeout_s,
+        device=device,
         existing=on_existing(publish, is_server=bool(servers[config.rollout.engine])),
         # None: the sender listens at the address by which other machines reach this one.
         host="127.0.0.1" if meeting.is_one_machine and not servers[config.rollout.engine] else None,

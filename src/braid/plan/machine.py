@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Contains a folder for each GPU that the NVIDIA driver exposes to this system."""
+import pynvml
 
 
 def count_gpus() -> int:
     """Number of NVIDIA GPUs available to a new process: those of CUDA_VISIBLE_DEVICES if it is set, up to the
     first invalid entry (https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars), else all
-    GPUs of the driver."""
+    that NVML lists; 0 without a driver."""
     try:
-        there = len(list(_DRIVER.iterdir()))
-    except OSError:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return 0
+    try:
+        there = pynvml.nvmlDeviceGetCount()
+    finally:
+        pynvml.nvmlShutdown()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return there

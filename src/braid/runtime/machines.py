@@ -327,6 +327,11 @@ def _suited(config: ClusterConfig, num_nodes: int, num_gpus: int) -> list[Mappin
     )
 
 
+def num_cluster_gpus() -> int:
+    """Number of GPUs of the connected cluster."""
+    return sum(_gpus(node) for node in ray.nodes() if node["Alive"])
+
+
 def _gpus(node: Mapping[str, Any]) -> int:
     return int(node["Resources"].get("GPU", 0))
 

@@ -34,11 +34,11 @@ from braid.config.cluster import ClusterConfig
 from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
 
 from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
-from .machines import Machines, connect, interface_of, is_joined, leave
+from .machines import Machines, connect, interface_of, is_joined, leave, num_cluster_gpus
 from .processes import children_of, kill_stopped
 from .workers import Factory, Place, Seat
 
-__all__ = ["Machines", "RayGroup", "connect", "disconnect"]
+__all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
 
 LOOPBACK = "127.0.0.1"
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -59,6 +59,8 @@ class Group(Protocol):
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
 
+    def abort(self) -> None: ...
+
 
 class Outlet(Protocol):
     """The sender's end of a link. Pieces are uint8 [n], n at most `piece_bytes`, which is a multiple of
@@ -238,82 +240,91 @@ class RingInlet:
         self._slots = ()
 
 
-class GroupOutlet:
-    """See Outlet."""
+class _GroupEnd:
+    """One end of a process group that broadcasts pieces; `wires` connect to the processes at the other ends."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.piece_bytes, self.device = _piece_bytes(device), device
+    def __init__(self, group: Group, device: torch.device, wires: Iterable[Wire]) -> None:
+        self.piece_bytes = _GLOO_PIECE_BYTES if device.type == "cpu" else _GPU_PIECE_BYTES
+        self.device = device
         self._group: Group | None = group
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._wires = list(wires)
+        self._pending: deque[tuple[dist.Work, Piece]] = deque()
+
+    def close(self) -> None:
+        """See Outlet. Aborts the group if pieces are in transit: NCCL's kernels would wait for a peer that
+        has failed."""
+        if self._group is not None and self._pending:
+            self._group.abort()
+        self._pending.clear()
+        self._group = None
+
+    def _broadcast(self, piece: Piece) -> None:
+        if self._group is None:
+            raise EngineError("the group for weights is closed")
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            self._pending.append((self._group.broadcast([piece[0]], options), piece))
+        except RuntimeError as error:
+            raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
+
+    def _await(self, deadline: float, doing: str) -> Fingerprint | None:
+        """Wait for the oldest piece in transit, and return its tensor's fingerprint, if any. gloo finds out
+        by itself that a peer is gone. NCCL does not, and waiting for its work blocks only the GPU's stream:
+        completion is polled, and the wires are watched for peers that fail."""
+        work, (_, of) = self._pending[0]
+        patience = time.monotonic() + _SPIN_S
+        try:
+            while self.device.type != "cpu" and not work.is_completed():
+                if (now := time.monotonic()) > deadline:
+                    raise EngineError(
+                        f"a broadcast of weights did not complete in time while {doing}; raise cluster.call_timeout_s if it only "
+                        "needs longer"
+                    )
+                if now > patience:
+                    for wire in self._wires:
+                        wire.look_ahead(deadline, doing)
+                    time.sleep(_NAP_S)
+            work.wait(datetime.timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+        except RuntimeError as error:  # the type that torch.distributed raises
+            raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
+        self._pending.popleft()
+        return of
+
+
+class GroupOutlet(_GroupEnd):
+    """See Outlet."""
 
     def put(self, piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
         """See Outlet."""
-        self._pending.append((_broadcast(self._group, piece), piece))
+        self._broadcast((piece, None))
         if of is not None:
             of.add()  # while the piece is in transit
         if len(self._pending) > _AHEAD:
-            _await(self._pending.popleft()[0], deadline)
+            self._await(deadline, "taking over weights")
 
     def flush(self, deadline: float) -> None:
         """See Outlet."""
         while self._pending:
-            _await(self._pending.popleft()[0], deadline)
-
-    def close(self) -> None:
-        """See Outlet."""
-        self._pending.clear()
-        self._group = None
+            self._await(deadline, "taking over weights")
 
 
-class GroupInlet:
+class GroupInlet(_GroupEnd):
     """See Inlet."""
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.piece_bytes, self.device = _piece_bytes(device), device
-        self._group: Group | None = group
 
     def take(self, pieces: Iterable[Piece | None], deadline: float) -> Iterator[None]:
         """See Inlet."""
-        pending: deque[tuple[dist.Work, Piece]] = deque()
         for asked in pieces:
             if asked is not None:
-                pending.append((_broadcast(self._group, asked[0]), asked))
-            if asked is None or len(pending) > _AHEAD:
-                yield _arrived(*pending.popleft(), deadline)
-        while pending:
-            yield _arrived(*pending.popleft(), deadline)
+                self._broadcast(asked)
+            if asked is None or len(self._pending) > _AHEAD:
+                yield self._arrived(deadline)
+        while self._pending:
+            yield self._arrived(deadline)
 
-    def close(self) -> None:
-        """See Inlet."""
-        self._group = None
-
-
-def _piece_bytes(device: torch.device) -> int:
-    return _GLOO_PIECE_BYTES if device.type == "cpu" else _GPU_PIECE_BYTES
-
-
-def _broadcast(group: Group | None, piece: Tensor) -> dist.Work:
-    if group is None:
-        raise EngineError("the group for weights is closed")
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    try:
-        return group.broadcast([piece], options)
-    except RuntimeError as error:
-        raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
-
-
-def _arrived(work: dist.Work, piece: Piece, deadline: float) -> None:
-    _await(work, deadline)
-    if piece[1] is not None:
-        piece[1].add()
-
-
-def _await(work: dist.Work, deadline: float) -> None:
-    try:
-        work.wait(datetime.timedelta(seconds=max(1e-3, deadline - time.monotonic())))
-    except RuntimeError as error:  # the type that torch.distributed raises
-        raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
+    def _arrived(self, deadline: float) -> None:
+        if (of := self._await(deadline, "sending weights")) is not None:
+            of.add()
 
 
 def _first_line(error: Exception) -> str:
@@ -364,7 +375,7 @@ def make_inlet(message: Message, wire: Wire, *, device: torch.device, deadline: 
         timeout_s, own = message["timeout_s"], own_end([wire])
         group, device = _join(way, store, message["rank"], message["size"], timeout_s, device, own)
         wire.send({"kind": "ready"}, deadline, "linking")
-        return GroupInlet(group, device)
+        return GroupInlet(group, device, [wire])
     memory = _map(message["path"])
     if way == "cuda_ipc":
         slots = _from_cuda_handle(message["memory"])
@@ -405,7 +416,7 @@ def _open_group(
     group, device = _join(way, store, 0, size, timeout_s, device, own_end(wires.values()))
     for wire in wires.values():
         wire.receive("ready", deadline, "linking")
-    return GroupOutlet(group, device)
+    return GroupOutlet(group, device, wires.values())
 
 
 def _join(

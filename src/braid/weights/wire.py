@@ -22,6 +22,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -115,6 +116,7 @@ class Wire:
         connection.setblocking(True)
         self.peer = peer
         self._socket = connection
+        self._ahead: deque[Message] = deque()
 
     def send(self, message: Message, deadline: float, doing: str) -> None:
         """Send a message. Raises EngineError if the peer is gone or does not read in time."""
@@ -142,6 +144,15 @@ class Wire:
 
     def receive_any(self, deadline: float, doing: str) -> Message:
         """Receive the next message of any kind; `failed` raises EngineError."""
+        return self._ahead.popleft() if self._ahead else self._next(deadline, doing)
+
+    def look_ahead(self, deadline: float, doing: str) -> None:
+        """Read the messages that have arrived, for later. Raises EngineError if the peer has failed or is
+        gone, however many messages came before."""
+        while readable([self._socket], 0.0):
+            self._ahead.append(self._next(deadline, doing))
+
+    def _next(self, deadline: float, doing: str) -> Message:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, doing))
         if length > _LONGEST:
             raise EngineError(
@@ -161,7 +172,7 @@ class Wire:
 
     def is_readable(self) -> bool:
         """Whether a message is waiting, or the peer is gone."""
-        return bool(readable([self._socket], 0.0))
+        return bool(self._ahead or readable([self._socket], 0.0))
 
     def close(self, why: str | None = None) -> None:
         """Close the connection. With `why`, first try to send the peer a `failed` message."""

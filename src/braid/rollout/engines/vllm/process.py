@@ -65,7 +65,10 @@ class WeightReceiver:
             if self._braid_receiver is not None:
                 self._braid_receiver[1].close()
             receiver = open_receiver(
-                Ticket(**ticket), engine=receiver_name(engine, self.rank), timeout_s=timeout_s
+                Ticket(**ticket),
+                engine=receiver_name(engine, self.rank),
+                timeout_s=timeout_s,
+                device=next(self.model_runner.get_model().parameters()).device,
             )
             self._braid_receiver = ticket, receiver
         self.load_checked(self._braid_receiver[1].receive(version))

@@ -1,0 +1,73 @@
+"""Waiting for a collective that never completes: NCCL's, whose peer has failed."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.leftovers import LIMIT_S
+
+from braid.errors import EngineError
+from braid.weights.links import GroupInlet, GroupOutlet
+from braid.weights.wire import Wire
+
+GPU = torch.device("cuda")
+PIECE = torch.zeros(8, dtype=torch.uint8)
+
+
+class Stuck:
+    """A group whose broadcasts never complete, and the handle of such a broadcast."""
+
+    is_aborted = False
+
+    def broadcast(self, *_: Any) -> Any:
+        return self
+
+    def is_completed(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.fixture
+def wires() -> Iterator[tuple[Wire, Wire]]:
+    """Both ends of a connection: the trainer's, and engine 0's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    with ours, theirs:
+        yield Wire(ours, "engine 0"), Wire(theirs, "the trainer")
+
+
+def test_an_engine_that_fails_ends_the_wait_for_its_collective(wires: tuple[Wire, Wire]) -> None:
+    (to_engine, to_trainer), group = wires, Stuck()
+    outlet = GroupOutlet(group, GPU, [to_engine])
+    outlet.put(PIECE, None, time.monotonic() + LIMIT_S)
+    to_trainer.close("out of memory")
+    with pytest.raises(EngineError, match="engine 0 failed while taking over weights: out of memory"):
+        outlet.flush(time.monotonic() + LIMIT_S)
+    outlet.close()
+    assert group.is_aborted
+
+
+def test_a_trainer_that_dies_ends_the_wait_whatever_it_sent_before(wires: tuple[Wire, Wire]) -> None:
+    (to_engine, to_trainer), group = wires, Stuck()
+    inlet = GroupInlet(group, GPU, [to_trainer])
+    deadline = time.monotonic() + LIMIT_S
+    to_engine.send({"kind": "bucket", "index": 1}, deadline, "sending weights")
+    to_engine.close()
+    with pytest.raises(EngineError, match="the trainer is gone while sending weights"):
+        next(iter(inlet.take([(PIECE, None), None], deadline)))
+    assert to_trainer.receive("bucket", deadline, "reading on")["index"] == 1
+
+
+def test_a_collective_that_does_not_end_is_given_up_at_the_deadline(wires: tuple[Wire, Wire]) -> None:
+    outlet = GroupOutlet(Stuck(), GPU, wires[:1])
+    outlet.put(PIECE, None, time.monotonic() + LIMIT_S)
+    with pytest.raises(EngineError, match="did not complete in time"):
+        outlet.flush(time.monotonic())
