@@ -70,6 +70,16 @@ def test_a_checkpoint_may_be_taken_and_loaded_while_weights_are_away() -> None:
     assert [_step(resumed) for _ in range(2)] == [_step(unbroken) for _ in range(2)]
 
 
+def test_the_allocators_memory_is_given_back_after_the_weights_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("braid.training.backends.single.move_weights", lambda *_: calls.append("move"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("give back"))
+    _backend().to_host()
+    assert calls == ["move", "give back"]
+
+
 def test_no_gradient_outlives_a_step() -> None:
     backend = _backend()
     _step(backend)

@@ -23,6 +23,11 @@ def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
             states[name] = moved(tensor, device)
 
 
+def release_memory() -> None:
+    """Return memory that PyTorch's allocator keeps to the device, where engines in other processes need it."""
+    torch.cuda.empty_cache()
+
+
 def num_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Size of the moments and step counts in bytes; 0 without an optimizer."""
     states = optimizer.state.values() if optimizer is not None else ()

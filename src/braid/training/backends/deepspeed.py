@@ -31,7 +31,7 @@ from braid.models.batch import PackedBatch
 from braid.models.lora import recipes
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
-from braid.training.offload import HOST, num_bytes
+from braid.training.offload import HOST, num_bytes, release_memory
 from braid.training.optimizer import build_optimizer
 from braid.training.shards import Boxes
 
@@ -233,6 +233,7 @@ class DeepSpeedBackend(RankBackend):
         for tensors, is_kept in ((kept, True), (scratch, False)):
             for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
                 self._park(storage, is_kept=is_kept)
+        release_memory()
 
     def _park(self, storage: torch.UntypedStorage, *, is_kept: bool) -> None:
         if not storage.nbytes():

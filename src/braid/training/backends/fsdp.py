@@ -40,7 +40,7 @@ from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.lora import Recipe, recipes
 from braid.models.value_head import ValueHead
-from braid.training.offload import HOST
+from braid.training.offload import HOST, release_memory
 from braid.training.optimizer import HALF
 from braid.training.shards import Boxes
 
@@ -160,6 +160,7 @@ class FsdpBackend(RankBackend):
         """See TrainingBackend."""
         if self._leaves_weights:
             self._move(HOST)
+        release_memory()
 
     def to_device(self) -> None:
         """See TrainingBackend."""

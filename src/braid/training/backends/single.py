@@ -26,7 +26,7 @@ from braid.models.lora import merged_weights
 from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
 from braid.training.loss_scale import LossScale
-from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes
+from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes, release_memory
 from braid.training.optimizer import (
     build_optimizer,
     load_optimizer_state,
@@ -325,6 +325,7 @@ class SingleBackend:
         states are offloaded after each step."""
         if self._leaves_weights:
             move_weights(self._model.module, HOST)
+        release_memory()
 
     def to_device(self) -> None:
         """See TrainingBackend."""

@@ -50,7 +50,7 @@ from braid.training.backend import HeldBytes, Loss, StepReport
 from braid.training.backends.ranks import PartBackend, WholeMoments
 from braid.training.backends.single import Running, autocast_dtype
 from braid.training.loss_scale import LossScale
-from braid.training.offload import HOST, move_states, move_weights, moved
+from braid.training.offload import HOST, move_states, move_weights, moved, release_memory
 from braid.training.packing import pack, unpack
 from braid.training.shards import Boxes
 from braid.types import Row
@@ -419,6 +419,7 @@ class MegatronBackend(PartBackend):
         if self._leaves_weights:
             self._move_weights(to_host=True)
             self._is_offloaded = True
+        release_memory()
 
     def to_device(self) -> None:
         """See ShardedBackend."""
