@@ -61,6 +61,24 @@ def test_shares_are_of_sources_that_the_data_has_and_leave_none_out() -> None:
         assert complaints("[{kind: exact}]", f"data.mix={mix}") == [complaint]
 
 
+def test_a_star_stands_for_the_sources_that_are_not_named() -> None:
+    plan_of("[{kind: exact, sources: [chain_sum]}, {kind: math, sources: ['*']}]")
+    plan_of("[{kind: exact}]", "data.mix=[{sources: [gsm8k], share: 1}, {sources: ['*'], share: 0}]")
+
+
+def test_a_training_source_without_a_share_needs_no_reward() -> None:
+    parts = "[{kind: math, sources: [gsm8k, aime]}]"
+    plan_of(parts, "data.mix=[{sources: [gsm8k], share: 1}, {sources: ['*'], share: 0}]")
+    plan_of(parts, "data.mix=[{sources: [gsm8k], share: 1}, {sources: [chain_sum], share: 0}]")
+    assert (
+        "reward.parts: no part scores the source 'aime'"
+        in complaints(
+            "[{kind: math, sources: [gsm8k]}]",
+            "data.mix=[{sources: [gsm8k], share: 1}, {sources: ['*'], share: 0}]",
+        )[0]
+    )
+
+
 def test_sources_that_rows_name_are_known_when_they_are_read() -> None:
     by_row = "data.train=[{kind: file, path: mixed.jsonl, source_key: domain}]"
     plan_of("[{kind: exact, sources: [law]}, {kind: math, sources: [aime]}]", by_row)

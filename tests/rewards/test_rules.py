@@ -143,6 +143,34 @@ def test_choice_compares_letters(
     assert (scored.reason, scored.reward) == ("", reward)
 
 
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [(r"\boxed{B}", 1.0), ("The answer is B", 0.5), (r"\boxed{C}", -0.5), ("C", -1.0), ("none", -1.0)],
+)
+def test_a_choice_may_have_scores_of_its_own(
+    answered: Answered, score: Score, text: str, reward: float
+) -> None:
+    (scored,) = score([answered(text, answer="B")], {"kind": "choice", "scores": [1.0, 0.5, -0.5, -1.0]})
+    assert scored.reward == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "ngram", "reward"),
+    [
+        ("", 3, 0.0),
+        ("one two", 3, 0.0),
+        ("one two three", 3, 0.0),
+        ("a b A B a b", 2, -0.6),
+        ("no no no no", 1, -0.75),
+    ],
+)
+def test_repetition_is_the_fraction_of_ngrams_that_occurred_before(
+    answered: Answered, score: Score, text: str, ngram: int, reward: float
+) -> None:
+    (scored,) = score([answered(text)], {"kind": "repetition", "ngram": ngram})
+    assert scored.reward == pytest.approx(reward, abs=1e-12)  # one rounding of a quotient
+
+
 def test_a_reference_that_is_no_letter_is_no_wrong_choice(answered: Answered, score: Score) -> None:
     (scored,) = score([answered("B", answer="Paris")], {"kind": "choice", "letters": "ABCD"})
     assert (

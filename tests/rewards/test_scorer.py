@@ -284,6 +284,12 @@ def test_a_part_scores_the_sources_that_it_names(answered: Answered, score: Scor
     assert trajectories[2].reason == "reward: no part scores the source 'c'"
 
 
+def test_a_star_stands_for_the_sources_that_no_part_names(answered: Answered, score: Score) -> None:
+    trajectories = [_from(source, answered) for source in ("a", "b", "c")]
+    score(trajectories, {"kind": "exact", "sources": ["a", "*"]}, {**_function("length"), "sources": ["b"]})
+    assert [t.reward_parts for t in trajectories] == [{"exact": 1.0}, {"length": 2.0}, {"exact": 1.0}]
+
+
 def test_scoring_tells_what_it_cost(answered: Answered, build: Callable[..., Scorer]) -> None:
     scorer = build(_function("second_time"), {"kind": "exact"}, retries=1)
     metrics = asyncio.run(scorer.score([answered(text, answer="y") for text in ("x", "y")]))

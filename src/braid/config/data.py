@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,6 +80,15 @@ class ProceduralSource(_Source):
 Source = Annotated[FileSource | HubSource | ProceduralSource, Field(discriminator="kind")]
 
 
+REST = "*"
+"""In a list of sources: every source that no other list beside it names."""
+
+
+def covers(sources: Collection[str], named: Collection[str], source: str) -> bool:
+    """Whether a list of sources includes `source`; `named` are the names in this and the other lists."""
+    return not sources or source in sources or (REST in sources and source not in named)
+
+
 def source_name(source: Source) -> str:
     """Name of a source in metrics and in the `sources` of rewards: its `name`, else that of its file, data
     set or generator."""
@@ -103,10 +113,10 @@ class MixShare(Section):
     """A group of sources with a common share of the training prompts."""
 
     sources: tuple[str, ...] = Field(min_length=1)
-    """Names of the sources, as in metrics; within the group prompts are drawn in proportion to the sources'
-    sizes."""
+    """Names of the sources, as in metrics; `*` for all that no other share names. Within the group prompts are
+    drawn in proportion to the sources' sizes."""
     share: NonNegativeFloat
-    """Weight of the group relative to the sum of all shares; 0 excludes it."""
+    """Weight of the group relative to the sum of all shares; 0 excludes it, and its sources need no reward."""
 
 
 class DataConfig(Section):

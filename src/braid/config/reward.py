@@ -16,7 +16,7 @@ class _Part(Section):
     weight: float = 1.0
     """Weight in the sum."""
     sources: tuple[str, ...] = ()
-    """Names of the data sources whose trajectories it scores; all when empty."""
+    """Names of the data sources whose trajectories it scores; `*` for all that no part names; all when empty."""
 
 
 class MathReward(_Part):
@@ -70,13 +70,17 @@ class FunctionReward(_Part):
 
 
 class ChoiceReward(_Part):
-    """1 if the answer's letter equals the reference's, else 0. The answer's letter is the one in the last
-    box, else the one after the last "answer is" or "answer:", else the last letter that stands alone."""
+    """Whether the answer's letter equals the reference's: 1 or 0, unless `scores` are given. The answer's
+    letter is the one in the last box, else the one after the last "answer is" or "answer:", else the last
+    letter that stands alone."""
 
     kind: Literal["choice"]
     """Multiple choice."""
     letters: str = Field(default="ABCDEFGHIJ", pattern=r"^[A-Z]{2,}$")
     """Letters that are valid answers."""
+    scores: tuple[float, float, float, float] = (1.0, 1.0, 0.0, 0.0)
+    """Scores of the right letter in a box, the right letter elsewhere, a wrong letter in a box, and any other
+    answer."""
 
 
 class LengthReward(_Part):
@@ -96,6 +100,16 @@ class LengthReward(_Part):
         if self.start >= self.end:
             raise ValueError(f"start={self.start} is not below end={self.end}; lower start or raise end")
         return self
+
+
+class RepetitionReward(_Part):
+    """Minus the fraction of n-grams of words that repeat an earlier one, regardless of case; 0 for fewer than
+    n words."""
+
+    kind: Literal["repetition"]
+    """A penalty for repeated phrases."""
+    ngram: PositiveInt = 3
+    """Number of words in an n-gram."""
 
 
 class CodeReward(_Part):
@@ -234,6 +248,7 @@ RewardPart = Annotated[
     | PatternReward
     | ChoiceReward
     | LengthReward
+    | RepetitionReward
     | CodeReward
     | ModelReward
     | JudgeReward

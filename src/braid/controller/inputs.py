@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from braid.config.data import covers
 from braid.config.load import Loaded
 from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
@@ -68,12 +69,11 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
     """Raise ConfigError if reward parts or data.mix name sources that the data does not have. Needs all data
     to have been read."""
-    known = {prompt.source for prompt in (*inputs.train.prompts, *inputs.eval.prompts)}
-    trained = {prompt.source for prompt in inputs.train.prompts}
+    trained, evaluated = ({prompt.source for prompt in of.prompts} for of in (inputs.train, inputs.eval))
     data = loaded.config.data
     by_row = any(source.source_key is not None for source in (*data.train, *data.eval))
     found = [
-        *source_problems(loaded.config.reward.parts, known, by_row=by_row),
+        *source_problems(loaded.config.reward.parts, trained, evaluated, data.mix, by_row=by_row),
         *mix_problems(data.mix, trained),
     ]
     if found:
@@ -85,8 +85,9 @@ def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Sequence[Prompt
     seed = config.run.seed if config.data.seed is None else config.data.seed
     if not config.data.mix or not prompts:
         return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
+    named = {name for of in config.data.mix for name in of.sources}
     groups = [
-        ([i for i, prompt in enumerate(prompts) if prompt.source in of.sources], of.share)
+        ([i for i, prompt in enumerate(prompts) if covers(of.sources, named, prompt.source)], of.share)
         for of in config.data.mix
     ]
     return MixedSampler(groups, seed=seed, shuffle=config.data.shuffle)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from transformers import PreTrainedTokenizerBase
 
+from braid.config.data import covers
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
 from braid.config.reward import (
@@ -68,8 +69,9 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
         if plan.verb == "train":
             check_sources(loaded, inputs)
         prompts = (*inputs.train.prompts, *inputs.eval.prompts)
+        named = {source for part in config.reward.parts for source in part.sources}
         for i, part in enumerate(config.reward.parts):
-            covered = [p for p in prompts if not part.sources or p.source in part.sources]
+            covered = [p for p in prompts if covers(part.sources, named, p.source)]
             if covered:
                 setting = _setting(config.reward, loaded, config.run.seed)
                 with reward_prints_in(None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from braid.config.data import MixShare, source_name
+from braid.config.data import REST, MixShare, covers, source_name
 from braid.config.reward import JudgeReward, RewardPart
 from braid.config.schema import RunConfig
 from braid.errors import suggest
@@ -16,8 +16,11 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of every problem that can be found without reading the data."""
     sources = (*config.data.train, *config.data.eval)
     if sources and all(source.source_key is None for source in sources):
-        yield from source_problems(config.reward.parts, [source_name(source) for source in sources])
-        yield from mix_problems(config.data.mix, {source_name(source) for source in config.data.train})
+        trained, evaluated = (
+            {source_name(source) for source in of} for of in (config.data.train, config.data.eval)
+        )
+        yield from source_problems(config.reward.parts, trained, evaluated, config.data.mix)
+        yield from mix_problems(config.data.mix, trained)
     limit = None if plan.model_size is None else plan.model_size.max_positions
     for i, part in enumerate(config.reward.parts):
         if not isinstance(part, JudgeReward) or part.url != "policy":
@@ -38,14 +41,14 @@ def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tu
     named = [name for of in mix for name in of.sources]
     names = ", ".join(sorted(known))
     for i, of in enumerate(mix):
-        if not set(of.sources) & set(known):
+        if of.share and REST not in of.sources and not set(of.sources) & set(known):
             yield (
                 f"data.mix[{i}].sources",
                 f"no training prompts are of {', '.join(of.sources)}; there are {names}",
             )
     for name in sorted({name for name in named if named.count(name) > 1}):
         yield "data.mix", f"the source {name!r} has two shares; keep one"
-    for name in sorted(set(known) - set(named)):
+    for name in sorted(set(known) - set(named) if REST not in named else ()):
         yield (
             "data.mix",
             f"the source {name!r} has no share; add it to the sources of one, or with share: 0 to leave it out",
@@ -55,22 +58,29 @@ def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tu
 
 
 def source_problems(
-    parts: Sequence[RewardPart], known: Collection[str], *, by_row: bool = False
+    parts: Sequence[RewardPart],
+    trained: Collection[str],
+    evaluated: Collection[str],
+    mix: Sequence[MixShare] = (),
+    *,
+    by_row: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """(key, message) of sources that reward parts name but the data does not have, and of sources that no
-    part scores. If rows name their sources, a part may list sources that this data does not have, as long as
-    it has one of them."""
+    part scores, except for training sources that data.mix excludes. If rows name their sources, a part may
+    list sources that this data does not have, as long as it has one of them."""
+    known, named = {*trained, *evaluated, REST}, {name for part in parts for name in part.sources}
     for i, part in enumerate(parts):
         for j, name in enumerate(part.sources):
-            if name not in known and not (by_row and set(part.sources) & set(known)):
-                names = ", ".join(sorted(set(known)))
+            if name not in known and not (by_row and set(part.sources) & known):
+                names = ", ".join(sorted(known - {REST}))
                 yield (
                     f"reward.parts[{i}].sources[{j}]",
-                    f"there is no data source {name!r}{suggest(name, known)}; there are {names}",
+                    f"there is no data source {name!r}{suggest(name, known - {REST})}; there are {names}",
                 )
-    if parts and all(part.sources for part in parts):
-        scored = {name for part in parts for name in part.sources}
-        for name in sorted(set(known) - scored):
+    if parts and REST not in named and all(part.sources for part in parts):
+        shared = {name for of in mix for name in of.sources}
+        excluded = {s for s in trained for of in mix if not of.share and covers(of.sources, shared, s)}
+        for name in sorted({*evaluated, *(set(trained) - excluded)} - named):
             yield (
                 "reward.parts",
                 f"no part scores the source {name!r}; add it to the sources of one, or add a part without sources",

@@ -22,6 +22,7 @@ from braid.config.reward import (
     ModelReward,
     PatternReward,
     ReasoningGymReward,
+    RepetitionReward,
     RewardPart,
 )
 from braid.errors import ConfigError, Problem, RewardError, suggest
@@ -34,7 +35,7 @@ from .isolation import START_LIMIT_S, Isolation, find_isolation
 from .judge import HttpChat, JudgePart, PolicyChat
 from .processes import ScoringProcesses
 from .programs import read_tests
-from .rules import ChoicePart, ExactPart, Extraction, LengthPart, PatternPart
+from .rules import ChoicePart, ExactPart, Extraction, LengthPart, PatternPart, RepetitionPart
 from .threads import LoopThread, ReplaceableThreads
 
 OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
@@ -70,10 +71,8 @@ def build_part(part: RewardPart, number: int, setting: Setting) -> Part | ModelP
             return ExactPart(extract, ignore_case=part.ignore_case, ignore=part.ignore)
         case PatternReward():
             return PatternPart(part.pattern, timeout_s, key=f"{key}.pattern")
-        case ChoiceReward():
-            return ChoicePart(part.letters)
-        case LengthReward():
-            return LengthPart(part.start, part.end, counts_tokens=part.unit == "tokens")
+        case ChoiceReward() | LengthReward() | RepetitionReward():
+            return _build_rule(part)
         case CodeReward():
             extract = Extraction(part.pattern, timeout_s, key=f"{key}.pattern", flags=regex.DOTALL)
             return CodePart(extract, part, find_isolation(setting.isolation), key=key)
@@ -87,6 +86,16 @@ def build_part(part: RewardPart, number: int, setting: Setting) -> Part | ModelP
             function = load_function(part.path, base_dir=setting.base_dir, key=f"{key}.path")
             names = offered_names(function, part.params, path=part.path, key=key)
             return FunctionPart(function, names, part.params, timeout_s, max_stuck=setting.concurrency)
+
+
+def _build_rule(part: ChoiceReward | LengthReward | RepetitionReward) -> Part:
+    match part:
+        case ChoiceReward():
+            return ChoicePart(part.letters, part.scores)
+        case LengthReward():
+            return LengthPart(part.start, part.end, counts_tokens=part.unit == "tokens")
+        case RepetitionReward():
+            return RepetitionPart(part.ngram)
 
 
 def _build_judge(part: JudgeReward, key: str, setting: Setting) -> JudgePart:

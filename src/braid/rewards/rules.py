@@ -1,4 +1,4 @@
-"""Parts that compute a score inline from the text: comparison, patterns, choices, length."""
+"""Parts that compute a score inline from the text: comparison, patterns, choices, length, repetition."""
 
 from __future__ import annotations
 
@@ -88,13 +88,14 @@ class PatternPart:
 
 
 class ChoicePart:
-    """1 if the letter of the answer equals that of a reference.
+    """One of four scores: whether the letter of the answer equals that of a reference, and is in a box.
 
     The letter is the one in the last box, else after the last "answer is" or "answer:", else the last that
     stands alone. A reference starts with its letter: "B", "(B)" or "B. Paris".
     """
 
-    def __init__(self, letters: str) -> None:
+    def __init__(self, letters: str, scores: tuple[float, float, float, float]) -> None:
+        self._boxed_right, self._right, self._boxed_wrong, self._wrong = scores
         word, more = rf"(?P<letter>[{letters}])(?![\w'])", regex.IGNORECASE
         mark = r"[\s*_(\[{$:]*(?:\\text(?:bf)?\{)?\(?"
         self._forms = (
@@ -108,8 +109,11 @@ class ChoicePart:
         found = {self._letter_of(reference) for reference in references_of(trajectory)}
         for form in self._forms:
             if matches := form.findall(trajectory.answer_text):
-                return float(matches[-1].upper() in found)
-        return 0.0
+                is_right, is_boxed = matches[-1].upper() in found, form is self._forms[0]
+                if is_right:
+                    return self._boxed_right if is_boxed else self._right
+                return self._boxed_wrong if is_boxed else self._wrong
+        return self._wrong
 
     def _letter_of(self, reference: str) -> str:
         match = self._reference.match(reference)
@@ -131,5 +135,19 @@ class LengthPart:
     def __call__(self, trajectory: Trajectory) -> float:
         length = trajectory.num_output_tokens if self._counts_tokens else len(trajectory.answer_text)
         return -min(max(length - self._start, 0) / (self._end - self._start), 1.0)
+
+    def close(self) -> None: ...
+
+
+class RepetitionPart:
+    """Minus the fraction of n-grams of words that occurred before."""
+
+    def __init__(self, ngram: int) -> None:
+        self._ngram = ngram
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        words = trajectory.answer_text.lower().split()
+        ngrams = [tuple(words[i : i + self._ngram]) for i in range(len(words) - self._ngram + 1)]
+        return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
     def close(self) -> None: ...

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from braid.config.data import covers
 from braid.config.reward import (
     CodeReward,
     FunctionReward,
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Weighted:
-    """A named, weighted part that scores the trajectories of `sources`, or all if that is empty.
+    """A named, weighted part that scores the trajectories of `sources` (see config.data.covers).
 
     At most `max_calls` of its calls are in flight at a time; with `is_shared` they also count toward the
     limit shared by all parts.
@@ -48,13 +49,15 @@ class _Weighted:
     name: str
     weight: float
     sources: frozenset[str]
+    named: frozenset[str]
+    """Sources that any part names."""
     part: Part | ModelPart
     retries: int
     max_calls: int
     is_shared: bool = True
 
     def covers(self, trajectory: Trajectory) -> bool:
-        return not self.sources or trajectory.prompt.source in self.sources
+        return covers(self.sources, self.named, trajectory.prompt.source)
 
 
 def build_scorer(
@@ -67,6 +70,7 @@ def build_scorer(
     and for the errors of parts.build_part.
     """
     setting = Setting(config.timeout_s, config.concurrency, base_dir, seed, services, config.code.isolation)
+    named = frozenset(source for part in config.parts for source in part.sources)
     parts: list[_Weighted] = []
     for i, part in enumerate(config.parts):
         name = part_name(part)
@@ -74,7 +78,8 @@ def build_scorer(
             problem = f"another part is named {name!r} already; give this one its own"
             raise ConfigError([Problem(f"reward.parts[{i}].name", problem, "config")])
         built = build_part(part, i, setting)
-        parts.append(_Weighted(name, part.weight, frozenset(part.sources), built, *_limits(part, config)))
+        sources = frozenset(part.sources)
+        parts.append(_Weighted(name, part.weight, sources, named, built, *_limits(part, config)))
     return Scorer(parts, concurrency=config.concurrency)
 
 
