@@ -1,21 +1,27 @@
 """Keys that the systems' own example files have and their documentation does not, with the values that stand there.
 
 The tables were written from files of RLinf (examples/reasoning/config/math, tests/e2e_tests/reasoning), of ROLL (RLVR examples) and of SkyRL
-(base configs of skyrl-train 0.1 to 0.4, GSM8K and DAPO scripts). Each is laid over the documentation's file of its system.
+(base configs of skyrl-train 0.1 to 0.4, GSM8K and DAPO scripts). Each is laid over the documentation's file of its system. ROLL's RLVR
+examples, which combine five domains with every strategy, are composed below, one of each kind.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from braid.cli.main import main
 from braid.config.source import parse_path, place
+from braid.controller.inputs import check_sources, prompt_sampler, read_inputs
 from braid.dialects.load import read_config
 
-from .conftest import Reader, Seed
+from .conftest import Reader, Seed, laid_over
 
 APPLIED, IMPLIED, NOTHING, MISSING = "applied", "implied", "no effect", "unsupported"
 
@@ -90,7 +96,7 @@ ROLL: dict[str, tuple[Any, str]] = {
         "roll.pipeline.rlvr.rewards.ifeval_rule_reward_worker.GeneralRuleRewardWorker",
         MISSING,
     ),
-    "rewards.ifeval.reward_type": ("soft", MISSING),
+    "rewards.ifeval.reward_type": ("soft", NOTHING),
     "rewards.ifeval.tag_included": (["ifeval"], NOTHING),
     "rewards.llm_judge.worker_cls": (
         "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
@@ -148,7 +154,7 @@ FILES = {
 }
 
 
-def laid_over(reader: Reader, name: str) -> Path:
+def with_table(reader: Reader, name: str) -> Path:
     """The documentation's file with the table's keys in it."""
     seed, table = FILES[name]
     tree = seed.tree()
@@ -160,7 +166,7 @@ def laid_over(reader: Reader, name: str) -> Path:
 @pytest.mark.parametrize("name", FILES)
 def test_a_key_of_an_example_file_becomes_what_its_table_says(reader: Reader, name: str) -> None:
     seed, table = FILES[name]
-    read = read_config(laid_over(reader, name), dialect=seed.dialect, allowed=["*"])
+    read = read_config(with_table(reader, name), dialect=seed.dialect, allowed=["*"])
     found = {entry.path: entry.disposition for entry in read.ledger}
     assert {key: found.get(key) for key in table} == {key: expected for key, (_, expected) in table.items()}
 
@@ -174,5 +180,350 @@ def test_an_override_may_be_a_mapping_without_spaces_as_in_hydra(reader: Reader)
 
 @pytest.mark.parametrize("name", FILES)
 def test_explain_ends_well(reader: Reader, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(laid_over(reader, name)), "--dialect", FILES[name][0].dialect]) == 0
+    assert main(["explain", str(with_table(reader, name)), "--dialect", FILES[name][0].dialect]) == 0
     assert "keys" in capsys.readouterr().out
+
+
+# ROLL's RLVR examples
+
+_RULES = "roll.pipeline.rlvr.rewards"
+_ONE = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+}
+_SHARES = {"math_rule": 0.4, "code_sandbox": 0.3, "llm_judge": 0.1, "crossthinkqa": 0.1, "ifeval": 0.1}
+
+
+def _reward(worker: str, *tags: str, **more: Any) -> dict[str, Any]:
+    model = {"model_args": {"model_name_or_path": "${reward_pretrain}"}, "data_args": {"template": "qwen2_5"}}
+    return {"worker_cls": f"{_RULES}.{worker}", "tag_included": [*tags], "world_size": 8, **model, **more}
+
+
+FIVE_DOMAINS: dict[str, Any] = {
+    "hydra": {"run": {"dir": "."}, "output_subdir": None},
+    "exp_name": "five-domains",
+    "logging_dir": "./output/logs",
+    "system_envs": {"USE_MODELSCOPE": "1"},
+    "checkpoint_config": {"type": "file_system", "output_dir": "./models/${exp_name}"},
+    "track_with": "tensorboard",
+    "tracker_kwargs": {"log_dir": "./tensorboard"},
+    "rollout_batch_size": 64,
+    "prompt_length": 2048,
+    "response_length": 4096,
+    "num_return_sequences_in_group": 8,
+    "ppo_epochs": 1,
+    "adv_estimator": "reinforce",
+    "value_clip": 0.5,
+    "reward_clip": 10,
+    "advantage_clip": 2.0,
+    "dual_clip_loss": True,
+    "norm_mean_type": "None",  # as the files of 2025 write it
+    "norm_std_type": None,
+    "max_len_mask": True,
+    "difficulty_mask": True,
+    "difficulty_low_threshold": 0.1,
+    "difficulty_high_threshold": 0.95,
+    "error_max_len_clip": False,
+    "difficulty_loss_weight": False,
+    "length_loss_weight": False,
+    "add_token_level_kl": False,
+    "whiten_advantages": True,
+    "pretrain": "Qwen/Qwen2.5-7B",
+    "reward_pretrain": "Qwen/Qwen2.5-7B",
+    "validation": {
+        "data_args": {"template": "qwen2_5", "file_name": ["benchmarks.jsonl"]},
+        "generating_args": {
+            "max_new_tokens": "${response_length}",
+            "top_p": 0.6,
+            "top_k": 50,
+            "num_beams": 1,
+        },
+    },
+    "actor_train": {
+        "model_args": {"disable_gradient_checkpointing": False, "dtype": "bf16", "model_type": None},
+        "training_args": {
+            "learning_rate": 1.0e-6,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 32,
+            "warmup_steps": 20,
+            "num_train_epochs": 50,
+        },
+        "data_args": {
+            "template": "qwen2_5",
+            "file_name": [f"{name}.jsonl" for name in _SHARES],
+            "domain_interleave_probs": _SHARES,
+            "dataset_dir": "data",
+            "messages": "messages",
+            "interleave_probs": "1.0",
+        },
+        "strategy_args": {
+            "strategy_name": "megatron_train",
+            "strategy_config": {**_ONE, "use_distributed_optimizer": True, "recompute_granularity": "full"},
+        },
+        "device_mapping": "list(range(0,16))",
+        "infer_batch_size": 4,
+    },
+    "actor_infer": {
+        "model_args": {"disable_gradient_checkpointing": True, "dtype": "bf16"},
+        "generating_args": {
+            "max_new_tokens": "${response_length}",
+            "top_p": 0.99,
+            "top_k": 100,
+            "temperature": 0.99,
+        },
+        "data_args": {"template": "qwen2_5"},
+        "strategy_args": {
+            "strategy_name": "vllm",
+            "strategy_config": {"gpu_memory_utilization": 0.8, "block_size": 16, "max_model_len": 8000},
+        },
+        "device_mapping": "list(range(0,12))",
+    },
+    "reference": {
+        "model_args": {"dtype": "bf16", "model_type": None},
+        "data_args": {"template": "qwen2_5"},
+        "strategy_args": {"strategy_name": "megatron_infer", "strategy_config": _ONE},
+        "device_mapping": "list(range(0,16))",
+        "infer_batch_size": 8,
+    },
+    "rewards": {
+        "crossthinkqa": _reward(
+            "crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker",
+            "crossthinkqa",
+            reward_type="soft",
+            response_length_penalty_coef=0.0,
+        ),
+        "ifeval": _reward("ifeval_rule_reward_worker.GeneralRuleRewardWorker", "ifeval", reward_type="soft"),
+        "math_rule": _reward("math_rule_reward_worker.MathRuleRewardWorker", "deepmath_103k", "aime"),
+        "code_sandbox": _reward(
+            "code_sandbox_reward_worker.CodeSandboxRewardWorker", "KodCode", use_local=True
+        ),
+        "llm_judge": _reward(
+            "llm_judge_reward_worker.LLMJudgeRewardWorker",
+            "RLVR",
+            judge_prompt="Qwen2.5-7B-Instruct-RLVR-prompt",
+            judge_model_type="inference",
+            strategy_args={"strategy_name": "hf_infer", "strategy_config": None},
+            device_mapping="list(range(12,16))",
+        ),
+    },
+}
+_OTHER_THAN_MATH = {name: None for name in FIVE_DOMAINS["rewards"] if name != "math_rule"}
+MATH_ALONE: dict[str, Any] = {
+    "actor_train": {"data_args": {"domain_interleave_probs": {"math_rule": 1.0} | dict.fromkeys(_SHARES)}},
+    "rewards": _OTHER_THAN_MATH,
+}
+"""null removes a key."""
+_FSDP = {"fsdp_size": 4, "param_dtype": "bf16", "reduce_dtype": "float32", "offload_policy": False}
+_MOE = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
+UNSCORED = {"rewards.ifeval.worker_cls", "rewards.llm_judge.judge_model_type"}
+
+KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
+    "megatron": ([], UNSCORED),
+    "fsdp2": (
+        [
+            {
+                "lora_target": "o_proj,q_proj",
+                "actor_train": {
+                    "model_args": {"ulysses_size": 2, "lora_target": "${lora_target}", "lora_rank": 32},
+                    "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": _FSDP},
+                },
+                "reference": {
+                    "model_args": {"ulysses_size": 2},
+                    "strategy_args": {"strategy_name": "fsdp2_infer", "strategy_config": _FSDP},
+                },
+            }
+        ],
+        UNSCORED,
+    ),
+    "experts": (
+        [
+            {
+                "actor_train": {
+                    "strategy_args": {
+                        "strategy_config": {
+                            "pipeline_model_parallel_size": 2,
+                            "virtual_pipeline_model_parallel_size": 8,
+                            "expert_model_parallel_size": 4,
+                            "context_parallel_size": 4,
+                            "sequence_parallel": True,
+                            "moe_layer_recompute": True,
+                            **_MOE,
+                        }
+                    },
+                    "device_mapping": "list(range(0,32))",
+                },
+                "actor_infer": {
+                    "num_gpus_per_worker": 4,
+                    "strategy_args": {
+                        "strategy_config": {
+                            "tensor_parallel_size": 2,
+                            "sleep_level": 2,
+                            "load_format": "dummy",
+                            "cuda_graph_sizes": [1, 2, 4],
+                        }
+                    },
+                },
+                "reference": {
+                    "strategy_args": {"strategy_config": {"expert_model_parallel_size": 4, **_MOE}}
+                },
+            }
+        ],
+        UNSCORED,
+    ),
+    "sglang": (
+        [
+            {
+                "actor_infer": {
+                    "num_gpus_per_worker": 2,
+                    "strategy_args": {
+                        "strategy_name": "sglang",
+                        "strategy_config": {
+                            "mem_fraction_static": 0.7,
+                            "load_format": "dummy",
+                            **dict.fromkeys(("gpu_memory_utilization", "block_size", "max_model_len")),
+                        },
+                    },
+                }
+            }
+        ],
+        UNSCORED,
+    ),
+    "packing": (
+        [
+            {
+                role: {
+                    "use_sequence_packing": True,
+                    "sequence_packing_args": {
+                        "algorithm": "load_balance",
+                        "max_packed_sequence_length_train": 8192,
+                        "max_packed_sequence_length_forward": 8192,
+                        "min_num_micro_batches_train": 1,
+                        "min_num_micro_batches_forward": 1,
+                    },
+                }
+                for role in ("actor_train", "reference")
+            }
+        ],
+        UNSCORED,
+    ),
+    "off-policy": (
+        [
+            MATH_ALONE,
+            {
+                "pg_variant": "topr",
+                "exp_name": "math-${pg_variant}",
+                "norm_mean_type": "batch",
+                "norm_std_type": "batch",
+                "actor_train": {
+                    "worker_cls": "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker",
+                    "pg_variant": "${pg_variant}",
+                },
+            },
+        ],
+        (),
+    ),
+    "critic": (
+        [
+            MATH_ALONE,
+            {
+                "adv_estimator": "gae",
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.001,
+                "critic": {
+                    "model_args": {"model_type": "trl"},
+                    "training_args": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 32},
+                    "strategy_args": {
+                        "strategy_name": "fsdp2_train",
+                        "strategy_config": {
+                            **_FSDP,
+                            "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+                        },
+                    },
+                    "device_mapping": "list(range(0,16))",
+                },
+            },
+        ],
+        (),
+    ),
+    "filtered": (
+        [
+            MATH_ALONE,
+            {
+                "rewards": {
+                    "math_rule": {
+                        "query_filter_config": {
+                            "type": "mean_filter",
+                            "filter_args": {"threshold_up": 0.9, "threshold_down": 0.1},
+                        }
+                    }
+                }
+            },
+        ],
+        (),
+    ),
+    "images": (
+        [
+            MATH_ALONE,
+            {
+                "actor_train": {
+                    "model_args": {"freeze_module_prefix": "vision_model"},
+                    "data_args": {"messages": "prompt", "image_max_pixels": 1048576},
+                },
+                "rewards": {
+                    "cv_detection": _reward("detection_reward_worker.DetectionRewardWorker", "coco"),
+                },
+            },
+        ],
+        {
+            "actor_train.model_args.freeze_module_prefix",
+            "actor_train.data_args.image_max_pixels",
+            "rewards.cv_detection.worker_cls",
+        },
+    ),
+}
+"""Kind of example -> changes to the file of five domains, and the keys that stay unsupported."""
+
+
+def _without_nulls(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in tree.items() if changes.get(key, key) is not None}
+    return {
+        key: _without_nulls(value, changes[key]) if isinstance(changes.get(key), dict) else value
+        for key, value in kept.items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_rlvr_example_of_roll_is_accepted(tmp_path: Path, kind: str) -> None:
+    tree, (layers, unsupported) = FIVE_DOMAINS, KINDS[kind]
+    for changes in layers:
+        tree = _without_nulls(laid_over(tree, changes), changes)
+    (tmp_path / "roll.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    read = read_config(tmp_path / "roll.yaml", dialect="roll", allowed=["*"])
+    assert {entry.path for entry in read.ledger if entry.disposition == MISSING} == set(unsupported)
+
+
+def test_the_rows_of_roll_s_five_domains_stay_where_they_are(tmp_path: Path) -> None:
+    """Rows of domains that are not scored are left out, and rows with another tag belong to math_rule."""
+    tags = ["deepmath_103k", "KodCode", "RLVR", "crossthinkqa", "ifeval"]
+    for name, tag in zip(_SHARES, tags, strict=True):
+        row = {"messages": json.dumps([{"role": "user", "content": "a"}]), "ground_truth": "B", "tag": tag}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    (tmp_path / "benchmarks.jsonl").write_text(json.dumps(row | {"tag": "MATH-500"}) + "\n")
+    (tmp_path / "roll.yaml").write_text(yaml.safe_dump(FIVE_DOMAINS, sort_keys=False))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    built = [
+        "braid.model.path=null",
+        "braid.model.build={characters: ab}",
+        f'braid.model.chat_template="{template}"',
+    ]
+    unscored = ["rewards.ifeval", "rewards.llm_judge"]
+    loaded = read_config(
+        tmp_path / "roll.yaml", built, dialect="roll", allowed=unscored, backend="single", engine="native"
+    ).loaded
+    inputs = read_inputs(loaded, "train")
+    assert inputs is not None
+    check_sources(loaded, inputs)
+    prompts = inputs.train.prompts
+    drawn = Counter(prompts[i].source for i in prompt_sampler(loaded.config, len(prompts), prompts).take(80))
+    assert drawn == {"deepmath_103k": 40, "KodCode": 30, "crossthinkqa": 10}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.config.load import Loaded
-from braid.config.reward import JudgeReward
+from braid.config.reward import ChoiceReward, JudgeReward, RepetitionReward
 from braid.dialects.devices import MAX_DEVICES, parse_devices
 from braid.dialects.load import Read, read_config
 from braid.dialects.roll import NO_MODEL
@@ -223,15 +223,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {
-            "actor_infer": {
-                "num_gpus_per_worker": 2,
-                "strategy_args": {"strategy_config": {"tensor_parallel_size": 1}},
-            }
-        },
-        "actor_infer.num_gpus_per_worker: 2 is not tensor_parallel_size * pipeline_parallel_size = 1 of vllm",
-    ),
-    (
-        {
             "rollout_batch_size": 3,
             "num_return_sequences_in_group": 8,
             "actor_train": {
@@ -287,11 +278,34 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (
         {
             "rewards": {
-                "math_rule": {"tag_included": ["a"], "query_filter_config": {"type": "std_filter"}},
+                "math_rule": {
+                    "tag_included": ["a"],
+                    "query_filter_config": {"type": "mean_filter", "filter_args": {"threshold_down": 0.1}},
+                },
                 "multiple_choice_boxed": {"tag_included": ["b"]},
             }
         },
         "the domains have different filters",
+    ),
+    (
+        {
+            "difficulty_mask": True,
+            "difficulty_low_threshold": 0.2,
+            "rewards": {
+                "math_rule": {
+                    "query_filter_config": {"type": "mean_filter", "filter_args": {"threshold_down": 0.1}}
+                }
+            },
+        },
+        "difficulty_mask: masks groups (mean reward up to 0.2, or from 1) that the query filter keeps",
+    ),
+    (
+        {"rewards": {"crossthinkqa": {"world_size": 1}}},
+        "rewards.crossthinkqa.reward_type: give one of loose, soft, strict",
+    ),
+    (
+        {"rewards": {"crossthinkqa": {"reward_type": "hard"}}},
+        "rewards.crossthinkqa.reward_type: 'hard' is not one of loose, soft, strict",
     ),
 ]
 
@@ -386,6 +400,14 @@ def test_roles_on_the_same_devices_give_way_to_each_other(tmp_path: Path) -> Non
         ({}, 1, 2),
         ({"num_gpus_per_worker": 2}, 2, 1),
         ({"strategy_args": {"strategy_config": {"tensor_parallel_size": 2}}}, 2, 1),
+        (
+            {
+                "num_gpus_per_worker": 2,
+                "strategy_args": {"strategy_config": {"tensor_parallel_size": 1}},
+            },
+            1,
+            2,
+        ),
         (
             {
                 "device_mapping": "range(8)",
@@ -546,6 +568,21 @@ def test_a_difficulty_mask_leaves_groups_out(tmp_path: Path) -> None:
     assert (chosen.min_mean, chosen.max_mean, chosen.then) == (0.1, 0.95, "mask")
 
 
+def test_a_difficulty_mask_changes_nothing_below_a_stricter_query_filter(tmp_path: Path) -> None:
+    filtered = {"type": "mean_filter", "filter_args": {"threshold_down": 0.1, "threshold_up": 0.9}}
+    changes = {
+        "difficulty_mask": True,
+        "difficulty_low_threshold": 0.1,
+        "difficulty_high_threshold": 0.95,
+        "rewards": {"math_rule": {"query_filter_config": filtered}},
+    }
+    result = read(tmp_path, changes)
+    chosen = result.loaded.config.rollout.filter
+    assert (chosen.min_mean, chosen.max_mean, chosen.then) == (0.1, 0.9, "resample")
+    found = {entry.path: entry.disposition for entry in result.ledger}
+    assert (found["difficulty_mask"], found["difficulty_low_threshold"]) == ("implied", "no effect")
+
+
 # Rewards, data, evaluation
 
 
@@ -564,8 +601,43 @@ def test_domains_are_parts_that_score_their_tags(tmp_path: Path) -> None:
     }
     config = read(tmp_path, {"rewards": rewards}).loaded.config
     parts = [(part.kind, part.name, part.sources) for part in config.reward.parts]
-    assert parts == [("math", "math_rule", ("deepmath", "aime")), ("choice", "choice", ("mmlu",))]
+    assert parts == [("math", "math_rule", ("deepmath", "aime", "*")), ("choice", "choice", ("mmlu",))]
     assert config.data.train[0].source_key == "tag"
+
+
+@pytest.mark.parametrize(
+    ("reward_type", "scores"),
+    [("loose", (1, 1, -1, -1)), ("soft", (1, 0.5, -0.5, -1)), ("strict", (1, -1, -1, -1))],
+)
+def test_crossthinkqa_is_a_choice_with_a_penalty_for_repetition(
+    tmp_path: Path, reward_type: str, scores: tuple[float, ...]
+) -> None:
+    rewards = {
+        "crossthinkqa": {"reward_type": reward_type, "tag_included": ["qa"]},
+        "math_rule": {"tag_included": ["aime"]},
+    }
+    choice, repetition, math = read(tmp_path, {"rewards": rewards}).loaded.config.reward.parts
+    assert isinstance(choice, ChoiceReward)
+    assert isinstance(repetition, RepetitionReward)
+    assert (choice.name, choice.scores, choice.sources) == ("crossthinkqa", scores, ("qa",))
+    assert (repetition.weight, repetition.ngram, repetition.sources) == (0.5, 3, ("qa",))
+    assert (math.name, math.sources) == ("math_rule", ("aime", "*"))
+
+
+def test_rows_of_domains_without_a_score_or_a_share_are_left_out(tmp_path: Path) -> None:
+    rewards = {
+        "ifeval": {
+            "worker_cls": "roll.pipeline.rlvr.rewards.ifeval_rule_reward_worker.GeneralRuleRewardWorker",
+            "tag_included": ["ifeval"],
+        },
+        "multiple_choice_boxed": {"tag_included": ["mmlu"]},
+        "math_rule": {"tag_included": ["aime"]},
+    }
+    shares = {"actor_train": {"data_args": {"domain_interleave_probs": {"math_rule": 0.6, "ifeval": 0.4}}}}
+    result = read(tmp_path, {"rewards": rewards, **shares}, allowed=["rewards.ifeval"])
+    mix = {of.sources: of.share for of in result.loaded.config.data.mix}
+    assert mix == {("aime", "*"): 0.6, ("ifeval",): 0.0, ("mmlu",): 0.0}
+    assert [part.name for part in result.loaded.config.reward.parts] == ["multiple_choice_boxed", "math_rule"]
 
 
 def test_a_judge_is_asked_at_its_server(tmp_path: Path) -> None:

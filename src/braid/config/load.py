@@ -48,6 +48,8 @@ DEFAULT = "default"
 """Origin of values that the user did not set."""
 _MAX_SHOWN = 200
 """Maximum length of an interpolation in messages, in characters."""
+_REFERRED = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
+"""An interpolation that refers to a key, by its full path."""
 MANDATORY = "???"
 """Placeholder for a value that must be given on the command line."""
 
@@ -221,6 +223,7 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
     tree = written.tree
     secrets = environment_values(text for _, text in pending)
     written.secrets |= secrets
+    written.variables |= {name for _, text in pending for name in _REFERRED.findall(text)}
     problems = {}
     for path, text in pending:
         try:

@@ -39,13 +39,14 @@ class Written:
     """The user's config as plain data (`tree`). `origins` maps each key path to where it was written
     ("file.yaml:12" or "override"); `problems` are the mistakes found while reading. `references` maps key
     paths to the text that replaces a value from environment variables when it is stored; `secrets` maps these
-    values to their references."""
+    values to their references. `variables` are the keys that interpolations refer to."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     references: dict[str, Any] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    variables: set[str] = field(default_factory=set)
 
 
 def child(path: str, key: str | int) -> str:

@@ -17,11 +17,13 @@ from . import roll_facts as facts
 from .roll_algorithm import ALGORITHM
 from .roll_data import (
     ANSWER,
+    CHOICE_SCORES,
     DATA,
     PARTS,
     REWARDS,
     column_of,
     eval_max_new_tokens,
+    is_choice,
     part,
     samples_for_itself,
     sampling,
@@ -136,7 +138,8 @@ def _columns(source: Source) -> Findings:
     if source.get("actor_train.data_args.file_name") and column_of(source, "actor_train") is None:
         yield (
             "actor_train.data_args.prompt",
-            "name the column: prompt for plain text, or messages for chat messages",
+            "name the column: prompt for plain text, or messages for chat messages (data sets of images, for which ROLL needs "
+            "neither, are not supported)",
         )
 
 
@@ -168,12 +171,6 @@ def _devices(source: Source) -> Findings:
             "actor_infer.device_mapping",
             f"{count} devices cannot be shared out among engines of {each} (num_gpus_per_worker, or tensor times pipeline "
             "parallelism); make their number a multiple",
-        )
-    per_worker = source.values.get("actor_infer.num_gpus_per_worker")
-    if facts.engine(source) == "vllm" and per_worker not in (None, 1, each):
-        yield (
-            "actor_infer.num_gpus_per_worker",
-            f"{per_worker} is not tensor_parallel_size * pipeline_parallel_size = {each} of vllm; make them agree",
         )
 
 
@@ -272,6 +269,8 @@ def _domains(source: Source) -> Findings:
                         f"rewards.{name}.{key}",
                         "a judge needs it: a model behind an OpenAI-compatible server",
                     )
+        if is_choice(source, name) and not source.get(f"rewards.{name}.reward_type"):
+            yield f"rewards.{name}.reward_type", f"give one of {', '.join(CHOICE_SCORES)}"
         if len(names) > 1 and not source.get(f"rewards.{name}.tag_included"):
             yield f"rewards.{name}.tag_included", "with several domains each lists the tags of its rows"
 

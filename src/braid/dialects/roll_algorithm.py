@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from . import roll_facts as facts
@@ -204,13 +205,17 @@ _FILTER_TAKES = {
 def _difficulty_mask(value: bool, source: Source) -> Became:
     if not value:
         return implied("all groups count")
-    return Became(
-        {
-            "rollout.filter.min_mean": source.get("difficulty_low_threshold"),
-            "rollout.filter.max_mean": source.get("difficulty_high_threshold"),
-            "rollout.filter.then": "mask",
-        }
-    )
+    low, high = (source.get(f"difficulty_{name}_threshold") for name in ("low", "high"))
+    if facts.filters_groups(source):
+        bounds = [facts.query_filter(source, name) for name in facts.domains(source)]
+        if all(b.get("min_mean", -inf) >= low and b.get("max_mean", inf) <= high for b in bounds):
+            return implied("the query filter drops all groups that it masks")
+        raise ValueError(
+            f"masks groups (mean reward up to {low:g}, or from {high:g}) that the query filter keeps, and there is one filter "
+            "for both; widen its thresholds to those of the query filter, or set it to false"
+        )
+    bounds = {"rollout.filter.min_mean": low, "rollout.filter.max_mean": high}
+    return Became({**bounds, "rollout.filter.then": "mask"})
 
 
 def _long_failures(_: Any, source: Source) -> Became:
@@ -219,7 +224,12 @@ def _long_failures(_: Any, source: Source) -> Became:
     return Became({"algorithm.mask_long_failures": limit if is_on else "off"})
 
 
-_no_difficulty_mask = facts.only_where("difficulty_mask", True, "difficulty_mask is off")
+def _no_difficulty_mask(source: Source) -> str:
+    if not source.get("difficulty_mask"):
+        return "difficulty_mask is off"
+    return (
+        "the query filter drops all groups that difficulty_mask masks" if facts.filters_groups(source) else ""
+    )
 
 
 ALGORITHM: tuple[Rule, ...] = (
@@ -238,12 +248,12 @@ ALGORITHM: tuple[Rule, ...] = (
     ),
     Apply("lambd", "algorithm.gae_lambda", SHARE, when(facts.no_values), default=0.95),
     Apply(
-        "norm_mean_type", "algorithm.reward_mean", nullable(choice("batch", "group", "running")), _normalised(0),
+        "norm_mean_type", "algorithm.reward_mean", nullable(choice("batch", "group", "running", "None")), _normalised(0),
         default=None, note="statistics over the round; in ROLL over each domain. Any mean can be combined with any deviation, "
         "while in ROLL std=group fails with another mean",
     ),
     Apply(
-        "norm_std_type", "algorithm.reward_std", nullable(choice("batch", "group", "running")), _normalised(1),
+        "norm_std_type", "algorithm.reward_std", nullable(choice("batch", "group", "running", "None")), _normalised(1),
         default=None, note="divides by the unbiased deviation + 1e-6",
     ),
     Apply("reward_clip", "algorithm.reward_clip", nullable(POSITIVE), _reward_clip,
@@ -322,7 +332,7 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("max_len_mask", "algorithm.mask_truncated", BOOL, default=False,
           note="truncated responses are masked in the loss, but count in their group's statistics"),
     Apply("difficulty_mask", "rollout.filter.min_mean", BOOL, _difficulty_mask,
-          note="keeps groups with low < mean reward < high"),
+          note="keeps groups with low < mean reward < high; ROLL compares the mean score, which is 0 or 1"),
     Apply("difficulty_low_threshold", "rollout.filter.min_mean", NUMBER, when(_no_difficulty_mask), default=0.0),
     Apply("difficulty_high_threshold", "rollout.filter.max_mean", NUMBER, when(_no_difficulty_mask), default=1.0),
     Apply("error_max_len_clip", "algorithm.mask_long_failures", BOOL, _long_failures, default=False,

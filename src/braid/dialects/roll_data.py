@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from braid.config.data import REST
+
 from . import roll_facts as facts
 from .conversions import Idle, only, when
 from .roll_run import max_new_tokens
@@ -84,10 +86,15 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
             return no_effect("evaluation takes every prompt")
         if len(value) <= 1:
             return implied("one domain")
+        trained = scored(source)
         mix = [
-            {"sources": source.get(f"rewards.{name}.tag_included") or [name], "share": float(share)}
+            {"sources": sources_of(source, name), "share": float(share) if name in trained else 0.0}
             for name, share in value.items()
         ]
+        if rest := [name for name in facts.domains(source) if name not in value]:
+            mix.append({"sources": [tag for name in rest for tag in sources_of(source, name)], "share": 0.0})
+        if not any(REST in of["sources"] for of in mix):
+            mix.append({"sources": [REST], "share": 0.0})
         return Became({"data.mix": mix})
 
     return (
@@ -102,8 +109,8 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
               when(*idle, lambda s: "" if len(facts.domains(s)) > 1 else "there is one domain of rewards")),
         Apply(f"{data}.domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})),
               when(*idle, then=lambda v, s: interleave(v or {}, s)),
-              note="share of each domain's tags in the prompts, maintained throughout their order; ROLL rounds "
-              "int(share * rollout_batch_size) down in each round, and gives the last domain the rest"),
+              note="share of each domain's tags in the prompts, maintained throughout their order; other rows are left out. "
+              "ROLL rounds int(share * rollout_batch_size) down in each round, and gives the last domain the rest"),
         Implied(f"{data}.dataset_type", either(TEXT, list_of(TEXT)), "the file's name ends with it"),
         NoEffect(f"{data}.preprocessing_num_workers", nullable(COUNT), "tokenizers use all cores"),
         NoEffect(f"{data}.id", TEXT, "a prompt is known by its source and row"),
@@ -247,19 +254,30 @@ JUDGE_PROMPT = (
 PARTS: dict[str, dict[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "MultipleChoiceBoxedRuleRewardWorker": {"kind": "choice"},
+    "CrossThinkQARuleRewardWorker": {"kind": "choice"},
     "CodeSandboxRewardWorker": {"kind": "code", "tests_key": "test_cases"},
     "LLMJudgeRewardWorker": {"kind": "judge", "prompt": JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
-"""Reward worker -> reward part."""
+"""Reward worker -> its first reward part."""
+CHOICE_SCORES = {
+    "loose": [1.0, 1.0, -1.0, -1.0],
+    "soft": [1.0, 0.5, -0.5, -1.0],
+    "strict": [1.0, -1.0, -1.0, -1.0],
+}
+"""reward_type of crossthinkqa -> scores of the choice part."""
+REPETITION = {"kind": "repetition", "ngram": 3, "weight": 0.5}
+"""Second part of crossthinkqa."""
 _BY_NAME = {
     "math_rule": "MathRuleRewardWorker",
     "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
+    "crossthinkqa": "CrossThinkQARuleRewardWorker",
     "code_sandbox": "CodeSandboxRewardWorker",
     "llm_judge": "LLMJudgeRewardWorker",
 }
 """Domain -> its default reward worker."""
 ANSWER = "ground_truth"
 """Column of the reference answer in ROLL's rows."""
+_UNSCORED = "the domain's worker is unsupported, so its rows are left out"
 
 
 def worker_of(source: Source, domain: str) -> str:
@@ -268,8 +286,13 @@ def worker_of(source: Source, domain: str) -> str:
     return given.rpartition(".")[2] if given else _BY_NAME.get(domain, "")
 
 
+def is_choice(source: Source, domain: str) -> bool:
+    """Whether a domain's worker has a reward_type."""
+    return worker_of(source, domain) == "CrossThinkQARuleRewardWorker"
+
+
 def scored(source: Source) -> list[str]:
-    """Domains with a native reward part, in the file's order; the workers of the others are unsupported."""
+    """Domains with native reward parts, in the file's order; the workers of the others are unsupported."""
 
     def has_part(domain: str) -> bool:
         is_server = (source.get(f"rewards.{domain}.judge_model_type") or "api") == "api"
@@ -279,12 +302,34 @@ def scored(source: Source) -> list[str]:
     return [domain for domain in facts.domains(source) if has_part(domain)]
 
 
+def _parts(source: Source, domain: str) -> list[dict[str, Any]]:
+    first = {"name": domain} | PARTS[worker_of(source, domain)]
+    if not is_choice(source, domain):
+        return [first]
+    kind = source.get(f"rewards.{domain}.reward_type")
+    return [
+        first | ({"scores": CHOICE_SCORES[kind]} if kind in CHOICE_SCORES else {}),
+        {"name": f"{domain}_repetition"} | REPETITION,
+    ]
+
+
 def part(source: Source, domain: str) -> dict[str, Any]:
-    """Native path -> value of a domain's reward part; empty for an unsupported domain."""
-    if domain not in (names := scored(source)):
+    """Native path -> value of a domain's reward parts; empty for an unsupported domain."""
+    if domain not in scored(source):
         return {}
-    named = {"name": domain} | PARTS[worker_of(source, domain)]
-    return {f"reward.parts[{names.index(domain)}].{name}": value for name, value in named.items()}
+    paths = _paths(source, domain)
+    return {
+        f"{path}.{name}": value
+        for path, of in zip(paths, _parts(source, domain), strict=True)
+        for name, value in of.items()
+    }
+
+
+def _paths(source: Source, domain: str) -> list[str]:
+    """Native paths of a scored domain's parts."""
+    names = scored(source)
+    before = sum(len(_parts(source, name)) for name in names[: names.index(domain)])
+    return [f"reward.parts[{before + i}]" for i in range(len(_parts(source, domain)))]
 
 
 def _domain(source: Source) -> str:
@@ -293,21 +338,30 @@ def _domain(source: Source) -> str:
 
 def _worker_class(value: str, source: Source) -> Any:
     if value.rpartition(".")[2] not in PARTS:
-        return unsupported(
-            "write a function (braid.reward.parts, kind function), or take one of docs/rewards.md"
-        )
+        return unsupported(f"write a function (braid.reward.parts, kind function){_left_out(source)}")
     native = part(source, _domain(source))
     return (
         Became(native) if native else no_effect("judge_model_type is unsupported, so the domain has no score")
     )
 
 
-def _tags(value: list[str], source: Source) -> Any:
+def _left_out(source: Source) -> str:
+    return "; if allowed, rows of this domain are left out" if len(facts.domains(source)) > 1 else ""
+
+
+def sources_of(source: Source, domain: str) -> list[str]:
+    """Native names of a domain's rows. Rows with a tag of no domain belong to math_rule, as in ROLL."""
+    tags = source.get(f"rewards.{domain}.tag_included") or [domain]
+    return [*tags, REST] if domain == "math_rule" else list(tags)
+
+
+def _tags(_: list[str], source: Source) -> Any:
     if len(facts.domains(source)) == 1:
         return no_effect("one domain scores every row")
-    if (domain := _domain(source)) not in (names := scored(source)):
-        return no_effect("the domain's worker is unsupported, so it has no score")
-    return Became({f"reward.parts[{names.index(domain)}].sources": value})
+    if (domain := _domain(source)) not in scored(source):
+        return no_effect(_UNSCORED)
+    names = sources_of(source, domain)
+    return Became({f"{path}.sources": names for path in _paths(source, domain)})
 
 
 def _judge(name: str) -> Convert:
@@ -315,35 +369,32 @@ def _judge(name: str) -> Convert:
 
     def convert(value: str, source: Source) -> Any:
         domain = _domain(source)
-        names = scored(source)
-        if worker_of(source, domain) != "LLMJudgeRewardWorker" or domain not in names:
+        if worker_of(source, domain) != "LLMJudgeRewardWorker" or domain not in scored(source):
             return no_effect("of a judge behind a server (judge_model_type: api)")
-        return Became({f"reward.parts[{names.index(domain)}].{name}": value})
+        return Became({f"{_paths(source, domain)[0]}.{name}": value})
 
     return convert
 
 
-def _filter(source: Source, domain: str) -> dict[str, Any]:
-    """Native path -> value of a domain's query filter."""
-    where = f"rewards.{domain}.query_filter_config"
-    arguments = source.get(f"{where}.filter_args") or {}
-    kind = source.get(f"{where}.type")
-    if kind not in ("mean_filter", "std_filter"):
-        return {}
-    made = {"rollout.filter.then": "resample"}
-    if kind == "mean_filter":
-        given = {"min_mean": arguments.get("threshold_down"), "max_mean": arguments.get("threshold_up")}
-    else:
-        threshold = arguments.get("std_threshold", -1)
-        given = {"min_std": threshold if threshold >= 0 else None}
-    return made | {f"rollout.filter.{name}": value for name, value in given.items() if value is not None}
+def _reward_type(value: str, source: Source) -> Any:
+    domain = _domain(source)
+    if is_choice(source, domain):
+        if value not in CHOICE_SCORES:
+            raise ValueError(f"{value!r} is not one of {', '.join(CHOICE_SCORES)}")
+        return Became({f"{_paths(source, domain)[0]}.scores": CHOICE_SCORES[value]})
+    if domain not in scored(source):
+        return no_effect(_UNSCORED)
+    return unsupported("write a function: braid.reward.parts (kind function)")
 
 
 def _query_filter(_: Any, source: Source) -> Any:
-    filters = [_filter(source, domain) for domain in facts.domains(source)]
+    filters = [facts.query_filter(source, domain) for domain in facts.domains(source)]
     if any(other != filters[0] for other in filters):
         raise ValueError("the domains have different filters, and braid has one for all; make them the same")
-    return Became(filters[0]) if filters[0] else implied("every group counts")
+    if not facts.filters_groups(source):
+        return implied("every group counts")
+    bounds = {f"rollout.filter.{name}": value for name, value in filters[0].items()}
+    return Became({"rollout.filter.then": "resample"} | bounds)
 
 
 _LOCAL_JUDGE = (
@@ -354,6 +405,10 @@ REWARDS: tuple[Rule, ...] = (
     Apply("rewards.*.worker_cls", "", TEXT, _worker_class, note="reward part of this domain's rows"),
     Apply("rewards.*.tag_included", "", list_of(TEXT), _tags,
           note="tags (see data_args.tag) of the rows that the part scores"),
+    Apply("rewards.*.reward_type", "", TEXT, _reward_type,
+          note="of crossthinkqa: scores of a right letter in a box and elsewhere, and of a wrong one in a box and elsewhere; loose "
+          "1, 1, -1, -1, soft 1, 0.5, -0.5, -1, strict 1, -1, -1, -1. ROLL takes the first capital letter of the last box, of what "
+          "follows 'answer is', or of the whole text; in evaluation it shows the share of scores above 0"),
     Apply("rewards.*.query_filter_config.type", "rollout.filter.then",
           choice("no_filter", "mean_filter", "std_filter"), _query_filter,
           note="groups are dropped when mean <= threshold_down, mean >= threshold_up, or unbiased deviation <= std_threshold; then "
@@ -366,14 +421,15 @@ REWARDS: tuple[Rule, ...] = (
           only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
     Apply("rewards.*.judge_api_url", "", TEXT, _judge("url"), note="base URL of an OpenAI-compatible server"),
     Apply("rewards.*.judge_model_name", "", TEXT, _judge("model")),
-    Apply("rewards.*.judge_model_type", "", choice("api", "inference", "cluster"), only("api", _LOCAL_JUDGE, "a server's")),
+    Apply("rewards.*.judge_model_type", "", choice("api", "inference", "cluster"),
+          lambda v, s: implied("a server's") if v == "api" else unsupported(_LOCAL_JUDGE + _left_out(s))),
     NoEffect("rewards.*.judge_prompt", TEXT,
           "it names a text of ROLL's; the judge is asked whether the answer agrees with the reference"),
     Unsupported("rewards.*.judge_api_key",
           "it would be kept in the run's folder; remove it, and name its environment variable natively "
                 "(reward.parts, api_key_env)"),
     *(Unsupported(f"rewards.*.{name}",
-    "write a function: braid.reward.parts (kind function)") for name in ("reward_type", "reward_manager_config", "format_pattern", "code_url")),
+    "write a function: braid.reward.parts (kind function)") for name in ("reward_manager_config", "format_pattern", "code_url")),
     NoEffect("rewards.*.use_local", BOOL, "rewards run in processes of their own on this machine"),
     NoEffect("rewards.*.name", TEXT, "the domain names the part"),
     NoEffect("rewards.*.world_size", COUNT, "see reward.concurrency"),

@@ -145,6 +145,12 @@ def engine_tensor_parallel(source: Source) -> int:
     return given or max(1, per_worker // _engine_config(source, "pipeline_parallel_size", "pp_size"))
 
 
+def own_tensor_parallel(source: Source) -> str:
+    """Why num_gpus_per_worker is unused."""
+    is_set = _engine_config(source, "tensor_parallel_size", "tp_size", absent=0)
+    return "the engine's own tensor-parallel size comes before it, in ROLL too" if is_set else ""
+
+
 def _engine_config(source: Source, *names: str, absent: int = 1) -> int:
     found = (source.get(f"actor_infer.{STRATEGY}.{name}") for name in names)
     return next((value for value in found if value is not None), absent)
@@ -185,7 +191,8 @@ def normalisation(source: Source) -> tuple[str, str]:
     """(mean, deviation) for normalising rewards before advantages are computed. `grpo` uses the group's."""
     if source.get("adv_estimator") == "grpo":
         return ("none", "none") if is_plain_grpo(source) else ("group", "group")
-    return source.get("norm_mean_type") or "none", source.get("norm_std_type") or "none"
+    mean, deviation = ((source.get(f"norm_{name}_type") or "none").lower() for name in ("mean", "std"))
+    return mean, deviation
 
 
 def variant(source: Source) -> str:
@@ -209,6 +216,29 @@ def clip_range(source: Source) -> tuple[float, float]:
 def domains(source: Source) -> list[str]:
     """Names below `rewards`, in the file's order."""
     return list(dict.fromkeys(name.split(".")[1] for name in source.values if name.startswith("rewards.")))
+
+
+def query_filter(source: Source, domain: str) -> dict[str, float]:
+    """Bounds of a domain's query filter, under native names; empty without a filter."""
+    where = f"rewards.{domain}.query_filter_config"
+    arguments = source.get(f"{where}.filter_args") or {}
+    match source.get(f"{where}.type"):
+        case "mean_filter":
+            bounds = {"min_mean": arguments.get("threshold_down"), "max_mean": arguments.get("threshold_up")}
+        case "std_filter":
+            threshold = arguments.get("std_threshold", -1)
+            bounds = {"min_std": threshold if threshold >= 0 else None}
+        case _:
+            bounds = {}
+    return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def filters_groups(source: Source) -> bool:
+    """Whether the domains have a query filter."""
+    return any(
+        source.get(f"rewards.{name}.query_filter_config.type") not in (None, "no_filter")
+        for name in domains(source)
+    )
 
 
 def validates(source: Source) -> bool:

@@ -232,6 +232,8 @@ PIPELINE: tuple[Rule, ...] = (
         "router_args.router_name", TEXT, "requests go to the least loaded engine, those of a group together"
     ),
     NoEffect("router_args.router_config", ANY, "requests go to the least loaded engine"),
+    Apply("reward_system_config.skip_special_tokens", "", BOOL,
+          only(True, "rewards read the text without special tokens", "rewards read the text without special tokens")),
     Unsupported("user_defined_rollout_loop_cls", "write an environment or a reward function"),
     Apply("rollout_mock.enable", "", BOOL, only(False, "samples/ of a run's folder has its rollouts")),
     NoEffect("rollout_mock.mode", choice("dump", "mock"), "rollout_mock is not built"),
@@ -271,6 +273,7 @@ PIPELINE: tuple[Rule, ...] = (
         )
     ),
     NoEffect("dataset_filter.*", ANY, _DEAD),
+    NoEffect("offload_backend", TEXT, "roles that share devices take turns"),
     NoEffect("is_offload_states", BOOL, "roles that share devices take turns"),
     NoEffect("is_offload_optimizer_states_in_train_step", BOOL, "roles that share devices take turns"),
     NoEffect("hydra.*", ANY, "of Hydra's own working folder"),

@@ -144,15 +144,16 @@ def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
                 "ckpt_d2h_non_blocking": "checkpoints are written where they stay",
                 "compile_warmup": "see braid.train.compile",
                 "moe_router_dtype": "the router computes in fp32",
+                "cross_entropy_loss_fusion": "of Megatron's own loss; log-probs are computed from the logits",
                 "bf16": "model_args.dtype says it, in ROLL too",
                 "use_batched_model_update": "weights travel in buckets of model_update_buffer_size_mb",
             }.items()
         ),
         *(
-            Unsupported(f"{config}.{name}", "remove it, or set Megatron's keys below braid.train.megatron")
+            Unsupported(f"{config}.{name}", "remove it, or set Megatron's keys below braid.train.megatron", default=False)
             for name in (
                 "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
-                "recompute_modules", "cross_entropy_loss_fusion", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
+                "recompute_modules", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
                 "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
                 "moe_enable_routing_replay", "mtp_num_layers", "transformer_impl", "cuda_graph_impl", "cuda_graph_scope", "fp8",
                 "fp8_recipe", "fp8_param", "additional_configs", "distrib_optim_fully_reshardable",
@@ -219,8 +220,8 @@ def _fsdp2(role: str, *idle: Idle) -> tuple[Rule, ...]:
         NoEffect(f"{config}.wrap_policy", ANY, "every decoder layer is a unit"),
         NoEffect(f"{config}.save_only_model", BOOL, "a checkpoint has the whole state"),
         *(
-            Unsupported(f"{config}.{name}", "remove it: experts are sharded as other weights are")
-            for name in ("ep_size", "efsdp_size", "moe_use_grouped_mm", "apply_expert_patch")
+            Unsupported(f"{config}.{name}", "remove it: experts are sharded as other weights are", default=default)
+            for name, default in {"ep_size": 1, "efsdp_size": 1, "moe_use_grouped_mm": False, "apply_expert_patch": False}.items()
         ),
         *(Unsupported(f"{config}.{name}", "lower braid.train.micro_batch_tokens") for name in ("apply_tiled_mlp",
         "tiled_num_shards")),
@@ -295,6 +296,8 @@ ENGINES: tuple[Rule, ...] = (
             "logprobs_mode": "log-probs are those of the distribution sampled from",
             "swap_space": "vLLM's own choice",
             "optimization_level": "how vLLM compiles its graphs; see enforce_eager",
+            "cuda_graph_sizes": "vLLM's own choice; see enforce_eager",
+            "cudagraph_capture_sizes": "vLLM's own choice; see enforce_eager",
             "disable_mm_preprocessor_cache": "prompts are text",
             "seed": "the run's seed",
             "enable_memory_saver": "a sleeping engine gives up weights and cache",
@@ -303,7 +306,7 @@ ENGINES: tuple[Rule, ...] = (
     ),
     *(
         Unsupported(f"{_CONFIG}.{name}", "remove it, or start servers and name them in braid.rollout.vllm.servers")
-        for name in ("data_parallel_size", "quantization", "speculative_config", "dp_size", "ep_size", "enable_expert_parallel")
+        for name in ("data_parallel_size", "quantization", "online_quantization", "online_quantization_config.*", "speculative_config", "dp_size", "ep_size", "enable_expert_parallel")
     ),
     # SGLang
     *_engine_keys("sglang", {

@@ -214,10 +214,7 @@ def _trainer(role: str, *idle: Idle) -> tuple[Rule, ...]:
         Apply(f"{role}.infer_batch_size", f"{native}.infer_batch_rows", COUNT, when(*idle, _dynamic(role, "infer")),
               default=16,
               note="rows of one forward pass without gradients"),
-        NoEffect(f"{role}.use_sequence_packing", BOOL, "rows are always packed"),
-        NoEffect(f"{packing}.algorithm", choice("none", "load_balance"), "rows are always packed and balanced"),
-        NoEffect(f"{packing}.min_num_micro_batches_train", COUNT, "results do not depend on the cut"),
-        NoEffect(f"{packing}.min_num_micro_batches_forward", COUNT, "results do not depend on the cut"),
+        *_packing(role),
         Implied(f"{role}.apply_loss_scale", BOOL, "denominators count the whole optimizer step"),
         Implied(f"{role}.logits_in_fp32", BOOL, "log-probs are computed in fp32"),
         Apply(f"{role}.mtp_training_mode", "", nullable(choice("disabled", "standalone", "joint")),
@@ -228,6 +225,19 @@ def _trainer(role: str, *idle: Idle) -> tuple[Rule, ...]:
               note="ranks without devices, for the batch arithmetic"),
         *strategies(role, *idle),
     )  # fmt: skip
+
+
+def _packing(role: str) -> tuple[Rule, ...]:
+    """Keys of sequence packing without a native counterpart."""
+    packing = f"{role}.sequence_packing_args"
+    return (
+        NoEffect(f"{role}.use_sequence_packing", BOOL, "rows are always packed"),
+        NoEffect(
+            f"{packing}.algorithm", choice("none", "load_balance"), "rows are always packed and balanced"
+        ),
+        NoEffect(f"{packing}.min_num_micro_batches_train", COUNT, "results do not depend on the cut"),
+        NoEffect(f"{packing}.min_num_micro_batches_forward", COUNT, "results do not depend on the cut"),
+    )
 
 
 def _dynamic(role: str, what: str) -> Idle:
@@ -364,7 +374,9 @@ REFERENCE: tuple[Rule, ...] = (
           default=16),
     *_by_tokens("reference", "infer", "reference.train.infer_batch", "reference.sequence_packing_args.max_packed_sequence_length_forward",
                 facts.no_reference),
-    NoEffect("reference.use_sequence_packing", BOOL, "rows are always packed"),
+    *_packing("reference"),
+    NoEffect("reference.sequence_packing_args.max_packed_sequence_length_train", nullable(COUNT),
+             "a reference is not trained"),
     NoEffect("reference.world_size", COUNT, "device_mapping says it"),
     NoEffect("reference.worker_cls", TEXT, "there is one kind of reference"),
 )  # fmt: skip
@@ -374,7 +386,8 @@ ACTOR_INFER: tuple[Rule, ...] = (
     *_worker("actor_infer"),
     *_any_model("actor_infer"),
     *_data_of("actor_infer"),
-    Apply("actor_infer.num_gpus_per_worker", "", COUNT, when(of_engine("vllm", "sglang"), then=per_worker), default=1,
+    Apply("actor_infer.num_gpus_per_worker", "", COUNT,
+          when(of_engine("vllm", "sglang"), facts.own_tensor_parallel, then=per_worker), default=1,
           note="devices per engine: its tensor-parallel size unless the engine's own key sets it"),
     Apply("actor_infer.strategy_args.strategy_name", "rollout.engine", choice(*facts.ENGINES),
           when(lambda s: "the command line's --engine comes before it" if s.engine else "",

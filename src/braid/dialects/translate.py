@@ -223,7 +223,7 @@ def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Writt
         rule = dialect.rule_of(dialect.aliases.get(path, path))
         if rule is None:
             is_section = _is_section(path, dialect)
-            if not (is_section and _is_empty(value)):
+            if not (is_section and _is_empty(value)) and not _is_variable(path, dialect, foreign):
                 num_unknown += 1
                 message = f"unknown key of {dialect.title}"
                 if num_unknown <= MAX_HINTS:
@@ -253,6 +253,14 @@ def _heads(paths: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
     return frozenset(parts[:end] for parts in split for end in range(1, len(parts)))
 
 
+def _is_variable(path: str, dialect: Dialect, foreign: Written) -> bool:
+    """Whether a leaf that the dialect does not know is the file's own variable: at the top level or in a
+    section of its own, with an interpolation that refers to it."""
+    parts = path.split(".")
+    above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return not _is_section(parts[0], dialect) and not foreign.variables.isdisjoint(above)
+
+
 def _is_empty(value: Any) -> bool:
     return value is None or value == {}
 
@@ -263,7 +271,9 @@ def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
     name = source.dialect.aliases.get(path, path)
     rule = source.dialect.rule_of(name)
     if rule is None:
-        return Entry(path, value, "implied", {}, "an empty part: the defaults of its keys", origin)
+        if _is_section(path, source.dialect):
+            return Entry(path, value, "implied", {}, "an empty part: the defaults of its keys", origin)
+        return Entry(path, value, "no effect", {}, f"a variable of the file, for ${{{path}}}", origin)
     became = become(rule, value, replace(source, at=name))
     note = became.note or (rule.note if isinstance(rule, Apply) else "")
     if name != path:
