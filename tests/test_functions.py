@@ -47,14 +47,14 @@ def test_a_file_path_is_relative_to_the_config_and_runs_once(folder: Path) -> No
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
-        ("score", "is no function's path; write package.module.function or file.py:function"),
-        ("mine.txt:score", "is no function's path"),
-        ("mine.py:", "is no function's path"),
+        ("score", "is not the path of a function; write package.module.function or file.py:function"),
+        ("mine.txt:score", "is not the path of a function"),
+        ("mine.py:", "is not the path of a function"),
         ("mien.py:score", "mien.py, did you mean 'mine.py'?"),
         ("mine.py:scroe", "has no 'scroe', did you mean 'score'?"),
         ("mine.py:VALUE", "'mine.py:VALUE' is a int, not a function"),
         ("math.sqroot", "'math' has no 'sqroot', did you mean 'sqrt'?"),
-        ("mine.score", "no module named 'mine' can be imported; for a file beside the config write 'mine.py:score'"),
+        ("mine.score", "no module named 'mine'; for a file next to the config write 'mine.py:score'"),
         ("broken.py:f", "broken.py raised ModuleNotFoundError: No module named 'no_such_package'"),
         ("raising.py:f", "raising.py raised ZeroDivisionError: division by zero"),
     ],

@@ -131,7 +131,7 @@ class RunInterrupted(BraidError):
 
     def __str__(self) -> str:
         saved = (
-            "nothing was saved yet"
+            "no checkpoint was saved"
             if self.checkpoint is None
             else f"the newest checkpoint is {self.checkpoint}"
         )

@@ -37,8 +37,8 @@ def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
     if isinstance(found, type):
         instance = found.__name__.lower()
         message = (
-            f"{path!r} is a class, not a function; name a function, or an instance of it: write `{instance} = "
-            f"{found.__name__}()` beside it and give {path.removesuffix(found.__name__)}{instance}"
+            f"{path!r} is a class, not a function; name a function, or an instance: define `{instance} = "
+            f"{found.__name__}()` in the module and use {path.removesuffix(found.__name__)}{instance}"
         )
         raise ConfigError([Problem(key, message, "config")])
     if not callable(found):
@@ -54,10 +54,12 @@ def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
     file_name, _, function = path.rpartition(":")
     file = (base_dir / Path(file_name).expanduser()).resolve()
     if not function or file.suffix != ".py":
-        raise _NotFound(f"{path!r} is no function's path; write package.module.function or file.py:function")
+        raise _NotFound(
+            f"{path!r} is not the path of a function; write package.module.function or file.py:function"
+        )
     if not file.is_file():
         near = suggest(file.name, [p.name for p in file.parent.glob("*.py")])
-        raise _NotFound(f"{path!r}: there is no file {file}{near}")
+        raise _NotFound(f"{path!r}: no such file: {file}{near}")
     name = f"braid_user_{sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -77,7 +79,9 @@ def _from_package(path: str) -> tuple[ModuleType, list[str]]:
     """Import the longest prefix that is a module, so that paths can also name methods of a class."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise _NotFound(f"{path!r} is no function's path; write package.module.function or file.py:function")
+        raise _NotFound(
+            f"{path!r} is not the path of a function; write package.module.function or file.py:function"
+        )
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
@@ -88,6 +92,6 @@ def _from_package(path: str) -> tuple[ModuleType, list[str]]:
         except Exception as error:
             raise _NotFound(f"{path!r}: importing {name} raised {type(error).__name__}: {error}") from error
     raise _NotFound(
-        f"{path!r}: no module named {parts[0]!r} can be imported; for a file beside the config write "
-        f"'{'/'.join(parts[:-1])}.py:{parts[-1]}', or install the package into braid's environment"
+        f"{path!r}: no module named {parts[0]!r}; for a file next to the config write "
+        f"'{'/'.join(parts[:-1])}.py:{parts[-1]}', else install the package into braid's environment"
     )

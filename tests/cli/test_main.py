@@ -210,7 +210,7 @@ def test_an_interrupted_run_without_a_checkpoint_begins_again_in_its_folder(
 ) -> None:
     assert guarded(raising(RunInterrupted(Path("runs/a"), None)), args()) == 130
     assert capsys.readouterr().err == (
-        "braid: interrupted; the run is in runs/a, nothing was saved yet\n"
+        "braid: interrupted; the run is in runs/a, no checkpoint was saved\n"
         "to resume: braid train c.yaml run.name=a run.resume=latest\n"
     )
 

@@ -99,7 +99,7 @@ def test_checkpoints_can_lie_elsewhere_and_are_found_there(load_tiny: LoadTiny, 
     assert torch.equal(
         model.state_dict()["lm_head.weight"], state["policy"]["weights"]["model.embed_tokens.weight"]
     )
-    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*holds checkpoints of another run"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*contains checkpoints of another run"):
         commands.train(load_tiny("run.name=other", *common))
 
 

@@ -237,9 +237,11 @@ def test_a_round_with_nothing_left_trains_nothing_and_says_so(
     run = commands.train(loaded).run_dir
     assert [line["rollout/empty_rounds"] for line in lines(run)] == [1, 1, 1]
     assert [line["step"] for line in lines(run)] == [0, 0, 0]
-    told = [record.getMessage() for record in caplog.records if "trains nothing" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "has nothing to train on" in record.getMessage()
+    ]
     assert told[0] == (
-        "round 1 trains nothing: of 4 groups 4 have rewards with a standard deviation of at most rollout.filter.min_std=0.0"
+        "round 1 has nothing to train on: of 4 groups 4 have a reward standard deviation <= rollout.filter.min_std=0.0"
     )
     assert len(told) == 3
 
@@ -247,7 +249,9 @@ def test_a_round_with_nothing_left_trains_nothing_and_says_so(
 def test_many_empty_rounds_in_a_row_end_the_run_with_the_reason(load_tiny: LoadTiny) -> None:
     common = (scored_by("same"), "rollout.filter.max_mean=0.9", "checkpoint.every_rounds=1")
     commands.train(load_tiny(*common, "run.max_rounds=4", rewards=BY_PROMPT))
-    message = r"10 rounds in a row, up to round 10, .* 4 have a mean reward of at least rollout\.filter\.max_mean=0\.9"
+    message = (
+        r"10 consecutive rounds, up to round 10, .* 4 have a mean reward >= rollout\.filter\.max_mean=0\.9"
+    )
     with pytest.raises(TrainingError, match=message):  # those before the resume count
         commands.train(load_tiny(*common, "run.max_rounds=20", "run.resume=latest", rewards=BY_PROMPT))
 

@@ -53,13 +53,13 @@ def of(name: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([of("missing_column")], "letters:0 with 'a' as the answer: KeyError: 'nope' (rewards.py:7), and likewise on 3 others"),
+        ([of("missing_column")], "letters:0 with the answer 'a': KeyError: 'nope' (rewards.py:7); 3 other prompts failed too"),
         ([of("nothing")], "returned None (NoneType), not a number"),
         ([of("late")], "KeyError: 'late'"),
-        ([of("Brevity")], "is a class, not a function; name a function, or an instance of it: write `brevity = Brevity()`"),
+        ([of("Brevity")], "is a class, not a function; name a function, or an instance: define `brevity = Brevity()`"),
         ([of("brevty")], "'brevty'"),
         ([f"reward.parts=[{MODEL}]"], "there is no such folder"),
-        (["reward.parts=[{kind: code}]"], "code cannot score 8 of 8 prompts, the first of them letters:0: the prompt has no column 'tests'"),
+        (["reward.parts=[{kind: code}]"], "code cannot score 8 of 8 prompts; first: letters:0: the prompt has no column 'tests'"),
         (["reward.parts=[{kind: reasoning_gym}]"], "is not procedural"),
         (["reward.parts=[{kind: judge, url: 'http://x', model: m, prompt: '{nope} {response}'}]"], "no column 'nope'"),
         (["reward.parts=[{kind: exact, sources: [numbers]}]"], "no data source 'numbers'"),
@@ -89,7 +89,7 @@ def test_null_answers_are_counted_and_the_first_is_named(load_tiny: LoadTiny) ->
     loaded = load_tiny("data.eval=[]")
     rows = [{"prompt": x, "answer": None if x in "bc" else x} for x in "abcd"]
     Path("letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match="exact cannot score 2 of 4 prompts, the first of them letters:1"):
+    with pytest.raises(ConfigError, match="exact cannot score 2 of 4 prompts; first: letters:1"):
         check(loaded, "train")
 
 

@@ -29,9 +29,7 @@ def test_a_resume_names_its_checkpoint_and_the_settings_that_differ(
         )
     folder = re.escape(str(run / "checkpoints/step_1"))
     assert re.search(rf"resumed from {folder}, after round 1 of 2, step 1\n", caplog.text)
-    (told,) = (
-        record.getMessage() for record in caplog.records if "settings that differ" in record.getMessage()
-    )
+    (told,) = (record.getMessage() for record in caplog.records if "settings changed" in record.getMessage())
     assert "run.max_rounds: was 1, is now 2" in told
     assert "train.optimizer.lr: was 0.003, is now 0.0001" in told
     assert "model." not in told
@@ -50,7 +48,7 @@ def test_a_resume_with_another_task_must_be_allowed(load_tiny: LoadTiny, change:
     run = commands.train(load_tiny(ONE)).run_dir
     before = (run / "config.yaml").read_text()
     with pytest.raises(
-        ConfigError, match=rf"{key}: was .* and is .* now; .*run\.allow_changes=true \[override\]"
+        ConfigError, match=rf"{key}: is .*, but was .*; .*run\.allow_changes=true \[override\]"
     ):
         commands.train(load_tiny("run.resume=latest", change))
     assert (run / "config.yaml").read_text() == before
@@ -69,7 +67,7 @@ def test_a_finished_run_that_is_resumed_says_so(
     run = commands.train(load_tiny(ONE)).run_dir
     metrics = (run / "metrics.jsonl").read_bytes()
     commands.train(load_tiny(ONE, "run.resume=latest"))
-    assert "the run is finished: all its 1 rounds are done" in caplog.text
+    assert "the run has finished all its 1 rounds" in caplog.text
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -92,7 +90,7 @@ def test_another_runs_checkpoint_is_resumed_only_when_allowed(load_tiny: LoadTin
 
 def test_a_step_without_a_checkpoint_lists_those_that_are_there(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("checkpoint.every_rounds=2")).run_dir
-    with pytest.raises(ConfigError, match=r"--step 7: .* has no checkpoint of that step; it has 2, 3$"):
+    with pytest.raises(ConfigError, match=r"--step 7: .* has no checkpoint of that step; available: 2, 3$"):
         commands.export(run, step=7)
 
 

@@ -60,7 +60,7 @@ def test_each_sign_is_told_once_when_it_has_stayed_and_again_when_it_comes_back(
     assert _told(caplog, _watch(), [sign] * (PATIENCE - 1) + [{}]) == []
     (told,) = _told(caplog, _watch(), [sign] * 3 * PATIENCE)
     assert advice in told
-    assert told.startswith(f"{PATIENCE} rounds in a row, up to {PATIENCE}: ")
+    assert told.startswith(f"{PATIENCE} consecutive rounds, up to {PATIENCE}: ")
     assert len(_told(caplog, _watch(), [*[sign] * PATIENCE, {}, *[sign] * PATIENCE])) == 2
 
 

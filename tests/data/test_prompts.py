@@ -87,10 +87,12 @@ def test_a_column_whose_name_has_a_dot_is_itself(load: Loader) -> None:
 def test_a_missing_nested_column_is_named_with_what_is_there(load: Loader) -> None:
     rows = [{"prompt": "x", "spec": {"truth": "3"}, "plain": "text"}]
     assert load.error(rows, answer_key="spec.trut").startswith(
-        "data.train[0] (a), row 0: there is no column 'trut' inside 'spec', did you mean 'truth'?; the columns inside 'spec' "
+        "data.train[0] (a), row 0: no column 'trut' inside 'spec', did you mean 'truth'?; the columns inside 'spec' "
         "are truth; set data.train[0].answer_key to one of them"
     )
-    assert "no column 'b' inside 'plain'; nothing is inside 'plain'" in load.error(rows, answer_key="plain.b")
+    assert "no column 'b' inside 'plain'; there are no columns inside 'plain'" in load.error(
+        rows, answer_key="plain.b"
+    )
 
 
 def test_chat_messages_may_be_json_text(load_chat: Loader) -> None:
@@ -112,12 +114,12 @@ def test_a_column_may_name_the_source_of_each_row(load: Loader) -> None:
 @pytest.mark.parametrize("value", ["", 3, None])
 def test_the_name_of_a_source_must_be_text(load: Loader, value: object) -> None:
     problem = load.error([{"prompt": "x", "answer": "", "domain": value}], source_key="domain")
-    assert f"column 'domain' (data.train[0].source_key) holds {value!r}" in problem
+    assert f"column 'domain' (data.train[0].source_key) contains {value!r}" in problem
 
 
 def test_no_row_of_an_evaluation_may_name_its_source_all(load: Loader) -> None:
     rows = [{"prompt": "x", "answer": "", "domain": "all"}]
-    assert "set data.eval[0].source_key to another" in load.error(rows, role="eval", source_key="domain")
+    assert "change data.eval[0].source_key" in load.error(rows, role="eval", source_key="domain")
 
 
 def test_a_template_is_filled_from_any_column(load: Loader) -> None:
@@ -164,7 +166,7 @@ def test_an_end_token_that_the_tokenizer_appends_is_left_out(
 @pytest.mark.parametrize(
     ("rows", "settings", "needs"),
     [
-        (CHAT, {}, "the prompt is chat messages"),
+        (CHAT, {}, "the prompt is a list of chat messages"),
         (ROWS, {"system": "Add."}, "data.train[0].system is set"),
         (ROWS, {"use_chat_template": "always"}, "data.use_chat_template is 'always'"),
     ],
@@ -179,14 +181,15 @@ def test_a_tokenizer_without_a_chat_template_is_told_what_to_set(
 
 
 def test_never_contradicts_prompts_that_need_the_chat_template(load_chat: Loader) -> None:
-    assert "the prompt is chat messages, but data.use_chat_template is 'never'; set it to 'auto'" in (
-        load_chat.error(CHAT, use_chat_template="never")
+    assert (
+        "the prompt is a list of chat messages, but data.use_chat_template is 'never'; set it to 'auto'"
+        in (load_chat.error(CHAT, use_chat_template="never"))
     )
 
 
 def test_a_chat_template_that_refuses_is_quoted(load_chat: Loader) -> None:
     load_chat.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    assert "the chat template refuses the messages (roles system, user): System role not supported" in (
+    assert "the chat template rejects the messages (roles system, user): System role not supported" in (
         load_chat.error(ROWS, system="x")
     )
 
@@ -207,43 +210,43 @@ def test_overlong_prompts_are_cut_and_counted(load: Loader, overlong: str, kept:
 
 def test_overlong_prompts_are_an_error_where_so_configured(load: Loader) -> None:
     assert load.error(ROWS, max_prompt_tokens=4, overlong="error").startswith(
-        "data.train[0] (a), row 1: the prompt has 5 tokens and data.max_prompt_tokens allows 4 (1 of 2 prompts are "
-        "too long, the longest has 5); raise it"
+        "data.train[0] (a), row 1: the prompt has 5 tokens, but data.max_prompt_tokens is 4 (1 of 2 prompts are "
+        "too long; the longest has 5); raise it"
     )
 
 
 def test_when_every_prompt_is_too_long_the_limit_is_told(load: Loader) -> None:
     assert load.error(ROWS, max_prompt_tokens=2).startswith(
-        "data.train[0] (a): every prompt is too long: the shortest has 3 tokens, the longest 5, and "
-        "data.max_prompt_tokens allows 2; raise it, or set data.overlong to truncate_left or truncate_right"
+        "data.train[0] (a): all prompts are too long: the shortest has 3 tokens, the longest 5, but "
+        "data.max_prompt_tokens is 2; raise it, or set data.overlong to truncate_left or truncate_right"
     )
 
 
 def test_a_missing_column_is_named_with_those_present_and_the_key(load: Loader) -> None:
     assert load.error([{"promt": "x", "answer": "1"}]) == (
-        "data.train[0] (a), row 0: there is no column 'prompt', did you mean 'promt'?; the columns are promt, answer; "
+        "data.train[0] (a), row 0: no column 'prompt', did you mean 'promt'?; the columns are promt, answer; "
         "set data.train[0].prompt_key to one of them"
     )
     assert load.error([*ROWS, {"prompt": "x"}]) == (
-        "data.train[0] (a), row 2: there is no column 'answer'; the columns are prompt; "
-        "set data.train[0].answer_key to one of them, or set it to null when there is no answer"
+        "data.train[0] (a), row 2: no column 'answer'; the columns are prompt; "
+        "set data.train[0].answer_key to one of them, or set it to null if there is no answer"
     )
 
 
 @pytest.mark.parametrize("value", [5, None, {"role": "user"}])
 def test_a_prompt_of_another_type_is_refused(load: Loader, value: object) -> None:
     assert load.error([{"prompt": value, "answer": ""}]).endswith(
-        f"column 'prompt' (data.train[0].prompt_key) holds {value!r}, but a prompt must be text or a list of chat messages"
+        f"column 'prompt' (data.train[0].prompt_key) contains {value!r}, but a prompt must be a string or a list of chat messages"
     )
 
 
 @pytest.mark.parametrize(
     ("messages", "fault"),
     [
-        (["hi"], "holds 'hi', which is no chat message {role: text, content: text}"),
-        ([{"role": "user", "content": None}], "which is no chat message"),
-        ([], "must end with what the policy is to answer, not with nothing"),
-        ([{"role": "assistant", "content": "a"}], "not with an answer of the assistant"),
+        (["hi"], "contains 'hi', which is not a chat message {role: string, content: string}"),
+        ([{"role": "user", "content": None}], "which is not a chat message"),
+        ([], "are empty; end them with a message for the policy"),
+        ([{"role": "assistant", "content": "a"}], "must not end with an assistant message"),
     ],
 )
 def test_chat_messages_that_are_none_are_refused(
@@ -253,7 +256,9 @@ def test_chat_messages_that_are_none_are_refused(
 
 
 def test_settings_that_chat_messages_leave_without_effect_are_refused(load_chat: Loader) -> None:
-    assert "data.train[0].template cannot be put around" in load_chat.error(CHAT, template="Q: {prompt}")
+    assert "data.train[0].template does not apply to chat messages" in load_chat.error(
+        CHAT, template="Q: {prompt}"
+    )
     own = [{"prompt": [{"role": "system", "content": "s"}, *CHAT[0]["prompt"]], "answer": ""}]
     assert "already has a system message; remove data.train[0].system" in load_chat.error(own, system="x")
 
@@ -265,9 +270,9 @@ def test_settings_that_chat_messages_leave_without_effect_are_refused(load_chat:
         (r"\boxed{} {prompt}", "no column ''"),
         (
             "{prompt",
-            "is no template: expected '}' before end of string; write a brace that is text as {{ or }}",
+            ": expected '}' before end of string; write literal braces as {{ and }}",
         ),
-        ("{prompt[x]}", "cannot be filled: "),
+        ("{prompt[x]}", "cannot fill "),
     ],
 )
 def test_a_template_that_cannot_be_filled_is_told(load: Loader, template: str, fault: str) -> None:
@@ -292,4 +297,6 @@ def test_several_sources_are_kept_apart_by_name(tmp_path: Path, tokenizer: PreTr
 
 def test_no_evaluation_source_takes_the_name_of_their_sum(load: Loader) -> None:
     assert load(ROWS, name="all").prompts
-    assert "'all' names the result over all sources" in load.error(ROWS, name="all", role="eval")
+    assert "the name 'all' is reserved for the result over all sources" in load.error(
+        ROWS, name="all", role="eval"
+    )

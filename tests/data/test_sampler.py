@@ -50,10 +50,10 @@ def test_a_round_may_be_larger_than_the_data() -> None:
 
 
 def test_no_prompts_or_other_data_than_before_are_refused() -> None:
-    with pytest.raises(DataError, match=r"no prompts to draw from; give data\.train"):
+    with pytest.raises(DataError, match=r"data\.train has no prompts"):
         PromptSampler(0, seed=0, shuffle=True)
     state = PromptSampler(5, seed=0, shuffle=True).state()
-    with pytest.raises(DataError, match="saved with 5 training prompts, the data now has 6"):
+    with pytest.raises(DataError, match="saved with 5 training prompts, but the data now has 6"):
         PromptSampler(6, seed=0, shuffle=True).load(state)
 
 
@@ -76,7 +76,7 @@ def test_a_mix_goes_on_where_it_was_and_refuses_other_groups(before: list[int], 
         unbroken.take(k)
     resumed.load(unbroken.state())
     assert [unbroken.take(k) for k in after] == [resumed.take(k) for k in after]
-    with pytest.raises(DataError, match=r"saved with 3 shares in data\.mix, which has 2 now"):
+    with pytest.raises(DataError, match=r"saved with 3 shares in data\.mix, which now has 2"):
         MixedSampler([(range(20), 0.5), (range(20, 25), 0.5)], seed=1, shuffle=True).load(unbroken.state())
 
 

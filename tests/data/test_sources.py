@@ -71,9 +71,9 @@ def test_an_absolute_path_is_not_looked_up_from_the_config(tmp_path: Path) -> No
 def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     _write(tmp_path, "train.jsonl")
     assert _error(FileSource(path="trian.jsonl"), tmp_path) == (
-        f"data.train[0].path: there is no file {tmp_path}/trian.jsonl, did you mean 'train.jsonl'?"
+        f"data.train[0].path: no such file: {tmp_path}/trian.jsonl, did you mean 'train.jsonl'?"
     )
-    assert "relative paths start from the config's folder" in _error(FileSource(path="no/x.jsonl"), tmp_path)
+    assert "paths are relative to the config's folder" in _error(FileSource(path="no/x.jsonl"), tmp_path)
 
 
 def test_a_glob_without_files_says_so(tmp_path: Path) -> None:
@@ -82,29 +82,35 @@ def test_a_glob_without_files_says_so(tmp_path: Path) -> None:
 
 def test_a_folder_or_unknown_ending_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    assert "is a folder; name its files, for example folder/*.jsonl" in _error(
+    assert "is a folder; list its files, for example folder/*.jsonl" in _error(
         FileSource(path="folder"), tmp_path
     )
     (tmp_path / "a.txt").write_text("x")
-    assert "a.txt is none of .jsonl, .json, .csv, .parquet" in _error(FileSource(path="a.txt"), tmp_path)
+    assert "a.txt; convert it to one of .jsonl, .json, .csv, .parquet" in _error(
+        FileSource(path="a.txt"), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', "a.jsonl:2: not JSON: Expecting value at column 11"),
-        ("a.jsonl", '{"prompt": "1"}\n\n[1, 2]\n', "a.jsonl:3: a JSON list where a row must be an object"),
+        (
+            "a.jsonl",
+            '{"prompt": "1"}\n\n[1, 2]\n',
+            "a.jsonl:3: the row is a JSON list, but must be an object",
+        ),
         ("a.json", '[\n{"a": 1},\n{"a" 2}]', "a.json:3: not JSON: Expecting ':' delimiter at column 6"),
         (
             "a.json",
             '{"a": 1}\n{"a": 2}',
-            "not JSON: Extra data at column 1; a file with one object per line is",
+            "not JSON: Extra data at column 1; use the extension .jsonl",
         ),
-        ("a.json", '{"a": 1}', "holds a JSON object; write a list of objects"),
-        ("a.json", '[{"a": 1}, "b"]', "a.json: row 1: a JSON string where a row must be an object"),
-        ("a.csv", "prompt,answer\n1,2\n1,2,3\n", "a.csv:3: 3 cells where the header has 2 columns"),
+        ("a.json", '{"a": 1}', "contains a JSON object; it must be a list of objects"),
+        ("a.json", '[{"a": 1}, "b"]', "a.json: row 1: the row is a JSON string, but must be an object"),
+        ("a.csv", "prompt,answer\n1,2\n1,2,3\n", "a.csv:3: 3 cells, but the header has 2 columns"),
         ("a.csv", 'prompt,answer\n"1,2\n', "a.csv:2: not CSV: unexpected end of data"),
-        ("a.csv", "x,x\n1,2\n", "a.csv:1: a column name comes twice: x, x"),
+        ("a.csv", "x,x\n1,2\n", "a.csv:1: duplicate column name: x, x"),
         ("a.parquet", "PAR0", "not a readable parquet file"),
     ],
 )
@@ -117,7 +123,7 @@ def test_a_malformed_file_is_told_by_line_and_fault(
 
 def test_a_file_that_is_no_utf8_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}')
-    assert "not UTF-8 text" in _error(FileSource(path="a.jsonl"), tmp_path)
+    assert "not UTF-8" in _error(FileSource(path="a.jsonl"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
@@ -125,7 +131,7 @@ def test_an_empty_data_set_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text({"a.json": "[]", "a.csv": "prompt,answer\n", "a.jsonl": ""}[name])
     assert (
         _error(FileSource(path=name), tmp_path)
-        == "data.train[0] (a): the data set is empty; a source needs at least one row"
+        == "data.train[0] (a): the dataset is empty; a source needs at least one row"
     )
 
 
@@ -163,20 +169,20 @@ def test_a_generator_gives_its_entries_and_how_to_score_them(tmp_path: Path) -> 
     ("source", "message"),
     [
         (ProceduralSource(generator="chain_sums"), "no generator 'chain_sums', did you mean 'chain_sum'?"),
-        (ProceduralSource(generator="zzz"), "its names are ab, acre"),
+        (ProceduralSource(generator="zzz"), "available: ab, acre"),
         (
             ProceduralSource(generator="chain_sum", params={"max_term": 3}),
-            "data.train[0].params: chain_sum has no parameter 'max_term', did you mean 'max_terms'?; it has min_terms",
+            "data.train[0].params: chain_sum has no parameter 'max_term', did you mean 'max_terms'?; available: min_terms",
         ),
         (
             ProceduralSource(generator="chain_sum", params={"size": 3}),
-            "data.train[0].params: 'size' is set by data.train[0].size",
+            "data.train[0].params: set 'size' as data.train[0].size instead",
         ),
         (
             ProceduralSource(generator="chain_sum", params={"min_terms": 9}),
-            "chain_sum refuses {'min_terms': 9}: max_terms must be >= min_terms",
+            "chain_sum rejects {'min_terms': 9}: max_terms must be >= min_terms",
         ),
-        (ProceduralSource(generator="chain_sum", params={"min_terms": "x"}), "chain_sum refuses {'min_terms': 'x'}"),
+        (ProceduralSource(generator="chain_sum", params={"min_terms": "x"}), "chain_sum rejects {'min_terms': 'x'}"),
     ],
 )  # fmt: skip
 def test_a_generator_that_cannot_be_made_is_told(
@@ -201,7 +207,7 @@ def test_a_local_folder_is_a_hub_data_set(hub_folder: Path) -> None:
 def test_an_unknown_split_or_data_set_is_told(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     message = _error(HubSource(path="set", split="tset"), hub_folder)
-    assert "split 'tset') cannot be loaded: Unknown split" in message
+    assert "split 'tset'): Unknown split" in message
     assert "data.train[0].split" in message
     assert "data set 'a/b' (subset None, split 'train') cannot be loaded" in _error(
         HubSource(path="a/b"), hub_folder

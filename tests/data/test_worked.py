@@ -85,9 +85,11 @@ def test_prompt_and_response_must_fit_the_models_positions(
     assert [len(e.prompt_ids) + len(e.response_ids) for e in found.examples] == [6]
     (counts,) = found.counts.values()
     assert (counts.rows, counts.dropped_overlong) == (2, 1)
-    with pytest.raises(DataError, match="up to 9 tokens in 1 of 2 examples, and the model has 8 positions"):
+    with pytest.raises(
+        DataError, match="1 of 2 examples exceed the model's 8 positions; the longest has 9 tokens"
+    ):
         load(8, overlong="error")
-    with pytest.raises(DataError, match="in 2 of 2 examples"):
+    with pytest.raises(DataError, match="2 of 2 examples"):
         load(5)
 
 
@@ -116,7 +118,7 @@ def test_a_response_in_pieces_has_them_all_marked(folder: Path, tokenizer: PreTr
     (folder / "teach.py").write_text("def write(row):\n    return [('ask', True), 'told']\n")
     source = FileSource(path="a.jsonl", response_function="teach.py:write")
     with pytest.raises(
-        DataError, match=r"'told'\], but a response must be text or a list of \(text, is_policy\)"
+        DataError, match=r"'told'\], but a response must be a string or a list of \(text, is_policy\)"
     ):
         load_examples([source], DataConfig(), tokenizer, base_dir=folder)
 
@@ -153,10 +155,10 @@ def test_chain_sums_are_worked_from_left_to_right(expression: str, written: str)
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({}, "give one of sft.data[0].response_key (a column) and sft.data[0].response_function"),
-        ({"response_key": "solution", "response_function": "a.b"}, "give only one of sft.data[0].response_key"),
-        ({"response_key": "solutions"}, "row 0: there is no column 'solutions', did you mean 'solution'?; the columns"),
-        ({"response_function": "teach.py:number"}, "row 0: teach.py:number returned 7, but a response must be text"),
+        ({}, "set one of sft.data[0].response_key (a column) and sft.data[0].response_function"),
+        ({"response_key": "solution", "response_function": "a.b"}, "set only one of sft.data[0].response_key"),
+        ({"response_key": "solutions"}, "row 0: no column 'solutions', did you mean 'solution'?; the columns"),
+        ({"response_function": "teach.py:number"}, "row 0: teach.py:number returned 7, but a response must be a string"),
         ({"response_function": "teach.py:fail"}, "row 0: teach.py:fail raised KeyError: 'no'"),
     ],
 )  # fmt: skip
@@ -180,7 +182,10 @@ def test_an_unknown_response_function_is_a_problem_of_the_config(
 def test_a_tokenizer_without_an_end_token_cannot_teach_ends(
     folder: Path, bare_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(DataError, match=r"the tokenizer has no end token to teach; set model\.tokenizer"):
+    with pytest.raises(
+        DataError,
+        match=r"the tokenizer has no end token, which responses must end with; set model\.tokenizer",
+    ):
         load_examples(
             [FileSource(path="a.jsonl", response_key="solution")],
             DataConfig(),

@@ -58,7 +58,7 @@ def test_calls_and_answers_are_rendered_as_they_are_read() -> None:
 
 def test_a_tool_that_hangs_is_a_failure_of_the_environment() -> None:
     env = ToolConversation({"slow": _hanging}, max_turns=3, timeout_s=0.01)
-    with pytest.raises(EnvError, match=r"tool 'slow' gave no answer within 0\.01 s to 'x'"):
+    with pytest.raises(EnvError, match=r"tool 'slow' timed out after 0\.01 s on 'x'"):
         asyncio.run(env.reply("<slow>x</slow>"))
 
 

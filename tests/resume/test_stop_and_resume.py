@@ -61,7 +61,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("within_s", [60.0, 1e-3], ids=["the round is finished", "the round is given up"])
+@pytest.mark.parametrize("within_s", [60.0, 1e-3], ids=["the round is finished", "the round is abandoned"])
 def test_a_run_stopped_in_each_phase_resumes_bit_exactly(
     tmp_path: Path, signals: list[tuple[str, int]], within_s: float
 ) -> None:

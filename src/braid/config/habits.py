@@ -60,7 +60,7 @@ HABITS = {
     "max_completion_length": "rollout.sampling.max_new_tokens",
     "num_train_epochs": "run.max_epochs",
     "max_steps": "run.max_rounds",
-    "logging_steps": "none: every round is logged",
+    "logging_steps": "report: every round is logged",
     "save_steps": "checkpoint.every_rounds",
     "eval_steps": "eval.every_rounds",
     "report_to": "report.tensorboard, report.wandb or report.swanlab",

@@ -194,7 +194,7 @@ def _home(layout: Layout, seated: RoleLayout) -> str:
     """Name of the group whose processes run a role. Megatron allows one parallel layout per process, so its
     roles have separate groups."""
     policy = layout.role("policy")
-    assert policy is not None, "every run has a policy"
+    assert policy is not None, "the layout has no policy"
     is_alike = seated.kind == policy.kind != "megatron" and seated.workers == policy.workers
     return "policy" if is_alike else seated.role
 

@@ -112,10 +112,10 @@ def text_collector(
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; `link` as in Collector."""
     env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
-    assert isinstance(env, SingleTurnEnv | ToolEnv), "simulators have a collector of their own"
+    assert isinstance(env, SingleTurnEnv | ToolEnv), "env is a simulator, not a text environment"
 
     def driver(sampling: SamplingConfig, context: int | None, batch: int | None) -> Driver:
-        assert context is not None, "text has a bound on its context"
+        assert context is not None, "text episodes have a context limit"
         driver = TextDriver(
             engine,
             text_env_maker(env),
@@ -152,7 +152,7 @@ def simulator_collector(
 ) -> Collector:
     """A collector of a simulator's episodes, sampled with the trained policy's own tensors."""
     env, rollout = config.env, config.rollout
-    assert isinstance(env, GymnasiumEnv), "the others are not in this version"
+    assert isinstance(env, GymnasiumEnv), "only Gymnasium simulators are implemented"
 
     def driver(sampling: SamplingConfig, batch: int | None) -> Driver:
         driver = SimulatorDriver(

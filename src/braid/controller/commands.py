@@ -108,8 +108,8 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     model = loaded.config.model
     if model.mlp is not None:
         raise ConfigError(
-            f"{run_dir} trained a perceptron (model.mlp), which has no Hugging Face form; its weights are in "
-            f"{run_dir / 'checkpoints'} as safetensors"
+            f"{run_dir} trained an MLP (model.mlp), which cannot be exported to Hugging Face format; its weights are "
+            f"safetensors files in {run_dir / 'checkpoints'}"
         )
     disable_progress_bar()
     weights, _ = _weights_of(run_dir, step)
@@ -156,7 +156,7 @@ def _weights_of(run_dir: Path, step: int | None = None) -> tuple[dict[str, torch
         raise CheckpointError(f"the run {run_dir} has no checkpoint in {store.folder}")
     if step is not None and step not in steps:
         have = ", ".join(map(str, steps))
-        raise ConfigError(f"--step {step}: {run_dir} has no checkpoint of that step; it has {have}")
+        raise ConfigError(f"--step {step}: {run_dir} has no checkpoint of that step; available: {have}")
     return _weights_in(store, "latest" if step is None else str(store.path(step)))
 
 
@@ -255,7 +255,7 @@ def _stoppable(loop: Callable[[Parts], None], stop: StopSignals, grace_s: float,
         except (*PASSING, WorkerError) as error:
             if not stop.is_requested:
                 raise
-            logger.warning("the run failed while it was to end: %s: %s", type(error).__name__, error)
+            logger.warning("the run failed while stopping: %s: %s", type(error).__name__, error)
             stop.end()
 
 
@@ -270,14 +270,13 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
     folder, about = found
     changed = changes(about.get("config", ""), to_yaml(loaded)) if about else []
     if changed:
-        logger.info("settings that differ from those of %s: %s", folder, "; ".join(map(str, changed)))
+        logger.info("settings changed since %s: %s", folder, "; ".join(map(str, changed)))
     if loaded.config.run.allow_changes:
         return
     problems = [
         Problem(
             change.key,
-            f"was {change.before} in the run of {folder} and is {change.after} now; set it back, or resume with "
-            "run.allow_changes=true",
+            f"is {change.after}, but was {change.before} in {folder}; restore it, or set run.allow_changes=true",
             loaded.origin(change.key),
         )
         for change in changed
@@ -285,7 +284,7 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
     ]
     if about and about["run_id"] != run_dir.run_id:
         message = (
-            f"{folder} is a checkpoint of another run than the one in {run_dir.path}; to go on from it all the same set "
+            f"{folder} is a checkpoint of another run than the one in {run_dir.path}; to resume from it anyway, set "
             "run.allow_changes=true"
         )
         problems.append(Problem("run.resume", message, loaded.origin("run.resume")))
@@ -298,7 +297,7 @@ def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
     remove."""
     if store.steps():
         message = (
-            f"{store.folder} holds checkpoints of another run. To go on with that run, set run.resume=latest; else give another "
+            f"{store.folder} contains checkpoints of another run; set run.resume=latest to resume that run, or choose another "
             "folder, or remove them"
         )
         raise ConfigError([Problem("checkpoint.dir", message, "file system")])
@@ -329,7 +328,7 @@ def _keep_trying(
             which = "latest" if store.steps() else config.run.resume
             pause_s = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
             logger.warning(
-                "the run failed: %s: %s; restart %d of %d in %g s, from %s",
+                "the run failed: %s: %s; restart %d of %d in %g s from %s",
                 type(error).__name__,
                 error,
                 restart,
@@ -351,9 +350,7 @@ def _may_pass(error: Exception) -> bool:
 def _resume(parts: Parts, which: str) -> None:
     """Restore the parts from a checkpoint; with `latest` and no checkpoint, start from the beginning."""
     if which == "latest" and not parts.store.steps():
-        logger.warning(
-            "there is no checkpoint yet in %s; the run starts from the beginning", parts.store.folder
-        )
+        logger.warning("no checkpoint in %s; starting from the beginning", parts.store.folder)
         return
     folder, step, state = parts.store.locate("latest" if which == "latest" else Path(which))
     parts.store.forget_after(step)
@@ -362,12 +359,12 @@ def _resume(parts: Parts, which: str) -> None:
     if parts.progress.is_warm:
         where = f"after round {done}" + (f" of {num_rounds}" if num_rounds is not None else "")
     else:
-        where = f"after step {parts.progress.warm_steps} of the warm-up"
+        where = f"after step {parts.progress.warm_steps} of supervised fine-tuning"
     logger.info("resumed from %s, %s, step %d", folder, where, step)
     if num_rounds is not None and done >= num_rounds and parts.progress.is_reported:
         logger.warning(
-            "the run is finished: all its %d rounds are done, nothing is left to do. To train on raise run.max_rounds or "
-            "run.max_epochs (with braid sft: sft.steps)",
+            "the run has finished all its %d rounds; to train longer, raise run.max_rounds or run.max_epochs (braid sft: "
+            "sft.steps)",
             num_rounds,
         )
 
@@ -394,9 +391,9 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
     first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
     problems = []
     if target.min_final is not None and not last >= target.min_final:
-        problems.append(f"{name} is {last:.3f} at the end, below eval.target.min_final={target.min_final:g}")
+        problems.append(f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}")
     if verb != "eval" and target.min_gain is not None and not last - first >= target.min_gain:
         problems.append(
-            f"{name} went from {first:.3f} to {last:.3f}, less than eval.target.min_gain={target.min_gain:g}"
+            f"{name} rose from {first:.3f} to {last:.3f}, by less than eval.target.min_gain={target.min_gain:g}"
         )
     return TargetMissed("; ".join(problems)) if problems else None

@@ -106,7 +106,7 @@ def _setting(config: RewardConfig, loaded: Loaded, seed: int) -> Setting:
 
 
 async def _no_policy(*_: object, **__: object) -> str:
-    raise AssertionError("no judge is asked before a run")
+    raise AssertionError("judges are not called before a run")
 
 
 def _part_problems(
@@ -145,7 +145,7 @@ def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: 
             case ReasoningGymReward():
                 if "reasoning_gym" not in prompt.fields:
                     raise RewardError(
-                        f"source {prompt.source!r} is not procedural; name others in {key}.sources"
+                        f"source {prompt.source!r} is not procedural; list only procedural sources in {key}.sources"
                     )
             case JudgeReward():
                 template = read_template(part.prompt, setting.base_dir, key=f"{key}.prompt")
@@ -163,7 +163,7 @@ def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: 
         (first, why), count = failed[0], len(failed)
         yield Problem(
             key,
-            f"{part.kind} cannot score {count:,} of {len(prompts):,} prompts, the first of them {first.uid}: {why}",
+            f"{part.kind} cannot score {count:,} of {len(prompts):,} prompts; first: {first.uid}: {why}",
         )
     elif isinstance(part, CodeReward):
         try:
@@ -192,10 +192,8 @@ def _failed_call(
                 cause = error.__cause__
                 if isinstance(cause, ConnectionError | TimeoutError) or "reward.timeout_s" in str(error):
                     return
-                first = (
-                    first or f"called on {prompt.uid} with {trajectory.answer_text!r} as the answer: {error}"
-                )
-    tried = "" if len(examples) == 1 else f", and likewise on {len(examples) - 1} others"
+                first = first or f"called on {prompt.uid} with the answer {trajectory.answer_text!r}: {error}"
+    tried = "" if len(examples) == 1 else f"; {len(examples) - 1} other prompts failed too"
     yield Problem(key, f"{first}{tried}; it must return a number (an exception makes the trajectory invalid)")
 
 

@@ -45,7 +45,7 @@ def device_of(config: RunConfig) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda, but torch sees no GPU; set run.device=cpu or auto")
+        raise ConfigError("run.device=cuda, but torch finds no GPU; set run.device to cpu or auto")
     return torch.device(name)
 
 

@@ -100,10 +100,10 @@ class Selection:
         words: dict[Reason, str] = {
             "invalid": "have no valid trajectory",
             "baseline": "have an invalid greedy answer",
-            "min_std": f"have rewards with a standard deviation of at most rollout.filter.min_std={config.min_std}",
-            "min_mean": f"have a mean reward of at most rollout.filter.min_mean={config.min_mean}",
-            "max_mean": f"have a mean reward of at least rollout.filter.max_mean={config.max_mean}",
-            "surplus": "came after the round was full",
+            "min_std": f"have a reward standard deviation <= rollout.filter.min_std={config.min_std}",
+            "min_mean": f"have a mean reward <= rollout.filter.min_mean={config.min_mean}",
+            "max_mean": f"have a mean reward >= rollout.filter.max_mean={config.max_mean}",
+            "surplus": "were surplus in a full round",
         }
         told = [f"{count} {words[reason]}" for reason, count in self.reasons.most_common()]
         return f"of {len(self.kept) - self.num_replaced + len(self.dropped)} groups " + ", ".join(told)

@@ -65,7 +65,7 @@ class PolicyJudge:
         except EngineError as error:
             raise RewardError(f"engine: {error}") from error
         if completion.stop_reason == "length":
-            raise RewardError("the judge's reply was cut off; raise max_tokens of the part")
+            raise RewardError("the judge's reply was truncated; raise max_tokens of this reward part")
         return plain_text(self._tokenizer, completion.token_ids)
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class PolicyJudge:
                 )
             except (jinja2.TemplateError, TypeError, ValueError) as error:
                 raise RewardError(
-                    f"the policy's chat template refuses the judge's messages: {error}", is_final=True
+                    f"the policy's chat template rejects the judge's messages: {error}", is_final=True
                 ) from error
         ids: Any = self._tokenizer(text, add_special_tokens=not has_template, verbose=False)["input_ids"]
         return tuple(ids)

@@ -87,7 +87,7 @@ def gather(parts: Parts) -> Selection:
     _report_selection(parts, selection)
     if selection.reasons["invalid"] == len(sampled):
         raise TrainingError(
-            f"round {progress.round} has no trajectory to train on: every answer of every group is invalid"
+            f"round {progress.round} has nothing to train on: all its trajectories are invalid"
         )
     return selection
 
@@ -125,8 +125,8 @@ def _score(parts: Parts, numbers: Sequence[int]) -> list[Group]:
     if invalid > limit * len(trajectories):
         common = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
         raise RolloutError(
-            f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, more than "
-            f"rollout.max_invalid_fraction={limit:g} allows. Most common: {common}"
+            f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, above "
+            f"rollout.max_invalid_fraction={limit:g}; most common: {common}"
         )
     return groups
 
@@ -239,16 +239,15 @@ def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowFa
     why = selection.describe() if selection.reasons else ""
     if selection.kept:
         why += (
-            (" and " if why else "")
-            + "algorithm.mask_truncated or mask_long_failures keeps every trajectory that is left out of the loss"
-        )
+            " and " if why else ""
+        ) + "algorithm.mask_truncated or mask_long_failures masks all remaining trajectories"
     if progress.empty_rounds >= MAX_EMPTY_ROUNDS:
         raise TrainingError(
-            f"{progress.empty_rounds} rounds in a row, up to round {progress.round}, had nothing to train on. In the last one "
-            f"{why}. The task may be too easy or too hard for the policy: change the data or the reward, or loosen "
+            f"{progress.empty_rounds} consecutive rounds, up to round {progress.round}, had nothing to train on. In the last "
+            f"one: {why}. The task may be too easy or too hard for the policy: change the data or the reward, or relax "
             "the filter"
         )
-    logger.warning("round %d trains nothing: %s", progress.round, why)
+    logger.warning("round %d has nothing to train on: %s", progress.round, why)
 
 
 def improve(parts: Parts, rows: Sequence[RowFacts]) -> None:
@@ -483,7 +482,7 @@ def given_up_when_late(parts: Parts) -> Iterator[None]:
         if not parts.stop.is_requested:
             raise
         if not isinstance(error, RoundCut):
-            logger.warning("round %d is given up: %s", parts.progress.round, error)
+            logger.warning("round %d is abandoned: %s", parts.progress.round, error)
         if at["progress"] != parts.saved:
             _save(parts, at)
         parts.stop.end()

@@ -73,7 +73,7 @@ def _row_of(example: Example, number: int) -> Row:
 
 def warm_up_config(config: RunConfig) -> RunConfig:
     """The run's config with the optimizer of supervised learning."""
-    assert config.sft is not None, "there is something to learn from"
+    assert config.sft is not None, "sft is not set"
     train = config.train.model_copy(update={"optimizer": config.sft.optimizer})
     return config.model_copy(update={"train": train})
 

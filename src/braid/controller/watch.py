@@ -44,7 +44,7 @@ class LearningWatch:
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in signs}
         for name, count in self._in_a_row.items():
             if count == PATIENCE:
-                logger.warning("%d rounds in a row, up to %d: %s", PATIENCE, round_, signs[name])
+                logger.warning("%d consecutive rounds, up to %d: %s", PATIENCE, round_, signs[name])
         if (reward := metrics.get("reward/mean")) is not None and math.isfinite(reward):
             self._rewards.append(reward)
             if fall := self._fall(round_):
@@ -60,8 +60,8 @@ class LearningWatch:
             yield (
                 "equal rewards",
                 f"all answers of every group have the same reward (mean {metrics.get('reward/mean', math.nan):g}), so every advantage is 0. "
-                "Read some answers in samples/: if none can be right, correct the reward or the prompt, or take easier data or "
-                "a supervised warm-up (sft); if all are right, take harder data",
+                "Read some answers in samples/: if all are wrong, check the reward and the prompt, or use easier data or "
+                "supervised fine-tuning first (sft); if all are right, use harder data",
             )
         limit = self.config.rollout.sampling.max_new_tokens
         is_text = not isinstance(self.config.env, GymnasiumEnv)
@@ -69,14 +69,14 @@ class LearningWatch:
             yield (
                 "truncated answers",
                 f"{metrics['rollout/truncated_fraction']:.0%} of the answers are truncated; raise "
-                f"rollout.sampling.max_new_tokens={limit}, or see in `braid show` whether the model's end tokens are right",
+                f"rollout.sampling.max_new_tokens={limit}, or check the model's end tokens with `braid show`",
             )
         for role in ("policy", "sft"):
             if metrics.get(f"{role}/grad_norm") == 0.0 and not has_equal_rewards:
                 yield (
                     f"{role} gradient",
-                    f"{role}/grad_norm is exactly 0, so no weight changes. Look for advantages that are all 0 in samples/, "
-                    "for algorithm.mask_truncated or corrections that leave nothing, and for frozen weights",
+                    f"{role}/grad_norm is exactly 0, so the weights do not change. Check samples/ for advantages that are all 0, "
+                    "whether algorithm.mask_truncated or corrections mask everything, and whether weights are frozen",
                 )
 
     def _fall(self, round_: int) -> str:
@@ -94,6 +94,6 @@ class LearningWatch:
         first = round_ - len(self._rewards) + 1 + best
         return (
             f"the mean reward has fallen from {then.mean():.3g} in rounds {first} to {first + WINDOW - 1} to {now.mean():.3g} in "
-            f"the last {WINDOW} (up to {round_}); lower train.optimizer.lr={self.config.train.optimizer.lr:g}, hold the policy "
-            "to the reference by algorithm.kl_coef, or go on from an earlier checkpoint"
+            f"the last {WINDOW} (up to {round_}); lower train.optimizer.lr={self.config.train.optimizer.lr:g}, raise "
+            "algorithm.kl_coef, or resume from an earlier checkpoint"
         )

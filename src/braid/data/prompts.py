@@ -74,7 +74,7 @@ def load_prompts(
             if role == "eval" and name == "all":
                 key = "source_key" if source.config.source_key else "name"
                 raise DataError(
-                    f"{source.key}: 'all' names the result over all sources; set {source.key}.{key} to another"
+                    f"{source.key}: the name 'all' is reserved for the result over all sources; change {source.key}.{key}"
                 )
             prompts.append(Prompt(f"{source.name}:{item.index}", name, item.token_ids, item.messages, fields))
     return PromptSet(prompts, counts)
@@ -84,7 +84,7 @@ def _fields(source: SourceRows, index: int) -> DataRow:
     row, key = source.rows[index], source.config.answer_key
     if key is None:
         return row
-    no_answer = "set it to null when there is no answer"
+    no_answer = "set it to null if there is no answer"
     return {**row, "answer": cell(source, index, "answer_key", key, or_else=no_answer)}
 
 
@@ -95,8 +95,8 @@ def _source_name(source: SourceRows, index: int) -> str:
     name = cell(source, index, "source_key", key)
     if not isinstance(name, str) or not name:
         raise DataError(
-            f"{_where(source, index)}: column {key!r} ({source.key}.source_key) holds {name!r}, but the name of a source is "
-            "text; set it to null to have one name for all rows"
+            f"{_where(source, index)}: column {key!r} ({source.key}.source_key) contains {name!r}, but the name of a source "
+            "must be a string; set source_key to null to use one name for all rows"
         )
     return name
 
@@ -146,14 +146,12 @@ def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool
             {"role": "user", "content": _fill_template(source, index, value, uses_column)},
         ), False
     if config.template != "{prompt}":
-        raise DataError(
-            f"{where}: holds chat messages, which {source.key}.template cannot be put around; remove it"
-        )
+        raise DataError(f"{where}: {source.key}.template does not apply to chat messages; remove it")
     chat = tuple(_message(message, where, config.prompt_key) for message in value)
     if not chat or chat[-1]["role"] == "assistant":
         raise DataError(
-            f"{where}: the messages of column {config.prompt_key!r} must end with what the policy is to answer, "
-            f"not with {'an answer of the assistant' if chat else 'nothing'}"
+            f"{where}: the messages in column {config.prompt_key!r} "
+            f"{'must not end with an assistant message' if chat else 'are empty'}; end them with a message for the policy"
         )
     if system and chat[0]["role"] == "system":
         raise DataError(f"{where}: already has a system message; remove {source.key}.system")
@@ -174,7 +172,7 @@ def _message(value: Any, where: str, column: str) -> Message:
         case {"role": str(role), "content": str(content)}:
             return {"role": role, "content": content}
     raise DataError(
-        f"{where}: column {column!r} holds {value!r}, which is no chat message {{role: text, content: text}}"
+        f"{where}: column {column!r} contains {value!r}, which is not a chat message {{role: string, content: string}}"
     )
 
 
@@ -183,7 +181,7 @@ def _parsed(source: SourceRows) -> list[tuple[str, str | None, str | None, str |
         return list(Formatter().parse(source.config.template))
     except ValueError as error:
         raise DataError(
-            f"{source.key}.template: {source.config.template!r} is no template: {error}; write a brace that is text as {{{{ or }}}}"
+            f"{source.key}.template: invalid template {source.config.template!r}: {error}; write literal braces as {{{{ and }}}}"
         ) from error
 
 
@@ -195,8 +193,8 @@ def _column(field: str) -> str:
 def _fill_template(source: SourceRows, index: int, value: Any, uses_column: bool) -> str:
     if uses_column and not isinstance(value, str):
         raise DataError(
-            f"{_where(source, index)}: column {source.config.prompt_key!r} ({source.key}.prompt_key) holds {value!r}, "
-            "but a prompt must be text or a list of chat messages"
+            f"{_where(source, index)}: column {source.config.prompt_key!r} ({source.key}.prompt_key) contains {value!r}, "
+            "but a prompt must be a string or a list of chat messages"
         )
     template, columns = source.config.template, {**source.rows[index], "prompt": value}
     try:
@@ -205,8 +203,8 @@ def _fill_template(source: SourceRows, index: int, value: Any, uses_column: bool
         unknown = [n for _, n, _, _ in _parsed(source) if n is not None and _column(n) not in columns]
         problem = f"no column {unknown[0]!r}{suggest(unknown[0], columns)}" if unknown else str(error)
         raise DataError(
-            f"{_where(source, index)}: {source.key}.template {template!r} cannot be filled: {problem}; the columns are "
-            f"{', '.join(map(str, source.rows[index]))}, and a brace that is text is written as {{{{ or }}}}"
+            f"{_where(source, index)}: cannot fill {source.key}.template {template!r}: {problem}; the columns are "
+            f"{', '.join(map(str, source.rows[index]))}; write literal braces as {{{{ and }}}}"
         ) from error
     if not text:
         raise DataError(f"{_where(source, index)}: the prompt is empty")
@@ -218,7 +216,7 @@ def _use_chat_template(
 ) -> bool:
     mode, has_template = config.use_chat_template, bool(tokenizer.chat_template)
     if is_chat:
-        needs = "the prompt is chat messages"
+        needs = "the prompt is a list of chat messages"
     elif source.config.system:
         needs = f"{source.key}.system is set"
     else:
@@ -230,7 +228,7 @@ def _use_chat_template(
     if needs and not has_template:
         raise DataError(
             f"{_where(source, index)}: {needs}, but the tokenizer has no chat template; set model.chat_template to a "
-            "Jinja template or the path of a .jinja file, or give plain-text prompts"
+            "Jinja template or the path of a .jinja file, or use plain-text prompts"
         )
     return mode != "never" and has_template
 
@@ -257,7 +255,7 @@ def render(
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise DataError(
-            f"{_where(source, index)}: the chat template refuses the messages (roles "
+            f"{_where(source, index)}: the chat template rejects the messages (roles "
             f"{', '.join(m['role'] for m in messages)}): {error}; change the messages, {source.key}.system or "
             "model.chat_template"
         ) from error
@@ -304,16 +302,16 @@ def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[
         fitting = [item for item in items if len(item.token_ids) <= limit]
         if not fitting:
             raise DataError(
-                f"{source.key} ({source.name}): every prompt is too long: the shortest has {min(lengths)} tokens, the "
-                f"longest {max(lengths)}, and data.max_prompt_tokens allows {limit}; raise it, or set data.overlong to "
+                f"{source.key} ({source.name}): all prompts are too long: the shortest has {min(lengths)} tokens, the "
+                f"longest {max(lengths)}, but data.max_prompt_tokens is {limit}; raise it, or set data.overlong to "
                 "truncate_left or truncate_right"
             )
         return fitting, SourceCounts(rows=len(items), dropped_overlong=overlong)
     if rule == "error":
         first = next(i for i, length in enumerate(lengths) if length > limit)
         raise DataError(
-            f"{_where(source, first)}: the prompt has {lengths[first]} tokens and data.max_prompt_tokens allows {limit} "
-            f"({overlong} of {len(items)} prompts are too long, the longest has {max(lengths)}); raise it, or set "
+            f"{_where(source, first)}: the prompt has {lengths[first]} tokens, but data.max_prompt_tokens is {limit} "
+            f"({overlong} of {len(items)} prompts are too long; the longest has {max(lengths)}); raise it, or set "
             "data.overlong to drop, truncate_left or truncate_right"
         )
     kept = slice(-limit, None) if rule == "truncate_left" else slice(limit)
@@ -331,10 +329,10 @@ def cell(source: SourceRows, index: int, key: str, path: str, *, or_else: str = 
         has = (
             f"the columns{inside} are {', '.join(missing.present)}"
             if missing.present
-            else f"nothing is{inside}"
+            else f"there are no columns{inside}"
         )
         raise DataError(
-            f"{_where(source, index)}: there is no column {missing.name!r}{inside}{suggest(missing.name, missing.present)}; "
+            f"{_where(source, index)}: no column {missing.name!r}{inside}{suggest(missing.name, missing.present)}; "
             f"{has}; set {source.key}.{key} to one of them" + (f", or {or_else}" if or_else else "")
         ) from None
 

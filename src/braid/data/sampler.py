@@ -17,9 +17,7 @@ class PromptSampler:
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
         if num_prompts < 1:
-            raise DataError(
-                "there are no prompts to draw from; give data.train at least one source with rows"
-            )
+            raise DataError("data.train has no prompts; add a source with at least one row")
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -58,9 +56,8 @@ class PromptSampler:
         """Resume from a `state()`. Raises DataError if it was saved with a different number of prompts."""
         if state["num_prompts"] != self.num_prompts:
             raise DataError(
-                f"the checkpoint was saved with {state['num_prompts']} training prompts, the data now has "
-                f"{self.num_prompts}, so the order cannot go on; restore the data, or start a new run from the weights "
-                "with resume: none"
+                f"the checkpoint was saved with {state['num_prompts']} training prompts, but the data now has "
+                f"{self.num_prompts}; restore the data, or start a new run from the weights with run.resume=none"
             )
         self.num_drawn = int(state["num_drawn"])
 
@@ -98,8 +95,8 @@ class MixedSampler(PromptSampler):
         groups = state.get("groups", ())
         if len(groups) != len(self._samplers):
             raise DataError(
-                f"the checkpoint was saved with {len(groups)} shares in data.mix, which has {len(self._samplers)} now; "
-                "restore it, or start a new run from the weights with resume: none"
+                f"the checkpoint was saved with {len(groups)} shares in data.mix, which now has {len(self._samplers)}; "
+                "restore it, or start a new run from the weights with run.resume=none"
             )
         for sampler, of in zip(self._samplers, groups, strict=True):
             sampler.load(of)

@@ -40,7 +40,7 @@ def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list
         at = f"{key}[{i}]"
         rows = list(islice(_rows_of(source, base_dir, at), source.limit))
         if not rows:
-            raise DataError(f"{at} ({name}): the data set is empty; a source needs at least one row")
+            raise DataError(f"{at} ({name}): the dataset is empty; a source needs at least one row")
         out.append(SourceRows(name, at, source, rows))
     return out
 
@@ -52,8 +52,8 @@ def source_names(sources: Sequence[Source], *, key: str) -> list[str]:
         first = names.index(name)
         if first != i:
             raise DataError(
-                f"{key}[{first}] and {key}[{i}] are both named {name!r}, which metrics could not tell apart; "
-                f"set {key}[{i}].name to another name"
+                f"{key}[{first}] and {key}[{i}] are both named {name!r}, but metrics need unique names; "
+                f"change {key}[{i}].name"
             )
     return names
 
@@ -73,13 +73,15 @@ def _file_rows(source: FileSource, base_dir: Path, key: str) -> Iterator[DataRow
     for path in [file for pattern in paths for file in _matches(pattern, base_dir, f"{key}.path")]:
         reader = _READERS.get(path.suffix)
         if reader is None:
-            raise DataError(f"{key}.path: {path} is none of {', '.join(_READERS)}; convert it to one of them")
+            raise DataError(
+                f"{key}.path: unsupported file type: {path}; convert it to one of {', '.join(_READERS)}"
+            )
         try:
             yield from reader(path)
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 text ({error}); save the file as UTF-8") from error
+            raise DataError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from error
         except OSError as error:
-            raise DataError(f"{key}.path: {path} cannot be read: {error.strerror or error}") from error
+            raise DataError(f"{key}.path: cannot read {path}: {error.strerror or error}") from error
 
 
 def _matches(pattern: str, base_dir: Path, key: str) -> list[Path]:
@@ -90,15 +92,14 @@ def _matches(pattern: str, base_dir: Path, key: str) -> list[Path]:
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if found:
             return found
-        raise DataError(f"{key}: no file matches {path}; relative paths start from the config's folder")
+        raise DataError(f"{key}: no file matches {path}; paths are relative to the config's folder")
     if path.is_dir():
         raise DataError(
-            f"{key}: {path} is a folder; name its files, for example {pattern.rstrip('/')}/*.jsonl"
+            f"{key}: {path} is a folder; list its files, for example {pattern.rstrip('/')}/*.jsonl"
         )
     near = suggest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
     raise DataError(
-        f"{key}: there is no file {path}{near}"
-        + ("" if near else "; relative paths start from the config's folder")
+        f"{key}: no such file: {path}{near}" + ("" if near else "; paths are relative to the config's folder")
     )
 
 
@@ -119,12 +120,18 @@ def _read_json(path: Path) -> Iterator[DataRow]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        hint = "; a file with one object per line is named .jsonl" if error.msg == "Extra data" else ""
+        hint = (
+            "; use the extension .jsonl for a file with one object per line"
+            if error.msg == "Extra data"
+            else ""
+        )
         raise DataError(
             f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}{hint}"
         ) from error
     if not isinstance(rows, list):
-        raise DataError(f"{path}: holds a JSON {_json_type(rows)}; write a list of objects, one per row")
+        raise DataError(
+            f"{path}: contains a JSON {_json_type(rows)}; it must be a list of objects, one per row"
+        )
     for i, row in enumerate(rows):
         yield _object(row, f"{path}: row {i}")
 
@@ -135,14 +142,14 @@ def _read_csv(path: Path) -> Iterator[DataRow]:
         try:
             header = next(reader, [])
             if len(set(header)) < len(header):
-                raise DataError(f"{path}:1: a column name comes twice: {', '.join(header)}")
+                raise DataError(f"{path}:1: duplicate column name: {', '.join(header)}")
             for cells in reader:
                 if not cells:
                     continue
                 if len(cells) != len(header):
                     raise DataError(
-                        f"{path}:{reader.line_num}: {len(cells)} cells where the header has {len(header)} columns "
-                        f"({', '.join(header)}); put cells that hold commas into double quotes"
+                        f"{path}:{reader.line_num}: {len(cells)} cells, but the header has {len(header)} columns "
+                        f"({', '.join(header)}); enclose cells that contain commas in double quotes"
                     )
                 yield dict(zip(header, cells, strict=True))
         except csv.Error as error:
@@ -166,7 +173,7 @@ _READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".par
 
 def _object(row: Any, where: str) -> DataRow:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON {_json_type(row)} where a row must be an object with named columns")
+        raise DataError(f"{where}: the row is a JSON {_json_type(row)}, but must be an object")
     return row
 
 
@@ -186,9 +193,8 @@ def _hub_rows(source: HubSource, base_dir: Path, key: str) -> Iterable[DataRow]:
         return datasets.load_dataset(path, source.subset, split=source.split)  # pyright: ignore[reportReturnType]
     except Exception as error:  # of many types, all meaning that the data cannot be loaded
         raise DataError(
-            f"{key}: data set {source.path!r} (subset {source.subset}, split {source.split!r}) cannot be loaded: "
-            f"{error}; it must be a name on the Hugging Face hub or a folder, and what it has is set by {key}.path, "
-            f"{key}.subset and {key}.split"
+            f"{key}: cannot load dataset {source.path!r} (subset {source.subset}, split {source.split!r}): {error}; check "
+            f"{key}.path (a name on the Hugging Face hub, or a folder), {key}.subset and {key}.split"
         ) from error
     finally:
         if has_bars:
@@ -202,21 +208,21 @@ def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
     if source.generator not in DATASETS:
         raise DataError(
             f"{key}.generator: reasoning-gym has no generator {source.generator!r}"
-            f"{suggest(source.generator, DATASETS) or '; its names are ' + ', '.join(sorted(DATASETS))}"
+            f"{suggest(source.generator, DATASETS) or '; available: ' + ', '.join(sorted(DATASETS))}"
         )
     known = [f.name for f in dataclasses.fields(DATASETS[source.generator][1])]
     for name in source.params:
         if name in ("size", "seed"):
-            raise DataError(f"{key}.params: {name!r} is set by {key}.{name}; remove it from params")
+            raise DataError(f"{key}.params: set {name!r} as {key}.{name} instead")
         if name not in known:
             raise DataError(
                 f"{key}.params: {source.generator} has no parameter {name!r}{suggest(name, known)}; "
-                f"it has {', '.join(n for n in known if n not in ('size', 'seed'))}"
+                f"available: {', '.join(n for n in known if n not in ('size', 'seed'))}"
             )
     try:
         entries = create_dataset(source.generator, size=source.size, seed=source.seed, **source.params)
     except Exception as error:  # generators validate their parameters differently, mostly by assert
-        raise DataError(f"{key}.params: {source.generator} refuses {source.params}: {error}") from error
+        raise DataError(f"{key}.params: {source.generator} rejects {source.params}: {error}") from error
     origin = {"reasoning_gym": {"generator": source.generator, "params": source.params}}
     for i in range(source.size):
         try:

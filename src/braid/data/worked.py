@@ -66,7 +66,7 @@ def load_examples(
     end_id: Any = tokenizer.eos_token_id
     if end_id is None:
         raise DataError(
-            "the tokenizer has no end token to teach; set model.tokenizer to one with an eos_token"
+            "the tokenizer has no end token, which responses must end with; set model.tokenizer to one with an eos_token"
         )
     examples: list[Example] = []
     counts: dict[str, SourceCounts] = {}
@@ -121,10 +121,9 @@ def _fitting(
     num_overlong = 0 if limit is None else sum(length > limit for length in lengths)
     if num_overlong and (config.overlong == "error" or num_overlong == len(examples)):
         raise DataError(
-            f"{source.key} ({source.name}): prompt and response together have up to {max(lengths)} tokens in {num_overlong} of "
-            f"{len(examples)} examples, and the model has {limit} positions; leave these rows out, or take a model with a "
-            "longer context"
-            + ("; data.overlong=drop leaves them out" if num_overlong < len(examples) else "")
+            f"{source.key} ({source.name}): {num_overlong} of {len(examples)} examples exceed the model's {limit} positions; "
+            f"the longest has {max(lengths)} tokens (prompt and response); remove them, or use a model with a longer context"
+            + ("; data.overlong=drop drops them" if num_overlong < len(examples) else "")
         )
     return [e for e, n in zip(examples, lengths, strict=True) if limit is None or n <= limit]
 
@@ -133,7 +132,7 @@ def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> li
     column, path = source.config.response_key, source.config.response_function
     if (column is None) == (path is None):
         raise DataError(
-            f"{source.key} ({source.name}): give {'only one' if path else 'one'} of {source.key}.response_key (a column) "
+            f"{source.key} ({source.name}): set {'only one' if path else 'one'} of {source.key}.response_key (a column) "
             f"and {source.key}.response_function (a function of the row)"
         )
     write = load_function(path, base_dir=base_dir, key=f"{source.key}.response_function") if path else None
@@ -152,9 +151,9 @@ def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> li
         elif write and _are_pieces(response):
             responses.append(response)
         else:
-            origin = f"{path} returned" if write else f"column {column!r} holds"
+            origin = f"{path} returned" if write else f"column {column!r} contains"
             or_pieces = " or a list of (text, is_policy)" if write else ""
-            raise DataError(f"{where}: {origin} {response!r}, but a response must be text{or_pieces}")
+            raise DataError(f"{where}: {origin} {response!r}, but a response must be a string{or_pieces}")
     return responses
 
 

@@ -41,7 +41,8 @@ class GymnasiumSimulator:
         observations, actions = self._envs[0].observation_space, self._envs[0].action_space
         if not observations.is_np_flattenable:
             raise _refused(
-                "id", f"{env_id} has observations {observations}, which cannot be flattened to a vector"
+                "id",
+                f"unsupported observation space of {env_id}: {observations} cannot be flattened to a vector",
             )
         self._observations = observations
         self._observation_size = spaces.flatdim(observations)
@@ -118,7 +119,7 @@ def _make(env_id: str, kwargs: Mapping[str, Any]) -> gymnasium.Env:
         near = suggest(env_id, gymnasium.registry)
         raise _refused("id", f"Gymnasium cannot make {env_id!r}{near}: {error}") from error
     except TypeError as error:
-        raise _refused("kwargs", f"{env_id} does not take {dict(kwargs)}: {error}") from error
+        raise _refused("kwargs", f"{env_id} does not accept {dict(kwargs)}: {error}") from error
 
 
 def _actions(env_id: str, space: spaces.Space) -> tuple[ActionSpace, Callable[[NDArray], Any]]:
@@ -130,7 +131,9 @@ def _actions(env_id: str, space: spaces.Space) -> tuple[ActionSpace, Callable[[N
         return ActionSpace("continuous", size), lambda action: np.clip(
             action.reshape(space.shape), space.low, space.high
         ).astype(space.dtype)
-    raise _refused("id", f"{env_id} has actions {space}; Discrete and Box of floats can be used")
+    raise _refused(
+        "id", f"unsupported action space of {env_id}: {space}; supported are Discrete, and Box of floats"
+    )
 
 
 def _refused(key: str, message: str) -> ConfigError:

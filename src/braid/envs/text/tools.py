@@ -72,8 +72,6 @@ class ToolConversation:
             async with asyncio.timeout(self._timeout_s):
                 return await self._tools[tag](argument)
         except TimeoutError as error:
-            raise EnvError(
-                f"tool {tag!r} gave no answer within {self._timeout_s:g} s to {argument!r}"
-            ) from error
+            raise EnvError(f"tool {tag!r} timed out after {self._timeout_s:g} s on {argument!r}") from error
         except Exception as error:
             raise EnvError(f"tool {tag!r} raised {type(error).__name__}: {error} on {argument!r}") from error
