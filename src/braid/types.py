@@ -259,7 +259,8 @@ class Row:
     state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
 
     `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, or an
-    env step of a simulator. By default each run of policy positions is one.
+    env step of a simulator. By default each run of policy positions is one. `policy_versions` are the weights
+    that each decision was sampled with; the last entry also holds for all later decisions.
 
     `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, values, advantages and
     returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
@@ -278,6 +279,7 @@ class Row:
     baseline: float | None = None
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     decision: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    policy_versions: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if not len(self.decision):

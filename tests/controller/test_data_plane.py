@@ -126,6 +126,19 @@ def test_what_models_infer_reaches_the_rows_that_it_is_of() -> None:
     assert all(not row.fields for row in experience.take([0, 1, 2], True))
 
 
+def test_versions_of_decisions_become_those_of_positions() -> None:
+    mask = np.array([0, 1, 1, 0, 1, 0, 1], np.bool_)
+    rows = [Row({}, mask, 0, 0, policy_versions=(4, 5, 6)), Row({}, mask, 0, 1, policy_versions=(7,))]
+    experience = Experience(RECIPES["grpo"], None)
+    experience.open([rows])
+    experience.write_policy_versions()
+    of_turns, of_an_episode = (
+        row.fields["policy_versions"].tolist() for row in experience.take([0, 1], False)
+    )
+    assert of_turns == [0, 4, 4, 0, 5, 0, 6]
+    assert of_an_episode == [0, 7, 7, 0, 7, 0, 7]
+
+
 def test_credit_where_the_rows_lie_returns_the_moments_that_it_was_given() -> None:
     group = Group(_prompt(0), [Trajectory(_prompt(0), i, reward=float(i)) for i in range(2)])
     for trajectory in group.trajectories:

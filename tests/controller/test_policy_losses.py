@@ -75,6 +75,17 @@ def test_parts_without_a_recipe_train(load_tiny: LoadTiny, overrides: list[str],
         assert line["policy/skipped_steps"] == 0
 
 
+def test_interpolated_old_log_probs_of_a_synchronous_run_are_the_engines(load_tiny: LoadTiny) -> None:
+    settings = ("algorithm.clip_high=0.01", "train.steps_per_pass=2", "checkpoint.at_end=true")
+    ours, theirs = (
+        _weights(
+            commands.train(load_tiny(f"algorithm.old_logprobs={kind}", f"run.name={kind}", *settings)).run_dir
+        )
+        for kind in ("interpolated", "behavior")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_kl_cov_acts_on_the_share_of_tokens_that_was_asked_for(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("algorithm.recipe=kl_cov", "algorithm.cov_fraction=0.25")).run_dir
     for line in _lines(run)[1:]:

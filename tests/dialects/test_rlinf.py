@@ -420,6 +420,14 @@ def test_corrections_for_what_separates_engine_and_trainer() -> None:
     assert found == [("token", "truncate", 4.0), ("token", "mask", 4.0)]
 
 
+@pytest.mark.parametrize(("recomputes", "old"), [("true", "recompute"), ("false", "interpolated")])
+def test_decoupled_ppo_recomputes_its_proximal_policy_or_interpolates_it(recomputes: str, old: str) -> None:
+    loss = ("algorithm.adv_type=gae", "algorithm.loss_type=decoupled_actor_critic")
+    read = here(*loss, f"rollout.recompute_logprobs={recomputes}")
+    assert read.loaded.config.algorithm.old_logprobs == old
+    assert row(read, "rollout.recompute_logprobs").disposition == "applied"
+
+
 def test_decoupled_ppo_without_a_threshold_weighs_without_a_bound() -> None:
     for threshold in ([], ["algorithm.behave_weight_threshold=null"]):
         overrides = ["algorithm.adv_type=gae", "algorithm.loss_type=decoupled_actor_critic", *threshold]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from braid.algorithms.corrections import correction_factor, sampling_weight
+from braid.algorithms.corrections import correction_factor, proximal_logprobs, sampling_weight
 from braid.algorithms.covariance import choose_greatest, choose_within, covariances
 from braid.algorithms.segments import segments
 
@@ -35,6 +35,15 @@ def test_weights_equal_hand_computed_values(level, over, expected):
 def test_each_turn_has_a_weight_of_its_own():
     weight = sampling_weight(OLD, BEHAVIOR, TWO_TURNS, level="turn")
     torch.testing.assert_close(weight[[0, 2]], torch.tensor([1.221403, 0.904837]), **CLOSE)
+
+
+def test_the_proximal_policy_lies_between_sampler_and_policy_by_the_age_of_the_weights():
+    logprobs, behavior = torch.full((5,), -1.0, requires_grad=True), torch.full((5,), -2.0)
+    # in training: version 5, so before the update: 4; a = (4 - v) / (5 - v), and 0 where v is 4 or later
+    versions = torch.tensor([2.0, 3.0, 4.0, 5.0, 1.0])
+    found = proximal_logprobs(logprobs, behavior, versions, version=5)
+    torch.testing.assert_close(found, torch.tensor([-1.333333, -1.5, -2.0, -2.0, -1.25]), **CLOSE)
+    assert not found.requires_grad
 
 
 def test_truncation_bounds_the_weight():

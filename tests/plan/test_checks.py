@@ -131,6 +131,11 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
             "2048; lower one of them",
         ),
         (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.old_logprobs=interpolated"],
+            "algorithm.old_logprobs: KL in the reward is taken from log-probs before the update, which interpolated does "
+            "not compute; set auto, recompute or behavior",
+        ),
+        (
             ["algorithm.recipe=gspo", "algorithm.logprob_level=chunk"],
             "algorithm.ratio_level: algorithm.logprob_level=chunk makes every ratio that of a turn; set it to token, or "
             "logprob_level to token",
@@ -311,6 +316,11 @@ def test_each_verb_needs_its_own_parts() -> None:
         (
             ["rollout.request_batch=32"],
             "rollout.request_batch: has no effect: a round has no more prompts than that",
+        ),
+        (
+            ["algorithm.old_logprobs=interpolated", "algorithm.corrections=[{}]"],
+            "algorithm.corrections: has no effect: rounds are sampled with the weights that they start from, so "
+            "interpolated log-probs are the engine's",
         ),
         (
             ["algorithm.entropy_level=chunk"],

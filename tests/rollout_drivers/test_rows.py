@@ -12,7 +12,7 @@ PROMPT = Prompt("test:0", "test", (1, 2), ())
 def _text(reward: float | None = 1.0, *, turn_rewards: tuple[float, float] = (0.0, 0.0)) -> Trajectory:
     turns = [
         Turn([1, 2], [3, 4], [-0.1, -0.2], "stop", 0, turn_rewards[0]),
-        Turn([5], [6], [-0.3], "stop", 0, turn_rewards[1]),
+        Turn([5], [6], [-0.3], "stop", 1, turn_rewards[1]),
     ]
     return Trajectory(PROMPT, 0, turns=turns, reward=reward)
 
@@ -23,7 +23,7 @@ def _episode(status: Status) -> Trajectory:
         actions=np.array([1, 0, 1]),
         logprobs=np.array([-0.1, -0.2, -0.3], np.float32),
         rewards=np.array([1.0, 2.0, 4.0], np.float32),
-        policy_version=0,
+        policy_version=3,
     )
     return Trajectory(PROMPT, 0, status, env_steps=steps, reward=7.0)
 
@@ -37,6 +37,7 @@ def test_a_text_row_is_turns_and_replies_end_to_end() -> None:
     )
     assert row.fields["rewards"].tolist() == [0, 0, 0, 0, 0, 1.0]
     assert row.decision.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert row.policy_versions == (0, 1)
     assert row.is_terminal
 
 
@@ -68,6 +69,7 @@ def test_an_episode_row_has_the_final_observation_masked_out(status: Status, is_
     assert row.inputs["actions"].tolist() == [1, 0, 1, 0]
     assert row.mask.tolist() == [True, True, True, False]
     assert row.decision.tolist() == [0, 1, 2, -1]
+    assert row.policy_versions == (3,)
     assert row.fields["rewards"].tolist() == [1, 2, 4, 0]
     assert row.fields["behavior_logprobs"][-1] == 0
     assert row.is_terminal is is_terminal

@@ -86,6 +86,20 @@ def test_the_entropy_bonus_is_subtracted_and_has_a_gradient() -> None:
     assert grads["entropy"].tolist() == pytest.approx([0.0, -0.1, -0.1])
 
 
+def test_versions_of_the_weights_interpolate_the_old_log_probs() -> None:
+    """Sampled by versions 1 and 2, version 3 in training: old is behavior + 1/2 of the way, and behavior."""
+    recipe = replace(GRPO, corrections=(Correction(level="token", mode="truncate", low=0.0, high=None),))
+    outputs = _outputs([-1.0, -2.0])
+    fields = {"advantages": [1.0, 1.0], "behavior_logprobs": [-1.2, -2.1], "policy_versions": [1.0, 2.0]}
+    loss, diagnostics = policy_loss(recipe, version=3).compute(outputs, _batch(**fields))
+    loss.backward()
+    # weights e^0.1 and 1, ratios e^0.1 and e^0.1: 0.5 (1.221403 + 1.105171)
+    assert loss.item() == pytest.approx(-1.163287, **CLOSE)
+    assert outputs["logprobs"].grad is not None
+    assert outputs["logprobs"].grad.tolist() == pytest.approx([0.0, -0.610701, -0.552585], **CLOSE)
+    assert _means(diagnostics)["policy/correction_mean"] == pytest.approx((1.105171 + 1.0) / 2, **CLOSE)
+
+
 # One row: a turn of two tokens, a token of the environment, a turn of one token.
 TURNS = torch.tensor([-1, 0, 0, -1, 1], dtype=torch.int32)
 

@@ -6,7 +6,7 @@ expectation under pi_old (importance sampling); bounding w, or masking tokens wh
 a little bias for much less variance. With a separately clipped ratio pi / pi_old, this is decoupled PPO
 (Hilton et al. 2021, arXiv 2110.00641).
 
-Owns the factor. The caller (training/losses.py) multiplies only the surrogate by it: KL, entropy and
+Owns the factor, and the interpolation of log-probs. The caller (training/losses.py) multiplies only the surrogate by it: KL, entropy and
 supervised terms keep all their tokens. Masked tokens still count in every denominator, so the weight of the
 other tokens does not depend on how many were masked.
 """
@@ -23,6 +23,28 @@ from .segments import Segments
 LOG_WEIGHT_BOUND = 20.0
 """Weights are exact within exp(-20) .. exp(20) and constant beyond, so products over long sequences stay
 finite."""
+
+
+def proximal_logprobs(
+    logprobs: Float[Tensor, "T"],
+    behavior_logprobs: Float[Tensor, "T"],
+    versions: Float[Tensor, "T"],
+    *,
+    version: int,
+) -> Float[Tensor, "T"]:
+    """Log-probs of the policy before the update, interpolated instead of recomputed; without gradient.
+
+        log prox = log mu + a (log pi - log mu)        a = (v - 1 - v_mu) / (v - v_mu), at least 0
+
+    Token by token, v_mu = `versions` is the version that sampled it, v = `version` the one that is being
+    trained, and v - 1 the one before the update: a token n versions old has a = n / (n + 1). Where the
+    sampling version is v - 1, as it is for every token of a synchronous run, a = 0 and prox is mu; so it is,
+    by definition, for v_mu = v, where a is 0 / 0.
+
+    RLinf: the same, in decoupled_actor_critic without recompute_logprobs. Not in ROLL and SkyRL.
+    """
+    lag = (version - 1 - versions).clamp(min=0)
+    return (behavior_logprobs + lag / (lag + 1) * (logprobs - behavior_logprobs)).detach()
 
 
 def sampling_weight(

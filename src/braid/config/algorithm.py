@@ -191,7 +191,8 @@ class AlgorithmConfig(Section):
     error."""
     value_loss_coef: PositiveFloat | None = None
     """Weight of the value loss."""
-    old_logprobs: Literal["auto", "current", "recompute", "behavior"] = "auto"
+    old_logprobs: Literal["auto", "current", "recompute", "behavior", "interpolated"] = "auto"
     """Denominator of the ratio: the current policy's log-probs (one step per round), recomputed before the
-    update, or the engine's (behavior). auto: current when a round has one step and nothing else needs them,
-    else recompute."""
+    update, the engine's (behavior), or interpolated between the engine's and the current ones by the age of a
+    token's weights, which is the same as behavior as long as rounds are sampled with the weights that they
+    start from. auto: current when a round has one step and nothing else needs them, else recompute."""

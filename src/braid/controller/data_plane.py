@@ -51,6 +51,10 @@ class DataPlane:
         """Copy field `source` to `target` in all rows."""
         self.workers.call("copy_field", source, target)
 
+    def write_policy_versions(self) -> None:
+        """See Experience.write_policy_versions."""
+        self.workers.call("write_policy_versions")
+
     def mark_successes(self, is_success: Sequence[bool]) -> None:
         """Mark for each row whether its reward is a success."""
         self.workers.call("mark_successes", list(is_success))

@@ -213,6 +213,8 @@ def _infer_fields(parts: Parts, rows: Sequence[RowFacts]) -> None:
         asked.append((parts.inference or parts.policy, "logprobs", "old_logprobs"))
     elif parts.plan.old_logprobs == "behavior":
         parts.data.copy_field("behavior_logprobs", "old_logprobs")
+    elif parts.plan.old_logprobs == "interpolated":
+        parts.data.write_policy_versions()
     if parts.reference is not None:
         asked.append((parts.reference, "logprobs", "ref_logprobs"))
     if parts.critic is not None:
@@ -279,7 +281,8 @@ def _improve_policy(parts: Parts, rows: Sequence[RowFacts]) -> None:
         weights = _weights(parts, batch, counts)
         key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
         parts.data.write_step_fields(batch, key)
-        report = parts.data.train(parts.policy, batch, weights, policy_loss(recipe, kl_coef=parts.kl_coef))
+        loss = policy_loss(recipe, kl_coef=parts.kl_coef, version=parts.progress.round)
+        report = parts.data.train(parts.policy, batch, weights, loss)
         record(parts.metrics, "policy", report)
         if recipe.early_stop_ratio is not None:
             parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))

@@ -69,11 +69,7 @@ def _loss(value: str, source: Source) -> Became:
     if value == "gspo":
         native["algorithm.ratio_level"] = "sequence"
     if value == "decoupled_actor_critic":
-        high = source.get("algorithm.behave_weight_threshold")
-        native |= {
-            "algorithm.corrections": _decoupled(high),
-            "algorithm.old_logprobs": "recompute",
-        }
+        native["algorithm.corrections"] = _decoupled(source.get("algorithm.behave_weight_threshold"))
     return Became(native)
 
 

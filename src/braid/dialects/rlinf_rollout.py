@@ -75,10 +75,13 @@ def _weights_dir(value: str | None, source: Source) -> Any:
 
 
 def _recompute(value: bool, source: Source) -> Any:
-    """Convert recompute_logprobs. Without the key, text tasks recompute log-probs and robots use those
-    recorded during rollout."""
+    """Convert recompute_logprobs. Without the key, text tasks and decoupled PPO recompute log-probs and
+    robots use those recorded during rollout."""
+    is_decoupled = source.get("algorithm.loss_type") == "decoupled_actor_critic"
     if "rollout.recompute_logprobs" not in source.values:
-        value = not facts.is_robots(source)
+        value = is_decoupled or not facts.is_robots(source)
+    if is_decoupled and not value:
+        return "interpolated"
     return "recompute" if value else "behavior"
 
 
@@ -159,7 +162,7 @@ RULES: tuple[Rule, ...] = (
     # log-probs, checks, output
     Apply(
         "rollout.recompute_logprobs", "algorithm.old_logprobs", BOOL, _recompute, default=True,
-        note="true: the trainer's own before the update; false: the engine's",
+        note="true: the trainer's own before the update; false: the engine's, or in decoupled_actor_critic interpolated",
     ),
     Implied("rollout.return_logprobs", BOOL, "the engine's log-probs are always kept"),
     Apply("rollout.validate_weight", "rollout.check_weights", BOOL,

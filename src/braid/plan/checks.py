@@ -171,17 +171,18 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     recipe = plan.recipe
     if plan.verb != "train":
         return
-    if plan.old_logprobs == "current" and recipe.kl_in == "reward" and recipe.kl_coef > 0:
+    is_late = plan.old_logprobs in ("current", "interpolated")
+    if is_late and recipe.kl_in == "reward" and recipe.kl_coef > 0:
         yield (
             "algorithm.old_logprobs",
-            "KL in the reward is taken from log-probs before the update, which current does not compute; "
+            f"KL in the reward is taken from log-probs before the update, which {plan.old_logprobs} does not compute; "
             "set auto, recompute or behavior",
         )
-    if plan.old_logprobs == "current" and recipe.policy_loss in CHOOSING_LOSSES:
+    if is_late and recipe.policy_loss in CHOOSING_LOSSES:
         yield (
             "algorithm.old_logprobs",
-            f"algorithm.policy_loss={recipe.policy_loss} chooses tokens by their log-probs before the update, which current "
-            "does not compute; set auto, recompute or behavior",
+            f"algorithm.policy_loss={recipe.policy_loss} chooses tokens by their log-probs before the update, which "
+            f"{plan.old_logprobs} does not compute; set auto, recompute or behavior",
         )
     if recipe.logprob_level != "token" and _is_of_text(config):
         level = f"algorithm.logprob_level={recipe.logprob_level}"
@@ -290,8 +291,8 @@ def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             f"rollout.sampling.{used[0]}",
             "tokens are sampled from another distribution than the one that is trained"
             + (
-                ", and algorithm.old_logprobs=behavior makes ratios compare the two"
-                if plan.old_logprobs == "behavior"
+                f", and algorithm.old_logprobs={plan.old_logprobs} makes ratios compare the two"
+                if plan.old_logprobs in ("behavior", "interpolated")
                 else ""
             ),
         )
@@ -481,6 +482,11 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
     (
         "algorithm.old_logprobs=behavior leaves no difference to correct",
         lambda _, plan: plan.old_logprobs == "behavior",
+        ("algorithm.corrections",),
+    ),
+    (
+        "rounds are sampled with the weights that they start from, so interpolated log-probs are the engine's",
+        lambda _, plan: plan.old_logprobs == "interpolated",
         ("algorithm.corrections",),
     ),
     (

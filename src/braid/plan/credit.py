@@ -97,10 +97,11 @@ def credit_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             negative[0],
             "makes rewards negative, and maxrl learns nothing from groups whose mean is not above 0",
         )
-    if plan.old_logprobs == "behavior" and recipe.corrections and config.algorithm.corrections is None:
+    is_engines = plan.old_logprobs in ("behavior", "interpolated")
+    if is_engines and recipe.corrections and config.algorithm.corrections is None:
         yield (
             "algorithm.old_logprobs",
-            f"behavior leaves the corrections of algorithm.recipe={config.algorithm.recipe} no difference to correct; set auto "
+            f"{plan.old_logprobs} leaves the corrections of algorithm.recipe={config.algorithm.recipe} no difference to correct; set auto "
             "or recompute",
         )
     if config.rollout.filter.then == "resample" and config.run.max_epochs is not None:

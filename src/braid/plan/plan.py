@@ -12,7 +12,7 @@ from .layout import Layout
 from .sizes import ModelSize
 
 Verb = Literal["train", "sft", "eval"]
-OldLogprobs = Literal["current", "recompute", "behavior"]
+OldLogprobs = Literal["current", "recompute", "behavior", "interpolated"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def _row(record: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> tuple[Row, 
         },
         mask=arrays["mask"][part],
         decision=arrays["decision"][part],
+        policy_versions=tuple(record.pop("policy_versions")),
         fields={
             name.removeprefix("fields/"): a[part] for name, a in arrays.items() if name.startswith("fields/")
         },

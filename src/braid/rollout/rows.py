@@ -71,7 +71,15 @@ def _text_row(turns: Sequence[Turn]) -> Row:
     logprobs[mask] = [x for t in turns for x in t.logprobs]
     input_ids = np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)
     fields = {"behavior_logprobs": logprobs, "rewards": rewards}
-    return Row({"input_ids": input_ids}, mask, group=0, trajectory=0, fields=fields, decision=decision)
+    return Row(
+        {"input_ids": input_ids},
+        mask,
+        group=0,
+        trajectory=0,
+        fields=fields,
+        decision=decision,
+        policy_versions=tuple(t.policy_version for t in turns),
+    )
 
 
 def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
@@ -87,6 +95,7 @@ def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
         is_terminal=is_terminal,
         fields={"behavior_logprobs": _padded(steps.logprobs), "rewards": _padded(steps.rewards)},
         decision=decision,
+        policy_versions=(steps.policy_version,),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from braid.algorithms.aggregate import aggregate, turn_factors
-from braid.algorithms.corrections import correction_factor, sampling_weight
+from braid.algorithms.corrections import correction_factor, proximal_logprobs, sampling_weight
 from braid.algorithms.kl import kl_estimate
 from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
 from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
@@ -23,14 +23,15 @@ from braid.models.batch import PackedBatch
 from .backend import Diagnostics, Loss
 
 
-def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
+def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 1) -> Loss:
     """The policy loss of a recipe:
 
         policy_loss_coef * (corrections * surrogate + kl_coef * KL)
             - entropy_coef * entropy + supervised_coef * cross-entropy of successes
 
     The KL term is in the loss only with kl_in: loss. `kl_coef` overrides the recipe's, since it may change
-    from round to round. Fields read: `advantages`; `old_logprobs` (default: the current log-probs, detached);
+    from round to round. Fields read: `advantages`; `old_logprobs` (default: interpolated from
+    `policy_versions`, where `version` is being trained; without these the current log-probs, detached);
     `ref_logprobs`, required for KL in the loss; `behavior_logprobs`, required for corrections and for the
     metrics of the mismatch between engine and trainer (measured at the old log-probs, so 0 if those are the
     engine's); and the fields of step_fields.py that the recipe needs.
@@ -45,7 +46,7 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None) -> Loss:
     """
     limits = {} if recipe.early_stop_ratio is None else {"policy/ratio_mean": recipe.early_stop_ratio}
     coef = recipe.kl_coef if kl_coef is None else kl_coef
-    return Loss(frozenset({"logprobs", "entropy"}), partial(_policy_loss, recipe, coef), limits)
+    return Loss(frozenset({"logprobs", "entropy"}), partial(_policy_loss, recipe, coef, version), limits)
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
@@ -60,10 +61,14 @@ def supervised_loss() -> Loss:
 
 
 def _policy_loss(
-    recipe: Recipe, kl_coef: float, outputs: dict[str, Tensor], batch: PackedBatch
+    recipe: Recipe, kl_coef: float, version: int, outputs: dict[str, Tensor], batch: PackedBatch
 ) -> tuple[Tensor, Diagnostics]:
     logprobs, entropy, fields = outputs["logprobs"], outputs["entropy"], batch.fields
     old = fields.get("old_logprobs", logprobs.detach())
+    if "policy_versions" in fields:
+        old = proximal_logprobs(
+            logprobs, fields["behavior_logprobs"], fields["policy_versions"], version=version
+        )
     decisions = _segments(batch, recipe.logprob_level)
     acted, acted_old = (logprobs, old) if decisions is None else (decisions.sum(logprobs), decisions.sum(old))
     ratio = importance_ratio(
