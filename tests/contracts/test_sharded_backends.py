@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from tests.rounding import rounding
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
 from braid.config.model import LoraConfig, ModelConfig
 from braid.config.schema import RunConfig
+from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_tokenizer, save_pretrained
 from braid.models.roles import make_critic, make_policy, make_reference
 from braid.runtime.ray import RayGroup, connect, disconnect
@@ -203,6 +205,45 @@ def test_only_the_first_rank_reads_a_models_files(
         single = SingleBackend(make(config, CPU), made.train, total_steps=num_steps, device=CPU)
         _infer_alike(group, single, OUTPUTS["critic" if role == "critic" else "policy"])
         _assert_close(group.full_weights(), single.full_weights(), atol=0.0)
+    finally:
+        group.close()
+
+
+@pytest.fixture(scope="module")
+def with_sinks(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """A gpt-oss whose heads each have another sink."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    tokenizer = load_tokenizer(_config({}).model)
+    sizes = {"hidden_size": 60, "intermediate_size": 28, "num_hidden_layers": 2, "head_dim": 10}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    more = {"num_local_experts": 2, "num_experts_per_tok": 2, "rope_parameters": rope, "pad_token_id": None}
+    config = AutoConfig.for_model("gpt_oss", vocab_size=96, **sizes, **heads, **more)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data = torch.tensor([-2.0, 3.0, 0.5, 5.0])  # next to scores of about 0
+    save_pretrained(CausalLM(model), tokenizer, folder)
+    return ModelConfig(path=str(folder))
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_attention_sinks_are_shared_out_with_their_heads(
+    pair: RayGroup, with_sinks: ModelConfig, backend: str
+) -> None:
+    config = _config({"backend": backend, "sequence_parallel": 2}).model_copy(update={"model": with_sinks})
+    pair.call("add", "policy", "policy", config, 9)
+    group = GroupBackend(RoleGroup(pair, "policy"))
+    try:
+        single = SingleBackend(make_policy(config, CPU), _config({}).train, total_steps=9, device=CPU)
+        before = {name: tensor.clone() for name, tensor in single.full_weights().items()}
+        _infer_alike(group, single, OUTPUTS["policy"])
+        _learn_alike(group, single, LOSSES["policy"])
+        after = single.full_weights()
+        sinks = [name for name in before if name.endswith("sinks")]
+        assert len(sinks) == 2
+        assert all((after[name] != before[name]).all() for name in sinks), "every head's sink is trained"
     finally:
         group.close()
 
