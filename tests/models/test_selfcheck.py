@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from braid.errors import ModelError
 from braid.models.attention import IMPLEMENTATION
 from braid.models.causal_lm import CausalLM
-from braid.models.selfcheck import check_against_plain
+from braid.models.selfcheck import _Wider, check_against_plain
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 Make = Callable[..., PreTrainedModel]
@@ -134,6 +134,14 @@ def test_what_the_native_engine_cannot_decode_is_refused_with_another_engine() -
         ModelError, match=r"computed wrongly by the native engine .* set rollout\.engine=vllm"
     ):
         check_decoding(lm)
+
+
+def test_a_copy_under_the_wider_type_leaves_the_memo_alone() -> None:
+    """Else each tensor's copy casts all tensors that were copied before it: minutes for a model of many layers."""
+    tensor, memo = torch.zeros(2), {}
+    with _Wider(torch.float32):
+        copy = tensor.__deepcopy__(memo)
+    assert memo[id(tensor)] is copy
 
 
 def test_large_logits_in_bf16_hide_no_difference(tiny_model: Make) -> None:

@@ -208,6 +208,10 @@ def _rounding(
         return torch.tensor(10 * torch.finfo(model.dtype).eps)
 
 
+_KEEP_TYPE = ("__get__", "__set__", "__setitem__", "__deepcopy__")
+"""Functions of tensors that are no computation. A deep copy's arguments hold all that was copied before."""
+
+
 class _Wider(TorchFunctionMode):
     """Runs a model of type `dtype` in float32, or a float32 model in float64. Inputs are cast per function
     call, which avoids a second copy of the weights."""
@@ -218,10 +222,8 @@ class _Wider(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-            return func(
-                *args, **kwargs
-            )  # attribute access, or an in-place write to a tensor, which keeps its type
+        if name in _KEEP_TYPE or (name.endswith("_") and not name.endswith("__")):
+            return func(*args, **kwargs)  # the latter write to a tensor in place
         try:
             return func(*_cast(args, self._wide), **_cast(kwargs, self._wide))
         except RuntimeError:  # a kernel that supports only narrow types
