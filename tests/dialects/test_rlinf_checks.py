@@ -72,10 +72,6 @@ def problems(*overrides: str) -> list[str]:
             "rollout.tensor_parallel_size: 8 rollout devices are no multiple of the 3 that an engine takes",
         ),
         (
-            [EIGHT, "data.rollout_batch_size=60", "algorithm.n_minibatches=1", "algorithm.group_size=4"],
-            "data.rollout_batch_size: 60 prompts cannot be shared out evenly among 8 engines",
-        ),
-        (
             [EIGHT, "actor.model.tensor_model_parallel_size=3"],
             "actor.model.tensor_model_parallel_size: 8 actor devices are no multiple of the 3 that one copy of the model takes",
         ),
@@ -132,6 +128,7 @@ def test_keys_that_do_not_fit_each_other_are_refused(overrides: list[str], expec
         [EIGHT, "algorithm.training_batch_size_per_gpu=4"],
         [EIGHT, "actor.model.tensor_model_parallel_size=2", "rollout.tensor_parallel_size=2"],
         [EIGHT, APART, "data.rollout_batch_size=64"],
+        [EIGHT, "data.rollout_batch_size=60", "algorithm.n_minibatches=1", "algorithm.group_size=4"],
         ["runner.val_check_interval=-1", "runner.save_interval=7"],
         ["algorithm.adv_type=reinpp", "algorithm.group_size=1"],
         ["rollout.recompute_logprobs=false"],

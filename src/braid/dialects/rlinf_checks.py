@@ -122,16 +122,10 @@ def _devices(source: Source) -> _Found:
             "devices, or none in common",
         )
     per_engine, num_devices = facts.engine_parallel(source), len(rollout.numbers)
-    prompts, engines = source.get("data.rollout_batch_size"), num_devices // per_engine
     if num_devices % per_engine:
         yield (
             "rollout.tensor_parallel_size",
             f"{num_devices} rollout devices are no multiple of the {per_engine} that an engine takes",
-        )
-    elif prompts is not None and prompts % engines and not source.get("cluster.auto_scheduler"):
-        yield (
-            "data.rollout_batch_size",
-            f"{prompts} prompts cannot be shared out evenly among {engines} engines",
         )
     elif facts.file_backend(source) == "megatron":
         yield from _model_parallel(source, len(actor.numbers), is_shared=actor.numbers == rollout.numbers)
