@@ -58,7 +58,7 @@ def of(name: str) -> str:
         ([of("late")], "KeyError: 'late'"),
         ([of("Brevity")], "is a class, not a function; name a function, or an instance: define `brevity = Brevity()`"),
         ([of("brevty")], "'brevty'"),
-        ([f"reward.parts=[{MODEL}]"], "there is no such folder"),
+        ([f"reward.parts=[{MODEL}]"], "no such folder"),
         (["reward.parts=[{kind: code}]"], "code cannot score 8 of 8 prompts; first: letters:0: the prompt has no column 'tests'"),
         (["reward.parts=[{kind: reasoning_gym}]"], "is not procedural"),
         (["reward.parts=[{kind: judge, url: 'http://x', model: m, prompt: '{nope} {response}'}]"], "no column 'nope'"),

@@ -209,6 +209,6 @@ def test_an_unknown_split_or_data_set_is_told(hub_folder: Path, monkeypatch: pyt
     message = _error(HubSource(path="set", split="tset"), hub_folder)
     assert "split 'tset'): Unknown split" in message
     assert "data.train[0].split" in message
-    assert "data set 'a/b' (subset None, split 'train') cannot be loaded" in _error(
+    assert "cannot load dataset 'a/b' (subset None, split 'train')" in _error(
         HubSource(path="a/b"), hub_folder
     )

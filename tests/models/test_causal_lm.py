@@ -184,7 +184,7 @@ def test_layers_of_an_unknown_type_are_refused(tiny_model: Make) -> None:
     model = tiny_model("qwen3")
     model.config.layer_types = ["indexed_attention"] * 3
     with pytest.raises(
-        ModelError, match="Qwen3ForCausalLM has layers of type indexed_attention; braid trains models"
+        ModelError, match="Qwen3ForCausalLM has layers of type indexed_attention; braid supports only"
     ):
         CausalLM(model)
 

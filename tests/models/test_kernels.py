@@ -58,7 +58,7 @@ def test_a_critic_takes_over_the_policys_kernel(
 
 
 def test_flash_attention_names_the_device_that_it_needs() -> None:
-    with pytest.raises(ModelError, match=r"flash_attention_2 runs on CUDA devices.*model\.attention=auto"):
+    with pytest.raises(ModelError, match=r"flash_attention_2 needs CUDA devices.*model\.attention=auto"):
         check_attention("flash_attention_2", torch.device("cpu"))
 
 

@@ -88,7 +88,10 @@ def test_dropout_in_the_folder_is_left_off_and_noted(folder: Path, caplog: pytes
     _edit(folder / "config.json", attention_dropout=0.1)
     with caplog.at_level(logging.INFO, "braid"):
         lm = _load(folder)
-    assert "the model's attention_dropout=0.1 stays off: log-probs must not be random" in caplog.text
+    assert (
+        "disabled dropout of the model (attention_dropout=0.1): log-probs must be deterministic"
+        in caplog.text
+    )
     assert not lm.module.training
 
 
@@ -108,19 +111,17 @@ def test_a_missing_folder_is_named_with_its_nearest_neighbour(folder: Path) -> N
     wrong = folder.with_name("modle")
     with pytest.raises(ModelError) as caught:
         _load(wrong)
-    assert str(caught.value) == f"model.path={wrong}: there is no such folder, did you mean 'model'?"
+    assert str(caught.value) == f"model.path={wrong}: no such folder, did you mean 'model'?"
 
 
 def test_a_hub_name_that_cannot_be_fetched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ModelError, match="there is no such folder, and no such model can be had from the Hugging Face hub"
-    ):
+    with pytest.raises(ModelError, match="is neither a folder nor available from the Hugging Face hub"):
         _load("nobody/no-such-model")
 
 
 def test_a_file_in_place_of_a_folder(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json is a file; give the folder that it is in"):
+    with pytest.raises(ModelError, match=r"config\.json is a file; set it to the folder that contains it"):
         _load(folder / "config.json")
 
 
@@ -129,29 +130,29 @@ def test_a_folder_that_is_no_model_lists_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         _load(tmp_path)
     assert str(caught.value) == (
-        f"model.path={tmp_path} is no Hugging Face model folder: it lacks config.json and weights (model.safetensors); "
-        "it has notes.txt"
+        f"model.path={tmp_path} is not a Hugging Face model folder: it lacks config.json and weights (model.safetensors); "
+        "it contains notes.txt"
     )
 
 
 def test_a_folder_without_weights_lists_them(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"it lacks weights \(model\.safetensors\); it has config\.json"):
+    with pytest.raises(
+        ModelError, match=r"it lacks weights \(model\.safetensors\); it contains config\.json"
+    ):
         _load(folder)
 
 
 def test_a_folder_of_another_kind_of_model(folder: Path) -> None:
     _edit(folder / "config.json", model_type="vit", architectures=["ViTModel"])
-    with pytest.raises(
-        ModelError, match="cannot be loaded as a causal language model: Unrecognized configuration class"
-    ):
+    with pytest.raises(ModelError, match="as a causal language model: Unrecognized configuration class"):
         _load(folder)
 
 
 def test_a_damaged_weights_file(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
+    with pytest.raises(ModelError, match="as a causal language model"):
         _load(folder)
 
 
@@ -162,13 +163,13 @@ def test_a_weights_file_that_lacks_some(folder: Path) -> None:
     with pytest.raises(ModelError) as caught:
         _load(folder)
     assert str(caught.value) == (
-        f"model.path={folder}: its files lack 1 of the weights of Qwen3ForCausalLM, among them "
-        "model.layers.1.mlp.up_proj.weight; they would start at random. Complete the folder or choose another"
+        f"model.path={folder} lacks 1 of the weights of Qwen3ForCausalLM, among them "
+        "model.layers.1.mlp.up_proj.weight, which would be initialized randomly; add them, or choose another folder"
     )
 
 
 def test_errors_name_the_section_that_asked(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^critic\.path=.*: there is no such folder"):
+    with pytest.raises(ModelError, match=r"^critic\.path=.*: no such folder"):
         load_policy(
             ModelConfig(path=str(tmp_path / "gone")), temperature=1.0, seed=0, device=CPU, key="critic"
         )
@@ -188,22 +189,20 @@ def test_a_folder_without_a_tokenizer(folder: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load_tokenizer(ModelConfig(path=str(folder)))
     assert str(caught.value) == (
-        f"model.path={folder} has no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json, tokenizer_config.json "
-        "is there; set model.tokenizer to the folder or hub name of one"
+        f"model.path={folder} has no tokenizer (none of tokenizer.json, tokenizer.model, vocab.json, tokenizer_config.json); "
+        "set model.tokenizer to a folder or hub name"
     )
 
 
 def test_a_damaged_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be loaded as a tokenizer"):
+    with pytest.raises(ModelError, match="as a tokenizer"):
         load_tokenizer(ModelConfig(path=str(folder)))
 
 
 def test_a_tokenizer_without_an_end_token(folder: Path) -> None:
     _edit(folder / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(
-        ModelError, match="has no end token, so answers would never end; set eos_token in its"
-    ):
+    with pytest.raises(ModelError, match="has no end token; set eos_token in its"):
         load_tokenizer(ModelConfig(path=str(folder)))
 
 
@@ -237,7 +236,9 @@ def test_a_config_whose_end_token_the_tokenizer_lacks_is_refused(folder: Path) -
     (folder / "generation_config.json").unlink(missing_ok=True)
     _edit(folder / "config.json", eos_token_id=90)
     config = ModelConfig(path=str(folder))
-    with pytest.raises(ModelError, match=r": config.json: eos_token_id 90 is not among the tokenizer's 87"):
+    with pytest.raises(
+        ModelError, match=r": config.json: eos_token_id 90 is outside the tokenizer's vocabulary of 87"
+    ):
         end_token_ids(config, load_tokenizer(config))
 
 
@@ -246,8 +247,8 @@ def test_a_tokenizer_larger_than_the_model(folder: Path, tmp_path: Path) -> None
     with pytest.raises(ModelError) as caught:
         load_tokenizer(ModelConfig(path=str(folder), tokenizer=str(tmp_path / "other")))
     assert str(caught.value) == (
-        f"the tokenizer of {tmp_path / 'other'} has 103 tokens (ids up to 102), the model knows 96; "
-        "use the tokenizer that belongs to the model, or resize the model's embeddings"
+        f"the tokenizer of {tmp_path / 'other'} has 103 tokens (ids up to 102), but the model has 96; "
+        "use the model's tokenizer, or resize its embeddings"
     )
 
 
@@ -260,7 +261,7 @@ def test_special_tokens_beyond_the_model_are_let_pass_unless_they_end_or_begin_t
     assert len(load_tokenizer(ModelConfig(path=str(folder)))) == 99
     tokenizer.bos_token = "<image_11>"
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ModelError, match=r"has 99 tokens \(ids up to 98\), the model knows 96"):
+    with pytest.raises(ModelError, match=r"has 99 tokens \(ids up to 98\), but the model has 96"):
         load_tokenizer(ModelConfig(path=str(folder)))
 
 
@@ -272,7 +273,8 @@ def test_a_chat_template_comes_as_text_or_from_a_file(folder: Path, tmp_path: Pa
         messages = [{"role": "user", "content": "hi"}]
         assert tokenizer.apply_chat_template(messages, tokenize=False) == "[hi]"
     with pytest.raises(
-        ModelError, match=r"none\.jinja: there is no such file; give Jinja text or a \.jinja file"
+        ModelError,
+        match=r"none\.jinja: no such file; set it to a Jinja template or the path of a \.jinja file",
     ):
         load_tokenizer(ModelConfig(path=str(folder), chat_template="none.jinja"))
 
@@ -335,7 +337,7 @@ def test_a_rank_that_is_given_its_part_by_the_first_takes_no_memory_for_weights(
 
 
 def test_liger_kernels_name_what_they_need(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"train\.liger_kernels=true needs .*a CUDA device in place of cpu"):
+    with pytest.raises(ModelError, match=r"train\.liger_kernels=true needs .*a CUDA device instead of cpu"):
         load_policy(
             ModelConfig(path=str(folder)),
             temperature=1.0,
@@ -346,5 +348,5 @@ def test_liger_kernels_name_what_they_need(folder: Path) -> None:
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="flash_attention_2 runs on CUDA devices"):
+    with pytest.raises(ModelError, match="flash_attention_2 needs CUDA devices"):
         _load(tmp_path / "nowhere", attention="flash_attention_2")

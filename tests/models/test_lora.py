@@ -250,7 +250,7 @@ def test_an_adapter_folder_of_peft_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_a_folder_without_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"is no adapter folder: it lacks adapter_config\.json and adapter_model"
+        ModelError, match=r"is not an adapter folder: it lacks adapter_config\.json and adapter_model"
     ):
         _load(_config(path=str(tmp_path)))
 
@@ -271,12 +271,14 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_not_there_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ModelError, match=r"has no layer 'q_prog', did you mean 'q_proj'\?; it has down_proj"):
+    with pytest.raises(
+        ModelError, match=r"has no layer 'q_prog', did you mean 'q_proj'\?; available: down_proj"
+    ):
         _load(_config(targets=["q_prog"]))
 
 
 def test_the_output_head_takes_no_adapter() -> None:
-    with pytest.raises(ModelError, match="'lm_head' is the output head, which takes no adapter"):
+    with pytest.raises(ModelError, match="'lm_head' is the output head, which cannot have an adapter"):
         _load(_config(targets=["lm_head"]))
 
 

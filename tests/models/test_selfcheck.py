@@ -70,7 +70,7 @@ def test_the_rounding_of_half_precision_is_allowed_for(
 
 def test_layers_with_a_state_of_their_own_are_refused() -> None:
     with pytest.raises(
-        ModelError, match="MambaForCausalLM has layers of type linear_attention; braid trains"
+        ModelError, match="MambaForCausalLM has layers of type linear_attention; braid supports"
     ):
         CausalLM(_other("mamba"))
 
@@ -123,7 +123,7 @@ def test_a_window_that_is_in_the_mask_alone_is_refused_where_rows_pass_it() -> N
     check_against_plain(lm, 50)
     with pytest.raises(
         ModelError,
-        match="PhimoeForCausalLM is computed wrongly by packed rows once a row is longer than 50 tok",
+        match="PhimoeForCausalLM is computed incorrectly with packed rows for rows longer than its sliding_window of 50 tok",
     ):
         check_against_plain(lm, 51)
 
@@ -131,7 +131,7 @@ def test_a_window_that_is_in_the_mask_alone_is_refused_where_rows_pass_it() -> N
 def test_what_the_native_engine_cannot_decode_is_refused_with_another_engine() -> None:
     lm = CausalLM(_other("phimoe", num_local_experts=4, sliding_window=50))
     with pytest.raises(
-        ModelError, match=r"computed wrongly by the native engine .* set rollout\.engine=vllm"
+        ModelError, match=r"computed incorrectly with the native engine .* set rollout\.engine=vllm"
     ):
         check_decoding(lm)
 
@@ -151,7 +151,7 @@ def test_large_logits_in_bf16_hide_no_difference(tiny_model: Make) -> None:
     lm = CausalLM(model.to(torch.bfloat16))  # pyright: ignore[reportArgumentType]
     check_against_plain(lm)
     lm._logit_scale = 1.05  # log-probs of -100 are 5 nats off
-    with pytest.raises(ModelError, match="with these weights gives other log-probs by packed rows"):
+    with pytest.raises(ModelError, match="with these weights gives different log-probs with packed rows"):
         check_against_plain(lm)
 
 
@@ -178,7 +178,7 @@ def test_a_sliding_layer_that_hides_its_window_is_refused(tiny_model: Make) -> N
     lm = CausalLM(model)
     model.get_submodule("model.layers.2.self_attn").sliding_window = None  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
-        ModelError, match="Gemma2ForCausalLM with these weights gives other log-probs by packed rows"
+        ModelError, match="Gemma2ForCausalLM with these weights gives different log-probs with packed rows"
     ):
         check_against_plain(lm)
 
@@ -187,6 +187,6 @@ def test_a_head_that_is_not_linear_is_refused(tiny_model: Make) -> None:
     model = tiny_model("qwen3")
     model.set_output_embeddings(nn.Sequential(nn.Linear(32, 96)))
     with pytest.raises(
-        ModelError, match="Qwen3ForCausalLM has no linear output head but Sequential; braid needs"
+        ModelError, match="the output head of Qwen3ForCausalLM is Sequential, not linear; braid needs"
     ):
         CausalLM(model)

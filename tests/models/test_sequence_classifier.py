@@ -126,16 +126,16 @@ def test_too_long_inputs_follow_the_rule(tmp_path: Path) -> None:
     assert load(folder, max_tokens=5, overlong="left").encode(chat("what", "abc")) == (whole[-5:], True)
     assert load(folder, max_tokens=5, overlong="right").encode(chat("what", "abc")) == (whole[:5], True)
     with pytest.raises(
-        RewardError, match=r"9 tokens, and the reward model reads 5; set reward.parts\[0\].overlong"
+        RewardError, match=r"9 tokens, but the reward model accepts 5; set reward.parts\[0\].overlong"
     ):
         load(folder, max_tokens=5).encode(chat("what", "abc"))
-    with pytest.raises(RewardError, match="and the reward model reads 64;"):
+    with pytest.raises(RewardError, match="but the reward model accepts 64;"):
         load(folder).encode(chat("what", "a" * 64))
 
 
 def test_a_template_of_the_config_stands_in_for_the_tokenizers(tmp_path: Path) -> None:
     folder = save(tmp_path / "llama", "llama", template=None)
-    with pytest.raises(ModelError, match=r"has no chat template, .*; set reward.parts\[0\].template"):
+    with pytest.raises(ModelError, match=r"has no chat template; set reward.parts\[0\].template"):
         load(folder)
     (tmp_path / "chat.jinja").write_text("{{ messages[-1].content }}|")
     classifier = load(folder, template=str(tmp_path / "chat.jinja"))
@@ -144,17 +144,17 @@ def test_a_template_of_the_config_stands_in_for_the_tokenizers(tmp_path: Path) -
 
 def test_a_conversation_that_the_template_refuses_has_no_score(tmp_path: Path) -> None:
     folder = save(tmp_path / "llama", "llama", template="{{ raise_exception('no system, please') }}")
-    with pytest.raises(RewardError, match="refuses the roles user, assistant: no system, please"):
+    with pytest.raises(RewardError, match="rejects the roles user, assistant: no system, please"):
         load(folder).encode(CHATS[0])
 
 
 @pytest.mark.parametrize(
     ("labels", "settings", "fault"),
     [
-        (3, {}, "gives 3 numbers; set reward.parts[0].label to that of the score, 0 to 2"),
+        (3, {}, "has 3 outputs; set reward.parts[0].label to the index of the score, 0 to 2"),
         (3, {"label": 3}, "reward.parts[0].label=3, but"),
-        (1, {"activation": "softmax"}, "softmax of a single number is always 1"),
-        (1, {"device": "cuda"}, "reward.parts[0].device=cuda, but torch sees no GPU"),
+        (1, {"activation": "softmax"}, "softmax of a single output is always 1"),
+        (1, {"device": "cuda"}, "reward.parts[0].device=cuda, but torch finds no GPU"),
     ],
 )
 def test_settings_that_do_not_fit_the_classifier_are_refused(
@@ -171,12 +171,12 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **(_SIZES | ARCHITECTURES["llama"]))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     character_tokenizer(LETTERS).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"is no sequence classifier: its files lack score\.weight of Llama"):
+    with pytest.raises(ModelError, match=r"is not a sequence classifier: it lacks score\.weight of Llama"):
         load(tmp_path)
 
 
 def test_a_folder_that_is_none_is_told_by_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"reward.parts\[0\].path=.*nowhere: there is no such folder"):
+    with pytest.raises(ModelError, match=r"reward.parts\[0\].path=.*nowhere: no such folder"):
         load(tmp_path / "nowhere")
 
 
@@ -184,7 +184,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "llama", "llama")
     tokenizer = character_tokenizer(LETTERS + "ABCDEFGHIJ")
     tokenizer.save_pretrained(tmp_path / "other")
-    with pytest.raises(ModelError, match="has 40 tokens, the reward model knows 32"):
+    with pytest.raises(ModelError, match="has 40 tokens, but the reward model has 32"):
         load(folder, tokenizer=str(tmp_path / "other"), template=TEMPLATE)
 
 

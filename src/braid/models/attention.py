@@ -82,14 +82,14 @@ def _attend(  # noqa: PLR0913  # transformers' signature
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     context = current_context()
-    assert context is not None, "the forward pass runs within `attending`"
+    assert context is not None, "the forward pass must run within `attending`"
     if kwargs.get("position_bias") is not None:
         raise ModelError(
             f"{type(module).__name__} adds a position_bias to its attention, which braid does not support"
         )
     if dropout:
         raise ModelError(
-            f"attention dropout {dropout} makes log-probs random; set attention_dropout to 0 in config.json"
+            f"attention dropout of {dropout} makes log-probs random; set attention_dropout to 0 in config.json"
         )
     layer: int = getattr(module, "layer_idx", -1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

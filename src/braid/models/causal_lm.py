@@ -58,8 +58,8 @@ class CausalLM:
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
-                f"{type(model).__name__} has no linear output head but {type(head).__name__}; "
-                "braid needs a causal language model whose logits are a linear function of its hidden states"
+                f"the output head of {type(model).__name__} is {type(head).__name__}, not linear; braid needs a causal "
+                "language model whose logits are a linear function of its hidden states"
             )
         self.model = model.eval()
         self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
@@ -122,7 +122,7 @@ class CausalLM:
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`logprobs` [T] and `entropy` [T] in float32 (see TrainableModel)."""
         if unknown := outputs - {"logprobs", "entropy"}:
-            raise AssertionError(f"a policy has no {sorted(unknown)}")
+            raise AssertionError(f"not outputs of a policy: {sorted(unknown)}")
         states, written = states_before(self.backbone, batch, self.attention)
         logprobs, entropy = token_logprobs(
             states,
@@ -203,14 +203,14 @@ def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Positions at which the mask is True, and the preceding positions, whose hidden states predict them."""
     written = batch.mask.nonzero().squeeze(1)
     before = batch.previous.index_select(0, written)
-    assert not (before < 0).any(), "a row's first token has nothing that predicts it"
+    assert not (before < 0).any(), "the first token of a row has no predecessor"
     return written, before
 
 
 def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor:
     """Scatter `values` [N] to the `written` positions of a zero tensor [T]; joined over sequence-parallel
     ranks."""
-    assert values is not None, "computed only when asked for"
+    assert values is not None, "the output was not requested"
     line = values.new_zeros(batch.num_positions).index_copy(0, written, values)
     return line if batch.sequence is None else batch.sequence.join(line)
 
@@ -226,9 +226,9 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         is_linear = "linear_attention" in kinds
         raise ModelError(
             f"{type(model).__name__} has layers of type {', '.join(kinds)}; "
-            f"braid trains models whose layers are all {' or '.join(known[:2])}, since "
+            f"braid supports only {' and '.join(known[:2])} layers, because "
             + (
-                "a linear layer's state would run from one packed row into the next"
+                "the state of linear attention would leak from one packed row into the next"
                 if is_linear
                 else "it packs rows"
             )
@@ -253,7 +253,7 @@ def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if enabled and not layers:
         raise ModelError(
-            f"{type(model).__name__} has no layers that can be recomputed; set train.gradient_checkpointing=false"
+            f"{type(model).__name__} does not support gradient checkpointing; set train.gradient_checkpointing=false"
         )
     for layer in layers:
         layer.__dict__.pop("forward", None)

@@ -38,13 +38,13 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
     does not exist."""
     folder = Path(path)
     if folder.is_file():
-        raise ModelError(f"{key}={path} is a file; give the folder that it is in")
+        raise ModelError(f"{key}={path} is a file; set it to the folder that contains it")
     if not folder.is_dir():
         if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
             _check_hub_name(path, key)
             return
         beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise ModelError(f"{key}={path}: there is no such folder{suggest(folder.name, beside)}")
+        raise ModelError(f"{key}={path}: no such folder{suggest(folder.name, beside)}")
     if not needs_weights:
         return
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
@@ -53,7 +53,7 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
     if missing:
         has = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(
-            f"{key}={path} is no Hugging Face model folder: it lacks {' and '.join(missing)}; it has {has}"
+            f"{key}={path} is not a Hugging Face model folder: it lacks {' and '.join(missing)}; it contains {has}"
         )
 
 
@@ -68,8 +68,8 @@ def _check_hub_name(name: str, key: str) -> None:
     except Exception as error:  # errors of the hub client and of its HTTP library
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelError(
-            f"{key}={name}: there is no such folder, and no such model can be had from the Hugging Face hub ({reason}). "
-            "Give an existing folder (relative paths start from the config's folder), or a hub name while online"
+            f"{key}={name} is neither a folder nor available from the Hugging Face hub ({reason}); set it to an existing "
+            "folder (paths are relative to the config's folder), or to a hub name while online"
         ) from error
 
 
@@ -78,10 +78,10 @@ def unusable(path: str, key: str, kind: str, error: Exception) -> str:
     lines = str(error).strip().split("\n")
     reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip() or type(error).__name__
     if Path(path).is_dir():
-        return f"{key}={path} cannot be loaded as a {kind}: {reason}"
+        return f"cannot load {key}={path} as a {kind}: {reason}"
     return (
-        f"{key}={path} is no local folder and could not be loaded as a {kind} from the Hugging Face hub: {reason}. "
-        "Give an existing folder, or a hub name while online"
+        f"{key}={path} is not a local folder, and cannot be loaded as a {kind} from the Hugging Face hub: {reason}; set it "
+        "to an existing folder, or to a hub name while online"
     )
 
 
@@ -91,8 +91,8 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTo
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            f"{key}={path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; "
-            f"set {key.rpartition('.')[0]}.tokenizer to the folder or hub name of one"
+            f"{key}={path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
+            f"set {key.rpartition('.')[0]}.tokenizer to a folder or hub name"
         )
     from transformers import (
         AutoTokenizer,  # imports much of transformers, which processes that receive a tokenizer do not need
@@ -110,5 +110,7 @@ def read_chat_template(given: str, key: str) -> str:
         return given
     file = Path(given).expanduser()
     if not file.is_file():
-        raise ModelError(f"{key}={given}: there is no such file; give Jinja text or a .jinja file")
+        raise ModelError(
+            f"{key}={given}: no such file; set it to a Jinja template or the path of a .jinja file"
+        )
     return file.read_text(encoding="utf-8")

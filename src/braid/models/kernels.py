@@ -35,7 +35,7 @@ def check_attention(kind: AttentionKind, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise ModelError(
-            f"model.attention=flash_attention_2 runs on CUDA devices, and this run is on {device.type}; "
+            f"model.attention=flash_attention_2 needs CUDA devices, but this run is on {device.type}; "
             "set model.attention=auto"
         )
     if find_spec("flash_attn") is None:

@@ -19,11 +19,11 @@ def check_liger(device: torch.device) -> None:
         [] if find_spec("liger_kernel") else ["the package liger-kernel (pip install 'braid-rl[liger]')"]
     )
     if device.type != "cuda":
-        missing.append(f"a CUDA device in place of {device.type}")
+        missing.append(f"a CUDA device instead of {device.type}")
     if missing:
         raise ModelError(
-            f"train.liger_kernels=true needs {' and '.join(missing)}; set train.liger_kernels=false, which gives the same "
-            "numbers up to rounding"
+            f"train.liger_kernels=true needs {' and '.join(missing)}; or set train.liger_kernels=false (same results "
+            "up to rounding)"
         )
 
 

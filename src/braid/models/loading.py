@@ -140,8 +140,8 @@ def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollo
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"{key}={path}: its files lack {len(missing)} of the weights of {type(model).__name__}, among them "
-            f"{missing[0]}; they would start at random. Complete the folder or choose another"
+            f"{key}={path} lacks {len(missing)} of the weights of {type(model).__name__}, among them {missing[0]}, which would be "
+            "initialized randomly; add them, or choose another folder"
         )
     return model
 
@@ -155,8 +155,8 @@ def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) 
         model.config.model_type,
     ):
         raise ModelError(
-            f"model.architecture={expected}, but {key} is a model of type {is_of}; correct one of the two, or leave "
-            "model.architecture out"
+            f"model.architecture={expected}, but {key} is a model of type {is_of}; change one of them, or remove "
+            "model.architecture"
         )
 
 
@@ -168,6 +168,6 @@ def _note_dropout(model: PreTrainedModel) -> None:
     }
     if rates:
         _log.info(
-            "the model's %s stays off: log-probs must not be random",
+            "disabled dropout of the model (%s): log-probs must be deterministic",
             ", ".join(f"{k}={v}" for k, v in rates.items()),
         )

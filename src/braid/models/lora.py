@@ -51,7 +51,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
         try:
             peft.inject_adapter_in_model(settings, model, _ADAPTER)
         except (ValueError, KeyError, RuntimeError) as error:
-            raise ModelError(f"model.lora does not fit {type(model).__name__}: {error}") from error
+            raise ModelError(f"cannot apply model.lora to {type(model).__name__}: {error}") from error
     for _, tensor in named_adapters(model):
         tensor.data = tensor.data.to(model.dtype)
     if config.path is not None:
@@ -154,11 +154,11 @@ def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:
         if not found:
             raise ModelError(
                 f"model.lora.targets: {type(model).__name__} has no layer {target!r}{suggest(target, ends)}; "
-                f"it has {', '.join(ends)}; all-linear takes all of them"
+                f"available: {', '.join(ends)}; all-linear selects all of them"
             )
         if head in found:
             raise ModelError(
-                f"model.lora.targets: {target!r} is the output head, which takes no adapter; choose from {', '.join(ends)}"
+                f"model.lora.targets: {target!r} is the output head, which cannot have an adapter; choose from {', '.join(ends)}"
             )
     return list(names)
 
@@ -169,14 +169,14 @@ def _read_settings(folder: Path) -> Any:
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
     if missing:
         raise ModelError(
-            f"model.lora.path={folder} is no adapter folder: it lacks {' and '.join(missing)}; give one that peft's "
+            f"model.lora.path={folder} is not an adapter folder: it lacks {' and '.join(missing)}; use one that peft's "
             "save_pretrained wrote"
         )
     settings = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(settings, peft.LoraConfig) or settings.use_dora or settings.bias != "none":
         raise ModelError(
-            f"model.lora.path={folder} holds {settings.peft_type} adapters with options that braid does not train "
-            "(DoRA, biases); give plain LoRA"
+            f"model.lora.path={folder} contains {settings.peft_type} adapters with unsupported options (DoRA, biases); "
+            "use plain LoRA"
         )
     settings.inference_mode, settings.lora_dropout = False, 0.0
     return settings

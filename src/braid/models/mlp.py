@@ -60,7 +60,7 @@ class MlpPolicy:
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`logprobs` [T] (summed over action dimensions) and `entropy` [T]; 0 where the mask is False."""
         if unknown := outputs - {"logprobs", "entropy"}:
-            raise AssertionError(f"a policy has no {sorted(unknown)}")
+            raise AssertionError(f"not outputs of a policy: {sorted(unknown)}")
         head = self._net(batch.inputs["observations"])
         out: dict[str, Tensor] = {}
         if "logprobs" in outputs:
@@ -155,7 +155,7 @@ class MlpValue:
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] of every observation, including the final one."""
         if unknown := outputs - {"values", "value_deviation"}:
-            raise AssertionError(f"a value model has no {sorted(unknown)}")
+            raise AssertionError(f"not outputs of a value model: {sorted(unknown)}")
         computed = self._head.outputs(self._module(batch.inputs["observations"]))
         return {name: values for name, values in computed.items() if name in outputs}
 

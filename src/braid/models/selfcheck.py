@@ -82,10 +82,10 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
         if passed:
             key = min(passed, key=lambda k: lengths[k])
             raise ModelError(
-                f"{name}: braid could not build a tiny copy to check {check.what} beyond {key}={lengths[key]} ({error}); keep "
-                f"prompt and answer together within {lengths[key]} tokens, or {check.instead}"
+                f"{name}: cannot build a tiny copy to check {check.what} beyond {key}={lengths[key]} ({error}); limit prompt "
+                f"and answer together to {lengths[key]} tokens, or {check.instead}"
             ) from error
-        _log.info("%s has no tiny copy (%s); its own weights are checked alone", name, error)
+        _log.info("cannot build a tiny copy of %s (%s); only its own weights are checked", name, error)
         return False
     if difference is None:
         return True
@@ -93,8 +93,8 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
     for key, without in [*((key, {key}) for key in by_length), *((key, passed) for key in by_length[:1])]:
         if _difference(lm, check, passed - without) is None:
             raise ModelError(
-                f"{name} is computed wrongly by {check.what} once a row is longer than {lengths[key]} tokens, its {key} "
-                f"({difference}); keep prompt and answer together within that, or {check.instead}"
+                f"{name} is computed incorrectly with {check.what} for rows longer than its {key} of {lengths[key]} tokens "
+                f"({difference}); limit prompt and answer together to that length, or {check.instead}"
             )
     raise ModelError(f"{name} cannot run with {check.what}: {difference}; {check.instead}")
 
@@ -114,8 +114,8 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
     allowed = _OF_MEAN * rounding.mean().item() + _LEAST
     if not error <= allowed:
         raise ModelError(
-            f"{type(model).__name__} with these weights gives other log-probs by {check.what} than by its own forward pass: they "
-            f"differ by {error:.2g} nats, of which rounding explains {allowed:.2g}; {check.instead}"
+            f"{type(model).__name__} with these weights gives different log-probs with {check.what} than in its own forward "
+            f"pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; {check.instead}"
         )
 
 
@@ -204,7 +204,7 @@ def _rounding(
         with _Wider(model.dtype):
             return _errors(plain, _plain_logprobs(model, rows, fresh=fresh))
     except Exception as error:  # an architecture's code may raise anything for an unexpected type
-        _log.info("%s does not compute in a wider type: %s", type(model).__name__, error)
+        _log.info("cannot compute %s in a wider type: %s", type(model).__name__, error)
         return torch.tensor(10 * torch.finfo(model.dtype).eps)
 
 
@@ -256,5 +256,5 @@ def _silent_layers(lm: CausalLM, row: Tensor) -> str:
     recorder = _Recorder(PackedAttention([len(row)], lm.device))
     lm.hidden(row, torch.arange(len(row), device=lm.device), recorder)
     if recorder.layers:
-        return "; its layers may count positions themselves, or build their own mask"
+        return "; its layers may compute positions or masks themselves"
     return ", since its layers do not attend through transformers' attention interface"

@@ -42,18 +42,18 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
         tokenizer.chat_template = read_chat_template(config.template, f"{key}.template")
     if not tokenizer.chat_template:
         raise ModelError(
-            f"{key}: the tokenizer of {where[0]} has no chat template, so it is not known how the reward model reads a "
-            f"conversation; set {key}.template to Jinja text or a .jinja file"
+            f"{key}: the tokenizer of {where[0]} has no chat template; set {key}.template to a Jinja template or the path "
+            "of a .jinja file"
         )
     size = cast("Tensor", model.get_input_embeddings().weight).shape[0]
     if len(tokenizer) > size:
         raise ModelError(
-            f"{key}: the tokenizer of {where[0]} has {len(tokenizer)} tokens, the reward model knows {size}; use the "
-            "tokenizer that belongs to it"
+            f"{key}: the tokenizer of {where[0]} has {len(tokenizer)} tokens, but the reward model has {size}; use the "
+            "tokenizer of the reward model"
         )
     place = device if config.device == "auto" else torch.device(config.device)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"{key}.device=cuda, but torch sees no GPU; set it to cpu or auto")
+        raise ModelError(f"{key}.device=cuda, but torch finds no GPU; set it to cpu or auto")
     classifier = SequenceClassifier(model.to(place), tokenizer, config, key=key)  # pyright: ignore[reportArgumentType]
     classifier.check_padding()
     return classifier
@@ -73,9 +73,9 @@ def _pretrained(path: str, config: ModelReward, key: str) -> PreTrainedModel:
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"{key}={path} is no sequence classifier: its files lack {missing[0]}"
+            f"{key}={path} is not a sequence classifier: it lacks {missing[0]}"
             + (f" and {len(missing) - 1} more weights" if len(missing) > 1 else "")
-            + f" of {type(model).__name__}, which would start at random; give the folder of a trained reward model"
+            + f" of {type(model).__name__}, which would be initialized randomly; use the folder of a trained reward model"
         )
     model.config.get_text_config().use_cache = False
     return model.eval().requires_grad_(False)
@@ -84,15 +84,15 @@ def _pretrained(path: str, config: ModelReward, key: str) -> PreTrainedModel:
 def _check_label(config: ModelReward, num_labels: int, key: str) -> None:
     if config.label is None and num_labels > 1:
         raise ModelError(
-            f"{key}.path={config.path} gives {num_labels} numbers; set {key}.label to that of the score, 0 to {num_labels - 1}"
+            f"{key}.path={config.path} has {num_labels} outputs; set {key}.label to the index of the score, 0 to {num_labels - 1}"
         )
     if (config.label or 0) >= num_labels:
         raise ModelError(
-            f"{key}.label={config.label}, but {config.path} gives {num_labels} numbers; the first is 0"
+            f"{key}.label={config.label}, but {config.path} has {num_labels} outputs, numbered from 0"
         )
     if config.activation == "softmax" and num_labels == 1:
         raise ModelError(
-            f"{key}.activation=softmax of a single number is always 1; set {key}.activation to none or sigmoid"
+            f"{key}.activation=softmax of a single output is always 1; set {key}.activation to none or sigmoid"
         )
 
 
@@ -119,11 +119,11 @@ class SequenceClassifier:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise RewardError(
-                f"the reward model's chat template refuses the roles {roles}: {error}"
+                f"the reward model's chat template rejects the roles {roles}: {error}"
             ) from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
         if not ids:
-            raise RewardError("the reward model's chat template makes no tokens of the conversation")
+            raise RewardError("the reward model's chat template gives no tokens for the conversation")
         limit = self._max_tokens
         if limit is None or len(ids) <= limit:
             return ids, False
@@ -134,7 +134,7 @@ class SequenceClassifier:
                 return ids[:limit], True
             case "error":
                 raise RewardError(
-                    f"{len(ids)} tokens, and the reward model reads {limit}; set {self._key}.overlong to left or right to "
+                    f"{len(ids)} tokens, but the reward model accepts {limit}; set {self._key}.overlong to left or right to "
                     "cut them"
                 )
 
@@ -198,8 +198,8 @@ class SequenceClassifier:
         allowed = _TOLERANCE[self._model.dtype] * (1 + alone.abs().max().item())
         if not difference <= allowed:
             raise ModelError(
-                f"{self._key}: {type(self._model).__name__} gives other scores beside padding: they differ by up to "
-                f"{difference:.2g}, allowed is {allowed:.2g}; choose another architecture"
+                f"{self._key}: {type(self._model).__name__} gives different scores with padding (by up to "
+                f"{difference:.2g}, allowed {allowed:.2g}); choose another architecture"
             )
 
 

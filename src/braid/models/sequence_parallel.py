@@ -73,8 +73,8 @@ class _ExchangingAttention:
         size, heads, kv_heads = self.ranks.size, query.shape[1], key.shape[1]
         if heads % size or (kv_heads % size and size % kv_heads):
             raise ModelError(
-                f"train.sequence_parallel={size} shares attention heads out among {size} ranks, and layer {call.layer} has "
-                f"{heads} with {kv_heads} of keys and values; give a number that divides both"
+                f"train.sequence_parallel={size} does not divide the {heads} attention heads and {kv_heads} key/value heads "
+                f"of layer {call.layer}; set it to a divisor of both"
             )
         if size > kv_heads:  # every rank needs at least one
             key, value = (x.repeat_interleave(size // kv_heads, dim=1) for x in (key, value))

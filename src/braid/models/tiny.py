@@ -107,7 +107,7 @@ def tiny_model(
         )
     if size > _MOST_PARAMETERS:
         raise ValueError(
-            f"its config has unknown names for its sizes, so that a small copy has {size:,} parameters"
+            f"its config uses unknown names for sizes, so a small copy would have {size:,} parameters"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -58,8 +58,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     _set_tokens(tokenizer, config, name)
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of {name} has no end token, so answers would never end; set eos_token in its "
-            "tokenizer_config.json, model.eos_token_id, or model.tokenizer to another tokenizer"
+            f"the tokenizer of {name} has no end token; set eos_token in its tokenizer_config.json, model.eos_token_id, or "
+            "model.tokenizer to another tokenizer"
         )
     _check_fits(tokenizer, name, _vocab_size(config))
     return tokenizer
@@ -91,11 +91,11 @@ def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tu
         file, ids = tokens_of_files(find)
         if outside := [number for number in ids if number >= len(tokenizer)]:
             raise ValueError(
-                f"{file}: eos_token_id {outside[0]} is not among the tokenizer's {len(tokenizer)} tokens"
+                f"{file}: eos_token_id {outside[0]} is outside the tokenizer's vocabulary of {len(tokenizer)} tokens"
             )
     except ValueError as error:
         raise ModelError(
-            f"model.path={path}: {error}; correct the file, or set model.eos_token_id to the token that ends an answer"
+            f"model.path={path}: {error}; correct the file, or set model.eos_token_id"
         ) from error
     return tuple(dict.fromkeys([own, *ids]))
 
@@ -107,7 +107,7 @@ def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: s
             continue
         if number >= len(tokenizer):
             raise ModelError(
-                f"model.{key}_id={number}, but the tokenizer of {name} has {len(tokenizer)} tokens; give an id below that"
+                f"model.{key}_id={number}, but the tokenizer of {name} has {len(tokenizer)} tokens; choose an id below that"
             )
         setattr(tokenizer, key, tokenizer.convert_ids_to_tokens(number))
 
@@ -116,7 +116,7 @@ def model_path(config: ModelConfig) -> str:
     """Folder or hub name of the language model. Raises ModelError if the config has none."""
     if config.path is None:
         raise ModelError(
-            "this run's model is no language model; set model.path or model.build instead of model.mlp"
+            "this run needs a language model; set model.path or model.build instead of model.mlp"
         )
     return expand(config.path)
 
@@ -147,6 +147,6 @@ def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int |
     if all(i in added and added[i].special and i not in used for i in outside):
         return
     raise ModelError(
-        f"the tokenizer of {name} has {len(tokenizer)} tokens (ids up to {outside[-1]}), the model knows {vocab_size}; "
-        "use the tokenizer that belongs to the model, or resize the model's embeddings"
+        f"the tokenizer of {name} has {len(tokenizer)} tokens (ids up to {outside[-1]}), but the model has {vocab_size}; "
+        "use the model's tokenizer, or resize its embeddings"
     )

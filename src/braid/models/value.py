@@ -76,7 +76,7 @@ class ValueModel:
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] in float32 (see TrainableModel)."""
         if unknown := outputs - {"values", "value_deviation"}:
-            raise AssertionError(f"a value model has no {sorted(unknown)}")
+            raise AssertionError(f"not outputs of a value model: {sorted(unknown)}")
         states, written = states_before(self._backbone, batch, self.attention)
         computed = self._head.outputs(spread(self._head(states), written, batch))
         return {name: values for name, values in computed.items() if name in outputs}

@@ -102,7 +102,7 @@ def with_head(body: nn.Module, body_name: str, head: ValueHead, head_name: str) 
     """Combine body and head in one module under these names. Raises ModelError if the names are equal."""
     if head_name == body_name:
         raise ModelError(
-            f"critic.head_name={head_name} is the name of the weights below the head; choose another, such as value_head"
+            f"critic.head_name={head_name} is the name of the backbone; choose another, such as value_head"
         )
     return nn.Sequential(OrderedDict({body_name: body, head_name: head}))
 
