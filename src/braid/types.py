@@ -67,7 +67,12 @@ CorrectionTokens = Literal["all", "kept"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlPlace = Literal["loss", "reward"]
 Aggregation = Literal[
-    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum_constant", "prompt_mean"
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "token_sum_constant",
+    "prompt_mean",
+    "agent_mean_token_mean",
 ]
 
 
@@ -266,7 +271,7 @@ class Row:
     returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
     any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
-    if there is one. `score` is the trajectory's reward before shaping.
+    if there is one. `agent` is the index of the row's agent within its trajectory. `score` is the trajectory's reward before shaping.
     """
 
     inputs: dict[str, NDArray[Any]]
@@ -280,6 +285,7 @@ class Row:
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     decision: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     policy_versions: tuple[int, ...] = (0,)
+    agent: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.decision):

@@ -453,9 +453,23 @@ def test_decoupled_ppo_without_a_threshold_weighs_without_a_bound() -> None:
         (
             [
                 "algorithm.loss_agg_func=seq-mean-token-mean",
+                "algorithm.loss_scales=[group_level]",
+            ],
+            {"turn_weighting": "turns", "aggregation": "sequence_mean_token_sum"},
+        ),
+        (
+            [
+                "algorithm.loss_agg_func=seq-mean-token-mean",
                 "algorithm.loss_scales=[group_level, agent_level]",
             ],
-            {"turn_weighting": "turns", "aggregation": "sequence_mean_token_mean"},
+            {"turn_weighting": "turns", "aggregation": "agent_mean_token_mean"},
+        ),
+        (
+            [
+                "algorithm.loss_agg_func=seq-mean-token-mean",
+                "algorithm.loss_scales=[group_level, agent_level, turn_level]",
+            ],
+            {"turn_weighting": "tokens", "aggregation": "agent_mean_token_mean"},
         ),
     ],
 )
@@ -465,7 +479,7 @@ def test_parts_of_the_losses(overrides: list[str], expected: dict[str, Any]) -> 
 
 
 def test_loss_scales_that_weigh_otherwise_are_refused() -> None:
-    (found,) = problems("algorithm.loss_scales=[group_level]")
+    (found,) = problems("algorithm.loss_scales=[group_level]")  # with token-mean
     assert "algorithm.loss_agg_func=seq-mean-token-mean" in found
 
 

@@ -1,10 +1,11 @@
 """Every reduction against numbers worked out by hand."""
 
+import math
+
 import pytest
 import torch
 
-from braid.algorithms.aggregate import aggregate, row_weights, turn_factors
-from braid.algorithms.segments import segments
+from braid.algorithms.aggregate import aggregate, row_weights
 
 # Row  prompt  losses of policy tokens   sum   tokens
 #  0     7     4                           4     1
@@ -25,6 +26,8 @@ EXPECTED = {
     "token_sum_constant": 20 / 24,
     # prompt 7: (4 + 6) / 4 = 2.5, prompt 9: 10 / 2 = 5, over 2 prompts
     "prompt_mean": 3.75,
+    # each row is a trajectory of one agent
+    "agent_mean_token_mean": 11 / 3,
 }
 
 
@@ -88,11 +91,53 @@ def test_reductions_of_two_rows_equal_hand_computed_values(losses, mode, expecte
     torch.testing.assert_close(total, torch.tensor(expected), atol=1e-6, rtol=0)  # float32 sums of five
 
 
-def test_turn_factors_let_the_turns_of_a_row_count_alike():
-    # Row 0: turns of 1 and 3 tokens, so 4 / (2 * 1) and 4 / (2 * 3). Row 1: one turn of 2 tokens, 2 / (1 * 2).
-    mask = torch.tensor([False, True, False, True, True, True, False, True, True])
-    row = torch.tensor([0] * 6 + [1] * 3)
-    decision = torch.tensor([-1, 0, -1, 1, 1, 1, -1, 2, 2])
-    factors = turn_factors(segments(mask, decision), segments(mask, row))
-    expected = torch.tensor([2.0, 2 / 3, 2 / 3, 2 / 3, 1.0, 1.0])
-    torch.testing.assert_close(factors[mask], expected, atol=1e-6, rtol=0)  # float32
+# Row  trajectory  agent  turns of           tokens
+#  0       0         0    1 and 3 tokens       4
+#  1       0         1    2                    2
+#  2       0         0    2 (a new context)    2
+#  3       1         0    3                    3
+#  4       1         1    none                 0
+OF_AGENTS = [(0, 0), (0, 1), (0, 0), (1, 0), (1, 1)]
+TURNS = [[1, 3], [2], [2], [3], []]
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts_turns", "expected"),
+    [
+        # trajectory 0: agent 0 has 6 tokens, agent 1 has 2; the agent without tokens does not count
+        ("agent_mean_token_mean", False, [1 / 24, 1 / 8, 1 / 24, 1 / 6, 0]),
+        # agent 0 has 3 turns
+        ("agent_mean_token_mean", True, [1 / 12, 1 / 4, 1 / 12, 1 / 2, 0]),
+        # trajectory 0 has 8 tokens, in 4 turns
+        ("sequence_mean_token_mean", False, [1 / 16, 1 / 16, 1 / 16, 1 / 6, 0]),
+        ("sequence_mean_token_mean", True, [1 / 8, 1 / 8, 1 / 8, 1 / 2, 0]),
+        ("sequence_mean_token_sum", True, [1 / 2, 1 / 2, 1 / 2, 1 / 2, 0]),
+        ("token_sum_constant", False, [1 / 20, 1 / 20, 1 / 20, 1 / 20, 0]),
+    ],
+)
+def test_rows_of_several_agents_share_the_weight_of_their_trajectory(mode, counts_turns, expected):
+    counts = [len(turns) if counts_turns else sum(turns) for turns in TURNS]
+    found = row_weights(counts, [0] * 5, mode=mode, constant=10.0, agents=OF_AGENTS)
+    assert found == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("levels", "mode", "counts_turns"),
+    [
+        (1, "sequence_mean_token_sum", True),
+        (2, "agent_mean_token_mean", True),
+        (3, "agent_mean_token_mean", False),
+    ],
+)
+def test_weights_of_tokens_are_those_of_rlinfs_loss_scales(levels, mode, counts_turns):
+    """RLinf's rows are turns, of which it takes the mean over tokens, then over all K = 5 turns. It scales a turn by K / B
+    (group_level), 1 / (A K_agent) (agent_level) and K_agent n / n_agent (turn_level)."""
+    counts = [len(turns) if counts_turns else sum(turns) for turns in TURNS]
+    weights = row_weights(counts, [0] * 5, mode=mode, constant=None, agents=OF_AGENTS)
+    agents = {(0, 0): (2, 3, 6), (0, 1): (2, 1, 2), (1, 0): (1, 1, 3)}  # A, K_agent, n_agent
+    for agent, turns, weight in zip(OF_AGENTS, TURNS, weights, strict=True):
+        for n in turns:
+            num_agents, num_turns, num_tokens = agents[agent]
+            scales = (5 / 2, 1 / (num_agents * num_turns), num_turns * n / num_tokens)
+            theirs = math.prod(scales[:levels]) / (5 * n)
+            assert weight / (n if counts_turns else 1) == pytest.approx(theirs, rel=1e-15)

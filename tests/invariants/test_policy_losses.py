@@ -129,8 +129,8 @@ def _update(
     grads: dict[str, Tensor] = {}
     for name, p in policy.module.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: grads.update({name: p.grad.clone()}))
-    is_of_tokens, groups = recipe.logprob_level == "token", [row.group for row in rows]
-    counts = [row.num_tokens if is_of_tokens else row.num_decisions for row in rows]
+    groups = [row.group for row in rows]
+    counts = [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in rows]
     weights = row_weights(counts, groups, mode=recipe.aggregation, constant=None)
     write_step_fields(rows, recipe, constant=None, key=(0, 0))
     backend = SingleBackend(

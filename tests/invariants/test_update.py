@@ -256,7 +256,7 @@ def _reduce(per_token: Tensor, rows: Sequence[Row], mode: Aggregation) -> Tensor
     answers = [values[m] for values, m in zip(per_token, mask, strict=True) if m.any()]
     if mode == "token_mean":
         return torch.cat(answers).mean()
-    if mode == "sequence_mean_token_mean":
+    if mode in ("sequence_mean_token_mean", "agent_mean_token_mean"):  # one agent
         return torch.stack([a.mean() for a in answers]).mean()
     if mode == "sequence_mean_token_sum":
         return torch.stack([a.sum() for a in answers]).mean()

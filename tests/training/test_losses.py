@@ -137,6 +137,14 @@ def test_log_probs_of_decisions_are_clipped_as_one_and_each_counts_once(
     assert gradient == pytest.approx([0.610701, 0.610701, -0.370409], **CLOSE)
 
 
+def test_turns_that_count_alike_have_the_mean_over_their_tokens() -> None:
+    recipe = replace(GRPO, turn_weighting="turns")
+    # ratios e^0.1 = 1.105171, clipped 1.2 for e^0.3, and 1: their mean in the first turn is 1.152585
+    loss, gradient, _ = _of_turns(recipe, 0.5, [1.0, 1.0, 1.0], [0.1, 0.3, 0.0])
+    assert loss == pytest.approx(-(1.152585 + 1.0) / 2, **CLOSE)
+    assert gradient == pytest.approx([-1.105171 / 4, 0.0, -0.5], **CLOSE)
+
+
 def test_losses_without_a_ratio_take_the_log_prob_of_a_decision_too() -> None:
     kimi = replace(GRPO, policy_loss="kimi", kimi_tau=0.5, logprob_level="chunk")
     # -A log pi: 3 and 0.5; 0.5 / 2 times the square of 0.1 + 0.3, and of -0.2; gradients -1 + 0.5 * 0.4, -1 - 0.5 * 0.2

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from braid.types import Aggregation
 
-from .segments import Segments
-
 
 def row_weights(
     token_counts: Sequence[int],
@@ -29,61 +27,63 @@ def row_weights(
     *,
     mode: Aggregation,
     constant: float | None,
+    agents: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
     """The loss weight of each row's positions in one optimizer step, one per row.
 
-    Row b has n_b = `token_counts[b]` policy positions; `groups[b]` is the id of its prompt. Rows and prompts
-    without tokens weigh 0 and are not counted. Where log-probs are those of decisions (logprob_level), read
-    decisions for tokens. With B rows, P prompts and N tokens in the step:
+    A row has `token_counts` policy positions; `groups` is the id of its prompt, `agents` its trajectory and
+    its agent within that (default: each row is a trajectory). What has no tokens weighs 0 and is not counted.
+    With N tokens and B trajectories in the step, n_b tokens in a trajectory, P prompts, A_b agents:
 
         token_mean                1 / N               equal weight per token (DAPO, arXiv 2503.14476)
-        sequence_mean_token_mean  1 / (B n_b)         equal weight per row (GRPO, arXiv 2402.03300)
+        sequence_mean_token_mean  1 / (B n_b)         equal weight per trajectory (GRPO, arXiv 2402.03300)
         sequence_mean_token_sum   1 / B               the gradient of the mean return, unscaled
         token_sum_constant        1 / (B constant)    the same over a constant (Dr. GRPO, arXiv 2503.20783)
-        prompt_mean               1 / (P N_prompt)    equal weight per prompt, and per token within it
+        prompt_mean               1 / (P n_prompt)    equal weight per prompt, and per token within it
+        agent_mean_token_mean     1 / (B A_b n_agent) equal weight per trajectory, per agent, and per token
+
+    Where turns count (Recipe.counts_decisions), `token_counts` and every n are numbers of turns, and the loss
+    of a token is also divided by the number of tokens of its turn.
 
     RLinf averages the means of micro-batches, so its token mean depends on the split, and it divides by zero
-    on a row without tokens. ROLL counts over the step but leaves the mask out of token_mean's numerator.
-    SkyRL scales the advantages instead, so losses that depend on the advantages see scaled ones, and it
-    weighs KL and entropy differently; here all terms share one weight.
+    on a row without tokens. Its loss_scales, with each turn a row and the mean over tokens: group_level is
+    sequence_mean_token_sum of turns, with agent_level it is agent_mean_token_mean of turns, and with
+    turn_level too that of tokens; they scale the surrogate only. ROLL counts over the step but leaves the
+    mask out of token_mean's numerator. SkyRL scales the advantages instead, so losses that depend on the
+    advantages see scaled ones, and it weighs KL and entropy differently; here all terms share one weight.
     """
-    tokens_of_group: Counter[int] = Counter()
-    for count, group in zip(token_counts, groups, strict=True):
-        tokens_of_group[group] += count
-    num_rows = sum(count > 0 for count in token_counts)
-    num_prompts = sum(count > 0 for count in tokens_of_group.values())
+    agents = agents or [(row, 0) for row in range(len(groups))]
+    of_group: Counter[int] = Counter()
+    of_trajectory: Counter[int] = Counter()
+    of_agent: Counter[tuple[int, int]] = Counter()
+    for count, group, agent in zip(token_counts, groups, agents, strict=True):
+        of_group[group] += count
+        of_trajectory[agent[0]] += count
+        of_agent[agent] += count
+    num_agents = Counter(trajectory for (trajectory, _), count in of_agent.items() if count)
+    num_trajectories = len(num_agents)
+    num_prompts = sum(count > 0 for count in of_group.values())
     num_tokens = sum(token_counts)
 
-    def weight(count: int, group: int) -> float:
+    def weight(count: int, group: int, agent: tuple[int, int]) -> float:
         if count == 0:
             return 0.0
         match mode:
             case "token_mean":
                 return 1.0 / num_tokens
             case "sequence_mean_token_mean":
-                return 1.0 / (num_rows * count)
+                return 1.0 / (num_trajectories * of_trajectory[agent[0]])
             case "sequence_mean_token_sum":
-                return 1.0 / num_rows
+                return 1.0 / num_trajectories
             case "token_sum_constant":
                 assert constant is not None, "token_sum_constant needs the constant derived by the plan"
-                return 1.0 / (num_rows * constant)
+                return 1.0 / (num_trajectories * constant)
             case "prompt_mean":
-                return 1.0 / (num_prompts * tokens_of_group[group])
+                return 1.0 / (num_prompts * of_group[group])
+            case "agent_mean_token_mean":
+                return 1.0 / (num_trajectories * num_agents[agent[0]] * of_agent[agent])
 
-    return [weight(count, group) for count, group in zip(token_counts, groups, strict=True)]
-
-
-def turn_factors(turns: Segments, sequences: Segments) -> Float[Tensor, "T"]:
-    """Per-position factors that give the turns of a row equal weight and keep the row's total weight:
-
-        n_b / (K_b n_turn)        n_b, K_b positions and turns of the row, n_turn positions of the turn
-
-    With sequence_mean_token_mean each position then weighs 1 / (B K_b n_turn). RLinf: the same for one agent,
-    with loss_scales group_level and agent_level and seq-mean-token-mean; adding turn_level gives tokens equal
-    weight again. Not in ROLL and SkyRL (in SkyRL, each turn of a step-wise trajectory is a separate row).
-    """
-    num_turns = sequences.sum(1.0 / turns.size).clamp(min=1.0)
-    return (sequences.size / (num_turns * turns.size)).float()
+    return [weight(*row) for row in zip(token_counts, groups, agents, strict=True)]
 
 
 def aggregate(

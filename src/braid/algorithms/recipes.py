@@ -103,6 +103,11 @@ class Recipe:
     huber_delta: float | None
     value_loss_coef: float
 
+    @property
+    def counts_decisions(self) -> bool:
+        """Whether the reduction of the policy loss counts decisions instead of tokens."""
+        return self.logprob_level != "token" or self.turn_weighting == "turns"
+
 
 # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300): group baseline and standard deviation, k3 in the loss.
 # Tokens are averaged over the step, not per answer, and the KL term is off, as in DAPO (arXiv 2503.14476).

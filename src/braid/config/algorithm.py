@@ -163,7 +163,7 @@ class AlgorithmConfig(Section):
     aggregation_constant: PositiveFloat | None = None
     """token_sum_constant: divisor per sequence; null for the longest possible response."""
     turn_weighting: TurnWeighting | None = None
-    """How a trajectory's turns are weighted in the policy loss: by their tokens, or equally (turns)."""
+    """What the aggregation of the policy loss counts: tokens, or turns, each the mean over its tokens."""
     policy_loss_coef: NonNegativeFloat | None = None
     """Weight of the policy loss and the KL term relative to the entropy and supervised terms."""
     kl_coef: NonNegativeFloat | None = None

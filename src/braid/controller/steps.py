@@ -276,8 +276,7 @@ def _improve_critic(parts: Parts, critic: GroupBackend, rows: Sequence[RowFacts]
 def _improve_policy(parts: Parts, rows: Sequence[RowFacts]) -> None:
     recipe = parts.plan.recipe
     for batch in _batches(parts, rows, parts.config.train):
-        is_of_tokens = recipe.logprob_level == "token"
-        counts = [row.num_tokens if is_of_tokens else row.num_decisions for row in batch]
+        counts = [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in batch]
         weights = _weights(parts, batch, counts)
         key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
         parts.data.write_step_fields(batch, key)
@@ -304,8 +303,14 @@ def _batches(parts: Parts, rows: Sequence[RowFacts], train: TrainConfig) -> Iter
 
 def _weights(parts: Parts, batch: Sequence[RowFacts], counts: Sequence[int]) -> list[float]:
     """Each row's loss weight, of one of its tokens or decisions, of which it has `counts`."""
-    groups, plan = [row.group for row in batch], parts.plan
-    return row_weights(counts, groups, mode=plan.recipe.aggregation, constant=plan.aggregation_constant)
+    plan = parts.plan
+    return row_weights(
+        counts,
+        [row.group for row in batch],
+        mode=plan.recipe.aggregation,
+        constant=plan.aggregation_constant,
+        agents=[(row.trajectory, row.agent) for row in batch],
+    )
 
 
 def steer_kl(parts: Parts, rows: Sequence[RowFacts]) -> None:

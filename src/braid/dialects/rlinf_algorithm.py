@@ -200,17 +200,32 @@ def _values(source: Source) -> str:
 _SCALES = list_of(choice("group_level", "agent_level", "turn_level"))
 
 
+_SCALED = {
+    ("group_level",): ("sequence_mean_token_sum", "turns"),
+    ("group_level", "agent_level"): ("agent_mean_token_mean", "turns"),
+    ("group_level", "agent_level", "turn_level"): ("agent_mean_token_mean", "tokens"),
+}
+"""algorithm.loss_scales with seq-mean-token-mean -> aggregation and turn_weighting."""
+
+
+def _aggregation(value: str, source: Source) -> Became:
+    levels = tuple(source.get("algorithm.loss_scales") or ())
+    aggregation = _AGGREGATIONS[value]
+    if levels and value == "seq-mean-token-mean":
+        aggregation, _ = _SCALED.get(levels, (aggregation, ""))
+    return Became({"algorithm.aggregation": aggregation})
+
+
 def _loss_scales(value: list[str], source: Source) -> Any:
-    levels = {("group_level", "agent_level"): "turns", ("group_level", "agent_level", "turn_level"): "tokens"}
-    weighting = levels.get(tuple(value))
     if not value:
         return Became({"algorithm.turn_weighting": "tokens"})
-    if weighting is None or source.get("algorithm.loss_agg_func") != "seq-mean-token-mean":
+    if tuple(value) not in _SCALED or source.get("algorithm.loss_agg_func") != "seq-mean-token-mean":
         return unsupported(
-            "[group_level, agent_level] or [group_level, agent_level, turn_level], with "
+            "[group_level], [group_level, agent_level] or [group_level, agent_level, turn_level], with "
             "algorithm.loss_agg_func=seq-mean-token-mean"
         )
-    return Became({"algorithm.turn_weighting": weighting})
+    aggregation, weighting = _SCALED[tuple(value)]
+    return Became({"algorithm.aggregation": aggregation, "algorithm.turn_weighting": weighting})
 
 
 def _whitened(value: bool, source: Source) -> Any:
@@ -291,7 +306,7 @@ RULES: tuple[Rule, ...] = (
         "actor_critic, critic.use_critic_model or, for robots, ppo",
     ),
     Apply(
-        "algorithm.loss_agg_func", "algorithm.aggregation", choice(*_AGGREGATIONS), mapped(_AGGREGATIONS),
+        "algorithm.loss_agg_func", "algorithm.aggregation", choice(*_AGGREGATIONS), _aggregation,
         default="token-mean", note="denominators count the whole optimizer step; RLinf averages the means of micro-batches",
     ),
     Implied(
@@ -328,9 +343,9 @@ RULES: tuple[Rule, ...] = (
           when(_without_decoupling, then=null_as("off")), note="log-ratios are clamped before the clip"),
     Apply("algorithm.clip_log_ratio_max", "algorithm.log_ratio_max", nullable(NON_NEGATIVE),
           when(_without_decoupling, then=null_as("off")), note="log-ratios are clamped before the clip"),
-    Apply("algorithm.loss_scales", "algorithm.turn_weighting", _SCALES, _loss_scales,
-          note="with seq-mean-token-mean and one agent: group_level and agent_level count the turns of a trajectory alike, "
-          "turn_level beside them its tokens"),
+    Apply("algorithm.loss_scales", "", _SCALES, _loss_scales,
+          note="with seq-mean-token-mean. group_level: the turns of a trajectory are added up; with agent_level: agents "
+          "count alike, and the turns of each; with turn_level: the tokens of each. KL and entropy are scaled too"),
     Unsupported("algorithm.staleness_threshold", "rounds are sampled by the policy that they train"),
     Unsupported("algorithm.on_policy_min_ratio", "rounds are sampled by the policy that they train"),
     # KL and entropy

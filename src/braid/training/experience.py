@@ -36,6 +36,7 @@ class RowFacts:
     num_decisions: int
     group: int
     trajectory: int
+    agent: int
     is_truncated: bool
     score: float
 
@@ -63,6 +64,7 @@ class Experience:
                 row.num_decisions,
                 row.group,
                 row.trajectory,
+                row.agent,
                 row.is_truncated,
                 row.score,
             )

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from braid.algorithms.aggregate import aggregate, turn_factors
+from braid.algorithms.aggregate import aggregate
 from braid.algorithms.corrections import correction_factor, proximal_logprobs, sampling_weight
 from braid.algorithms.kl import kl_estimate
 from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
@@ -37,8 +37,8 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
     engine's); and the fields of step_fields.py that the recipe needs.
 
     With logprob_level action or chunk, the surrogate is that of decisions: of the sum of a decision's
-    log-probs. It is divided among the decision's tokens, so the weights of rows must count decisions
-    (algorithms.aggregate). KL, corrections and metrics stay those of tokens. entropy_level is the same for
+    log-probs. It is divided among the decision's tokens, so the weights of rows must count decisions; so it
+    is with turn_weighting: turns, where each token has its own surrogate. KL, corrections and metrics stay those of tokens. entropy_level is the same for
     the entropy bonus: the entropy of a token is then that of its decision, the sum.
 
     The step is dropped if the mean ratio over all of its tokens exceeds early_stop_ratio. RLinf instead
@@ -109,10 +109,8 @@ def _policy_loss(
         behavior = fields["behavior_logprobs"]
         means["logprob_mismatch_kl"] = kl_estimate(behavior, old, estimator="k3", clamp=None)
         maxima["logprob_mismatch_max"] = (old - behavior).abs()
-    if decisions is not None:
-        per_token = per_token / decisions.size.float()
-    elif recipe.turn_weighting == "turns":
-        per_token = per_token * turn_factors(_decisions(batch), segments(batch.mask, batch.row))
+    if recipe.counts_decisions:
+        per_token = per_token / _decisions(batch).size.float()
     loss, diagnostics = _reduced(per_token, batch), _diagnostics("policy", batch.mask, means, maxima)
     if recipe.supervised_coef:
         weights = fields["supervised_weights"]

@@ -59,6 +59,7 @@ def _write_choice(rows: Sequence[Row], recipe: Recipe, key: tuple[int, ...]) -> 
 def _write_supervised_weights(rows: Sequence[Row], recipe: Recipe, constant: float | None) -> None:
     imitated = [row.mask & (row.fields["is_success"] > 0) for row in rows]
     counts, groups = [int(mask.sum()) for mask in imitated], [row.group for row in rows]
-    weights = row_weights(counts, groups, mode=recipe.aggregation, constant=constant)
+    agents = [(row.trajectory, row.agent) for row in rows]
+    weights = row_weights(counts, groups, mode=recipe.aggregation, constant=constant, agents=agents)
     for row, mask, weight in zip(rows, imitated, weights, strict=True):
         row.fields["supervised_weights"] = mask * np.float32(weight)
