@@ -92,7 +92,7 @@ def test_what_sets_native_keys_that_nothing_reads_is_shown_as_unused(
     given = [str(file), "generator.gpu_memory_utilization=0.5", servers, "--engine", "vllm"]
     assert main(["explain", *given]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "unused: servers were started with their own options (rollout.vllm.servers)" in out
+    assert "unused: external servers have their own options (rollout.vllm.servers)" in out
     assert "3 applied, 1 unused" in out
 
 

@@ -120,7 +120,7 @@ def test_config_problems_end_with_2_before_anything_runs(
 def test_cross_key_problems_end_with_2_too(capsys: pytest.CaptureFixture[str], config: str) -> None:
     assert main(["train", config, "run.max_rounds=null"]) == 2
     assert capsys.readouterr().err == (
-        "braid: run.max_rounds: the run has no end; set run.max_rounds or run.max_epochs [override]\n"
+        "braid: run.max_rounds: the run never ends; set run.max_rounds or run.max_epochs [override]\n"
     )
 
 

@@ -62,7 +62,7 @@ def of(name: str) -> str:
         (["reward.parts=[{kind: code}]"], "code cannot score 8 of 8 prompts; first: letters:0: the prompt has no column 'tests'"),
         (["reward.parts=[{kind: reasoning_gym}]"], "is not procedural"),
         (["reward.parts=[{kind: judge, url: 'http://x', model: m, prompt: '{nope} {response}'}]"], "no column 'nope'"),
-        (["reward.parts=[{kind: exact, sources: [numbers]}]"], "no data source 'numbers'"),
+        (["reward.parts=[{kind: exact, sources: [numbers]}]"], "unknown data source 'numbers'"),
         (["rollout.engine=sglang"], "needs the package sglang"),
     ],
 )  # fmt: skip

@@ -593,7 +593,7 @@ def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rollout.gpu_memory_utilization=1.5", "1.5 is not a number > 0 and <= 1"),
         ("algorithm.group_size=two", "'two' is not an integer >= 1"),
         ("cluster.component_placement={actr: all}", "there is no component 'actr', did you mean 'actor'?"),
-        ("cluster.component_placement={actor: 0-x}", "'0-x' is no placement"),
+        ("cluster.component_placement={actor: 0-x}", "invalid placement '0-x'"),
         ("cluster.component_placement=[0]", "is not a mapping of components to devices"),
         ("algorithm.kl_penalty_type=full", "is not supported: one of kl, k1"),
         (

@@ -96,9 +96,7 @@ def test_a_simulator_runs_in_one_process() -> None:
         "reward.parts=[]",
     ]
     assert "run in one process" in complaints(*simulator, "cluster.runtime=ray")["cluster.runtime"]
-    assert (
-        "names 2 devices" in complaints(*simulator, "cluster.placement={rollout: 0-1}")["cluster.placement"]
-    )
+    assert "uses 2 devices" in complaints(*simulator, "cluster.placement={rollout: 0-1}")["cluster.placement"]
 
 
 def test_reward_models_run_where_rollout_does() -> None:
@@ -106,7 +104,7 @@ def test_reward_models_run_where_rollout_does() -> None:
     found = complaints(reward, "cluster.placement={policy: 0, rollout: 1, reward: 2}")
     assert "devices of rollout (1)" in found["cluster.placement"]
     apart = warnings("cluster.placement={policy: 0, rollout: 1, reward: 2}")
-    assert "it runs with rollout, and 2 are for it" in apart["cluster.placement"]
+    assert "it runs with rollout, so devices 2 are unused" in apart["cluster.placement"]
 
 
 def test_a_package_that_is_not_installed_is_missed_by_a_run_and_not_by_a_plan(
@@ -142,7 +140,7 @@ def test_sglang_has_a_way_of_its_own_for_weights_and_text() -> None:
     found = warnings(
         "rollout.engine=sglang", "rollout.sglang.detokenize=true", "rollout.publish.transport=gloo"
     )
-    assert "always makes text" in found["rollout.sglang.detokenize"]
+    assert "always detokenizes" in found["rollout.sglang.detokenize"]
     assert "from files" in found["rollout.publish.transport"]
 
 
@@ -181,17 +179,17 @@ def test_flash_attention_wants_half_precision() -> None:
             "train.backend is not megatron",
         ),
         (["rollout.vllm.replicas=2"], "rollout.vllm.replicas", "rollout.engine is not vllm"),
-        (["rollout.publish.transport=nccl"], "rollout.publish.transport", "where they are"),
+        (["rollout.publish.transport=nccl"], "rollout.publish.transport", "in place"),
         (["cluster.call_timeout_s=5"], "cluster.call_timeout_s", "one process"),
         (["train.balance_ranks=false"], "train.balance_ranks", "one process"),
         (["train.offload.gradients=true"], "train.offload.gradients", "frees gradients"),
         (
             ["train.offload.optimizer=true", "run.device=cpu"],
             "train.offload.optimizer",
-            "host memory is where everything is",
+            "everything is in host memory",
         ),
-        (["train.offload.weights=true"], "train.offload.weights", "samples with these very weights"),
-        (["train.infer_batch_rows=4"], "train.infer_batch_rows", "without gradients"),
+        (["train.offload.weights=true"], "train.offload.weights", "samples with the trainer's own weights"),
+        (["train.infer_batch_rows=4"], "train.infer_batch_rows", "no inference passes"),
         (["train.grad_scaler={}"], "train.grad_scaler", "fp16"),
         (
             ["train.optimizer={kind: sgd, betas: [0.5, 0.9]}"],
@@ -216,8 +214,8 @@ def test_flash_attention_wants_half_precision() -> None:
         ),
         (["critic.normalize_values=true"], "critic.normalize_values", "no critic"),
         (["critic.head_name=v"], "critic.head_name", "no critic"),
-        (["model.lora={dropout: 0.1}"], "model.lora.dropout", "the same in rollout and in training"),
-        (["model.lora={path: adapter, rank: 4}"], "model.lora.rank", "have it already"),
+        (["model.lora={dropout: 0.1}"], "model.lora.dropout", "the same in rollout and training"),
+        (["model.lora={path: adapter, rank: 4}"], "model.lora.rank", "determine it"),
         (["model.low_memory_load=false"], "model.low_memory_load", "no files"),
     ],
 )

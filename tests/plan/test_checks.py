@@ -49,36 +49,37 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
     [
         (
             ["train.steps_per_pass=64"],
-            "train.steps_per_pass: a round's 32 prompts cannot be cut into 64 mini-batches of whole prompts; "
+            "train.steps_per_pass: 32 prompts per round cannot be split into 64 mini-batches of whole prompts; "
             "lower it to 32, or raise rollout.prompts_per_round to 64",
         ),
         (
             ["algorithm.recipe=ppo", "critic.train.steps_per_pass=64"],
-            "critic.train.steps_per_pass: a round's 32 prompts cannot be cut into 64 mini-batches of whole prompts; "
+            "critic.train.steps_per_pass: 32 prompts per round cannot be split into 64 mini-batches of whole prompts; "
             "lower it to 32, or raise rollout.prompts_per_round to 64",
         ),
         (
             ["rollout.max_sequence_tokens=1024"],
-            "rollout.max_sequence_tokens: prompts of up to data.max_prompt_tokens=1024 tokens leave no room for an answer in "
-            "1024; raise it above 1024",
+            "rollout.max_sequence_tokens: data.max_prompt_tokens=1024 leaves no room for an answer in "
+            "1024 tokens; raise it above 1024",
         ),
         (
             ["rollout.max_sequence_tokens=1100", "rollout.native.kv_budget_tokens=1000"],
-            "rollout.native.kv_budget_tokens: a trajectory has up to 1100 tokens (rollout.max_sequence_tokens), which never "
-            "fits a cache of 1000 tokens; raise it to 1100 at least",
+            "rollout.native.kv_budget_tokens: a trajectory has up to 1100 tokens "
+            "(rollout.max_sequence_tokens), which never fits in a KV cache of 1000 tokens; raise it to "
+            "at least 1100",
         ),
         (
             ["cluster.env={'A=B': x}"],
-            "cluster.env: 'A=B' is not the name of an environment variable; it must not be empty or contain =",
+            "cluster.env: 'A=B' is not a valid environment variable name; it must not be empty or contain =",
         ),
         (
             ["eval.pass_at=[1,4]", "eval.samples_per_prompt=2"],
-            "eval.pass_at[1]: pass@4 needs 4 samples of each prompt, and eval.samples_per_prompt=2; "
-            "raise it or lower k",
+            "eval.pass_at[1]: pass@4 needs 4 samples per prompt, but eval.samples_per_prompt=2; raise "
+            "it, or lower k",
         ),
         (
             ["run.max_rounds=null"],
-            "run.max_rounds: the run has no end; set run.max_rounds or run.max_epochs",
+            "run.max_rounds: the run never ends; set run.max_rounds or run.max_epochs",
         ),
         (
             ["rollout.group_size=1"],
@@ -87,53 +88,53 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
         ),
         (
             ["algorithm.old_logprobs=current", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
-            "algorithm.old_logprobs: KL in the reward is taken from log-probs before the update, which current does not "
-            "compute; set auto, recompute or behavior",
+            "algorithm.old_logprobs: KL in the reward needs log-probs before the update, which current "
+            "does not compute; set it to auto, recompute or behavior",
         ),
         (
             ["algorithm.old_logprobs=current", "algorithm.recipe=kl_cov"],
-            "algorithm.old_logprobs: algorithm.policy_loss=kl_cov chooses tokens by their log-probs before the update, which "
-            "current does not compute; set auto, recompute or behavior",
+            "algorithm.old_logprobs: algorithm.policy_loss=kl_cov selects tokens by their log-probs "
+            "before the update, which current does not compute; set it to auto, recompute or behavior",
         ),
         (
             ["model={mlp: {}}"],
-            "model.mlp: a perceptron cannot act in env.kind=single_turn, which speaks in text; "
-            "set env.kind=gymnasium, or give model.path or model.build",
+            "model.mlp: an MLP cannot act in env.kind=single_turn, a text environment; set "
+            "env.kind=gymnasium, or use model.path or model.build",
         ),
-        (["data.train=[]"], "data.train: there are no training prompts; list at least one source"),
+        (["data.train=[]"], "data.train: no training prompts; add at least one source"),
         (
             ["reward.parts=[]"],
-            "reward.parts: nothing scores the answers of env.kind=single_turn; list at least one part",
+            "reward.parts: no reward for env.kind=single_turn; add at least one part",
         ),
         (
             ["model.build.max_positions=1200"],
             "rollout.sampling.max_new_tokens: data.max_prompt_tokens=1024 + rollout.sampling.max_new_tokens=256 = "
-            "1280 tokens, and the model accepts 1200; lower one of them",
+            "1280 tokens, but the model accepts 1200; lower one of them",
         ),
         (
             ["model.build.max_positions=1300", "eval.sampling.max_new_tokens=300"],
             "eval.sampling.max_new_tokens: data.max_prompt_tokens=1024 + eval.sampling.max_new_tokens=300 = "
-            "1324 tokens, and the model accepts 1300; lower one of them",
+            "1324 tokens, but the model accepts 1300; lower one of them",
         ),
         (
             ["rollout.native.kv_budget_tokens=1000"],
             "rollout.native.kv_budget_tokens: data.max_prompt_tokens=1024 + rollout.sampling.max_new_tokens=256 = "
-            "1280 tokens, which never fits a cache of 1000 tokens; raise it to 1280 at least",
+            "1280 tokens, which never fits in a KV cache of 1000 tokens; raise it to at least 1280",
         ),
         (
             ["env={kind: tools, max_context_tokens: 1024}"],
-            "env.max_context_tokens: prompts of up to data.max_prompt_tokens=1024 tokens leave no room for an answer in "
-            "a context of 1024; raise it above 1024",
+            "env.max_context_tokens: data.max_prompt_tokens=1024 leaves no room for an answer in a "
+            "context of 1024 tokens; raise it above 1024",
         ),
         (
             ["env={kind: tools, max_context_tokens: 4096}"],
-            "env.max_context_tokens: a trajectory has up to 4096 tokens (env.max_context_tokens), and the model accepts "
+            "env.max_context_tokens: a trajectory has up to 4096 tokens (env.max_context_tokens), but the model accepts "
             "2048; lower one of them",
         ),
         (
             ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.old_logprobs=interpolated"],
-            "algorithm.old_logprobs: KL in the reward is taken from log-probs before the update, which interpolated does "
-            "not compute; set auto, recompute or behavior",
+            "algorithm.old_logprobs: KL in the reward needs log-probs before the update, which "
+            "interpolated does not compute; set it to auto, recompute or behavior",
         ),
         (
             ["algorithm.recipe=gspo", "algorithm.logprob_level=chunk"],
@@ -142,31 +143,31 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
         ),
         (
             ["algorithm.recipe=kl_cov", "algorithm.logprob_level=action"],
-            "algorithm.logprob_level: algorithm.policy_loss=kl_cov chooses single tokens; set it to token",
+            "algorithm.logprob_level: algorithm.policy_loss=kl_cov selects single tokens; set it to token",
         ),
         (
             ["eval.target.min_final=0.5", "data.eval=[]"],
-            "eval.target.min_final: a target needs something to measure it on; list data.eval sources",
+            "eval.target.min_final: a target needs evaluation data; add sources to data.eval",
         ),
         (
             ["eval.target.min_final=0.5", "eval.at_end=false"],
-            "eval.target.min_final: a target is measured after the last round; set eval.at_end=true",
+            "eval.target.min_final: the target is measured after the last round; set eval.at_end=true",
         ),
         (
             ["eval.target.min_gain=0.5", "eval.before=false"],
-            "eval.target.min_gain: a gain is counted from the evaluation before training; set eval.before=true",
+            "eval.target.min_gain: the gain is relative to the evaluation before training; set eval.before=true",
         ),
         (
             ["sft.data=[]"],
-            "sft.data: there is nothing to imitate; list at least one source",
+            "sft.data: no examples; add at least one source",
         ),
         (
             ["sft.data=[{kind: file, path: x.jsonl}]"],
-            "sft.data[0]: set exactly one of response_key and response_function: what to imitate",
+            "sft.data[0]: set exactly one of response_key and response_function",
         ),
         (
             ["algorithm.recipe=ppo", "critic.warmup_rounds=10"],
-            "critic.warmup_rounds: the policy never learns: the run has 10 rounds and the critic's warm-up takes 10",
+            "critic.warmup_rounds: the policy is never updated: the run has 10 rounds, all of them critic warm-up (10)",
         ),
     ],
 )
@@ -179,32 +180,32 @@ def test_what_cannot_run_is_refused_with_the_arithmetic(overrides: list[str], co
     [
         (
             ["model={build: {}}"],
-            "env.kind: a language model cannot act in a gymnasium environment; give model.mlp in place of model.build",
+            "env.kind: a language model cannot act in a gymnasium environment; use model.mlp instead of model.build",
         ),
         (
             ["data.train=[{kind: file, path: x}]"],
-            "data.train: a gymnasium environment brings its own reset states; remove the data",
+            "data.train: a gymnasium environment has its own reset states; remove the data",
         ),
         (
             ["reward.parts=[{kind: exact}]"],
-            "reward.parts: parts score text; a gymnasium environment gives its own rewards, remove them",
+            "reward.parts: reward parts score text, but a gymnasium environment computes its own rewards; remove them",
         ),
         (
             ["sft.data=[{kind: file, path: x, response_key: y}]"],
-            "sft: supervised learning needs a text model; remove it for a gymnasium environment",
+            "sft: supervised fine-tuning needs a language model; remove it for a gymnasium environment",
         ),
         (
             ["algorithm.kl_coef=0.1"],
-            "algorithm.kl_coef: a perceptron has no reference model to stay near; set algorithm.kl_coef=0",
+            "algorithm.kl_coef: an MLP policy has no reference model; set algorithm.kl_coef=0",
         ),
         (
             ["run.max_epochs=3"],
-            "run.max_epochs: a gymnasium environment has no set of prompts to pass over; set run.max_rounds",
+            "run.max_epochs: a gymnasium environment has no prompts and so no epochs; set run.max_rounds",
         ),
         (
             ["algorithm.aggregation=token_sum_constant"],
-            "algorithm.aggregation_constant: a simulator's episodes have no longest response to divide by; "
-            "give the constant",
+            "algorithm.aggregation_constant: episodes of a simulator have no maximum response length to "
+            "derive it from; set it",
         ),
     ],
 )
@@ -224,10 +225,10 @@ def test_problems_of_several_keys_come_together() -> None:
 def test_each_verb_needs_its_own_parts() -> None:
     bare = ["model.build={}"]
     assert complaints(bare, verb="eval") == [
-        "data.eval: there is nothing to evaluate on; list at least one source",
+        "data.eval: no evaluation prompts; add at least one source",
     ]
     assert complaints(bare, verb="sft") == [
-        "sft: there is nothing to imitate; give sft.data sources with response_key or response_function"
+        "sft: no examples; add sources with response_key or response_function to sft.data"
     ]
     assert warnings([*bare, "sft.data=[{kind: file, path: x, response_key: y}]"], verb="sft") == []
     assert warnings([*bare, *TEXT[3:]], verb="eval") == []
@@ -242,64 +243,67 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["algorithm.old_logprobs=current", "train.passes_per_round=2"],
-            "algorithm.old_logprobs: current makes every ratio 1, so the 2 steps of a round neither clip nor correct",
+            "algorithm.old_logprobs: with current all ratios are 1, so there is no clipping over the 2 steps of a round",
         ),
         (
             ["rollout.prompts_per_round=200"],
-            "rollout.prompts_per_round: a round takes 200 prompts and there are 100, so each comes more than once",
+            "rollout.prompts_per_round: a round takes 200 prompts, but there are only 100, so prompts repeat within a round",
         ),
         (
             ["rollout.sampling.top_p=0.9"],
-            "rollout.sampling.top_p: tokens are sampled from another distribution than the one that is trained",
+            "rollout.sampling.top_p: tokens are sampled from a different distribution than the one that is trained",
         ),
         (
             ["rollout.sampling.min_p=0.1", "algorithm.old_logprobs=behavior"],
-            "rollout.sampling.min_p: tokens are sampled from another distribution than the one that is trained, "
-            "and algorithm.old_logprobs=behavior makes ratios compare the two",
+            "rollout.sampling.min_p: tokens are sampled from a different distribution than the one that "
+            "is trained, and with algorithm.old_logprobs=behavior ratios compare the two",
         ),
         (
             ["rollout.sampling.greedy=true"],
-            "rollout.sampling.greedy: all answers of a group are the same, so a group has nothing to compare",
+            "rollout.sampling.greedy: all answers of a group are identical, so their advantages are 0",
         ),
         (
             ["train.optimizer.schedule.warmup_steps=10"],
-            "train.optimizer.schedule.warmup_steps: the run ends after 10 steps, before the warm-up of 10 does",
+            "train.optimizer.schedule.warmup_steps: the run ends after 10 steps, before the warm-up of 10 steps",
         ),
         (
             ["model.dtype=fp16"],
-            "model.dtype: small gradients vanish in fp16; set train.grad_scaler={}, or model.dtype=bf16",
+            "model.dtype: small gradients underflow in fp16; set train.grad_scaler={}, or model.dtype=bf16",
         ),
-        (["algorithm.gamma=0.9"], "algorithm.gamma: has no effect: only gae, reinforce and gigpo discount"),
-        (["critic.warmup_rounds=1"], "critic.warmup_rounds: has no effect: the advantage has no critic"),
+        (
+            ["algorithm.gamma=0.9"],
+            "algorithm.gamma: has no effect: only gae, reinforce and gigpo use discounting",
+        ),
+        (["critic.warmup_rounds=1"], "critic.warmup_rounds: has no effect: the advantage uses no critic"),
         (["algorithm.kl_in=reward"], "algorithm.kl_in: has no effect: algorithm.kl_coef is 0"),
         (["reference.path=x"], "reference.path: has no effect: algorithm.kl_coef is 0"),
         (
             ["algorithm.policy_loss=policy_gradient", "algorithm.dual_clip=3"],
-            "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient does not read it",
+            "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient does not use it",
         ),
         (
             ["algorithm.sapo_tau_positive=2"],
-            "algorithm.sapo_tau_positive: has no effect: algorithm.policy_loss=ppo_clip does not read it",
+            "algorithm.sapo_tau_positive: has no effect: algorithm.policy_loss=ppo_clip does not use it",
         ),
         (
             ["algorithm.old_logprobs=behavior", "algorithm.corrections=[{high: 3}]"],
-            "algorithm.corrections: has no effect: algorithm.old_logprobs=behavior leaves no difference to correct",
+            "algorithm.corrections: has no effect: with algorithm.old_logprobs=behavior there is nothing to correct",
         ),
         (
             ["algorithm.early_stop_ratio=2"],
-            "algorithm.early_stop_ratio: has no effect: algorithm.old_logprobs=current makes every ratio 1",
+            "algorithm.early_stop_ratio: has no effect: with algorithm.old_logprobs=current all ratios are 1",
         ),
         (
             ["algorithm.aggregation_constant=3"],
-            "algorithm.aggregation_constant: has no effect: the aggregation is not token_sum_constant",
+            "algorithm.aggregation_constant: has no effect: algorithm.aggregation is not token_sum_constant",
         ),
         (
             ["algorithm.recipe=ppo", "algorithm.normalize_by_std=false"],
-            "algorithm.normalize_by_std: has no effect: only the advantages grpo and gigpo divide by the group's deviation",
+            "algorithm.normalize_by_std: has no effect: only grpo and gigpo divide advantages by the group's standard deviation",
         ),
         (
             ["algorithm.kl_coef=0.1", "reference.train.passes_per_round=2"],
-            "reference.train.passes_per_round: has no effect: the reference is not trained",
+            "reference.train.passes_per_round: has no effect: the reference model is not trained",
         ),
         (
             ["reference.update_every_epochs=1"],
@@ -311,11 +315,11 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["rollout.max_sequence_tokens=1280"],
-            "rollout.max_sequence_tokens: has no effect: the limits of prompt and answer add up to no more than that",
+            "rollout.max_sequence_tokens: has no effect: the limits of prompt and answer do not add up to more than that",
         ),
         (
             ["rollout.request_batch=32"],
-            "rollout.request_batch: has no effect: a round has no more prompts than that",
+            "rollout.request_batch: has no effect: a round does not have more prompts than that",
         ),
         (
             ["algorithm.old_logprobs=interpolated", "algorithm.corrections=[{}]"],
@@ -340,7 +344,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["report.tensorboard=false", "report.dir=x"],
-            "report.dir: has no effect: neither TensorBoard nor a tracker writes files",
+            "report.dir: has no effect: TensorBoard and trackers are off",
         ),
         (
             ["report.tensorboard=false", "report.tensorboard_queue=3"],
@@ -353,7 +357,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["run.max_restarts=3"],
-            "run.max_restarts: no checkpoints are saved, so a restart begins from scratch; set checkpoint.every_rounds",
+            "run.max_restarts: no checkpoints are saved, so a restart starts from scratch; set checkpoint.every_rounds",
         ),
         (
             ["data.eval=[]", "eval.every_rounds=5"],

@@ -25,30 +25,30 @@ def test_other_advantages_take_single_answers(recipe: str) -> None:
     [
         (
             ["algorithm.recipe=reinforce_pp_baseline", "rollout.group_size=1"],
-            "rollout.group_size: algorithm.reward_mean=group takes the group's mean off, so with group_size=1 every reward is "
+            "rollout.group_size: algorithm.reward_mean=group subtracts the group's mean, so with group_size=1 every reward is "
             "0; raise it to 2 or more, or set algorithm.reward_mean=batch",
         ),
         (
             ["algorithm.recipe=remax", "rollout.sampling.greedy=true"],
-            "rollout.sampling.greedy: remax compares sampled answers with the greedy one, and these are the same; set it to "
+            "rollout.sampling.greedy: remax compares sampled answers with the greedy one, so sampling must not be greedy; set it to "
             "false",
         ),
         (
             ["algorithm.recipe=remax", "algorithm.whiten_rewards=true"],
-            "algorithm.whiten_rewards: remax takes off the reward of the greedy answer, which has no positions to whiten; set "
-            "it to false, or whiten advantages",
+            "algorithm.whiten_rewards: remax subtracts the reward of the greedy answer, which has no "
+            "tokens to whiten over; set it to false, or use algorithm.whiten_advantages",
         ),
         (
             ["algorithm.recipe=maxrl", "algorithm.reward_mean=group"],
-            "algorithm.reward_mean: maxrl divides by a group's mean reward, which reward_mean=group takes off; set it to none",
+            "algorithm.reward_mean: maxrl divides by the group's mean reward, which reward_mean=group subtracts; set it to none",
         ),
         (
             ["algorithm.recipe=gigpo", "algorithm.episode_weight=0", "algorithm.turn_weight=0"],
-            "algorithm.turn_weight: with algorithm.episode_weight=0 too every advantage of gigpo is 0; raise one of them",
+            "algorithm.turn_weight: algorithm.episode_weight is 0 too, so every advantage of gigpo is 0; raise one of them",
         ),
         (
             ["rollout.filter={min_mean: 0.8, max_mean: 0.2}"],
-            "rollout.filter.min_mean: every group has a mean reward of at most 0.8 or of at least max_mean=0.2, so every group "
+            "rollout.filter.min_mean: min_mean=0.8 is not below max_mean=0.2, so every group "
             "is dropped; lower it below max_mean",
         ),
     ],
@@ -62,21 +62,21 @@ def test_what_leaves_nothing_to_learn_from_is_refused(overrides: list[str], comp
     [
         (
             ["algorithm.recipe=maxrl", "reward.shift=-1"],
-            "reward.shift: makes rewards negative, and maxrl learns nothing from groups whose mean is not above 0",
+            "reward.shift: makes rewards negative, but maxrl learns nothing from groups with a mean of 0 or less",
         ),
         (
             ["algorithm.recipe=decoupled_ppo", "algorithm.old_logprobs=behavior"],
-            "algorithm.old_logprobs: behavior leaves the corrections of algorithm.recipe=decoupled_ppo no difference to "
-            "correct; set auto or recompute",
+            "algorithm.old_logprobs: with behavior the corrections of algorithm.recipe=decoupled_ppo "
+            "have nothing to correct; set it to auto or recompute",
         ),
         (
             ["rollout.filter={min_std: 0, then: resample}", "run.max_epochs=1"],
-            "run.max_epochs: rounds are counted as if each drew one batch of prompts; those that resample draw more, so the "
-            "run passes over the data more often",
+            "run.max_epochs: the number of rounds assumes one batch of prompts per round; rounds that "
+            "resample draw more, so the run makes more passes over the data",
         ),
         (
             ["rollout.filter.then=replace"],
-            "rollout.filter.then: only groups without a valid answer are dropped: none of min_std, min_mean, max_mean is set",
+            "rollout.filter.then: only groups without a valid answer are dropped, as none of min_std, min_mean, max_mean is set",
         ),
     ],
 )
@@ -87,23 +87,27 @@ def test_what_is_seldom_meant_is_warned_about(overrides: list[str], warning: str
 @pytest.mark.parametrize(
     ("overrides", "key", "because"),
     [
-        (["algorithm.gae_lambda=0.9"], "algorithm.gae_lambda", "the advantage has no critic"),
-        (["algorithm.gamma=0.9"], "algorithm.gamma", "only gae, reinforce and gigpo discount"),
+        (["algorithm.gae_lambda=0.9"], "algorithm.gae_lambda", "the advantage uses no critic"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma", "only gae, reinforce and gigpo use discounting"),
         (
             ["algorithm.recipe=rloo", "algorithm.advantage_level=turn"],
             "algorithm.advantage_level",
-            "only grpo compares turns in place of trajectories",
+            "only grpo can compare turns instead of trajectories",
         ),
-        (["algorithm.turn_weight=0.5"], "algorithm.turn_weight", "only gigpo has two parts"),
+        (
+            ["algorithm.turn_weight=0.5"],
+            "algorithm.turn_weight",
+            "only gigpo combines episode and turn advantages",
+        ),
         (
             ["algorithm.recipe=rloo", "algorithm.reward_mean=batch"],
             "algorithm.reward_mean",
-            "the advantage is of differences within a group, in which a common centre of rewards cancels",
+            "advantages are differences within a group, so a constant subtracted from its rewards cancels",
         ),
         (
             ["algorithm.recipe=raft", "algorithm.reward_std=batch"],
             "algorithm.reward_std",
-            "the advantage is 1 for the best of a group, whatever rewards are divided by",
+            "the best of a group gets advantage 1, so the scale of rewards does not matter",
         ),
         (["algorithm.kl_target=0.1"], "algorithm.kl_target", "algorithm.kl_coef is 0"),
         (

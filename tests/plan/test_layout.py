@@ -159,13 +159,13 @@ def test_parallel_groups_are_numbered_as_the_backends_number_them() -> None:
 
 MEGATRON = ["train.backend=megatron", "cluster.devices_per_node=8"]
 REFUSED = [
-    (["cluster.placement={policy: 0-1}"], "train.backend", "single trains on one"),
+    (["cluster.placement={policy: 0-1}"], "train.backend", "single uses one"),
     (
         ["cluster.placement={policy: 0, rollout: 9}", "cluster.devices_per_node=8"],
         "cluster.placement",
         "no device 9",
     ),
-    (["cluster.placement={policy: 0-a}"], "cluster.placement", "is no placement"),
+    (["cluster.placement={policy: 0-a}"], "cluster.placement", "invalid placement"),
     (["cluster.placement={polcy: 0}"], "cluster.placement", "did you mean 'policy'"),
     (
         [
@@ -179,22 +179,22 @@ REFUSED = [
     (
         [*MEGATRON, "train.megatron.expert_parallel=4", "cluster.placement={policy: 0-5}"],
         "train.megatron.expert_parallel",
-        "a copy of the experts takes 4",
+        "a replica of the experts needs 4",
     ),
     (
         ["train.backend=fsdp2", "train.fsdp.size=2", "cluster.placement={policy: 0-2}"],
         "train.fsdp.size",
-        "a shard group takes 2 devices, and the policy has 3",
+        "a shard group needs 2 devices, but the policy has 3",
     ),
     (
         ["train.backend=deepspeed", "train.deepspeed.hpz_partition_size=4", "cluster.devices_per_node=2"],
         "train.deepspeed.hpz_partition_size",
-        "takes 4 devices, and the policy has 2",
+        "needs 4 devices, but the policy has 2",
     ),
     (
         ["train.backend=fsdp2", "train.sequence_parallel=2", "cluster.placement={policy: 0-2}"],
         "train.sequence_parallel",
-        "share each sequence, and the policy has 3",
+        "a sequence-parallel group needs 2 devices, but the policy has 3",
     ),
     (
         [
@@ -203,12 +203,12 @@ REFUSED = [
             "cluster.placement={policy: 0, rollout: 1-3}",
         ],
         "rollout.vllm.tensor_parallel",
-        "2 devices of an engine, and rollout has 3",
+        "2 devices per engine, but rollout has 3",
     ),
     (
         ["rollout.engine=vllm", "rollout.vllm.replicas=2", "cluster.placement={policy: 0, rollout: 1-3}"],
         "rollout.vllm.replicas",
-        "2 engines take 2 devices, and rollout has 3",
+        "2 engines need 2 devices, but rollout has 3",
     ),
     (
         [
@@ -224,7 +224,7 @@ REFUSED = [
     (
         ["train.backend=fsdp2", "cluster.placement={policy: '0-3:0-1', rollout: 0-3}"],
         "cluster.placement",
-        "has 2 devices, and a rank computes on one",
+        "has 2 devices, but a rank uses one",
     ),
     (
         ["cluster.runtime=in_process", "cluster.placement={policy: 0, rollout: 1}"],
@@ -234,14 +234,14 @@ REFUSED = [
     (
         ["cluster.runtime=in_process", "train.backend=fsdp2"],
         "cluster.runtime",
-        "fsdp2 of the policy runs in separate processes",
+        "backend fsdp2 runs in separate processes",
     ),
 ]
 
 
 def suggested(message: str) -> list[str]:
     """The overrides that a message ends with."""
-    _, found, text = message.partition(". This fits: ")
+    _, found, text = message.partition(". This works: ")
     assert found, message
     return re.split(r" (?=[a-z_.]+=)", text)
 
@@ -273,7 +273,7 @@ def test_sizes_that_the_model_cannot_be_cut_into_are_refused_with_the_next_lower
         )
         (refusal,) = lay_out(config, needs).refusals
         assert refusal.key == key
-        assert f"; {lower} would do" in refusal.message
+        assert f"; {lower} would work" in refusal.message
         assert refusal.fix[key] == lower
         assert lay_out(with_values(config, refusal.fix), needs).refusals == ()
 

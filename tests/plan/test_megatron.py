@@ -22,9 +22,9 @@ OWN = "train.megatron"
 @pytest.mark.parametrize(
     ("override", "key", "words"),
     [
-        ("model.lora={}", "model.lora", "no adapters"),
+        ("model.lora={}", "model.lora", "does not support adapters"),
         ("train.liger_kernels=true", "train.liger_kernels", "its own layers"),
-        (f"{OWN}.transformer.activation=gelu", f"{OWN}.transformer.activation", "which all have swiglu"),
+        (f"{OWN}.transformer.activation=gelu", f"{OWN}.transformer.activation", "which have swiglu"),
         (f"{OWN}.transformer.layer_spec=mine", f"{OWN}.transformer.layer_spec", "decoder_gpt"),
         (f"{OWN}.virtual_pipeline=2", f"{OWN}.virtual_pipeline", "pipeline_parallel above 1"),
         (
@@ -48,12 +48,12 @@ def test_what_does_not_run_is_refused_with_what_does(override: str, key: str, wo
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        (f"{OWN}.transformer.variable_seq_lengths=false", "none is padded"),
-        (f"{OWN}.checkpoint.format=torch", "the same for every backend"),
-        (f"{OWN}.distributed_backend=nccl", "nccl's on GPUs"),
+        (f"{OWN}.transformer.variable_seq_lengths=false", "without padding"),
+        (f"{OWN}.checkpoint.format=torch", "all backends share one checkpoint format"),
+        (f"{OWN}.distributed_backend=nccl", "NCCL on GPUs"),
         (f"{OWN}.recompute_num_layers=2", "recompute_granularity is not full"),
         (f"{OWN}.sequence_parallel=true", "tensor_parallel is 1"),
-        (f"{OWN}.ddp_bucket_size=5", "overlap_grad_reduce is off"),
+        (f"{OWN}.ddp_bucket_size=5", "overlap_grad_reduce=false"),
         (f"{OWN}.dynamic_loss_scale_window=5", "fp16"),
     ],
 )

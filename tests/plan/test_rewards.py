@@ -34,14 +34,14 @@ def complaints(parts: str, *overrides: str) -> list[str]:
 def test_sources_that_parts_name_are_those_of_the_data() -> None:
     plan_of("[{kind: exact, sources: [chain_sum]}, {kind: math, sources: [gsm8k, aime]}]")
     assert complaints("[{kind: exact}, {kind: math, sources: [gsm8k, gsm8]}]") == [
-        "reward.parts[1].sources[1]: there is no data source 'gsm8', did you mean 'gsm8k'?; there are aime, chain_sum, "
+        "reward.parts[1].sources[1]: unknown data source 'gsm8', did you mean 'gsm8k'?; the sources are aime, chain_sum, "
         "gsm8k"
     ]
 
 
 def test_every_source_is_scored_by_a_part() -> None:
     assert complaints("[{kind: exact, sources: [chain_sum]}, {kind: math, sources: [gsm8k]}]") == [
-        "reward.parts: no part scores the source 'aime'; add it to the sources of one, or add a part without sources"
+        "reward.parts: no part scores the source 'aime'; add it to the sources of a part, or add a part without sources"
     ]
 
 
@@ -49,13 +49,16 @@ def test_shares_are_of_sources_that_the_data_has_and_leave_none_out() -> None:
     two = "data.mix=[{sources: [chain_sum], share: 0.7}, {sources: [gsm8k], share: 0.3}]"
     plan_of("[{kind: exact}]", two)
     mixes = {
-        "[{sources: [chain_sum], share: 1}]": "data.mix: the source 'gsm8k' has no share; add it to the sources of one, or "
-        "with share: 0 to leave it out",
-        "[{sources: [chain_sum, gsm8k], share: 1}, {sources: [law], share: 1}]": "data.mix[1].sources: no training prompts "
-        "are of law; there are chain_sum, gsm8k",
-        "[{sources: [chain_sum, gsm8k], share: 1}, {sources: [gsm8k], share: 1}]": "data.mix: the source 'gsm8k' has two "
-        "shares; keep one",
-        "[{sources: [chain_sum, gsm8k], share: 0}]": "data.mix: every share is 0, so no prompt would be drawn; raise one",
+        "[{sources: [chain_sum], share: 1}]": "data.mix: the source 'gsm8k' has no share; add it to an "
+        "entry, or to one with share: 0 to exclude it",
+        "[{sources: [chain_sum, gsm8k], share: 1}, {sources: [law], share: 1}]": "data.mix[1].sources: "
+        "no training source is "
+        "named law; the sources "
+        "are chain_sum, gsm8k",
+        "[{sources: [chain_sum, gsm8k], share: 1}, {sources: [gsm8k], share: 1}]": "data.mix: the source "
+        "'gsm8k' has two "
+        "shares; remove one",
+        "[{sources: [chain_sum, gsm8k], share: 0}]": "data.mix: all shares are 0, so no prompts would be drawn; raise one",
     }
     for mix, complaint in mixes.items():
         assert complaints("[{kind: exact}]", f"data.mix={mix}") == [complaint]
@@ -88,8 +91,8 @@ def test_a_policy_that_judges_itself_needs_room_for_the_question() -> None:
     part = "[{{kind: judge, url: policy, prompt: '{{response}}', max_tokens: {}}}]"
     plan_of(part.format(511))
     assert complaints(part.format(512)) == [
-        "reward.parts[0].max_tokens: replies of up to 512 tokens leave no room for the question: the policy accepts 512 "
-        "tokens; lower it below 512"
+        "reward.parts[0].max_tokens: 512 tokens for the reply leave no room for the question: the policy "
+        "accepts 512 tokens in total; lower it below 512"
     ]
 
 

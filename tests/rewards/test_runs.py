@@ -165,7 +165,7 @@ def test_parts_go_by_the_sources_of_rows(load: Load, tmp_path: Path) -> None:
         assert line["reward/part/length"] == line["reward/source/consonant"]
     with pytest.raises(ConfigError) as caught:
         commands.train(load(*data, parts.format("consonants"), "run.name=other"))
-    assert "there is no data source 'consonants', did you mean 'consonant'?" in str(caught.value)
+    assert "unknown data source 'consonants', did you mean 'consonant'?" in str(caught.value)
     assert "no part scores the source 'consonant'" in str(caught.value)
 
 

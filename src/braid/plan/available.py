@@ -38,8 +38,8 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             )
             yield (
                 f"{key}.sequence_parallel",
-                f"sharing each sequence among {train.sequence_parallel} devices needs one of the backends fsdp, fsdp2 and "
-                f"deepspeed, and this is {train.backend}; set it to 1 with {instead}",
+                f"sequence parallelism over {train.sequence_parallel} devices needs backend fsdp, fsdp2 or deepspeed, not "
+                f"{train.backend}; set it to 1 and use {instead}",
             )
     if config.train.backend != "single":
         yield from _not_sharded(config)
@@ -50,7 +50,7 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if config.model.attention == "flash_attention_2" and _computes_in_fp32(config):
         yield (
             "model.attention",
-            "flash_attention_2 computes in bf16 or fp16, and this run in fp32; set model.dtype or train.autocast to "
+            "flash_attention_2 needs bf16 or fp16, but this run computes in fp32; set model.dtype or train.autocast to "
             "bf16, or model.attention=auto",
         )
     yield from _missing_devices(config, plan)
@@ -63,7 +63,7 @@ def missing_sections(config: RunConfig) -> dict[str, str]:
         missing["env"] = _not_yet(f"the simulator {config.env.kind}", "gymnasium or a text environment")
     if config.model.vla is not None:
         missing["model.vla"] = (
-            "vision-language-action policies are not in this version yet; leave model.vla out and give model.path, "
+            "vision-language-action policies are not implemented in this version; remove model.vla and set model.path, "
             "model.build or model.mlp"
         )
     return missing
@@ -87,13 +87,13 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         yield (
             "rollout.engine",
             f"{engine} needs the package {engine}, which is not installed; run: pip install 'braid-rl[{engine}]'{on_cpu}, "
-            f"give rollout.{engine}.servers, or set it to native",
+            f"set rollout.{engine}.servers, or set it to native",
         )
     for key, package, extra, is_used in _EXTRAS:
         if is_used(config) and not _is_installed(package):
             yield (
                 key,
-                f"needs the package {package}, which is not installed; run: pip install {extra}, or leave it out",
+                f"needs the package {package}, which is not installed; run: pip install {extra}, or remove this key",
             )
 
 
@@ -122,12 +122,12 @@ def _not_sharded(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that the multi-process training backends do not support."""
     backend, key = config.train.backend, "train.backend"
     if config.model.mlp is not None:
-        yield key, f"a perceptron trains in one process, not on {backend}; set train.backend=single"
+        yield key, f"an MLP trains in one process, not with {backend}; set train.backend=single"
     fsdp = config.train.fsdp
     if config.model.lora is not None and backend == "fsdp" and (fsdp.sharding == "none" or fsdp.size == 1):
         yield (
             "train.fsdp.sharding",
-            "fsdp cannot train adapters beside frozen weights that it does not shard; set train.backend=fsdp2 with "
+            "fsdp cannot train adapters without sharding the frozen weights; set train.backend=fsdp2 and "
             "train.fsdp.size=1, or train.fsdp.sharding=full",
         )
 
@@ -157,16 +157,16 @@ def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     if isinstance(config.env, GymnasiumEnv) and len(numbers) > 1:
         yield (
             "cluster.placement",
-            f"it names {len(numbers)} devices ({format_numbers(numbers)}), and a gymnasium environment and its policy run in "
-            "one process; leave it out, or put every role on device 0",
+            f"uses {len(numbers)} devices ({format_numbers(numbers)}), but a gymnasium environment and its policy run in one "
+            "process; remove it, or place all roles on device 0",
         )
     reward, rollout = placed.get("reward"), plan.layout.role("rollout")
     has_models = any(isinstance(part, ModelReward) for part in config.reward.parts)
     if has_models and reward and rollout and not set(reward.numbers) <= set(rollout.devices):
         yield (
             "cluster.placement",
-            f"reward models run on the devices of rollout ({format_numbers(rollout.devices)}) in this version, and reward is on "
-            f"{format_numbers(reward.numbers)}; put reward there, or leave it out",
+            f"reward models run on the devices of rollout ({format_numbers(rollout.devices)}) in this version, but reward is "
+            f"placed on {format_numbers(reward.numbers)}; place reward on those, or remove it",
         )
 
 
@@ -174,8 +174,8 @@ def _computes_in_fp32(config: RunConfig) -> bool:
     return config.model.dtype == "fp32" and config.train.autocast == "none"
 
 
-def _not_yet(part: str, here: str) -> str:
-    return f"{part} is not in this version yet; what runs here is {here}"
+def _not_yet(part: str, instead: str) -> str:
+    return f"{part} is not implemented in this version; use {instead}"
 
 
 def _is_in_process(_: RunConfig, plan: Plan) -> bool:
@@ -224,7 +224,7 @@ Idle = tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]
 
 IDLE: tuple[Idle, ...] = (
     (
-        "only vision-language-action policies have action chunks, and this version has none",
+        "only vision-language-action policies have action chunks, and this version does not support them",
         lambda *_: True,
         ("algorithm.reward_level",),
     ),
@@ -243,7 +243,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     *IDLE_IN_MEGATRON,
     (
-        "train.backend=fsdp2 has no such option",
+        "train.backend=fsdp2 does not have this option",
         lambda config, _: config.train.backend == "fsdp2",
         tuple(
             f"train.fsdp.{name}"
@@ -251,17 +251,17 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     (
-        "train.backend=fsdp has no such option",
+        "train.backend=fsdp does not have this option",
         lambda config, _: config.train.backend == "fsdp",
         ("train.fsdp.pin_memory", "train.fsdp.reshard_after_forward"),
     ),
     (
-        "parameters are always kept apart, for the optimizer's groups and adapters",
+        "original parameters are always used, for parameter groups and adapters",
         lambda config, _: config.train.backend in ("fsdp", "fsdp2"),
         ("train.fsdp.use_orig_params",),
     ),
     (
-        "train.fsdp.cpu_offload has everything in host memory",
+        "train.fsdp.cpu_offload already keeps everything in host memory",
         lambda config, _: config.train.backend in ("fsdp", "fsdp2") and config.train.fsdp.cpu_offload,
         ("train.offload.weights", "train.offload.optimizer"),
     ),
@@ -279,7 +279,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     *(
         (
-            f"servers were started with their own options (rollout.{name}.servers)",
+            f"external servers have their own options (rollout.{name}.servers)",
             lambda config, _, name=name: (
                 config.rollout.engine == name and bool(getattr(config.rollout, name).servers)
             ),
@@ -292,7 +292,7 @@ IDLE: tuple[Idle, ...] = (
         for name, section in (("vllm", VllmConfig), ("sglang", SglangConfig))
     ),
     (
-        "SGLang always makes text, for stop strings",
+        "SGLang always detokenizes, to find stop strings",
         lambda config, _: config.rollout.engine == "sglang",
         ("rollout.sglang.detokenize",),
     ),
@@ -302,12 +302,12 @@ IDLE: tuple[Idle, ...] = (
         ("rollout.publish.transport", "rollout.publish.existing_group"),
     ),
     (
-        "the executor is that of several devices, and each engine has one",
+        "each engine has a single device",
         lambda config, _: config.rollout.vllm.tensor_parallel * config.rollout.vllm.pipeline_parallel == 1,
         ("rollout.vllm.executor",),
     ),
     (
-        "every publication to another process is compared by fingerprints as it arrives",
+        "weights sent to other processes are always verified by fingerprints on arrival",
         lambda config, plan: config.rollout.engine != "native" or not _is_in_process(config, plan),
         ("rollout.check_weights", "rollout.check_weights_dir"),
     ),
@@ -317,12 +317,12 @@ IDLE: tuple[Idle, ...] = (
         ("inference.load_from_policy",),
     ),
     (
-        "the native engine reads the trainer's weights where they are",
+        "the native engine reads the trainer's weights in place",
         lambda config, plan: config.rollout.engine == "native" and _is_in_process(config, plan),
         _leaves("rollout.publish", PublishConfig),
     ),
     (
-        "the policy itself computes log-probs: inference has no devices of its own",
+        "inference has no separate devices: the policy's workers compute log-probs",
         lambda _, plan: plan.layout.role("inference") is None,
         _leaves("inference", InferenceConfig),
     ),
@@ -342,23 +342,23 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     (
-        "train.backend=single frees gradients after every step anyway",
+        "train.backend=single always frees gradients after a step",
         lambda config, _: config.train.backend == "single",
         _each(_TRAINS, "offload.gradients"),
     ),
     (
-        "run.device=cpu: host memory is where everything is",
+        "with run.device=cpu everything is in host memory",
         _is_on_cpu,
         _each(_TRAINS, "offload.weights", "offload.optimizer"),
     ),
-    ("the engine samples with these very weights", _weights_stay, ("train.offload.weights",)),
+    ("the engine samples with the trainer's own weights", _weights_stay, ("train.offload.weights",)),
     (
-        "no number is computed without gradients in this run",
+        "this run has no inference passes (log-probs or values before the update)",
         _infers_nothing,
         ("train.infer_batch_tokens", "train.infer_batch_rows"),
     ),
     (
-        "nothing computes in fp16",
+        "fp16 is not used",
         lambda config, _: not _has_fp16(config),
         ("train.grad_scaler",),
     ),
@@ -392,32 +392,32 @@ IDLE: tuple[Idle, ...] = (
     ),
     ("the policy has no value head", lambda *_: True, ("sft.optimizer.value_lr",)),
     (
-        "the advantage has no critic",
+        "the advantage uses no critic",
         lambda _, plan: not plan.needs_critic,
         ("critic.normalize_values", "critic.head_name"),
     ),
     (
-        "only the policy's compile counts",
+        "only the policy's train.compile is used",
         lambda *_: True,
         ("critic.train.compile", "reference.train.compile"),
     ),
     (
-        "adapters have no dropout: log-probs must be the same in rollout and in training",
+        "dropout is disabled: log-probs must be the same in rollout and training",
         lambda *_: True,
         ("model.lora.dropout",),
     ),
     (
-        "the adapters of model.lora.path have it already",
+        "the adapters in model.lora.path determine it",
         lambda config, _: config.model.lora is not None and config.model.lora.path is not None,
         ("model.lora.rank", "model.lora.alpha", "model.lora.targets"),
     ),
     (
-        "a model made from sizes has no files",
+        "a model built from sizes has no files",
         lambda config, _: config.model.path is None,
         ("model.low_memory_load",),
     ),
     (
-        "a perceptron is no transformer",
+        "an MLP is not a transformer",
         lambda config, _: config.model.mlp is not None,
         (
             "model.architecture",

@@ -45,47 +45,50 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if config.model.mlp is not None and not is_simulator:
         yield (
             "model.mlp",
-            f"a perceptron cannot act in env.kind={config.env.kind}, which speaks in text; "
-            "set env.kind=gymnasium, or give model.path or model.build",
+            f"an MLP cannot act in env.kind={config.env.kind}, a text environment; set env.kind=gymnasium, or use model.path "
+            "or model.build",
         )
     if config.model.mlp is None and is_simulator:
         yield (
             "env.kind",
-            "a language model cannot act in a gymnasium environment; give model.mlp in place of "
+            "a language model cannot act in a gymnasium environment; use model.mlp instead of "
             f"model.{'path' if config.model.path else 'build'}",
         )
     if is_simulator:
         for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
             if value:
-                yield key, "a gymnasium environment brings its own reset states; remove the data"
+                yield key, "a gymnasium environment has its own reset states; remove the data"
         if config.reward.parts:
             yield (
                 "reward.parts",
-                "parts score text; a gymnasium environment gives its own rewards, remove them",
+                "reward parts score text, but a gymnasium environment computes its own rewards; remove them",
             )
         if plan.needs_reference:
             yield (
                 "algorithm.kl_coef",
-                "a perceptron has no reference model to stay near; set algorithm.kl_coef=0",
+                "an MLP policy has no reference model; set algorithm.kl_coef=0",
             )
         if config.sft is not None:
-            yield "sft", "supervised learning needs a text model; remove it for a gymnasium environment"
+            yield (
+                "sft",
+                "supervised fine-tuning needs a language model; remove it for a gymnasium environment",
+            )
 
 
 def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     run = config.run
     if plan.verb == "train" and run.max_rounds is None and run.max_epochs is None:
-        yield "run.max_rounds", "the run has no end; set run.max_rounds or run.max_epochs"
+        yield "run.max_rounds", "the run never ends; set run.max_rounds or run.max_epochs"
     if run.max_epochs is not None and isinstance(config.env, GymnasiumEnv):
         yield (
             "run.max_epochs",
-            "a gymnasium environment has no set of prompts to pass over; set run.max_rounds",
+            "a gymnasium environment has no prompts and so no epochs; set run.max_rounds",
         )
     warmup = config.critic.warmup_rounds
     if plan.needs_critic and plan.planned_rounds is not None and warmup >= plan.planned_rounds:
         yield (
             "critic.warmup_rounds",
-            f"the policy never learns: the run has {plan.planned_rounds} rounds and the critic's warm-up takes {warmup}",
+            f"the policy is never updated: the run has {plan.planned_rounds} rounds, all of them critic warm-up ({warmup})",
         )
 
 
@@ -93,28 +96,28 @@ def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if isinstance(config.env, GymnasiumEnv):
         return
     if plan.verb == "train" and not config.data.train:
-        yield "data.train", "there are no training prompts; list at least one source"
+        yield "data.train", "no training prompts; add at least one source"
     if plan.verb == "eval" and not config.data.eval:
-        yield "data.eval", "there is nothing to evaluate on; list at least one source"
+        yield "data.eval", "no evaluation prompts; add at least one source"
     if plan.verb == "sft" and config.sft is None:
         yield (
             "sft",
-            "there is nothing to imitate; give sft.data sources with response_key or response_function",
+            "no examples; add sources with response_key or response_function to sft.data",
         )
     needs_reward = (plan.verb == "train") or bool(config.data.eval)
     if needs_reward and not config.reward.parts:
         yield (
             "reward.parts",
-            f"nothing scores the answers of env.kind={config.env.kind}; list at least one part",
+            f"no reward for env.kind={config.env.kind}; add at least one part",
         )
     if config.sft is not None and plan.verb != "eval":
         if not config.sft.data:
-            yield "sft.data", "there is nothing to imitate; list at least one source"
+            yield "sft.data", "no examples; add at least one source"
         for i, source in enumerate(config.sft.data):
             if (source.response_key is None) == (source.response_function is None):
                 yield (
                     f"sft.data[{i}]",
-                    "set exactly one of response_key and response_function: what to imitate",
+                    "set exactly one of response_key and response_function",
                 )
 
 
@@ -124,19 +127,19 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if k > n:
             yield (
                 f"eval.pass_at[{i}]",
-                f"pass@{k} needs {k} samples of each prompt, and eval.samples_per_prompt={n}; raise it or lower k",
+                f"pass@{k} needs {k} samples per prompt, but eval.samples_per_prompt={n}; raise it, or lower k",
             )
     if target.min_final is None and target.min_gain is None:
         return
     key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
     if not config.data.eval and not isinstance(config.env, GymnasiumEnv):
-        yield key, "a target needs something to measure it on; list data.eval sources"
+        yield key, "a target needs evaluation data; add sources to data.eval"
     if plan.verb != "eval" and not config.eval.at_end:
-        yield key, "a target is measured after the last round; set eval.at_end=true"
+        yield key, "the target is measured after the last round; set eval.at_end=true"
     if plan.verb != "eval" and target.min_gain is not None and not config.eval.before:
         yield (
             "eval.target.min_gain",
-            "a gain is counted from the evaluation before training; set eval.before=true",
+            "the gain is relative to the evaluation before training; set eval.before=true",
         )
 
 
@@ -146,7 +149,7 @@ def _batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if steps > prompts:
             yield (
                 key,
-                f"a round's {prompts} prompts cannot be cut into {steps} mini-batches of whole prompts; "
+                f"{prompts} prompts per round cannot be split into {steps} mini-batches of whole prompts; "
                 f"lower it to {prompts}, or raise rollout.prompts_per_round to {steps}",
             )
 
@@ -163,7 +166,7 @@ def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
         if not name or "=" in name or "\0" in name:
             yield (
                 "cluster.env",
-                f"{name!r} is not the name of an environment variable; it must not be empty or contain =",
+                f"{name!r} is not a valid environment variable name; it must not be empty or contain =",
             )
 
 
@@ -175,14 +178,14 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if is_late and recipe.kl_in == "reward" and recipe.kl_coef > 0:
         yield (
             "algorithm.old_logprobs",
-            f"KL in the reward is taken from log-probs before the update, which {plan.old_logprobs} does not compute; "
-            "set auto, recompute or behavior",
+            f"KL in the reward needs log-probs before the update, which {plan.old_logprobs} does not compute; set it to "
+            "auto, recompute or behavior",
         )
     if is_late and recipe.policy_loss in CHOOSING_LOSSES:
         yield (
             "algorithm.old_logprobs",
-            f"algorithm.policy_loss={recipe.policy_loss} chooses tokens by their log-probs before the update, which "
-            f"{plan.old_logprobs} does not compute; set auto, recompute or behavior",
+            f"algorithm.policy_loss={recipe.policy_loss} selects tokens by their log-probs before the update, which "
+            f"{plan.old_logprobs} does not compute; set it to auto, recompute or behavior",
         )
     if recipe.logprob_level != "token" and _is_of_text(config):
         level = f"algorithm.logprob_level={recipe.logprob_level}"
@@ -194,12 +197,12 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if recipe.policy_loss in CHOOSING_LOSSES:
             yield (
                 "algorithm.logprob_level",
-                f"algorithm.policy_loss={recipe.policy_loss} chooses single tokens; set it to token",
+                f"algorithm.policy_loss={recipe.policy_loss} selects single tokens; set it to token",
             )
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
         yield (
             "algorithm.aggregation_constant",
-            "a simulator's episodes have no longest response to divide by; give the constant",
+            "episodes of a simulator have no maximum response length to derive it from; set it",
         )
 
 
@@ -211,8 +214,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if bound is not None and prompt >= bound and _has_tokens(config, plan):
         yield (
             "rollout.max_sequence_tokens",
-            f"prompts of up to data.max_prompt_tokens={prompt} tokens leave no room for an answer in {bound}; raise it above "
-            f"{prompt}",
+            f"data.max_prompt_tokens={prompt} leaves no room for an answer in {bound} tokens; raise it above {prompt}",
         )
     samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
     if config.eval.sampling is not None:
@@ -222,8 +224,8 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if prompt >= context:
             yield (
                 "env.max_context_tokens",
-                f"prompts of up to data.max_prompt_tokens={prompt} tokens leave no room for an answer in a context of "
-                f"{context}; raise it above {prompt}",
+                f"data.max_prompt_tokens={prompt} leaves no room for an answer in a context of {context} tokens; raise it above "
+                f"{prompt}",
             )
         samplings = samplings[:1]
     for key, sampling, total in samplings:
@@ -231,12 +233,12 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             continue
         changed, arithmetic = _total(config, key, sampling, total)
         if limit is not None and total > limit:
-            yield changed, f"{arithmetic}, and the model accepts {limit}; lower one of them"
+            yield changed, f"{arithmetic}, but the model accepts {limit}; lower one of them"
         budget = config.rollout.native.kv_budget_tokens
         if total > budget:
             yield (
                 "rollout.native.kv_budget_tokens",
-                f"{arithmetic}, which never fits a cache of {budget} tokens; raise it to {total} at least",
+                f"{arithmetic}, which never fits in a KV cache of {budget} tokens; raise it to at least {total}",
             )
 
 
@@ -282,16 +284,16 @@ def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if sampling.greedy:
         yield (
             "rollout.sampling.greedy",
-            "all answers of a group are the same, so a group has nothing to compare",
+            "all answers of a group are identical, so their advantages are 0",
         )
     truncations = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
     used = [name for name in truncations if _is_set(sampling, name)]
     if used:
         yield (
             f"rollout.sampling.{used[0]}",
-            "tokens are sampled from another distribution than the one that is trained"
+            "tokens are sampled from a different distribution than the one that is trained"
             + (
-                f", and algorithm.old_logprobs={plan.old_logprobs} makes ratios compare the two"
+                f", and with algorithm.old_logprobs={plan.old_logprobs} ratios compare the two"
                 if plan.old_logprobs in ("behavior", "interpolated")
                 else ""
             ),
@@ -310,12 +312,12 @@ def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.old_logprobs == "current" and plan.steps_per_round > 1:
         yield (
             "algorithm.old_logprobs",
-            f"current makes every ratio 1, so the {plan.steps_per_round} steps of a round neither clip nor correct",
+            f"with current all ratios are 1, so there is no clipping over the {plan.steps_per_round} steps of a round",
         )
     if plan.num_prompts is not None and 0 < plan.num_prompts < prompts:
         yield (
             "rollout.prompts_per_round",
-            f"a round takes {prompts} prompts and there are {plan.num_prompts}, so each comes more than once",
+            f"a round takes {prompts} prompts, but there are only {plan.num_prompts}, so prompts repeat within a round",
         )
 
 
@@ -324,7 +326,7 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.verb == "train" and plan.planned_steps is not None and warmup >= plan.planned_steps:
         yield (
             "train.optimizer.schedule.warmup_steps",
-            f"the run ends after {plan.planned_steps} steps, before the warm-up of {warmup} does",
+            f"the run ends after {plan.planned_steps} steps, before the warm-up of {warmup} steps",
         )
     if (
         plan.verb != "eval"
@@ -333,15 +335,15 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     ):
         yield (
             "sft.optimizer.schedule.warmup_steps",
-            f"supervised learning ends after {config.sft.steps} steps, before its warm-up does",
+            f"supervised fine-tuning ends after {config.sft.steps} steps, before its warm-up",
         )
     for key, value in (("train.autocast", config.train.autocast), ("model.dtype", config.model.dtype)):
         if value == "fp16" and config.train.grad_scaler is None:
-            yield key, f"small gradients vanish in fp16; set train.grad_scaler={{}}, or {key}=bf16"
+            yield key, f"small gradients underflow in fp16; set train.grad_scaler={{}}, or {key}=bf16"
     if config.run.max_restarts and plan.verb != "eval" and not config.checkpoint.every_rounds:
         yield (
             "run.max_restarts",
-            "no checkpoints are saved, so a restart begins from scratch; set checkpoint.every_rounds",
+            "no checkpoints are saved, so a restart starts from scratch; set checkpoint.every_rounds",
         )
 
 
@@ -356,7 +358,7 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             where = "; it runs with rollout" if role in ("reward", "env") else " in this run"
             yield (
                 "cluster.placement",
-                f"{role} has no workers of its own{where}, and {format_numbers(devices.numbers)} are for it",
+                f"{role} has no separate workers{where}, so devices {format_numbers(devices.numbers)} are unused",
             )
     for role in ("policy", "critic"):
         found = layout.role(role)
@@ -368,8 +370,8 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if rows < ranks:
             yield (
                 f"{at}.steps_per_pass",
-                f"a step has {rows} rows for the {ranks} data-parallel ranks of the {role}, some of which have nothing to do; "
-                "lower it, or give the role fewer devices",
+                f"a step has {rows} rows for the {ranks} data-parallel ranks of the {role}, so some ranks are idle; lower it, "
+                "or use fewer devices for the role",
             )
         nodes = {worker.rank: worker.node for worker in found.workers}
         wide = (
@@ -381,7 +383,7 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         for name in dict.fromkeys(wide):
             yield (
                 "cluster.placement",
-                f"{name}-parallel ranks of the {role} are on different machines, and talk in every layer",
+                f"{name}-parallel ranks of the {role} communicate in every layer, but are on different machines",
             )
     policy, rollout = layout.role("policy"), layout.role("rollout")
     if (
@@ -393,8 +395,8 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     ):
         yield (
             "train.offload",
-            "policy and rollout share GPUs, and the policy's weights and optimizer stay there while rollout runs; set "
-            "train.offload={weights: true, gradients: true, optimizer: true} where memory is short",
+            "policy and rollout share GPUs, but the policy's weights and optimizer stay there during rollout; if memory is "
+            "short, set train.offload={weights: true, gradients: true, optimizer: true}",
         )
 
 
@@ -446,7 +448,7 @@ _OF_TEXT = tuple(name for name in SamplingConfig.model_fields if name != "greedy
 
 _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
     (
-        "the advantage has no critic",
+        "the advantage uses no critic",
         lambda _, plan: not plan.needs_critic,
         (
             "critic.path",
@@ -455,7 +457,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ),
     ),
     (
-        "the reference is not trained",
+        "the reference model is not trained",
         lambda _, plan: plan.needs_reference,
         tuple(
             f"reference.train.{name}"
@@ -473,14 +475,14 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
     ),
     *(
         (
-            f"algorithm.policy_loss={name} does not read it",
+            f"algorithm.policy_loss={name} does not use it",
             lambda _, plan, name=name: plan.recipe.policy_loss == name,
             tuple(f"algorithm.{key}" for key in sorted(frozenset().union(*POLICY_LOSS_KEYS.values()) - keys)),
         )
         for name, keys in POLICY_LOSS_KEYS.items()
     ),
     (
-        "algorithm.old_logprobs=behavior leaves no difference to correct",
+        "with algorithm.old_logprobs=behavior there is nothing to correct",
         lambda _, plan: plan.old_logprobs == "behavior",
         ("algorithm.corrections",),
     ),
@@ -505,12 +507,12 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ("algorithm.entropy_level",),
     ),
     (
-        "algorithm.old_logprobs=current makes every ratio 1",
+        "with algorithm.old_logprobs=current all ratios are 1",
         lambda _, plan: plan.old_logprobs == "current",
         ("algorithm.early_stop_ratio",),
     ),
     (
-        "the aggregation is not token_sum_constant",
+        "algorithm.aggregation is not token_sum_constant",
         lambda _, plan: plan.recipe.aggregation != "token_sum_constant",
         ("algorithm.aggregation_constant",),
     ),
@@ -563,7 +565,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ),
     ),
     (
-        "nothing is evaluated or imitated by it",
+        "there are no data.eval sources, and algorithm.supervised_coef is 0",
         lambda config, plan: (
             _is_of_text(config) and not config.data.eval and plan.recipe.supervised_coef == 0
         ),
@@ -585,7 +587,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ("report.tensorboard_queue",),
     ),
     (
-        "neither TensorBoard nor a tracker writes files",
+        "TensorBoard and trackers are off",
         lambda config, _: not (config.report.tensorboard or config.report.wandb or config.report.swanlab),
         ("report.dir",),
     ),
@@ -596,12 +598,12 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ("cluster.group_names",),
     ),
     (
-        "a round has no more prompts than that",
+        "a round does not have more prompts than that",
         lambda config, _: (config.rollout.request_batch or 0) >= config.rollout.prompts_per_round,
         ("rollout.request_batch",),
     ),
     (
-        "the limits of prompt and answer add up to no more than that",
+        "the limits of prompt and answer do not add up to more than that",
         _bound_is_wide,
         ("rollout.max_sequence_tokens",),
     ),

@@ -37,7 +37,7 @@ def _groups(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     elif recipe.reward_mean == "group":
         yield (
             "rollout.group_size",
-            "algorithm.reward_mean=group takes the group's mean off, so with group_size=1 every reward is 0; raise it to 2 or "
+            "algorithm.reward_mean=group subtracts the group's mean, so with group_size=1 every reward is 0; raise it to 2 or "
             "more, or set algorithm.reward_mean=batch",
         )
 
@@ -47,23 +47,23 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if recipe.advantage == "remax" and config.rollout.sampling.greedy:
         yield (
             "rollout.sampling.greedy",
-            "remax compares sampled answers with the greedy one, and these are the same; set it to false",
+            "remax compares sampled answers with the greedy one, so sampling must not be greedy; set it to false",
         )
     if recipe.advantage == "remax" and recipe.whiten_rewards:
         yield (
             "algorithm.whiten_rewards",
-            "remax takes off the reward of the greedy answer, which has no positions to whiten; set it to false, or whiten "
-            "advantages",
+            "remax subtracts the reward of the greedy answer, which has no tokens to whiten over; set it to false, or use "
+            "algorithm.whiten_advantages",
         )
     if recipe.advantage == "maxrl" and recipe.reward_mean != "none":
         yield (
             "algorithm.reward_mean",
-            f"maxrl divides by a group's mean reward, which reward_mean={recipe.reward_mean} takes off; set it to none",
+            f"maxrl divides by the group's mean reward, which reward_mean={recipe.reward_mean} subtracts; set it to none",
         )
     if recipe.advantage == "gigpo" and recipe.episode_weight == recipe.turn_weight == 0:
         yield (
             "algorithm.turn_weight",
-            "with algorithm.episode_weight=0 too every advantage of gigpo is 0; raise one of them",
+            "algorithm.episode_weight is 0 too, so every advantage of gigpo is 0; raise one of them",
         )
 
 
@@ -72,8 +72,7 @@ def _filters(config: RunConfig) -> Iterator[tuple[str, str]]:
     if low is not None and high is not None and low >= high:
         yield (
             "rollout.filter.min_mean",
-            f"every group has a mean reward of at most {low:g} or of at least max_mean={high:g}, so every group is dropped; "
-            "lower it below max_mean",
+            f"min_mean={low:g} is not below max_mean={high:g}, so every group is dropped; lower it below max_mean",
         )
 
 
@@ -95,25 +94,25 @@ def credit_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if recipe.advantage == "maxrl" and negative:
         yield (
             negative[0],
-            "makes rewards negative, and maxrl learns nothing from groups whose mean is not above 0",
+            "makes rewards negative, but maxrl learns nothing from groups with a mean of 0 or less",
         )
     is_engines = plan.old_logprobs in ("behavior", "interpolated")
     if is_engines and recipe.corrections and config.algorithm.corrections is None:
         yield (
             "algorithm.old_logprobs",
-            f"{plan.old_logprobs} leaves the corrections of algorithm.recipe={config.algorithm.recipe} no difference to correct; set auto "
-            "or recompute",
+            f"with {plan.old_logprobs} the corrections of algorithm.recipe={config.algorithm.recipe} have nothing to correct; "
+            "set it to auto or recompute",
         )
     if config.rollout.filter.then == "resample" and config.run.max_epochs is not None:
         yield (
             "run.max_epochs",
-            "rounds are counted as if each drew one batch of prompts; those that resample draw more, so the run passes over "
-            "the data more often",
+            "the number of rounds assumes one batch of prompts per round; rounds that resample draw more, so the run makes "
+            "more passes over the data",
         )
     if config.rollout.filter.then != "mask" and not _has_filter(config, plan):
         yield (
             "rollout.filter.then",
-            f"only groups without a valid answer are dropped: none of {', '.join(_BOUNDS)} is set",
+            f"only groups without a valid answer are dropped, as none of {', '.join(_BOUNDS)} is set",
         )
 
 
@@ -143,7 +142,7 @@ def _unless(*advantages: Advantage) -> Callable[[RunConfig, Plan], bool]:
 
 IDLE: tuple[Idle, ...] = (
     (
-        "the advantage has no critic",
+        "the advantage uses no critic",
         lambda _, plan: not plan.needs_critic,
         (
             "algorithm.gae_lambda",
@@ -152,25 +151,29 @@ IDLE: tuple[Idle, ...] = (
             "algorithm.value_loss_coef",
         ),
     ),
-    ("only gae, reinforce and gigpo discount", _unless("gae", "reinforce", "gigpo"), ("algorithm.gamma",)),
     (
-        "only the advantages grpo and gigpo divide by the group's deviation",
+        "only gae, reinforce and gigpo use discounting",
+        _unless("gae", "reinforce", "gigpo"),
+        ("algorithm.gamma",),
+    ),
+    (
+        "only grpo and gigpo divide advantages by the group's standard deviation",
         _unless("grpo", "gigpo"),
         ("algorithm.normalize_by_std",),
     ),
-    ("only grpo compares turns in place of trajectories", _unless("grpo"), ("algorithm.advantage_level",)),
+    ("only grpo can compare turns instead of trajectories", _unless("grpo"), ("algorithm.advantage_level",)),
     (
-        "only gigpo has two parts",
+        "only gigpo combines episode and turn advantages",
         _unless("gigpo"),
         ("algorithm.episode_weight", "algorithm.turn_weight"),
     ),
     (
-        "the advantage is of differences within a group, in which a common centre of rewards cancels",
+        "advantages are differences within a group, so a constant subtracted from its rewards cancels",
         _is_of_differences,
         ("algorithm.reward_mean",),
     ),
     (
-        "the advantage is 1 for the best of a group, whatever rewards are divided by",
+        "the best of a group gets advantage 1, so the scale of rewards does not matter",
         _is_of_order,
         ("algorithm.reward_std",),
     ),
@@ -185,7 +188,7 @@ IDLE: tuple[Idle, ...] = (
         ("algorithm.kl_horizon",),
     ),
     (
-        "rollout.group_size is 1, and rewards of one trajectory have no deviation",
+        "rollout.group_size is 1, so a group's rewards have no standard deviation",
         lambda config, _: config.rollout.group_size == 1,
         ("rollout.filter.min_std",),
     ),

@@ -120,7 +120,7 @@ def lay_out(config: RunConfig, needs: Needs) -> Layout:
     )
     fix = next(fix for fix in fixes if not _seat(with_values(config, fix), needs).refusals)
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in fix.items())
-    told = tuple(Refusal(of.key, f"{of.message}. This fits: {text}", fix) for of in layout.refusals)
+    told = tuple(Refusal(of.key, f"{of.message}. This works: {text}", fix) for of in layout.refusals)
     return replace(layout, refusals=told)
 
 
@@ -177,7 +177,7 @@ def _seat(config: RunConfig, needs: Needs) -> Layout:
     if layout.mode != "in_process" and cluster.runtime == "in_process":
         refusal = Refusal(
             "cluster.runtime",
-            f"in_process has one worker of each role on device 0, and {_what_needs_more(roles)}",
+            f"in_process runs one worker per role on device 0, but {_what_needs_more(roles)}",
             {"cluster.runtime": "auto"},
         )
         layout = replace(layout, refusals=(*refusals, refusal))
@@ -237,9 +237,9 @@ def _process_refusals(
         each = engine_devices(config) if role == "rollout" else 1
         wide = next((of for of in processes if len(of) not in (min(each, 1), each)), None)
         if wide is not None:
-            uses = f"an engine takes {each}" if role == "rollout" else "a rank computes on one"
+            uses = f"an engine uses {each}" if role == "rollout" else "a rank uses one"
             yield Refusal(
-                "cluster.placement", f"a process of the {role} has {len(wide)} devices, and {uses}", {}
+                "cluster.placement", f"a process of the {role} has {len(wide)} devices, but {uses}", {}
             )
             continue
         refusals = list(count_refusals(config, role, sum(len(of) for of in processes)))
@@ -253,13 +253,13 @@ def _process_refusals(
                 yield Refusal(
                     "cluster.placement",
                     f"engine {rank} has devices {_listed(devices)}, on machines {_listed(sorted(nodes))} of {per_node} devices "
-                    "each, and a process sits on one machine",
+                    "each, but a process runs on one machine",
                     {},
                 )
             elif len(set(devices)) < len(devices):
                 yield Refusal(
                     "cluster.placement",
-                    f"engine {rank} is given {_listed(devices)}, a device twice; its parts need one each",
+                    f"engine {rank} has a device twice ({_listed(devices)}); each of its processes needs its own",
                     {},
                 )
         devices = [device for of in workers for device in of]
@@ -267,7 +267,7 @@ def _process_refusals(
         if needs.num_gpus and role != "rollout" and shared is not None:
             yield Refusal(
                 "cluster.placement",
-                f"two ranks of the {role} are on device {shared}, and NCCL takes one rank on a GPU",
+                f"two ranks of the {role} are on device {shared}, but NCCL allows only one rank per GPU",
                 {},
             )
 
@@ -275,14 +275,14 @@ def _process_refusals(
 def _unknown(placed: Mapping[str, Processes]) -> Iterator[Refusal]:
     known: tuple[str, ...] = get_args(Role)
     for role in sorted(placed.keys() - set(known)):
-        message = f"there is no role {role!r}{suggest(role, known)}; roles are {', '.join(known)}"
+        message = f"unknown role {role!r}{suggest(role, known)}; the roles are {', '.join(known)}"
         yield Refusal("cluster.placement", message, {})
 
 
 def _role_layout(config: RunConfig, role: Role, workers: Sequence[Worker]) -> RoleLayout:
     if role == "rollout":
         return RoleLayout(role, config.rollout.engine, tuple(workers), {})
-    assert role in TRAINING_ROLES, f"{role} has no workers of its own"
+    assert role in TRAINING_ROLES, f"{role} has no separate workers"
     train = train_config(config, role)
     offload = tuple(name for name, is_moved in train.offload if is_moved)
     return RoleLayout(role, train.backend, tuple(workers), parallel_groups(train, len(workers)), offload)
@@ -301,7 +301,7 @@ def _what_needs_more(roles: Sequence[RoleLayout]) -> str | None:
     """The first reason why a single process is not sufficient."""
     for of in roles:
         if of.role in TRAINING_ROLES and of.kind != "single":
-            return f"the backend {of.kind} of the {of.role} runs in separate processes"
+            return f"the {of.role}'s backend {of.kind} runs in separate processes"
         if len(of.workers) > 1:
             return f"{of.role} has {len(of.workers)} workers"
         if of.devices not in ((), (0,)):

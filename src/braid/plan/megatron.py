@@ -22,10 +22,10 @@ def missing_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iter
     if config.model.lora is not None and key != "critic.train":
         yield (
             "model.lora",
-            f"megatron trains whole weights, no adapters; set {key}.backend={_OTHERS}, or leave it out",
+            f"megatron does not support adapters; set {key}.backend to {_OTHERS}, or remove it",
         )
     if train.liger_kernels:
-        yield f"{key}.liger_kernels", "megatron builds its own layers; set it to false"
+        yield f"{key}.liger_kernels", "not supported by megatron, which has its own layers; set it to false"
     for name, message in (*_unknown_layers(train.megatron), *_unknown_schedules(train.megatron)):
         yield f"{key}.megatron.{name}", message
 
@@ -43,8 +43,8 @@ def _unknown_layers(own: MegatronConfig) -> Iterator[tuple[str, str]]:
         if (given := getattr(own.transformer, name)) != value:
             yield (
                 f"transformer.{name}",
-                f"{given} is of no model that megatron runs here (llama, qwen2, qwen3, qwen3_moe, mixtral), which all have "
-                f"{value}; leave it out, or train with {_OTHERS}",
+                f"{given} does not match the models supported with megatron (llama, qwen2, qwen3, qwen3_moe, mixtral), which "
+                f"have {value}; remove it, or use backend {_OTHERS}",
             )
 
 
@@ -52,24 +52,24 @@ def _unknown_schedules(own: MegatronConfig) -> Iterator[tuple[str, str]]:
     if own.virtual_pipeline is not None and own.pipeline_parallel == 1:
         yield (
             "virtual_pipeline",
-            "one stage has nothing to interleave with; set pipeline_parallel above 1, or leave it out",
+            "interleaving needs several pipeline stages; set pipeline_parallel above 1, or remove it",
         )
     if own.overlap_param_gather_with_step:
         yield (
             "overlap_param_gather_with_step",
-            "parameters are not gathered during the step in this version; overlap_param_gather gathers them during the next "
-            "forward pass; set this to false",
+            "not implemented in this version; set it to false, and use overlap_param_gather to gather parameters during the "
+            "next forward pass",
         )
     if own.tp_comm_overlap_file is not None:
         yield (
             "tp_comm_overlap_file",
-            "overlapped tensor-parallel communication is Transformer Engine's, whose layers are not used here; leave it out",
+            "overlapped tensor-parallel communication needs Transformer Engine layers, which braid does not use; remove it",
         )
     if own.checkpoint.load_path is not None or not own.checkpoint.from_hf:
         yield (
             "checkpoint." + ("from_hf" if own.checkpoint.load_path is None else "load_path"),
-            "weights come from a Hugging Face folder; convert a Megatron checkpoint into one, set model.path to it, and leave "
-            "this out",
+            "weights are loaded from a Hugging Face folder; convert the Megatron checkpoint to one, set model.path to it, and "
+            "remove this",
         )
 
 
@@ -84,27 +84,27 @@ def _when(condition: Callable[[RunConfig], bool]) -> Callable[[RunConfig, Plan],
 
 IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
     (
-        "rows are packed, and none is padded",
+        "rows are packed without padding",
         _when(lambda _: True),
         _option("transformer.variable_seq_lengths", "transformer.seq_length"),
     ),
     (
-        "norms are computed in float32 by torch's own kernels, and attention's softmax in float32 by every kernel",
+        "norms are computed in float32 by torch's kernels, and the softmax of attention always in float32",
         _when(lambda _: True),
         _option("transformer.persist_layer_norm", "transformer.attention_softmax_fp32"),
     ),
     (
-        "collectives are nccl's on GPUs and gloo's on CPUs",
+        "collectives use NCCL on GPUs and gloo on CPUs",
         _when(lambda _: True),
         _option("distributed_backend", "tp_comm_bootstrap"),
     ),
     (
-        "no model that runs here has shared experts",
+        "no supported model has shared experts",
         _when(lambda _: True),
         _option("moe_shared_expert_overlap"),
     ),
     (
-        "weights are converted in memory as they are read from model.path, and checkpoints are the same for every backend",
+        "weights are converted in memory when loaded from model.path, and all backends share one checkpoint format",
         _when(lambda _: True),
         _option(
             "transformer.cpu_initialization",
@@ -131,7 +131,7 @@ IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str,
         _option("recompute_method", "recompute_num_layers"),
     ),
     (
-        "with recompute_granularity=full all of a layer is recomputed",
+        "recompute_granularity=full recomputes whole layers",
         _when(lambda config: config.train.megatron.recompute_granularity == "full"),
         _option("moe_layer_recompute"),
     ),
@@ -146,12 +146,12 @@ IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str,
         _option("transformer.batch_p2p_comm"),
     ),
     (
-        "train.megatron.overlap_grad_reduce is off: all gradients are one bucket",
+        "with train.megatron.overlap_grad_reduce=false all gradients form one bucket",
         _when(lambda config: not config.train.megatron.overlap_grad_reduce),
         _option("ddp_bucket_size"),
     ),
     (
-        "the optimizer's states are not shared out",
+        "optimizer states are not sharded",
         _when(
             lambda config: (
                 not config.train.megatron.distributed_optimizer or config.train.optimizer.kind == "sgd"
@@ -160,17 +160,17 @@ IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str,
         _option("overlap_param_gather"),
     ),
     (
-        "gradient descent has no states",
+        "SGD has no optimizer states",
         _when(lambda config: config.train.optimizer.kind == "sgd"),
         _option("distributed_optimizer"),
     ),
     (
-        "nothing computes in fp16",
+        "fp16 is not used",
         _when(lambda config: config.model.dtype != "fp16" and config.train.autocast != "fp16"),
         _option("dynamic_loss_scale_window"),
     ),
     (
-        "with megatron train.megatron.dynamic_loss_scale_window counts",
+        "the backend megatron uses train.megatron.dynamic_loss_scale_window",
         _when(lambda _: True),
         ("train.grad_scaler.growth_interval",),
     ),

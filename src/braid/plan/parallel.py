@@ -101,14 +101,12 @@ def count_refusals(config: RunConfig, role: Role, count: int) -> Iterator[Refusa
         if train.backend == "single" and count > 1:
             yield Refusal(
                 f"{section_of(config, role)}.backend",
-                f"the {role} has {count} devices, and single trains on one; set it to fsdp2, or give the {role} one device",
+                f"the {role} has {count} devices, but single uses one; set it to fsdp2, or place the {role} on one device",
                 {},
             )
         for key, size, what in _divisors(train):
             if count % size:
-                message = (
-                    f"{what}, and the {role} has {count} {_devices(count)}; give it a multiple of {size}"
-                )
+                message = f"{what}, but the {role} has {count} {_devices(count)}; use a multiple of {size}"
                 yield Refusal(_key(config, role, key), message, {})
 
 
@@ -132,7 +130,7 @@ def _divisors(train: TrainConfig) -> Iterator[tuple[str, int, str]]:
             yield (
                 "megatron.tensor_parallel",
                 copy,
-                f"a copy of the model takes {copy} devices (tensor {tensor} x pipeline {pipeline} x context parallel {context})",
+                f"a model replica needs {copy} devices (tensor {tensor} x pipeline {pipeline} x context parallel {context})",
             )
             expert, of_expert = sizes.expert_parallel, sizes.expert_tensor_parallel or tensor
             size = expert * of_expert * pipeline
@@ -140,18 +138,18 @@ def _divisors(train: TrainConfig) -> Iterator[tuple[str, int, str]]:
                 yield (
                     "megatron.expert_parallel",
                     size,
-                    f"a copy of the experts takes {size} devices (expert {expert} x expert tensor {of_expert} x pipeline "
+                    f"a replica of the experts needs {size} devices (expert {expert} x expert tensor {of_expert} x pipeline "
                     f"parallel {pipeline})",
                 )
         case "deepspeed":
             yield _sequences(train)
             hpz = train.deepspeed.hpz_partition_size
-            yield "deepspeed.hpz_partition_size", hpz, f"a secondary partition takes {hpz} devices"
+            yield "deepspeed.hpz_partition_size", hpz, f"a secondary partition needs {hpz} devices"
         case "fsdp" | "fsdp2":
             yield _sequences(train)
             part, reshard = train.fsdp.size, train.fsdp.reshard_after_forward
             if part is not None:
-                yield "fsdp.size", part, f"a shard group takes {part} devices"
+                yield "fsdp.size", part, f"a shard group needs {part} devices"
             elif type(reshard) is int:
                 text = f"weights are resharded over {reshard} devices"
                 yield "fsdp.reshard_after_forward", reshard, text
@@ -159,7 +157,7 @@ def _divisors(train: TrainConfig) -> Iterator[tuple[str, int, str]]:
 
 def _sequences(train: TrainConfig) -> tuple[str, int, str]:
     size = train.sequence_parallel
-    return "sequence_parallel", size, f"{size} devices share each sequence"
+    return "sequence_parallel", size, f"a sequence-parallel group needs {size} devices"
 
 
 def _of_engines(config: RunConfig, count: int) -> Iterator[Refusal]:
@@ -169,15 +167,15 @@ def _of_engines(config: RunConfig, count: int) -> Iterator[Refusal]:
     if count % each:
         yield Refusal(
             f"rollout.{name}.tensor_parallel",
-            f"tensor {engine.tensor_parallel} x pipeline parallel {engine.pipeline_parallel} = {each} devices of an engine, "
-            f"and rollout has {count}; give it a multiple of {each}, or lower it",
+            f"tensor {engine.tensor_parallel} x pipeline parallel {engine.pipeline_parallel} = {each} devices per engine, "
+            f"but rollout has {count}; use a multiple of {each}, or lower it",
             {},
         )
     elif engine.replicas is not None and engine.replicas * each != count:
         yield Refusal(
             f"rollout.{name}.replicas",
-            f"{engine.replicas} engines take {engine.replicas * each} {_devices(engine.replicas * each)}, and rollout has "
-            f"{count}; set it to {count // each}, or leave it out",
+            f"{engine.replicas} engines need {engine.replicas * each} {_devices(engine.replicas * each)}, but rollout has "
+            f"{count}; set it to {count // each}, or remove it",
             {f"rollout.{name}.replicas": None},
         )
 
@@ -192,7 +190,7 @@ def model_refusals(config: RunConfig, role: TrainingRole, model: ModelSize) -> I
     def has_heads(n: int) -> bool:
         return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
-    of_heads = f"{heads} attention heads with {kv_heads} of keys and values"
+    of_heads = f"{heads} attention heads and {kv_heads} key/value heads"
     if train.backend in ("fsdp", "fsdp2", "deepspeed"):
         yield from _shared(
             _key(config, role, "sequence_parallel"), train.sequence_parallel, of_heads, has_heads
@@ -220,7 +218,7 @@ def _shared(key: str, size: int, what: str, fits: Callable[[int], bool]) -> Iter
     """A refusal if `what` cannot be divided into `size` parts, with the largest smaller size that works."""
     if not fits(size):
         lower = next(n for n in range(size - 1, 0, -1) if fits(n))
-        yield Refusal(key, f"{what} cannot be shared out in {size} parts; {lower} would do", {key: lower})
+        yield Refusal(key, f"cannot split {what} into {size} parts; {lower} would work", {key: lower})
 
 
 def parallel_groups(train: TrainConfig, count: int) -> Groups:

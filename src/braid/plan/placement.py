@@ -47,7 +47,7 @@ def parse_placement(
         devices = parse_devices(text, num_devices)
         for role in split_roles(line):
             if role in out:
-                raise ValueError(f"{role} is placed twice; keep one line for it")
+                raise ValueError(f"{role} is placed twice; remove one of them")
             out[role] = devices
     return out
 
@@ -67,7 +67,7 @@ def split_roles(line: str) -> list[str]:
     """The names in `policy, rollout`. Raises ValueError if one is empty."""
     roles = [role.strip() for role in line.split(",")]
     if not all(roles):
-        raise ValueError(f"{line!r} has an empty name between its commas; write names like policy,rollout")
+        raise ValueError(f"{line!r} has an empty role name; write names like policy,rollout")
     return roles
 
 
@@ -81,22 +81,26 @@ def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
         devices = _ranks(ranks, text, num_devices)
         if devices is None:
             if "," in text or colon:
-                raise ValueError(f"{text!r}: `all` stands alone; list the devices instead")
+                raise ValueError(
+                    f"{text!r}: `all` cannot be combined with other devices; list the devices instead"
+                )
             return None
         if devices[0] <= last:
-            raise ValueError(f"{text!r}: devices are listed in rising order and once; {devices[0]} is not")
+            raise ValueError(
+                f"{text!r}: list devices once and in ascending order; {devices[0]} is out of order"
+            )
         last = devices[-1]
         if num_devices is not None and last >= num_devices:
             raise ValueError(
-                f"{text!r}: there is no device {last}; with {num_devices} they are 0 to {num_devices - 1}"
+                f"{text!r}: no device {last}; the {num_devices} devices are 0 to {num_devices - 1}"
             )
         count = len(devices)
         if colon:
             numbered = _ranks(process_ranks, text, None)
             if numbered is None or numbered[0] != len(processes):
                 raise ValueError(
-                    f"{text!r}: processes are numbered from 0 without gaps; after the colon of {part.strip()!r} "
-                    f"comes {len(processes)}, or a range that begins with it"
+                    f"{text!r}: processes are numbered from 0 without gaps; the processes in {part.strip()!r} must start at "
+                    f"{len(processes)}"
                 )
             count = len(numbered)
         processes += _shared_out(devices, count, part)
@@ -111,13 +115,13 @@ def _ranks(text: str, whole: str, num_devices: int | None) -> list[int] | None:
     found = _RANGE.fullmatch(text)
     if found is None and text != ALL:
         raise ValueError(
-            f"{whole!r} is no placement: {text!r} is neither a number, a range like 0-3, nor `all`; "
-            "write for example all, 0-3, 0,2 or 0-7:0-3"
+            f"invalid placement {whole!r}: {text!r} is not a number, a range like 0-3, or `all`; write for example all, 0-3, "
+            "0,2 or 0-7:0-3"
         )
     first, last = (0, (num_devices or 0) - 1) if found is None else (int(found[1]), int(found[2] or found[1]))
     if not 0 <= last - first < MAX_DEVICES:
         raise ValueError(
-            f"{whole!r}: {text!r} is a range that runs backwards, or of more than {MAX_DEVICES} devices"
+            f"{whole!r}: the range {text!r} is descending, or has more than {MAX_DEVICES} devices"
         )
     return list(range(first, last + 1))
 
@@ -131,6 +135,6 @@ def _shared_out(devices: list[int], num_processes: int, part: str) -> list[tuple
         each = num_processes // len(devices)
         return [(devices[i // each],) for i in range(num_processes)]
     raise ValueError(
-        f"{part.strip()!r}: {len(devices)} devices cannot be shared out evenly among {num_processes} processes; "
+        f"{part.strip()!r}: cannot divide {len(devices)} devices evenly among {num_processes} processes; "
         "make one count a multiple of the other"
     )

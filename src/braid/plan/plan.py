@@ -71,19 +71,19 @@ class Plan:
     @property
     def num_rounds(self) -> int:
         """Total number of rounds, once it is known."""
-        assert self.planned_rounds is not None, "max_epochs needs resolve(config, num_prompts)"
+        assert self.planned_rounds is not None, "with max_epochs, pass num_prompts to resolve()"
         return self.planned_rounds
 
     @property
     def num_steps(self) -> int:
         """Total optimizer steps of the policy, once they are known."""
-        assert self.planned_steps is not None, "max_epochs needs resolve(config, num_prompts)"
+        assert self.planned_steps is not None, "with max_epochs, pass num_prompts to resolve()"
         return self.planned_steps
 
     @property
     def num_critic_steps(self) -> int:
         """Total optimizer steps of the critic, once they are known."""
-        assert self.planned_critic_steps is not None, "max_epochs needs resolve(config, num_prompts)"
+        assert self.planned_critic_steps is not None, "with max_epochs, pass num_prompts to resolve()"
         return self.planned_critic_steps
 
     def to_json(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         if limit is not None and part.max_tokens >= limit:
             yield (
                 f"reward.parts[{i}].max_tokens",
-                f"replies of up to {part.max_tokens} tokens leave no room for the question: the policy accepts {limit} "
-                f"tokens; lower it below {limit}",
+                f"{part.max_tokens} tokens for the reply leave no room for the question: the policy accepts {limit} tokens "
+                f"in total; lower it below {limit}",
             )
 
 
@@ -44,17 +44,17 @@ def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tu
         if of.share and REST not in of.sources and not set(of.sources) & set(known):
             yield (
                 f"data.mix[{i}].sources",
-                f"no training prompts are of {', '.join(of.sources)}; there are {names}",
+                f"no training source is named {', '.join(of.sources)}; the sources are {names}",
             )
     for name in sorted({name for name in named if named.count(name) > 1}):
-        yield "data.mix", f"the source {name!r} has two shares; keep one"
+        yield "data.mix", f"the source {name!r} has two shares; remove one"
     for name in sorted(set(known) - set(named) if REST not in named else ()):
         yield (
             "data.mix",
-            f"the source {name!r} has no share; add it to the sources of one, or with share: 0 to leave it out",
+            f"the source {name!r} has no share; add it to an entry, or to one with share: 0 to exclude it",
         )
     if not sum(of.share for of in mix):
-        yield "data.mix", "every share is 0, so no prompt would be drawn; raise one"
+        yield "data.mix", "all shares are 0, so no prompts would be drawn; raise one"
 
 
 def source_problems(
@@ -75,7 +75,7 @@ def source_problems(
                 names = ", ".join(sorted(known - {REST}))
                 yield (
                     f"reward.parts[{i}].sources[{j}]",
-                    f"there is no data source {name!r}{suggest(name, known - {REST})}; there are {names}",
+                    f"unknown data source {name!r}{suggest(name, known - {REST})}; the sources are {names}",
                 )
     if parts and REST not in named and all(part.sources for part in parts):
         shared = {name for of in mix for name in of.sources}
@@ -83,5 +83,5 @@ def source_problems(
         for name in sorted({*evaluated, *(set(trained) - excluded)} - named):
             yield (
                 "reward.parts",
-                f"no part scores the source {name!r}; add it to the sources of one, or add a part without sources",
+                f"no part scores the source {name!r}; add it to the sources of a part, or add a part without sources",
             )
