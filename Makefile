@@ -1,6 +1,7 @@
 # make demo    a fresh machine to a trained model
 # make test    everything that CI runs
 # make check   the quick everyday part
+# make gpu     what a machine with a CUDA GPU does and how fast, in gpu.json; needs no make setup
 # make wheel   a wheel in dist/
 # make setup   the environment in .venv that the others share
 
@@ -14,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo setup backends vllm wheel test check lint types walls quick all format bench docs clean
+.PHONY: demo setup backends vllm gpu wheel test check lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -44,6 +45,9 @@ $(VLLM): $(STAMP) requirements/vllm.lock
 	@echo "setup: installing vLLM for the tests (a minute)"
 	@$(BIN)/pip install -q --no-deps -r requirements/vllm.lock
 	@touch $@
+
+gpu:
+	PYTHONPATH=src:. $(PYTHON) tests/gpu/machine.py --output gpu.json
 
 wheel: setup
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import reset_prompts
-from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.text.build import text_env_maker
 from braid.models.causal_lm import CausalLM
 from braid.models.mlp import MlpPolicy
@@ -38,6 +37,9 @@ from .engines import EngineLink, as_one, engines_here
 from .inputs import TextInputs
 from .publication import send_options
 from .roles import device_of
+
+if TYPE_CHECKING:
+    from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from .services import reward_services
 
 NUM_RESET_STATES = 2**12

@@ -22,12 +22,9 @@ from braid.plan import Plan
 from braid.rollout.collector import Collector
 from braid.rollout.engines.published import RemoteEngine
 from braid.rollout.engines.router import Router
-from braid.rollout.engines.sglang.engine import SglangEngine
 from braid.rollout.engines.sglang.options import server_arguments
-from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.engine import VllmEngine
 from braid.rollout.engines.vllm.options import engine_arguments, environment
-from braid.rollout.engines.vllm.server import VllmServer
 from braid.weights.sending import SendOptions
 
 from .roles import device_of
@@ -48,6 +45,9 @@ def make_engine(
     longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
     of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
     if of.servers:
+        from braid.rollout.engines.sglang.server import SglangServer  # servers and SGLang need httpx2
+        from braid.rollout.engines.vllm.server import VllmServer
+
         server = VllmServer if rollout.engine == "vllm" else SglangServer
         max_tokens = of.max_model_tokens or longest
         return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
@@ -71,6 +71,8 @@ def make_engine(
             "folder": folder,
         }
         if rollout.engine == "sglang":
+            from braid.rollout.engines.sglang.engine import SglangEngine
+
             engine: RemoteEngine = SglangEngine(
                 server_arguments(rollout.sglang, **model),
                 name=f"SGLang engine {number}",

@@ -14,7 +14,6 @@ from braid.config.load import Loaded
 from braid.config.roles import TrainingRole, train_config
 from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
-from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.models.adapter_reference import AdapterReference
 from braid.models.base import TrainableModel, copy_weights
 from braid.models.causal_lm import CausalLM
@@ -105,6 +104,8 @@ def _engine_here(
 
 def build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: CheckpointStore) -> Parts:
     """Build the parts of a run with a simulator and an MLP policy in this process."""
+    from braid.envs.simulators.gymnasium import GymnasiumSimulator
+
     config, device = loaded.config, device_of(loaded.config)
     env, spec = config.env, config.model.mlp
     assert isinstance(env, GymnasiumEnv)

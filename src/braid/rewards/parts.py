@@ -32,7 +32,6 @@ from braid.types import Trajectory
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
 from .isolation import START_LIMIT_S, Isolation, find_isolation
-from .judge import HttpChat, JudgePart, PolicyChat
 from .processes import ScoringProcesses
 from .programs import read_tests
 from .rules import ChoicePart, ExactPart, Extraction, LengthPart, PatternPart, RepetitionPart
@@ -98,7 +97,9 @@ def _build_rule(part: ChoiceReward | LengthReward | RepetitionReward) -> Part:
             return RepetitionPart(part.ngram)
 
 
-def _build_judge(part: JudgeReward, key: str, setting: Setting) -> JudgePart:
+def _build_judge(part: JudgeReward, key: str, setting: Setting) -> Part:
+    from .judge import HttpChat, JudgePart, PolicyChat  # needs httpx2
+
     if part.url != "policy":
         chat = HttpChat(part, key=key)
     elif setting.services.generate is not None:

@@ -1,0 +1,538 @@
+"""Proves a machine with a CUDA GPU: nine steps, each in a process of its own, and one JSON with the result or the
+traceback of each.
+
+    PYTHONPATH=src:. python tests/gpu/machine.py --output gpu.json
+    PYTHONPATH=src:. python tests/gpu/machine.py --device cpu --tiny      # the same code, small, without a GPU
+
+Runs from a checkout with the packages of one process alone: requirements/gpu.lock lists those that a machine with
+PyTorch and transformers lacks. Ray, datasets, gymnasium and the scorers' libraries are not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import multiprocessing
+import pkgutil
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import braid
+from braid.algorithms.aggregate import row_weights
+from braid.algorithms.recipes import RECIPES
+from braid.config.load import load_config
+from braid.config.train import TrainConfig
+from braid.controller import commands
+from braid.errors import EngineError
+from braid.models.causal_lm import CausalLM
+from braid.plan.machine import count_gpus
+from braid.rollout.engine import Request, Sampling
+from braid.rollout.engines.native import NativeEngine
+from braid.training.backends.fsdp import FsdpBackend
+from braid.training.backends.single import SingleBackend
+from braid.training.losses import policy_loss
+from braid.types import Row
+from braid.weights.receiver import open_receiver
+from braid.weights.sender import LinkedSender
+from braid.weights.sending import SendOptions
+from braid.weights.wire import Ticket
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = {
+    "ray",
+    "vllm",
+    "sglang",
+    "megatron",
+    "mbridge",
+    "deepspeed",
+    "gymnasium",
+    "liger_kernel",
+    "httpx2",
+}
+"""Packages that modules of some backend, engine or environment need."""
+LIMIT_S = {"tests": 150, "updates": 120, "decoding": 120}
+"""Time limit of a step; 60 s for the others."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`is_tiny`: models of a few thousand parameters, for a dry run."""
+
+    device: torch.device
+    is_tiny: bool
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, after one to warm up."""
+        call()
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - start
+
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151_936},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151_936},
+}  # fmt: skip
+"""Of Qwen3 models with the sizes of Qwen2.5's, random weights and a real vocabulary."""
+
+
+def language_model(machine: Machine, shape: str, dtype: torch.dtype) -> CausalLM:
+    config = AutoConfig.for_model(
+        "qwen3", **SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=8192
+    )
+    torch.manual_seed(0)
+    with machine.device:
+        return CausalLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager"))
+
+
+def ragged_rows(vocab_size: int, num_tokens: int, longest: int) -> list[Row]:
+    """Rows of `longest` / 8 to `longest` tokens, `num_tokens` or a little less in all; a quarter of each is its
+    prompt."""
+    rng, rows, left = np.random.default_rng(0), list[Row](), num_tokens
+    while left > longest:
+        length = int(rng.integers(longest // 8, longest + 1))
+        mask = np.arange(length) >= length // 4
+        advantages = np.where(mask, rng.normal(), 0.0).astype(np.float32)
+        ids = rng.integers(0, vocab_size, length)
+        rows.append(
+            Row({"input_ids": ids}, mask, len(rows) // 8, len(rows), fields={"advantages": advantages})
+        )
+        left -= length
+    return rows
+
+
+def token_weights(rows: list[Row]) -> list[float]:
+    return row_weights(
+        [row.num_tokens for row in rows], [row.group for row in rows], mode="token_mean", constant=None
+    )
+
+
+# -- the steps
+
+
+def imports(machine: Machine) -> dict[str, Any]:
+    """Import every module, and count GPUs by NVML and by torch."""
+    missing: dict[str, list[str]] = {}
+    for module in pkgutil.walk_packages(braid.__path__, "braid."):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").split(".")[0]
+            if package not in OPTIONAL:
+                raise
+            missing.setdefault(package, []).append(module.name)
+    gpus = {"nvml": count_gpus(), "torch": torch.cuda.device_count()}
+    assert len(set(gpus.values())) == 1, gpus
+    assert not machine.is_cuda or gpus["torch"], "no GPU"
+    return {"missing": missing, "gpus": gpus}
+
+
+def tests(machine: Machine) -> dict[str, Any]:
+    """The tests of this folder; without a GPU all are skipped."""
+    folder = Path(__file__).parent
+    options = ["-q", "-rf", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    # warnings of other versions of torch are no errors
+    command = [sys.executable, "-m", "pytest", *options, "-W", "default", str(folder)]
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_S["tests"] - 10
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
+    return {"summary": done.stdout.splitlines()[-1]}
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"embed": (900, 401), "norm": (64,), "head": (3000, 700)}
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+def _send(machine: Machine, ticket_to: Any, versions: int) -> None:
+    """Send the tensors some times, the last time damaged."""
+    transport = "cuda_ipc" if machine.is_cuda else "shared_memory"
+    options = SendOptions(transport, bucket_bytes=2**20, timeout_s=30.0, device=machine.device)
+    sender = LinkedSender(["a"], options)
+    ticket_to.put(sender.ticket.as_dict())
+    weights = {name: tensor.to(machine.device) for name, tensor in _tensors().items()}
+    for version in range(versions):
+        if version == versions - 1:
+            outlet = sender._outlet
+            assert outlet is not None
+            put = outlet.put
+
+            def put_damaged(piece: torch.Tensor, of: Any, deadline: float, put: Any = put) -> None:
+                if of is not None:
+                    of.add()  # the fingerprint of what should arrive
+                piece = piece.clone()
+                piece[len(piece) // 2] ^= 4
+                put(piece, None, deadline)
+
+            outlet.put = put_damaged  # type: ignore[method-assign]
+        try:
+            sender.send(version, weights.items())
+        except EngineError:
+            assert version == versions - 1, "only the damaged version is refused"
+            break
+    else:
+        raise AssertionError("the damaged version was accepted")
+    sender.close()
+
+
+def _receive(machine: Machine, ticket_from: Any, versions: int) -> str:
+    """Receive what `_send` sends; returns the error of the damaged version."""
+    ticket = Ticket(**ticket_from.get(timeout=60))
+    receiver = open_receiver(ticket, engine="a", timeout_s=30.0, device=machine.device)
+    expected = _tensors()
+    for version in range(versions - 1):
+        for name, tensor in receiver.receive(version):
+            assert tensor.device.type == machine.device.type, name
+            assert torch.equal(tensor.cpu(), expected[name]), name
+    try:
+        for _ in receiver.receive(versions - 1):
+            pass
+    except EngineError as error:
+        receiver.close()
+        return str(error)
+    raise AssertionError("the damaged version was accepted")
+
+
+def _other_process(machine: Machine, out: Any, back: Any, errors: Any) -> None:
+    errors.put(_receive(machine, out, 3))
+    _send(machine, back, 3)
+
+
+def transfers(machine: Machine) -> dict[str, Any]:
+    """Weights between two processes on one device, in both directions, damage noticed; a group of one rank."""
+    context = multiprocessing.get_context("spawn")
+    out, back, errors = context.Queue(), context.Queue(), context.Queue()
+    other = context.Process(target=_other_process, args=(machine, out, back, errors))
+    other.start()
+    _send(machine, out, 3)
+    damage = [errors.get(timeout=60), _receive(machine, back, 3)]
+    other.join(60)
+    assert other.exitcode == 0, other.exitcode
+    with one_rank(machine):
+        total = torch.ones(4, device=machine.device)
+        dist.all_reduce(total)
+        assert total.sum().item() == 4
+    return {"damage": damage, "group": "nccl" if machine.is_cuda else "gloo"}
+
+
+@contextmanager
+def one_rank(machine: Machine) -> Iterator[None]:
+    backend = "nccl" if machine.is_cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+FSDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cpu_offload": {"fsdp": {"cpu_offload": True}},
+    "bf16": {"fsdp": {"param_dtype": "bf16"}},
+}
+
+
+def fsdp(machine: Machine) -> dict[str, Any]:
+    """Both versions of FSDP on one rank: train, offload and back, save and restore; losses against one process."""
+    shape, found = "tiny", {}
+    rows = ragged_rows(SHAPES[shape]["vocab_size"], 600, 80)
+    weights, loss = token_weights(rows), policy_loss(RECIPES["grpo"])
+    offload = {"weights": True, "optimizer": True}
+
+    def config(kind: str, **keys: Any) -> TrainConfig:
+        return TrainConfig.model_validate(
+            {"backend": kind, "autocast": "none", "optimizer": {"lr": 1e-3}, "offload": offload, **keys}
+        )
+
+    def losses(backend: Any, *spare: Row) -> list[float]:
+        made = []
+        for _ in range(3):
+            backend.to_host()
+            backend.to_device()
+            made.append(backend.train(rows, weights, loss, *spare).grad_norm)
+        return made
+
+    single = SingleBackend(
+        language_model(machine, shape, torch.float32), config("single"), total_steps=9, device=machine.device
+    )
+    expected = losses(single)
+    with one_rank(machine), tempfile.TemporaryDirectory() as folder:
+        for kind in ("fsdp2", "fsdp"):
+            for name, keys in FSDP.items():
+                if (kind, name) == ("fsdp", "cpu_offload") and not machine.is_cuda:
+                    continue  # PyTorch pins the memory, which needs a GPU
+                model = language_model(machine, shape, torch.float32)
+                backend = FsdpBackend(
+                    model, config(kind, **keys), total_steps=9, device=machine.device, kind=kind
+                )
+                norms = losses(backend, rows[0])
+                np.testing.assert_allclose(norms, expected, rtol=0.05 if name == "bf16" else 1e-3)
+                place = f"{folder}/{kind} {name}"
+                Path(place).mkdir()
+                saved = backend.save(place)
+                after = backend.train(rows, weights, loss, rows[0]).loss
+                backend.restore(saved.state, place)
+                assert backend.train(rows, weights, loss, rows[0]).loss == after or machine.is_cuda
+                found[f"{kind} {name}"] = norms
+    return {"single": expected, **found}
+
+
+def learning(machine: Machine) -> dict[str, Any]:
+    """Thirty GRPO rounds of a small model in fp32 and bf16: the reward rises, and sampler and trainer agree."""
+    rounds = 3 if machine.is_tiny else 30
+    return {dtype: _train(machine, {"model": {"dtype": dtype}}, rounds) for dtype in ("fp32", "bf16")}
+
+
+LETTERS = "abcdefgh"
+
+
+def _train(machine: Machine, changes: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    """A run that learns to repeat a letter; returns its first and last rewards and the largest gap."""
+    build = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1,
+             "head_dim": 32, "characters": LETTERS}  # fmt: skip
+    config: dict[str, dict[str, Any]] = {
+        "run": {"max_rounds": rounds, "device": machine.device.type, "output_dir": "runs"},
+        "model": {"build": build},
+        "data": {"train": [{"kind": "file", "name": "letters", "path": "letters.jsonl"}]},
+        "reward": {"parts": [{"kind": "exact"}]},
+        "rollout": {"prompts_per_round": 8, "group_size": 16, "sampling": {"max_new_tokens": 2}},
+        "train": {"optimizer": {"lr": 5e-3}},
+        "report": {"console": "none", "tensorboard": False, "samples_every_rounds": 0},
+    }
+    for section, keys in changes.items():
+        config[section] = {**config.get(section, {}), **keys}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        lines = [json.dumps({"prompt": letter, "answer": letter}) + "\n" for letter in LETTERS]
+        (place / "letters.jsonl").write_text("".join(lines))
+        (place / "run.yaml").write_text(yaml.safe_dump(config))
+        outcome = commands.train(load_config(place / "run.yaml"))
+        text = (outcome.run_dir / "metrics.jsonl").read_text()
+    done = [line for line in map(json.loads, text.splitlines()) if "reward/mean" in line]
+    rewards = [line["reward/mean"] for line in done]
+    gap = max(line.get("policy/logprob_mismatch_max", 0.0) for line in done)
+    first, last = float(np.mean(rewards[:3])), float(np.mean(rewards[-3:]))
+    assert rounds < 30 or last > first + 0.2, f"the reward went from {first:.2f} to {last:.2f}"
+    assert gap < 0.5, f"log-probs of sampler and trainer differ by {gap:.2f} nats"
+    return {"first_reward": first, "last_reward": last, "logprob_gap_nats": gap}
+
+
+def updates(machine: Machine) -> dict[str, Any]:
+    """Rate of an update as a share of a matrix product's, and its peak memory, with cuDNN's attention and without."""
+    num_tokens, longest = (600, 80) if machine.is_tiny else (65_536, 4096)
+    dtype, found = torch.bfloat16, dict[str, Any]()
+    side = 256 if machine.is_tiny else 8192
+    left, right = (torch.randn(side, side, dtype=dtype, device=machine.device) for _ in range(2))
+    ceiling = 2 * side**3 / machine.seconds(lambda: left @ right)
+    for shape in ("tiny",) if machine.is_tiny else ("0.5B", "1.5B"):
+        lm = language_model(machine, shape, torch.float32)
+        rows = ragged_rows(lm.vocab_size, num_tokens, longest)
+        config = TrainConfig.model_validate(
+            {
+                "autocast": "bf16",
+                "optimizer": {"lr": 1e-5},
+                "micro_batch_tokens": max(longest, num_tokens // 4),
+            }
+        )
+        backend = SingleBackend(lm, config, total_steps=99, device=machine.device)
+        weights = token_weights(rows)
+        flops = lm.flops([len(row) for row in rows], sum(row.num_tokens for row in rows)).training
+        for cudnn in (False, True) if machine.is_cuda else (False,):
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
+            if machine.is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            seconds = machine.seconds(
+                lambda b=backend, r=rows, w=weights: b.train(r, w, policy_loss(RECIPES["grpo"]))
+            )
+            found[f"{shape}{' cudnn' if cudnn else ''}"] = {
+                "seconds": seconds,
+                "tokens": sum(map(len, rows)),
+                "share_of_product": flops / seconds / ceiling,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if machine.is_cuda else None,
+            }
+        del lm, backend
+    return {"product_tflops": ceiling / 1e12, **found}
+
+
+def decoding(machine: Machine) -> dict[str, Any]:
+    """Tokens per second of the native engine as a share of what the memory's bandwidth allows."""
+    lengths = (8, 8) if machine.is_tiny else (128, 256)  # of prompts and answers
+    size = 2**20 if machine.is_tiny else 2**31
+    source, target = (torch.empty(size, dtype=torch.uint8, device=machine.device) for _ in range(2))
+    bandwidth = 2 * size / machine.seconds(lambda: target.copy_(source))
+    found: dict[str, Any] = {"bandwidth_gb_per_s": bandwidth / 1e9}
+    for shape in ("tiny",) if machine.is_tiny else ("0.5B", "1.5B"):
+        for dtype in (torch.float32, torch.bfloat16):
+            lm = language_model(machine, shape, dtype)
+            sizes = SHAPES[shape]
+            per_token = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+            held = sum(p.numel() for p in lm.module.parameters()) * dtype.itemsize
+            for num in (2, 4) if machine.is_tiny else (32, 256):
+                cache = num * per_token * dtype.itemsize * (lengths[0] + lengths[1] / 2)
+                bound = num * bandwidth / (held + cache)
+                for graphs in (True, False) if machine.is_cuda else (False,):
+                    rate = _decode(machine, lm, num, lengths, graphs=graphs)
+                    name = f"{shape} {str(dtype).removeprefix('torch.')} {num}{' graphs' if graphs else ''}"
+                    found[name] = {"tokens_per_s": rate, "share_of_bound": rate / bound}
+    return found
+
+
+def _decode(machine: Machine, lm: CausalLM, num: int, lengths: tuple[int, int], *, graphs: bool) -> float:
+    """Tokens per second of `num` sequences."""
+    rng, (prompt, answer) = np.random.default_rng(0), lengths
+    budget = num * (prompt + answer + 64)
+    engine = NativeEngine(
+        lm, decode=str, max_running=num, kv_budget_tokens=budget, cuda_graphs=graphs, max_length=8192
+    )
+    requests = [
+        Request(tuple(rng.integers(0, lm.vocab_size, prompt).tolist()), Sampling(max_new_tokens=answer), (i,))
+        for i in range(num)
+    ]
+
+    async def gather() -> None:
+        await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    rate = num * answer / machine.seconds(lambda: asyncio.run(gather()))
+    engine.close()
+    return rate
+
+
+_FREE = "import torch; print(torch.cuda.mem_get_info()[0])"
+
+
+def offloading(machine: Machine) -> dict[str, Any]:
+    """After `to_host` a second process finds the memory of the weights and the optimizer free."""
+    lm = language_model(machine, "tiny" if machine.is_tiny else "1.5B", torch.float32)
+    config = TrainConfig.model_validate({"offload": {"weights": True, "optimizer": True}})
+    backend = SingleBackend(lm, config, total_steps=9, device=machine.device)
+    rows = ragged_rows(lm.vocab_size, 600, 80)
+    backend.train(rows, token_weights(rows), policy_loss(RECIPES["grpo"]))
+
+    def free() -> int:
+        if not machine.is_cuda:
+            return 0
+        return int(subprocess.check_output([sys.executable, "-c", _FREE], text=True))
+
+    before, weights = free(), backend.held_bytes().weights
+    backend.to_host()
+    freed = free() - before
+    assert not machine.is_cuda or freed >= 0.95 * weights, f"{freed} bytes freed of {weights}"
+    backend.to_device()
+    return {"weights_bytes": weights, "freed_bytes": freed}
+
+
+def engines(machine: Machine) -> dict[str, Any]:
+    """Two rounds with each installed engine beside the trainer on its device: weight sync, sleep and wake."""
+    found: dict[str, Any] = {}
+    for engine in ("vllm", "sglang"):
+        if find_spec(engine) is None:
+            found[engine] = "not installed"
+            continue
+        rollout = {
+            "engine": engine,
+            "prompts_per_round": 4,
+            "group_size": 4,
+            "sampling": {"max_new_tokens": 2},
+        }
+        found[engine] = _train(
+            machine, {"rollout": rollout, "train": {"offload": {"weights": True}}}, rounds=2
+        )
+    return found
+
+
+STEPS = (imports, tests, transfers, fsdp, learning, updates, decoding, offloading, engines)
+
+
+# -- running them
+
+
+def run_step(step: Callable[[Machine], dict[str, Any]], arguments: list[str]) -> dict[str, Any]:
+    """The result of a step in a process of its own, or its traceback; a CUDA error ends no other step."""
+    start = time.monotonic()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, *arguments, "--step", step.__name__, "--output", file.name]
+        try:
+            done = subprocess.run(
+                command, check=False, text=True, capture_output=True, timeout=LIMIT_S.get(step.__name__, 60)
+            )
+            text = Path(file.name).read_text()
+            result = json.loads(text) if text else {"error": f"exit {done.returncode}: {done.stderr[-4000:]}"}
+        except subprocess.TimeoutExpired as error:
+            result = {"error": f"not done after {error.timeout:g} s: {str(error.stderr or '')[-4000:]}"}
+    return {"seconds": round(time.monotonic() - start, 1), **result}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models of a few thousand parameters")
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"))
+    names = [step.__name__ for step in STEPS]
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names)
+    )
+    parser.add_argument("--step", choices=names, help="this step alone, in this process")
+    args = parser.parse_args()
+    if args.step is not None:
+        warnings.simplefilter("default")
+        (step,) = (step for step in STEPS if step.__name__ == args.step)
+        try:
+            result: dict[str, Any] = {"result": step(Machine(torch.device(args.device), args.tiny))}
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        args.output.write_text(json.dumps(result))
+        return 0
+    arguments = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
+    report: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "steps": {},
+    }
+    for step in (step for step in STEPS if step.__name__ in args.only):
+        report["steps"][step.__name__] = found = run_step(step, arguments)
+        args.output.write_text(json.dumps(report, indent=1))
+        last = found["error"].strip().splitlines()[-1] if "error" in found else "ok"
+        sys.stdout.write(f"{step.__name__:12} {found['seconds']:6.1f} s  {last}\n")
+        sys.stdout.flush()
+    return int(any("error" in found for found in report["steps"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
