@@ -44,7 +44,7 @@ def test_a_run_trains_evaluates_and_exports(
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
 
     assert main(["train", config]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
     assert main(["eval", str(run)]) == 0
     assert (tmp_path / "runs/tiny-eval/summary.json").exists()

@@ -145,7 +145,7 @@ def test_of_a_distribution_that_is_cut_logprobs_are_of_what_is_left(
 ) -> None:
     asked = replace(REQUEST, sampling=Sampling(max_new_tokens=12, top_k=3))
     if "sglang_server" in request.node.name:
-        with pytest.raises(EngineError, match="before top_p, top_k and min_p"):
+        with pytest.raises(EngineError, match="before applying top_p, top_k and min_p"):
             generate(engine, [asked])
         return
     (completion,) = generate(engine, [asked])

@@ -103,7 +103,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(load_tiny: LoadTiny) -> None:
     commands.train(load_tiny())
-    with pytest.raises(ConfigError, match=r"holds a run already.*run\.resume=latest"):
+    with pytest.raises(ConfigError, match=r"already contains a run.*run\.resume=latest"):
         commands.train(load_tiny())
     assert commands.train(load_tiny("run.if_exists=new")).run_dir.name == "tiny-2"
 

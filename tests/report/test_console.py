@@ -90,7 +90,7 @@ def test_the_live_display_tells_what_runs_and_what_came_of_it() -> None:
     for part in ("train quickstart", "runs/quickstart", "step 4", "elapsed", "left", "improve", "last round"):
         assert part in picture
     assert (
-        "accuracy        75.0%  25.0% at first" in picture
+        "accuracy        75.0%  initially 25.0%" in picture
     )  # the newest evaluation, though this round had none
 
 

@@ -64,7 +64,7 @@ def test_undeclared_names_are_refused_with_the_nearest_declared_one() -> None:
 def test_a_name_keeps_its_kind() -> None:
     metrics = Metrics()
     metrics.mean("reward/mean", 1.0)
-    with pytest.raises(AssertionError, match="'reward/mean' is a Mean and was given a Sum"):
+    with pytest.raises(AssertionError, match="'reward/mean' is a Mean, but the value is a Sum"):
         metrics.add("reward/mean", 1.0)
 
 

@@ -69,7 +69,7 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match="is still going on in another process"):
+        with pytest.raises(ConfigError, match="is in use by another process"):
             RunDir(tmp_path)
         process.kill()
     RunDir(tmp_path).close()  # a killed process holds nothing
@@ -83,7 +83,9 @@ def test_if_exists_new_leaves_a_run_alone_that_has_written_nothing_yet(tmp_path:
 def test_a_folder_that_cannot_be_made_is_an_error_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r"run\.output_dir: .*file/run cannot be used for the run: Not a directory"
+        ConfigError,
+        match=r"run\.output_dir: cannot use the folder .*file/run for the run: Not a "
+        r"directory",
     ):
         a_run(tmp_path / "file")
 

@@ -63,5 +63,5 @@ def test_prints_of_rewards_go_to_the_log_once_and_others_where_they_did(
     assert log.read_text() == "scoring 0\nscoring 1\nscoring 2\n"
     assert capsys.readouterr().out == "of the run\n"
     assert [record.getMessage() for record in caplog.records] == [
-        f"a reward writes to stdout; its output is in {log}"
+        f"a reward writes to stdout; its output is redirected to {log}"
     ]

@@ -213,7 +213,9 @@ def test_a_machine_without_the_sandbox_refuses_code_rewards(
     find_isolation.cache_clear()
     try:
         with pytest.raises(
-            ConfigError, match=r"no sandbox for them \(.*bwrap is not installed.*isolation=process"
+            ConfigError,
+            match=r"no sandbox works on this machine \(.*bwrap is not "
+            r"installed.*isolation=process",
         ):
             build({"kind": "code"}, code={"isolation": "bubblewrap"})
     finally:

@@ -94,11 +94,14 @@ def test_scores_are_read_as_configured(
     [
         (completion("I cannot say."), "the judge's reply has no score: 'I cannot say.'"),
         (completion("12,5"), "the judge's reply has no score: '12,5'"),
-        (completion("7", reason="length"), "the judge's reply was cut off; raise reward.parts[0].max_tokens"),
+        (
+            completion("7", reason="length"),
+            "the judge's reply was truncated; raise reward.parts[0].max_tokens",
+        ),
         (completion(None), "the judge's reply has no text"),
-        (Answer("<html>"), "the server's reply is no chat completion: '<html>'"),
-        (Answer('{"choices": []}'), "the server's reply is no chat completion"),
-        (Answer('["choices"]'), "the server's reply is no chat completion"),
+        (Answer("<html>"), "the server's reply is not a chat completion: '<html>'"),
+        (Answer('{"choices": []}'), "the server's reply is not a chat completion"),
+        (Answer('["choices"]'), "the server's reply is not a chat completion"),
         (Answer("busy", status=500), "the server answered 500: 'busy'"),
         (Answer("x" * 64, cut=True), "RemoteProtocolError: "),
     ],
@@ -148,7 +151,7 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(
     assert patient.reward == 9.0
     assert waited >= 0.3  # a wait asked for is a lower bound, not a measure of speed
     assert hasty.reason == (
-        "reward judge: the server answered 429: 'slow down'; it asks to wait 0.3 s, longer than "
+        "reward judge: the server answered 429: 'slow down'; the server asks to wait 0.3 s, above "
         "reward.parts[0].max_backoff_s=0.2"
     )
 
@@ -246,14 +249,15 @@ def test_the_key_is_sent_and_told_to_nobody(
     ("settings", "key", "fault"),
     [
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "the environment variable NO_SUCH_KEY is not set; set it"),
-        ({"api_key_env": "BAD_KEY"}, "api_key_env", "the environment variable BAD_KEY holds no key"),
-        ({"url": "http://"}, "url", "'http://' is no URL: it names no host"),
-        ({"url": "http://[::"}, "url", "'http://[::' is no URL"),
-        ({"url": "policy", "model": None}, "url", "needs a policy that speaks in text"),
-        ({"prompt": "Is {prompt} right?"}, "prompt", "does not show the judge what to judge; put {response} into it"),
-        ({"prompt": "{response} {"}, "prompt", "is no template: "),
-        ({"prompt": "rubrik.md"}, "prompt", "'rubrik.md': there is no file"),
-        ({"pattern": "("}, "pattern", "is no regular expression"),
+        ({"api_key_env": "BAD_KEY"}, "api_key_env", "the environment variable BAD_KEY is not a valid API "
+"key"),
+        ({"url": "http://"}, "url", "invalid URL 'http://': it has no host"),
+        ({"url": "http://[::"}, "url", "invalid URL 'http://[::'"),
+        ({"url": "policy", "model": None}, "url", "needs a text policy"),
+        ({"prompt": "Is {prompt} right?"}, "prompt", "does not contain the response; add {response}"),
+        ({"prompt": "{response} {"}, "prompt", "invalid template "),
+        ({"prompt": "rubrik.md"}, "prompt", "'rubrik.md': no such file"),
+        ({"pattern": "("}, "pattern", "invalid regular expression"),
         ({"pattern": "[0-9]"}, "pattern", "has no group"),
     ],
 )  # fmt: skip
@@ -299,10 +303,10 @@ def test_the_question_may_use_any_column_and_come_from_a_file(
     [
         (
             "{rubrik} {response}",
-            "the prompt has no column 'rubrik', did you mean 'rubric'?; known: rubric, prompt",
+            "the prompt has no column 'rubrik', did you mean 'rubric'?; available: rubric, prompt",
         ),
         ("{answer} {response}", "the prompt has no reference answer"),
-        ("{rubric.x} {response}", "reward.parts[0].prompt cannot be filled: AttributeError"),
+        ("{rubric.x} {response}", "cannot fill reward.parts[0].prompt: AttributeError"),
     ],
 )
 def test_a_question_that_cannot_be_asked_is_no_bad_answer(
@@ -320,7 +324,7 @@ def test_the_policy_judges_by_its_own_engine(answered: Answered, tmp_path: Path)
     ) -> str:
         asked.append((json.dumps(messages), max_tokens, temperature, key))
         if len(asked) == 1:
-            raise RewardError("the judge's reply was cut off")
+            raise RewardError("the judge's reply was truncated")
         return "yes"
 
     part = {

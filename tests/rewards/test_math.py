@@ -53,7 +53,8 @@ def test_any_of_several_references_is_right(answered: Answered, score: Score) ->
 def test_a_reference_that_is_no_mathematics_is_no_wrong_answer(answered: Answered, score: Score) -> None:
     (scored,) = score([answered("5", answer="####")], {"kind": "math"})
     assert (
-        scored.reason == "reward math: ValueError: the reference answer '####' is no mathematical expression"
+        scored.reason
+        == "reward math: ValueError: the reference answer '####' is not a mathematical expression"
     )
 
 

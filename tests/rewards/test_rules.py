@@ -62,14 +62,16 @@ def test_a_pattern_without_end_makes_the_trajectory_invalid(answered: Answered, 
         [answered("a" * 60 + "b")], {"kind": "pattern", "pattern": endless}, timeout_s=0.1, retries=0
     )
     assert scored.reward is None
-    assert scored.reason.startswith("reward pattern: the pattern found no end within reward.timeout_s=0.1")
+    assert scored.reason.startswith(
+        "reward pattern: matching the pattern took longer than reward.timeout_s=0.1"
+    )
 
 
 @pytest.mark.parametrize(
     ("part", "fault"),
     [
-        ({"kind": "pattern", "pattern": "("}, "'(' is no regular expression: missing )"),
-        ({"kind": "exact", "pattern": r"A:\d+"}, "has no group; put the answer into one"),
+        ({"kind": "pattern", "pattern": "("}, "invalid regular expression '(': missing )"),
+        ({"kind": "exact", "pattern": r"A:\d+"}, "has no group; enclose the answer in one"),
         ({"kind": "reasoning_gym", "pattern": "x"}, "has no group"),
     ],
 )
@@ -109,7 +111,7 @@ def test_a_scorer_that_evaluates_the_answer_runs_in_a_process_of_its_own(
     assert right.reward == 1.0
     assert (
         attack.reason
-        == "reward reasoning_gym: the scoring process ended without a result (out of memory, or killed)"
+        == "reward reasoning_gym: the scoring process exited without a result (out of memory, or killed)"
     )
 
 
@@ -175,7 +177,7 @@ def test_a_reference_that_is_no_letter_is_no_wrong_choice(answered: Answered, sc
     (scored,) = score([answered("B", answer="Paris")], {"kind": "choice", "letters": "ABCD"})
     assert (
         scored.reason
-        == "reward choice: the reference answer 'Paris' does not begin with a letter of the choices"
+        == "reward choice: the reference answer 'Paris' does not start with one of the choice letters"
     )
 
 

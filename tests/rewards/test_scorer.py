@@ -121,7 +121,7 @@ def test_an_environments_reward_that_is_no_number_is_invalid(answered: Answered,
     trajectory.turns = [Turn([1], [2], [-1.0], "stop", 0, reward=float("nan"))]
     score([trajectory])
     assert (trajectory.reward, trajectory.status) == (None, Status.INVALID)
-    assert trajectory.reason == "reward sum: nan, of {} and nan from the environment"
+    assert trajectory.reason == "reward sum: nan, from {} and nan of the environment"
 
 
 def test_invalid_trajectories_are_left_alone(answered: Answered, score: Score) -> None:
@@ -210,7 +210,9 @@ def test_when_too_many_calls_hang_further_ones_fail_at_once(
     hung = [answered("hang") for _ in range(3)]
     for calls in (hung[:2], hung[2:]):
         asyncio.run(scorer.score(calls))
-    assert hung[2].reason.startswith("reward hanging: 2 earlier calls still run past reward.timeout_s=0.1")
+    assert hung[2].reason.startswith(
+        "reward hanging: 2 earlier calls are still running after reward.timeout_s=0.1"
+    )
 
 
 @pytest.mark.slow
@@ -242,8 +244,8 @@ def test_a_hanging_call_does_not_keep_the_process_from_ending(tmp_path: Path) ->
     [
         (_function("lenght"), "path", "has no 'lenght', did you mean 'length'?"),
         (_function("length", bonus=1), "params", "'rewards.py:length' has no parameter 'bonus'"),
-        (_function("length", text="x"), "params", "'text' is filled in by braid; use another name"),
-        (_function("needs"), "path", "needs 'txt', did you mean 'text'?; a reward function may declare text, answer"),
+        (_function("length", text="x"), "params", "'text' is provided by braid; use another name"),
+        (_function("needs"), "path", "needs 'txt', did you mean 'text'?; braid provides text, answer"),
         (_function("positional"), "path", "has positional-only parameters"),
     ],
 )  # fmt: skip
@@ -259,7 +261,10 @@ def test_a_function_that_cannot_be_called_is_a_problem_of_the_config(
 
 
 def test_parts_of_one_name_are_refused(build: Callable[..., Scorer]) -> None:
-    with pytest.raises(ConfigError, match=r"reward.parts\[1\].name: another part is named 'exact' already"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward.parts\[1\].name: another part is also named 'exact'",
+    ):
         build({"kind": "exact"}, {"kind": "exact", "ignore_case": True})
 
 

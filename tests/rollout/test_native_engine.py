@@ -221,7 +221,7 @@ def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, r
         (
             (2,) * 70,
             Sampling(max_new_tokens=11),
-            r"70 prompt tokens \+ max_new_tokens=11 make 81 tokens, more than",
+            r"70 prompt tokens \+ max_new_tokens=11 = 81 tokens, above",
         ),
         ((), Sampling(max_new_tokens=1), "the prompt has no token"),
         ((64,), Sampling(max_new_tokens=1), r"a token id outside 0\.\.63"),
@@ -230,7 +230,7 @@ def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, r
         with pytest.raises(EngineError, match=text):
             run_all(engine, [Request(prompt, sampling, (0,))])
     small = make_engine(tiny_lm(), kv_budget_tokens=64)
-    with pytest.raises(EngineError, match=r"can never fit rollout\.native\.kv_budget_tokens=64"):
+    with pytest.raises(EngineError, match=r"above rollout\.native\.kv_budget_tokens=64"):
         run_all(small, [Request((2,) * 60, Sampling(max_new_tokens=5), (0,))])
 
 

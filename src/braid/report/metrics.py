@@ -149,6 +149,6 @@ class Metrics:
         position(name)
         old = self._values.get(name)
         assert old is None or type(old) is type(value), (
-            f"metric {name!r} is a {type(old).__name__} and was given a {type(value).__name__}"
+            f"metric {name!r} is a {type(old).__name__}, but the value is a {type(value).__name__}"
         )
         self._values[name] = value if old is None else old.merge(value)

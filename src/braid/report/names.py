@@ -120,7 +120,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("flops/infer_per_s", "FLOP/s", "Model operations of log-probs and values before the update, per second of computing them."),
     Metric("flops/train_per_s", "FLOP/s", "Model operations of optimizer steps per second of their duration."),
     Metric("time/round_s", "s", "Time since the previous line."),
-    Metric("time/<verb>_s", "s", "Time in one verb: warm_up, collect, score, credit, improve, publish, evaluate, export, save."),
+    Metric("time/<verb>_s", "s", "Time of one stage: warm_up, collect, score, credit, improve, publish, evaluate, export, save."),
     Metric("memory/peak_rss_bytes", "bytes", "Peak resident memory of the driver process."),
 )  # fmt: skip
 
@@ -132,7 +132,7 @@ def position(name: str) -> int:
         if metric.pattern.fullmatch(name):
             return i
     near = suggest(name, [m.name for m in METRICS])
-    raise AssertionError(f"metric {name!r} is not declared{near}; add a line for it to braid/report/names.py")
+    raise AssertionError(f"metric {name!r} is not declared{near}; declare it in braid/report/names.py")
 
 
 def describe(name: str) -> Metric:
@@ -144,9 +144,9 @@ def as_markdown() -> str:
     """Render the table as docs/metrics.md."""
     head = (
         "# Metrics\n\n"
-        "Every name in `metrics.jsonl`, TensorBoard and the trackers, generated from `braid/report/names.py`.\n"
-        "`null` stands for a value that is not finite. Means are over the whole round, however\n"
-        "it was cut into batches.\n\n"
+        "All metrics in `metrics.jsonl`, TensorBoard and the trackers, generated from `braid/report/names.py`.\n"
+        "`null` means that a value is not finite. Means are over the whole round, independent of\n"
+        "batching.\n\n"
         "| name | unit | meaning |\n|---|---|---|\n"
     )
     return head + "".join(f"| `{m.name}` | {m.unit} | {m.meaning} |\n" for m in METRICS)

@@ -110,7 +110,7 @@ class Reporter:
                 left_out = (
                     f", {counts.dropped_overlong:,} dropped as too long" if counts.dropped_overlong else ""
                 )
-                shortened = f", {counts.truncated:,} shortened" if counts.truncated else ""
+                shortened = f", {counts.truncated:,} truncated" if counts.truncated else ""
                 self.console.say(f"{role} data  {source}: {counts.rows:,} rows{left_out}{shortened}")
 
     def log(self, round_: int, step: int, metrics: Metrics) -> None:
@@ -131,7 +131,7 @@ class Reporter:
             self._summarize("running")
         except ReportError as failure:
             if not self._is_summary_late:
-                logger.warning("%s; the run continues without it", failure)
+                logger.warning("%s; the run continues without a current summary", failure)
             self._is_summary_late = True
 
     def store_samples(self, name: str, groups: Sequence[Group], rows: Sequence[Row] = ()) -> None:
@@ -142,7 +142,7 @@ class Reporter:
         try:
             write_samples(path, groups, rows, decode=self.decode)
         except OSError as error:
-            logger.warning("samples were not stored: cannot write %s: %s", path, error.strerror)
+            logger.warning("cannot store samples: cannot write %s: %s", path, error.strerror)
 
     def store_batch(self, name: str, groups: Sequence[Group], rows: Sequence[Row]) -> None:
         """Store all arrays of training rows as batches/`name`. Write errors are only logged."""
@@ -152,7 +152,7 @@ class Reporter:
             path.parent.mkdir(exist_ok=True)
             write_batch(path, groups, rows)
         except OSError as error:
-            logger.warning("training rows were not stored: cannot write %s: %s", path, error.strerror)
+            logger.warning("cannot store training rows: cannot write %s: %s", path, error.strerror)
 
     def tell_evaluated(self, checkpoint: Path | None) -> None:
         """Report which checkpoint is evaluated, also in the summary. None: the model of the config."""
@@ -236,7 +236,10 @@ class Reporter:
         except Exception as error:  # a tracker's failure must not end the run
             self._sinks.remove(sink)
             logger.warning(
-                "%s failed and is left out from here on: %s: %s", sink.name, type(error).__name__, error
+                "%s failed and is disabled for the rest of the run: %s: %s",
+                sink.name,
+                type(error).__name__,
+                error,
             )
 
     def _summarize(self, status: Status, error: BaseException | None = None) -> None:

@@ -51,14 +51,14 @@ class RunDir:
                 [
                     Problem(
                         "run.name",
-                        f"the run in {path} is still going on in another process; wait for it, or give another name",
+                        f"the run in {path} is in use by another process; wait for it to finish, or choose another name",
                         "file system",
                     )
                 ]
             ) from None
         except OSError as error:
             raise _problem(
-                "run.output_dir", f"the folder {path} cannot be used for the run: {error.strerror}"
+                "run.output_dir", f"cannot use the folder {path} for the run: {error.strerror}"
             ) from error
 
     @classmethod
@@ -80,8 +80,8 @@ class RunDir:
         if holds_run(path):
             raise _problem(
                 "run.name",
-                f"{path} holds a run already. To go on with it, set run.resume=latest; to keep it and start beside it, "
-                f"set run.if_exists=new or another run.name; or delete the folder",
+                f"{path} already contains a run; set run.resume=latest to resume it, or run.if_exists=new (or another "
+                f"run.name) to start a new one, or delete the folder",
             )
         return cls(path)
 
@@ -175,7 +175,7 @@ class RunDir:
         try:
             write_atomically(path, [text], is_private=path != self.metrics)
         except OSError as error:
-            raise ReportError(f"cannot write {path}: {error.strerror}; the file is as it was") from error
+            raise ReportError(f"cannot write {path}: {error.strerror}; the file is unchanged") from error
 
 
 def holds_run(path: Path) -> bool:
@@ -189,7 +189,7 @@ def _parse(line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("round"), int):
-        logger.warning("skipped a line of metrics.jsonl that is not a record of a round: %.60r", line)
+        logger.warning("skipped an invalid line of metrics.jsonl: %.60r", line)
         return None
     return record
 

@@ -82,7 +82,7 @@ class _Sorted:
                 file.write(lines + newline)
         if not self._is_told:
             self._is_told = True
-            logger.info("a reward writes to stdout; its output is in %s", self._log)
+            logger.info("a reward writes to stdout; its output is redirected to %s", self._log)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -81,7 +81,7 @@ def references_of(trajectory: Trajectory) -> list[str]:
     answer = trajectory.prompt.fields.get("answer")
     if answer is None or answer == []:
         raise RewardError(
-            "the prompt has no reference answer; set answer_key of its source to the column that has it, or fill it in"
+            "the prompt has no reference answer; set answer_key of its source to the right column, or complete the data"
         )
     return [str(item) for item in (answer if isinstance(answer, list) else [answer])]
 

@@ -321,7 +321,7 @@ class Answer:
             return encode(list(value), self.export)
         if type(value).__module__ == "tests":
             raise Unsupported(
-                f"they pass a {type(value).__name__} object to the program, and only plain values can be passed"
+                f"they pass a {type(value).__name__} object to the program, but only plain values can be passed"
             )
         raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
 

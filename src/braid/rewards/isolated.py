@@ -69,7 +69,7 @@ def _readings(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
     is_marked = any(mark in text for mark in ("$", r"\boxed", r"\(", r"\["))
     found = parse(text if is_marked else f"${text}$") or parse(text)
     if not found:
-        raise ValueError(f"the reference answer {reference!r} is no mathematical expression")
+        raise ValueError(f"the reference answer {reference!r} is not a mathematical expression")
     return found
 
 

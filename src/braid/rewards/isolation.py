@@ -100,9 +100,9 @@ def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
         [
             Problem(
                 key,
-                f"code rewards run programs that the model wrote, and this machine has no sandbox for them ({'; '.join(reasons)}). Install "
-                f"bubblewrap (apt-get install bubblewrap) where user namespaces are allowed, or use Linux 6.12 or newer with the package "
-                f"sandlock; {key}=process runs them with limits but without a sandbox",
+                f"code rewards run programs written by the model, but no sandbox works on this machine ({'; '.join(reasons)}). "
+                f"Install bubblewrap (apt-get install bubblewrap; user namespaces must be allowed), or use Linux 6.12 or newer "
+                f"with the package sandlock; {key}=process runs programs with resource limits but no sandbox",
             )
         ]
     )
@@ -133,7 +133,7 @@ class Confined:
                 errors.seek(0)
                 said = errors.read(4096).decode(errors="replace").strip().splitlines()
                 raise SandboxError(
-                    said[-1] if said else f"no process came up in it within {START_LIMIT_S:g} s"
+                    said[-1] if said else f"no process started in it within {START_LIMIT_S:g} s"
                 )
             self._next_count_s = 0.0
             self._stack = stack.pop_all()

@@ -86,7 +86,7 @@ class JudgePart:
         error.wait_s = max(error.wait_s, backoff_s(self._config, self._seed, name, attempt))
         if error.wait_s > self._config.max_backoff_s:
             raise RewardError(
-                f"{error}; it asks to wait {error.wait_s:g} s, longer than {self._key}.max_backoff_s="
+                f"{error}; the server asks to wait {error.wait_s:g} s, above {self._key}.max_backoff_s="
                 f"{self._config.max_backoff_s:g}",
                 is_final=True,
             ) from error
@@ -110,17 +110,15 @@ def read_template(prompt: str, base_dir: Path, *, key: str) -> str:
         file = base_dir / Path(prompt).expanduser()
         if not file.is_file():
             near = suggest(file.name, [p.name for p in file.parent.glob("*")])
-            raise ConfigError([Problem(key, f"{prompt!r}: there is no file {file}{near}", "config")])
+            raise ConfigError([Problem(key, f"{prompt!r}: no such file: {file}{near}", "config")])
         prompt = file.read_text(encoding="utf-8")
     try:
         places = {name for _, name, _, _ in Formatter().parse(prompt) if name is not None}
     except ValueError as error:
-        problem = f"{prompt!r} is no template: {error}; write a brace that is text twice"
+        problem = f"invalid template {prompt!r}: {error}; double literal braces"
         raise ConfigError([Problem(key, problem, "config")]) from error
     if "response" not in places:
-        raise ConfigError(
-            [Problem(key, "does not show the judge what to judge; put {response} into it", "config")]
-        )
+        raise ConfigError([Problem(key, "does not contain the response; add {response}", "config")])
     return prompt
 
 
@@ -138,7 +136,7 @@ class _Columns(dict[str, Any]):
             return " or ".join(references_of(self._trajectory))
         known = [*self, "answer"]
         raise RewardError(
-            f"the prompt has no column {name!r}{suggest(name, known)}; known: {', '.join(known)}",
+            f"the prompt has no column {name!r}{suggest(name, known)}; available: {', '.join(known)}",
             is_final=True,
         )
 
@@ -150,7 +148,7 @@ def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
         return template.format_map(_Columns(trajectory))
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise RewardError(
-            f"{key} cannot be filled: {type(error).__name__}: {error}; write a brace that is text twice",
+            f"cannot fill {key}: {type(error).__name__}: {error}; double literal braces",
             is_final=True,
         ) from error
 
@@ -249,9 +247,9 @@ class HttpChat:
             choice = response.json()["choices"][0]
             text, reason = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise RewardError(f"the server's reply is no chat completion: {shown}") from None
+            raise RewardError(f"the server's reply is not a chat completion: {shown}") from None
         if reason == "length":
-            raise RewardError(f"the judge's reply was cut off; raise {self._max_tokens_key}")
+            raise RewardError(f"the judge's reply was truncated; raise {self._max_tokens_key}")
         if not isinstance(text, str):
             raise RewardError(f"the judge's reply has no text: {shown}")
         return self._without_secret(text)
@@ -266,11 +264,9 @@ class HttpChat:
 def _secret(variable: str, *, key: str) -> str:
     secret = os.environ.get(variable, "").strip()
     if not secret:
-        problem = f"the environment variable {variable} is not set; set it to the server's key, or remove api_key_env"
+        problem = f"the environment variable {variable} is not set; set it to the server's API key, or remove api_key_env"
     elif not secret.isascii() or not secret.isprintable() or " " in secret:
-        problem = (
-            f"the environment variable {variable} holds no key: it has blanks or characters outside ASCII"
-        )
+        problem = f"the environment variable {variable} is not a valid API key: it contains spaces or non-ASCII characters"
     else:
         return secret
     raise ConfigError([Problem(f"{key}.api_key_env", problem, "config")])
@@ -280,9 +276,9 @@ def _endpoint(url: str, *, key: str) -> httpx2.URL:
     try:
         base = httpx2.URL(url)
         if not base.host:
-            raise httpx2.InvalidURL("it names no host")
+            raise httpx2.InvalidURL("it has no host")
     except httpx2.InvalidURL as error:
-        raise ConfigError([Problem(f"{key}.url", f"{url!r} is no URL: {error}", "config")]) from error
+        raise ConfigError([Problem(f"{key}.url", f"invalid URL {url!r}: {error}", "config")]) from error
     path = base.path.rstrip("/")
     return base if path.endswith("/chat/completions") else base.copy_with(path=f"{path}/chat/completions")
 

@@ -105,7 +105,7 @@ def _build_judge(part: JudgeReward, key: str, setting: Setting) -> Part:
     elif setting.services.generate is not None:
         chat = PolicyChat(part, setting.services.generate)
     else:
-        raise _without_service(f"{key}.url", "a policy that speaks in text")
+        raise _without_service(f"{key}.url", "a text policy")
     return JudgePart(
         part, chat, timeout_s=setting.timeout_s, seed=setting.seed, base_dir=setting.base_dir, key=key
     )
@@ -264,7 +264,7 @@ def offered_names(
     for name in params:
         if name in OFFERED:
             problems.append(
-                Problem(f"{key}.params", f"{name!r} is filled in by braid; use another name", "config")
+                Problem(f"{key}.params", f"{name!r} is provided by braid; use another name", "config")
             )
         elif name not in named and not takes_all:
             problem = f"{path!r} has no parameter {name!r}{suggest(name, named)}"
@@ -273,8 +273,8 @@ def offered_names(
     for name, parameter in named.items():
         if name not in known and parameter.default is parameter.empty:
             problem = (
-                f"{path!r} needs {name!r}{suggest(name, OFFERED)}; a reward function may declare {', '.join(OFFERED)}, "
-                f"and gets what else it needs from {key}.params"
+                f"{path!r} needs {name!r}{suggest(name, OFFERED)}; braid provides {', '.join(OFFERED)}; set other "
+                f"parameters in {key}.params"
             )
             problems.append(Problem(f"{key}.path", problem, "config"))
     if problems:

@@ -58,7 +58,7 @@ class _Process:
                 raise ValueError("no object")
         except (OSError, EOFError, ValueError) as error:
             raise RewardError(
-                "the scoring process ended without a result (out of memory, or killed)"
+                "the scoring process exited without a result (out of memory, or killed)"
             ) from error
         return message
 
@@ -66,7 +66,7 @@ class _Process:
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(request)) + request)
         except OSError as error:
-            raise RewardError("the scoring process is gone") from error
+            raise RewardError("the scoring process has exited") from error
         return await self.reply()
 
     async def _read(self, count: int) -> bytes:
@@ -103,9 +103,7 @@ class ScoringProcesses:
         try:
             request = pickle.dumps((timeout_s, arguments))
         except Exception as error:  # a column's __reduce__ can raise anything
-            raise RewardError(
-                f"the prompt's fields cannot be sent to the scoring process: {error}"
-            ) from error
+            raise RewardError(f"cannot send the prompt's fields to the scoring process: {error}") from error
         process = self._idle.pop() if self._idle else await self._start()
         is_well = False
         try:
@@ -137,7 +135,7 @@ class ScoringProcesses:
             if not is_well:
                 process.kill()
         if not is_well:
-            raise RewardError(f"the scoring process cannot start: {reply['error']}")
+            raise RewardError(f"cannot start the scoring process: {reply['error']}")
         return process
 
     def close(self) -> None:

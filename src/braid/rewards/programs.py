@@ -37,8 +37,8 @@ def read_tests(value: Any) -> list[Test]:
         case [_, *_]:
             return [_one(item) for item in value]
     raise ValueError(
-        f"{str(value)[:80]!r} are no tests; write text with assertions, a list of such texts, a list of "
-        "{input, output}, or {inputs, outputs} with two lists of one length"
+        f"{str(value)[:80]!r} are not tests; write a string with assertions, a list of such strings, a list of "
+        "{input, output}, or {inputs, outputs} with two lists of equal length"
     )
 
 
@@ -48,14 +48,18 @@ def _one(item: Any) -> Test:
             return item, "", ""
         case {"input": given, "output": expected}:
             return _of_program(given, expected)
-    raise ValueError(f"{str(item)[:80]!r} is no test; write text with assertions, or {{input, output}}")
+    raise ValueError(
+        f"{str(item)[:80]!r} is not a test; write a string with assertions, or {{input, output}}"
+    )
 
 
 def _of_program(given: Any, expected: Any) -> Test:
     """Test of a program that reads and prints. `given` and `expected` are text or lists of lines."""
     given, expected = ("\n".join(x) if isinstance(x, list) else x for x in (given, expected))
     if not isinstance(given, str) or not isinstance(expected, str):
-        raise ValueError(f"a test from {given!r} to {expected!r}: a program reads and prints text")
+        raise ValueError(
+            f"input {given!r} and output {expected!r} of a test must be strings, or lists of lines"
+        )
     return "", given, expected
 
 
@@ -113,7 +117,7 @@ def _hold(assertions: str, code: str, isolation: Isolation, limits: Limits) -> b
             tests.send(reply + b"\n")
     if message is not None and message.startswith(b"unsupported "):
         raise ValueError(
-            f"the tests cannot be run: {message.removeprefix(b'unsupported ').decode(errors='replace')[:200]}"
+            f"cannot run the tests: {message.removeprefix(b'unsupported ').decode(errors='replace')[:200]}"
         )
     return message == b"passed"
 

@@ -22,7 +22,7 @@ class Extraction:
         self._timeout_s = timeout_s
         if self._pattern is not None and not self._pattern.groups:
             raise ConfigError(
-                [Problem(key, f"{pattern!r} has no group; put the answer into one: (...)", "config")]
+                [Problem(key, f"{pattern!r} has no group; enclose the answer in one: (...)", "config")]
             )
 
     def __call__(self, text: str) -> str | None:
@@ -44,12 +44,12 @@ def compile_pattern(pattern: str, *, key: str, flags: int = 0) -> regex.Pattern[
         return regex.compile(pattern, flags)
     except regex.error as error:
         raise ConfigError(
-            [Problem(key, f"{pattern!r} is no regular expression: {error}", "config")]
+            [Problem(key, f"invalid regular expression {pattern!r}: {error}", "config")]
         ) from error
 
 
 def _too_slow(timeout_s: float) -> RewardError:
-    return RewardError(f"the pattern found no end within reward.timeout_s={timeout_s:g}; simplify it")
+    return RewardError(f"matching the pattern took longer than reward.timeout_s={timeout_s:g}; simplify it")
 
 
 class ExactPart:
@@ -119,7 +119,7 @@ class ChoicePart:
         match = self._reference.match(reference)
         if match is None:
             raise RewardError(
-                f"the reference answer {reference!r} does not begin with a letter of the choices"
+                f"the reference answer {reference!r} does not start with one of the choice letters"
             )
         return match["letter"].upper()
 

@@ -75,7 +75,7 @@ def build_scorer(
     for i, part in enumerate(config.parts):
         name = part_name(part)
         if any(name == other.name for other in parts):
-            problem = f"another part is named {name!r} already; give this one its own"
+            problem = f"another part is also named {name!r}; choose another name"
             raise ConfigError([Problem(f"reward.parts[{i}].name", problem, "config")])
         built = build_part(part, i, setting)
         sources = frozenset(part.sources)
@@ -142,7 +142,7 @@ class Scorer:
         from_env = env_reward(trajectory)
         reward = from_env + sum(part.weight * scores[part.name] for part in parts)
         if not math.isfinite(reward):
-            trajectory.invalidate(f"reward sum: {reward}, of {scores} and {from_env} from the environment")
+            trajectory.invalidate(f"reward sum: {reward}, from {scores} and {from_env} of the environment")
             return
         trajectory.reward_parts, trajectory.reward = scores, reward
 
@@ -194,7 +194,7 @@ class _Scoring:
             except RewardError as error:
                 if error.is_final:
                     raise
-                logger.debug("reward %s of %s failed, trying again: %s", part.name, uid, error)
+                logger.debug("reward %s of %s failed, retrying: %s", part.name, uid, error)
                 self.metrics.add(f"reward/retries/{part.name}", 1)
                 await asyncio.sleep(error.wait_s)
         return await self._try(part, call)

@@ -78,8 +78,8 @@ class ReplaceableThreads:
         self._late = [future for future in self._late if not future.done()]
         if len(self._late) >= self._max_stuck:
             raise RewardError(
-                f"{len(self._late)} earlier calls still run past reward.timeout_s={timeout_s:g}; give the function a time "
-                "limit of its own, or raise reward.timeout_s"
+                f"{len(self._late)} earlier calls are still running after reward.timeout_s={timeout_s:g}; add a time limit to "
+                "the function, or raise reward.timeout_s"
             )
         worker = self._idle.pop() if self._idle else _Worker()
         future: Future[Outcome] = Future()

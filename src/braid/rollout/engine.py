@@ -112,13 +112,13 @@ def check_request(request: Request, *, longest: int, key: str) -> None:
     accepts, set by `key`."""
     prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
     if prompt == 0:
-        raise EngineError("the prompt has no tokens; use the tokenizer that belongs to the model")
+        raise EngineError("the prompt has no tokens; use the model's tokenizer")
     if new < 1:
-        raise EngineError(f"max_new_tokens={new} asks for nothing; it must be at least 1")
+        raise EngineError(f"max_new_tokens={new} must be at least 1")
     if prompt + new > longest:
         raise EngineError(
-            f"{prompt} prompt tokens + max_new_tokens={new} make {prompt + new} tokens, more than the engine's {longest} "
-            f"positions; raise {key} if the model has more, or lower rollout.sampling.max_new_tokens or "
+            f"{prompt} prompt tokens + max_new_tokens={new} = {prompt + new} tokens, above the engine's {longest} "
+            f"positions; raise {key} if the model allows more, or lower rollout.sampling.max_new_tokens or "
             "data.max_prompt_tokens"
         )
 

@@ -48,7 +48,7 @@ def _row_of(trajectory: Trajectory) -> Row:
         row = _simulator_row(trajectory.env_steps, is_terminal=not is_truncated)
     else:
         row = _text_row(trajectory.turns)
-    assert trajectory.reward is not None, "a valid trajectory has been scored"
+    assert trajectory.reward is not None, "valid trajectories must have been scored"
     row.is_truncated, row.score = is_truncated, trajectory.reward
     rewards = row.fields["rewards"]
     if trajectory.shaped is not None:

@@ -260,7 +260,7 @@ class Console:
         if curve := self._curves.get(shown.name):
             return Text(sparkline(curve, max(room, 8)), "cyan")
         if shown.name.startswith("eval/") and (first := self._first[shown.name]) != self._latest[shown.name]:
-            return Text(f"{shown.form(first)} at first", "dim")
+            return Text(f"initially {shown.form(first)}", "dim")
         return Text(self._unit(shown), "dim")
 
     def _unit(self, shown: Shown) -> str:

@@ -35,7 +35,7 @@ class SwanlabSink:
             import swanlab  # noqa: TID251  # an extra
         except ImportError:
             raise _problem(
-                "swanlab is not installed; run: pip install 'braid-rl[swanlab]', or take report.swanlab out"
+                "swanlab is not installed; run: pip install 'braid-rl[swanlab]', or remove report.swanlab"
             ) from None
         is_online = tracker.mode == "cloud"
         try:
@@ -52,7 +52,7 @@ class SwanlabSink:
                 )
         except Exception as error:
             raise _problem(
-                f"swanlab does not take the run: {error}; log in with `swanlab login`, or set report.swanlab.mode=offline"
+                f"swanlab rejects the run: {error}; log in with `swanlab login`, or set report.swanlab.mode=offline"
             ) from error
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:

@@ -25,7 +25,7 @@ class WandbSink:
             import wandb  # noqa: TID251  # an extra
         except ImportError:
             raise _problem(
-                "wandb is not installed; run: pip install 'braid-rl[wandb]', or take report.wandb out"
+                "wandb is not installed; run: pip install 'braid-rl[wandb]', or remove report.wandb"
             ) from None
         is_offline = tracker.mode == "offline"
         if is_offline:  # else its service sends error reports over the network
@@ -43,7 +43,7 @@ class WandbSink:
             )
         except (wandb.Error, OSError) as error:
             raise _problem(
-                f"wandb does not take the run: {error}; log in with `wandb login`, or set report.wandb.mode=offline"
+                f"wandb rejects the run: {error}; log in with `wandb login`, or set report.wandb.mode=offline"
             ) from error
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")

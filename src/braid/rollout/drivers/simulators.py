@@ -114,7 +114,7 @@ class SimulatorDriver:
         actions, logprobs = self._policy.act(observations, drawn)
         if not np.isfinite(logprobs).all():
             raise EngineError(
-                f"the policy of version {self._version} has a log-prob of an action that is not finite"
+                f"the policy (version {self._version}) gave an action log-prob that is not finite"
             )
         tick = self._simulator.step(dict(zip(running, actions, strict=True)))
         for (slot, episode), action, logprob in zip(running.items(), actions, logprobs, strict=True):

@@ -106,7 +106,7 @@ class TextDriver:
         if room < 1:
             trajectory.invalidate(
                 f"prompt: {len(prompt.token_ids)} tokens leave no room for an answer in a context of "
-                f"{self._max_context_tokens}; lower data.max_prompt_tokens or allow a longer context"
+                f"{self._max_context_tokens} tokens; lower data.max_prompt_tokens, or raise the context limit"
             )
             return trajectory
         for attempt in range(self._retries + 1):
@@ -208,7 +208,7 @@ def _turn_of(completion: Completion, context: list[int]) -> Turn:
     if completion.stop_reason == "cancelled":
         raise EngineError("the request was cancelled")
     if not completion.token_ids:
-        raise EngineError("a completion without tokens")
+        raise EngineError("the completion has no tokens")
     return Turn(
         context_ids=context,
         output_ids=completion.token_ids,

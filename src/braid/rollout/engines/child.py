@@ -65,7 +65,7 @@ class Child:
         def wait() -> None:
             self._process.wait()
             if not self._is_ended:
-                give_up(f"{name} ended {self.how_it_ended()}")
+                give_up(f"{name} exited {self.how_it_ended()}")
 
         threading.Thread(target=wait, name=f"{name} watch", daemon=True).start()
 
@@ -81,7 +81,7 @@ class Child:
             self._process.wait(_END_S)
         code = self._process.returncode
         if code is None:
-            how = "its pipe was closed"
+            how = "it closed its pipe"
         else:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return f"({how}). {self.last_words()}"
@@ -92,7 +92,7 @@ class Child:
             lines = self.log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
         except OSError:
             lines = []
-        return f"The end of its log {self.log}:\n" + "\n".join(lines) if lines else f"Its log is {self.log}"
+        return f"Last lines of its log {self.log}:\n" + "\n".join(lines) if lines else f"Its log: {self.log}"
 
     def end(self) -> None:
         """Kill the process and its children. Idempotent."""

@@ -115,10 +115,10 @@ class Client:
                     except httpx2.HTTPError as error:
                         failures.append(f"{type(error).__name__}: {error}".rstrip(": "))
         except TimeoutError:
-            failures.append(f"did not answer in time (limit {timeout_s:g} s)")
+            failures.append(f"no answer within {timeout_s:g} s")
         # Earlier failures may explain the last one.
         why = "; before: ".join(dict.fromkeys(reversed(failures)))
-        again = f" ({len(failures)} tries)" if len(failures) > 1 else ""
+        again = f" ({len(failures)} attempts)" if len(failures) > 1 else ""
         raise EngineError(f"the server {self.url} failed on {method} {path}{again}: {why}")
 
     async def _end(self) -> None:
@@ -153,7 +153,7 @@ def _json(answer: httpx2.Response) -> Any:
     try:
         return answer.json() if answer.content else None
     except ValueError as error:  # invalid JSON or undecodable text
-        raise _Failure(f"answered what is no JSON ({error})", may_pass=True) from error
+        raise _Failure(f"the answer is not JSON ({error})", may_pass=True) from error
 
 
 class ServerEngine(RemoteEngine):
@@ -190,7 +190,7 @@ class ServerEngine(RemoteEngine):
     async def generate(self, request: Request) -> Completion:
         """See RolloutEngine. Retries use the same random numbers."""
         if self._is_closed:
-            raise EngineError(f"the client of {self.name} is closed; make a new one")
+            raise EngineError(f"the client of {self.name} is closed; create a new one")
         check_request(request, longest=self._max_tokens, key=self._limit_key)
         version, start = self._published(), time.perf_counter()
         path, body = self._question(request)
@@ -209,7 +209,7 @@ class ServerEngine(RemoteEngine):
         except (KeyError, TypeError, IndexError, ValueError) as error:
             shown = json.dumps(answer)[:_SHOWN_CHARACTERS]
             raise EngineError(
-                f"{self.name} answered POST {path} in another form than known ({error!r}): {shown}"
+                f"{self.name} answered POST {path} in an unknown format ({error!r}): {shown}"
             ) from error
         self._check_finite(logprobs, version)
         return Completion(token_ids, logprobs, reason, version, start, time.perf_counter())
@@ -248,10 +248,10 @@ class ServerEngine(RemoteEngine):
 def _check_form(token_ids: list[int], logprobs: list[float], most: int) -> None:
     """Raise ValueError unless the answer is a valid completion of at most `most` tokens."""
     if len(token_ids) != len(logprobs):
-        raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs")
+        raise ValueError(f"{len(token_ids)} tokens, but {len(logprobs)} log-probs")
     if not 0 < len(token_ids) <= most:
-        raise ValueError(f"{len(token_ids)} tokens, and {most} were asked for at most")
+        raise ValueError(f"{len(token_ids)} tokens, outside 1 to {most}")
     if not all(type(token) is int and token >= 0 for token in token_ids):
-        raise ValueError("a token id that is none")
+        raise ValueError("invalid token id")
     if not all(isinstance(logprob, int | float) for logprob in logprobs):
-        raise ValueError("a log-prob that is no number")
+        raise ValueError("a log-prob is not a number")

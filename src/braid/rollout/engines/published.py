@@ -105,8 +105,8 @@ class RemoteEngine(PublishedEngine):
             receiving.result(self.sending.timeout_s)
         except FutureTimeoutError:
             raise EngineError(
-                f"{self.name} did not take version {version} over within {self.sending.timeout_s:g} s; raise "
-                "cluster.call_timeout_s if it only needs longer"
+                f"{self.name} did not load version {version} within {self.sending.timeout_s:g} s; raise "
+                "cluster.call_timeout_s if it needs more time"
             ) from None
         self._version = version
 
@@ -125,9 +125,11 @@ class RemoteEngine(PublishedEngine):
         """The version of the weights that requests are sampled with. Raises EngineError if asleep or without
         weights."""
         if self._gone:
-            raise EngineError(f"{self.name} is asleep; wake it before it is asked")
+            raise EngineError(f"{self.name} is asleep; call wake() first")
         if self._version is None:
-            raise EngineError(f"{self.name} has no weights: a publication has to come first, and to end well")
+            raise EngineError(
+                f"{self.name} has no weights: they have not been synced, or the last sync failed"
+            )
         return self._version
 
     def _check_finite(self, logprobs: Iterable[float], version: int) -> None:

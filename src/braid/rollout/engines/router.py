@@ -39,7 +39,7 @@ class Router:
     _sender: Sender | None = None
 
     def __post_init__(self) -> None:
-        assert self.engines, "a router needs an engine"
+        assert self.engines, "a router needs at least one engine"
         self._loads = [0] * len(self.engines)
         self._failures = [0] * len(self.engines)
 

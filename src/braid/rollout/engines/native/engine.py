@@ -194,28 +194,24 @@ class NativeEngine:
         """Raise EngineError for a request that can never run, instead of queueing it forever."""
         sampling, prompt = request.sampling, request.prompt_ids
         if self._is_closed:
-            raise EngineError("the engine is closed; make a new one")
+            raise EngineError("the engine is closed; create a new one")
         if self._is_asleep:
-            raise EngineError("the engine is asleep; wake it before it is asked")
+            raise EngineError("the engine is asleep; call wake() first")
         if not prompt or min(prompt) < 0 or max(prompt) >= self._lm.vocab_size:
             what = f"a token id outside 0..{self._lm.vocab_size - 1}" if prompt else "no token"
-            raise EngineError(f"the prompt has {what}; use the tokenizer that belongs to the model")
+            raise EngineError(f"the prompt has {what}; use the model's tokenizer")
         if sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"max_new_tokens={sampling.max_new_tokens} asks for nothing; it must be at least 1"
-            )
+            raise EngineError(f"max_new_tokens={sampling.max_new_tokens} must be at least 1")
         longest = len(prompt) + sampling.max_new_tokens
-        sizes = (
-            f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} make {longest} tokens"
-        )
+        sizes = f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} = {longest} tokens"
         if self._max_length is not None and longest > self._max_length:
             raise EngineError(
-                f"{sizes}, more than the model's {self._max_length} positions; lower rollout.sampling.max_new_tokens or "
+                f"{sizes}, above the model's {self._max_length} positions; lower rollout.sampling.max_new_tokens or "
                 "data.max_prompt_tokens"
             )
         if not self._cache.fits(1, longest):
             raise EngineError(
-                f"{sizes}, which can never fit rollout.native.kv_budget_tokens={self._kv_budget_tokens}; raise it or "
+                f"{sizes}, above rollout.native.kv_budget_tokens={self._kv_budget_tokens}; raise it or "
                 "lower rollout.sampling.max_new_tokens"
             )
 
@@ -227,7 +223,7 @@ class NativeEngine:
                 await asyncio.sleep(0)
                 self._step()
         except Exception as error:  # any error of the model must reach the waiting callers
-            self._abandon(f"the engine failed with {len(self._running)} sequences running: {error!r}", error)
+            self._abandon(f"the engine failed with {len(self._running)} running sequences: {error!r}", error)
         finally:
             self._abandon("the engine's task was cancelled")
 

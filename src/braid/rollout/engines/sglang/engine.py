@@ -62,7 +62,7 @@ class SglangEngine(SglangServer):
         except EngineError as error:
             if self._is_closed or self._child.is_running:
                 raise
-            raise EngineError(f"{self.name} ended {self._child.how_it_ended()}") from error
+            raise EngineError(f"{self.name} exited {self._child.how_it_ended()}") from error
 
     def close(self) -> None:
         """See RolloutEngine. Stops the server and its child processes."""
@@ -74,15 +74,15 @@ class SglangEngine(SglangServer):
         with httpx2.Client(base_url=url, timeout=min(_ASK_S, start_timeout_s), trust_env=False) as client:
             while not _is_healthy(client):
                 if not self._child.is_running:
-                    raise EngineError(f"{name} ended before it was up {self._child.how_it_ended()}")
+                    raise EngineError(f"{name} exited during startup {self._child.how_it_ended()}")
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"{name} was not up within {start_timeout_s:g} s; raise cluster.start_timeout_s if it only needs "
-                        f"longer. {self._child.last_words()}"
+                        f"{name} did not start within {start_timeout_s:g} s; raise cluster.start_timeout_s if it needs more "
+                        f"time. {self._child.last_words()}"
                     )
                 time.sleep(_POLL_S)
         if not self._child.is_running:  # another process answers on its port
-            raise EngineError(f"{name} ended before it was up {self._child.how_it_ended()}")
+            raise EngineError(f"{name} exited during startup {self._child.how_it_ended()}")
 
 
 def _is_healthy(client: httpx2.Client) -> bool:

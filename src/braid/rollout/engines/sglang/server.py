@@ -62,8 +62,8 @@ class SglangServer(ServerEngine):
         sampling = request.sampling
         if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0):
             raise EngineError(
-                "SGLang's log-probs are those before top_p, top_k and min_p, not of the tokens that are left; set "
-                "rollout.sampling.top_p=1, top_k=0 and min_p=0, or rollout.engine=vllm"
+                "SGLang computes log-probs before applying top_p, top_k and min_p; set rollout.sampling.top_p=1, top_k=0 and "
+                "min_p=0, or rollout.engine=vllm"
             )
         return "/generate", {
             "input_ids": list(request.prompt_ids),
@@ -90,8 +90,8 @@ class SglangServer(ServerEngine):
             raise EngineError(f"{self.name} ended a request with {about['finish_reason']}")
         if about["weight_version"] != str(self._version):
             raise EngineError(
-                f"{self.name} answered with version {about['weight_version']} of the weights in place of {self._version}: someone "
-                "else has given it weights"
+                f"{self.name} answered with version {about['weight_version']} of the weights instead of {self._version}: "
+                "another process has updated them"
             )
         pairs = [(token, logprob) for logprob, token, *_ in about["output_token_logprobs"]]
         return [token for token, _ in pairs], [logprob for _, logprob in pairs], reason
@@ -119,7 +119,7 @@ class SglangServer(ServerEngine):
             tries=1,
         )
         if not answer["success"]:
-            raise EngineError(f"{self.name} did not take version {version} over: {answer['message']}")
+            raise EngineError(f"{self.name} failed to load version {version}: {answer['message']}")
 
     def close(self) -> None:
         """See RolloutEngine. Leaves the server running."""

@@ -130,7 +130,7 @@ class VllmEngine(RemoteEngine):
     def close(self) -> None:
         """See RolloutEngine. Kills the process and those started by vLLM."""
         self._failure = None
-        self._fail(f"{self.name} is closed; make a new one")
+        self._fail(f"{self.name} is closed; create a new one")
         super().close()
         self._child.end()
 
@@ -142,8 +142,8 @@ class VllmEngine(RemoteEngine):
             self._is_up.result(self._start_timeout_s)
         except FutureTimeoutError:
             self._fail(
-                f"{self.name} was not up within {self._start_timeout_s:g} s; raise cluster.start_timeout_s if it only "
-                f"needs longer. {self._child.last_words()}"
+                f"{self.name} did not start within {self._start_timeout_s:g} s; raise cluster.start_timeout_s if it "
+                f"needs more time. {self._child.last_words()}"
             )
             self._child.end()
             raise EngineError(self._failure) from None
@@ -164,7 +164,7 @@ class VllmEngine(RemoteEngine):
         except FutureTimeoutError:
             raise EngineError(
                 f"{self.name} did not answer within {self._timeout_s:g} s while {doing}; raise "
-                "cluster.call_timeout_s if it only needs longer"
+                "cluster.call_timeout_s if it needs more time"
             ) from None
 
     def _flush(self) -> None:
@@ -188,7 +188,7 @@ class VllmEngine(RemoteEngine):
             with self._sending:
                 self._connection.send(message)
         except OSError:
-            self._fail(f"{self.name} is gone. {self._child.last_words()}")
+            self._fail(f"{self.name} has exited. {self._child.last_words()}")
             raise EngineError(self._failure) from None
 
     def _read(self) -> None:
@@ -201,13 +201,13 @@ class VllmEngine(RemoteEngine):
                     getattr(self, f"_on_{message[0]}")(*message[1:])
                 elif self._pending and time.monotonic() - self._heard_s > self._timeout_s:
                     self._fail(
-                        f"{self.name} has been silent for {self._timeout_s:g} s with {len(self._pending)} requests; raise "
-                        f"cluster.call_timeout_s if it only needs longer. {self._child.last_words()}"
+                        f"{self.name} has not responded for {self._timeout_s:g} s with {len(self._pending)} pending requests; "
+                        f"raise cluster.call_timeout_s if it needs more time. {self._child.last_words()}"
                     )
                     self._child.end()
         except (EOFError, OSError):
             if self._failure is None:
-                self._fail(f"{self.name} ended {self._child.how_it_ended()}")
+                self._fail(f"{self.name} exited {self._child.how_it_ended()}")
 
     def _on_ready(self) -> None:
         self._child.watch(self.name)

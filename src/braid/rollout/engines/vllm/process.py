@@ -91,8 +91,8 @@ class WeightReceiver:
                     head.quant_method.process_weights_after_loading(head)
         if loaded is not None and (missing := sorted(expected - loaded)):
             raise EngineError(
-                f"the publication lacked {len(missing)} of the weights of vLLM's {type(model).__name__}, among them "
-                f"{missing[0]}; vLLM's folder and the trainer's model are not of one architecture"
+                f"the weight sync lacked {len(missing)} weights of vLLM's {type(model).__name__}, among them {missing[0]}; "
+                f"the model folder of vLLM has a different architecture than the trainer's model"
             )
 
 
@@ -139,7 +139,7 @@ class EngineProcess:
                 prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
                 self._engine.add_request(name, prompt, sampling_params(sampling, seed, self._detokenizes))
             except (ValueError, VLLMClientError) as error:
-                self._tell("failed", name, f"vLLM refuses the request: {error}")
+                self._tell("failed", name, f"vLLM rejects the request: {error}")
 
     def _on_abort(self, names: list[str]) -> None:
         self._engine.abort_request(names)

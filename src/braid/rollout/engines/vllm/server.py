@@ -63,21 +63,21 @@ class VllmServer(ServerEngine):
         self._model = model["id"]
         if (longest := model.get("max_model_len")) is not None and longest < self._max_tokens:
             raise EngineError(
-                f"{self.name} takes sequences of {longest} tokens, and this run needs {self._max_tokens}; start it with "
+                f"{self.name} accepts sequences of {longest} tokens, but this run needs {self._max_tokens}; start it with "
                 f"--max-model-len {self._max_tokens}, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens"
             )
         try:
             self._num_workers = int(self._about("/get_world_size")["world_size"])
             config = self._about("/server_info", {"config_format": "json"})["vllm_config"]
         except EngineError as error:
-            raise EngineError(f"{self.name} cannot be commanded ({error}); {_START}") from error
+            raise EngineError(f"{self.name} does not provide the control API ({error}); {_START}") from error
         if config["model_config"]["logprobs_mode"] != "processed_logprobs":
             raise EngineError(
-                f"{self.name} gives log-probs of another distribution than it samples from (logprobs_mode="
+                f"{self.name} returns log-probs of a different distribution than it samples from (logprobs_mode="
                 f"{config['model_config']['logprobs_mode']}); {_START}"
             )
         if config["parallel_config"]["worker_extension_cls"] != EXTENSION:
-            raise EngineError(f"{self.name} cannot take weights from a trainer; {_START}")
+            raise EngineError(f"{self.name} cannot receive weights from a trainer; {_START}")
 
     def _question(self, request: Request) -> tuple[str, dict[str, Any]]:
         sampling = request.sampling
