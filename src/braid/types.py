@@ -64,7 +64,7 @@ CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geomet
 CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
 CorrectionMeasure = Literal["ratio", "difference"]
 CorrectionTokens = Literal["all", "kept"]
-KlEstimator = Literal["k1", "k2", "k3", "abs"]
+KlEstimator = Literal["k1", "k2", "k3", "abs", "full"]
 KlPlace = Literal["loss", "reward"]
 Aggregation = Literal[
     "token_mean",
@@ -267,8 +267,8 @@ class Row:
     env step of a simulator. By default each run of policy positions is one. `policy_versions` are the weights
     that each decision was sampled with; the last entry also holds for all later decisions.
 
-    `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, values, advantages and
-    returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
+    `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, kl, values, advantages
+    and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
     any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
     if there is one. `agent` is the index of the row's agent within its trajectory. `score` is the trajectory's reward before shaping.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,39 @@ def test_a_layout_of_two_is_one_process(pair: RayGroup, layout: str) -> None:
 @pytest.mark.parametrize("layout", OF_FOUR)
 def test_a_layout_of_four_is_one_process(four: RayGroup, layout: str) -> None:
     _holds_as_one_process(four, OF_FOUR[layout])
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *((name, "untied") for name in (*(n for n in LAYOUTS if n.startswith("fsdp")), "deepspeed")),
+        *((name, model) for name in ("fsdp", "fsdp2") for model in ("tied", "adapters")),
+    ],
+)
+def test_the_full_kl_of_a_layout_is_that_of_one_process(pair: RayGroup, layout: str, model: str) -> None:
+    config = _config(LAYOUTS[layout])
+    made = ModelConfig(
+        build=config.model.build.model_copy(update={"tie_embeddings": model == "tied"}),
+        lora=LoraConfig(rank=2) if model == "adapters" else None,
+    )
+    config, other = (
+        config.model_copy(update={"model": made, "run": config.run.model_copy(update={"seed": seed})})
+        for seed in (0, 1)
+    )
+    pair.call("add", "policy", "policy", config, 9)
+    pair.call("add", "reference", "reference", other, 0)
+    group, reference = (GroupBackend(RoleGroup(pair, role)) for role in ("policy", "reference"))
+    try:
+        train = _config({}).train
+        single = SingleBackend(make_policy(config, CPU), train, total_steps=9, device=CPU)
+        single.use_reference(
+            SingleBackend(make_reference(other, CPU), train, total_steps=0, device=CPU).logits
+        )
+        _infer_alike(group, single, frozenset({"kl"}))
+        _learn_alike(group, single, policy_loss(replace(RECIPES["grpo"], kl_coef=10.0, kl_estimator="full")))
+    finally:
+        group.close()
+        reference.close()
 
 
 FROM_FILES: dict[str, dict[str, Any]] = {

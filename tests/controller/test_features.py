@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braid.checkpoint.store import CheckpointStore
 from braid.controller import commands
-from braid.errors import CheckpointError, ConfigError, TrainingError
+from braid.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from braid.models.loading import load_policy
 from braid.report.batches import read_batch
 from braid.report.names import describe
@@ -255,6 +255,33 @@ def test_batch_settings_of_the_reference_change_no_number(load_tiny: LoadTiny) -
         [line["policy/kl"] for line in lines(small)[1:]],
         abs=1e-7,  # matrix products of other shapes round differently
     )
+
+
+FULL_KL = ("algorithm.kl_coef=0.1", "algorithm.kl_estimator=full")
+
+
+def test_the_full_kl_in_the_loss_is_that_of_each_step(load_tiny: LoadTiny) -> None:
+    seen = lines(commands.train(load_tiny(*FULL_KL)).run_dir)[1:]
+    assert seen[0]["policy/kl"] == 0.0
+    assert 0.0 < seen[1]["policy/kl"] < seen[2]["policy/kl"]
+    assert "reward/kl" not in seen[0]
+
+
+def test_the_full_kl_in_the_reward_is_that_before_the_update(load_tiny: LoadTiny) -> None:
+    keys = (*FULL_KL, "algorithm.kl_in=reward", "algorithm.recipe=ppo", "train.steps_per_pass=2")
+    seen = lines(commands.train(load_tiny(*keys)).run_dir)[1:]
+    assert seen[0]["reward/kl"] == 0.0
+    assert 0.0 < seen[1]["reward/kl"] < seen[2]["reward/kl"]
+    assert "policy/kl" not in seen[0]
+
+
+def test_a_reference_with_another_vocabulary_is_refused_for_the_full_kl(load_tiny: LoadTiny) -> None:
+    other = "model.build.characters=abcdefghijklmnopqrstuvwxyz"
+    folder = commands.export(commands.train(load_tiny("run.name=other", other)).run_dir)
+    with pytest.raises(
+        ModelError, match=r"vocabulary has 16 tokens and the reference's 32; set reference\.path"
+    ):
+        commands.train(load_tiny(*FULL_KL, f"reference.path={folder}"))
 
 
 # rollout

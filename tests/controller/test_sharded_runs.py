@@ -44,7 +44,7 @@ GREEDY: Settings = {"algorithm.recipe": "remax", "report.samples_every_rounds": 
 
 MODES: dict[str, tuple[Settings, Settings]] = {
     "collocated": (
-        GREEDY,
+        {**GREEDY, "algorithm.kl_estimator": "full"},
         {"train.backend": "fsdp2", "cluster.placement": {"policy,reference,rollout": "0-1"}},
     ),
     "disaggregated, each with a process": (

@@ -167,8 +167,11 @@ def test_a_run_with_adapters_resumes_to_the_bit_and_exports_merged_weights(load_
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_the_reference_of_adapters_is_the_policy_at_the_first_step(load_tiny: LoadTiny) -> None:
-    run = _train(load_tiny, "run", *LORA, "algorithm.kl_coef=0.01")
+@pytest.mark.parametrize("estimator", ["k3", "full"])
+def test_the_reference_of_adapters_is_the_policy_at_the_first_step(
+    load_tiny: LoadTiny, estimator: str
+) -> None:
+    run = _train(load_tiny, "run", *LORA, "algorithm.kl_coef=0.01", f"algorithm.kl_estimator={estimator}")
     lines = _lines(run)
     assert lines[1]["policy/kl"] == pytest.approx(0.0, abs=1e-9)
     assert lines[3]["policy/kl"] > 1e-6

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from braid.algorithms.kl import kl_estimate
+from braid.models.logprobs import Head, TiledLogits, token_logprobs
 
 # A token of probability 1/2 where the reference has 1/4, and one of 1/4 where the reference has 1/2:
 #   d  = log pi - log ref          ln 2 =  0.693147                  -0.693147
@@ -62,3 +63,18 @@ def test_the_mean_of_k1_and_of_k3_under_the_policy_is_the_divergence():
     for estimator in ("k1", "k3"):
         kl = kl_estimate(policy.log(), reference.log(), estimator=estimator, clamp=None)
         assert math.isclose(float((policy * kl).sum()), 0.360062, abs_tol=1e-6)
+
+
+def test_the_full_kl_and_its_gradient_equal_hand_computed_values():
+    # Logits are 2 log p with temperature 2, so p and q are the distributions above. The gradient of the
+    # logits is p (log p - log q - KL) / 2: ln 2.5 = 0.916291, ln 1.5 = 0.405465, ln 1/3 = -1.098612, so
+    # 0.25 * 0.556229 = 0.139057, 0.15 * 0.045403 = 0.006810, 0.1 * -1.458674 = -0.145867
+    policy, reference = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.2, 0.6]])
+    hidden = (2 * policy.log()).requires_grad_()
+    head = Head(torch.eye(3))
+    logits = TiledLogits(2 * reference.log(), head, 2.0)
+    _, _, kl = token_logprobs(hidden, head, torch.tensor([1]), temperature=2.0, reference=logits)
+    kl.sum().backward()
+    torch.testing.assert_close(kl, torch.tensor([0.360062]), atol=1e-6, rtol=0)  # six digits given
+    expected = torch.tensor([[0.139057, 0.006810, -0.145867]])
+    torch.testing.assert_close(hidden.grad, expected, atol=1e-6, rtol=0)

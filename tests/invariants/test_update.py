@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from tests.rounding import assert_near, rounding
 from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from braid.algorithms.aggregate import row_weights
@@ -41,6 +42,7 @@ GROUPS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 
 POLICY = replace(RECIPES["grpo"], dual_clip=1.5, kl_coef=0.1, entropy_coef=0.01)
+FULL_KL = replace(POLICY, kl_estimator="full")
 CRITIC = replace(RECIPES["ppo"], value_loss_coef=0.5)
 
 
@@ -52,7 +54,7 @@ class Update:
     grads: dict[str, Tensor]
 
 
-def _hf_model() -> PreTrainedModel:
+def _hf_model(seed: int = 0, *, is_tied: bool = True) -> PreTrainedModel:
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=VOCAB,
@@ -62,14 +64,27 @@ def _hf_model() -> PreTrainedModel:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        tie_word_embeddings=True,
+        tie_word_embeddings=is_tied,
         initializer_range=0.1,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=1,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _hf_reference() -> PreTrainedModel:
+    return _hf_model(seed=1, is_tied=False)
+
+
+def _policy(model: PreTrainedModel, **options: Any) -> CausalLM:
+    """With a reference, for KL over the whole vocabulary."""
+    policy = CausalLM(model, temperature=TEMPERATURE, **options)
+    reference = CausalLM(_hf_reference(), temperature=TEMPERATURE)
+    backend = SingleBackend(reference, TrainConfig(), total_steps=0, device=torch.device("cpu"))
+    policy.reference = backend.logits
+    return policy
 
 
 def _critic(policy: CausalLM) -> ValueModel:
@@ -157,6 +172,7 @@ def _assert_equal_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) ->
 ROLES: dict[str, Loss] = {
     "policy": policy_loss(POLICY),
     "reinforce": policy_loss(replace(POLICY, policy_loss="policy_gradient", kl_estimator="k2")),
+    "full KL": policy_loss(FULL_KL),
     "critic": value_loss_of(CRITIC),
     "sft": supervised_loss(),
 }
@@ -169,7 +185,7 @@ def role(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def text(role: str) -> tuple[TrainableModel, list[Row], Loss]:
-    policy = CausalLM(_hf_model(), temperature=TEMPERATURE)
+    policy = _policy(_hf_model())
     rows = _with_logprobs(_text_rows(), policy)
     return _critic(policy) if role == "critic" else policy, rows, ROLES[role]
 
@@ -191,11 +207,11 @@ def test_the_order_of_rows_changes_nothing(text, mode: Aggregation) -> None:
         )
 
 
-@pytest.mark.parametrize("role", ["policy", "reinforce", "sft"])
+@pytest.mark.parametrize("role", ["policy", "reinforce", "full KL", "sft"])
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * 33, 4 * VOCAB * 7])
 def test_the_chunk_of_the_logprobs_changes_nothing(text, chunk_bytes: int) -> None:
     model, rows, loss = text
-    chunked = CausalLM(_hf_model(), temperature=TEMPERATURE, chunk_bytes=chunk_bytes)
+    chunked = _policy(_hf_model(), chunk_bytes=chunk_bytes)
     _assert_equal(_update(chunked, rows, loss, micro_batch_tokens=70), _update(model, rows, loss))
 
 
@@ -278,6 +294,13 @@ def _plain_policy_loss(
     surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     surrogate = torch.where(advantage < 0, torch.max(surrogate, 1.5 * advantage), surrogate)
     kl = (ref - new).exp() - 1 - (ref - new)
+    if recipe.kl_estimator == "full":
+        with torch.no_grad():
+            base = _forward_padded(_hf_reference(), rows)[0].logits
+        kl = torch.nn.functional.pad(
+            kl_divergence(*(Categorical(logits=x / TEMPERATURE) for x in (output.logits, base)))[:, :-1],
+            (1, 0),
+        )
     return _reduce(-surrogate + 0.1 * kl - 0.01 * entropy, rows, mode)
 
 
@@ -292,11 +315,15 @@ def _plain_critic_loss(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_policys_packed_update_equals_the_plain_one_on_padded_rows(mode: Aggregation) -> None:
-    plain, policy = _hf_model(), CausalLM(_hf_model(), temperature=TEMPERATURE)
+@pytest.mark.parametrize("recipe", [POLICY, FULL_KL], ids=["k3", "full KL"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_policys_packed_update_equals_the_plain_one_on_padded_rows(
+    mode: Aggregation, recipe: Recipe, is_tied: bool
+) -> None:
+    plain, policy = _hf_model(is_tied=is_tied), _policy(_hf_model(is_tied=is_tied))
     rows = _with_logprobs(_text_rows(), policy)
-    ours = _update(policy, rows, policy_loss(POLICY), mode, micro_batch_tokens=40)
-    loss = _plain_policy_loss(plain, rows, POLICY, mode)
+    ours = _update(policy, rows, policy_loss(recipe), mode, micro_batch_tokens=40)
+    loss = _plain_policy_loss(plain, rows, recipe, mode)
     loss.backward()
     assert ours.report.metrics["policy/clip_fraction"][0] > 0
     assert ours.report.metrics["policy/dual_clip_fraction"][0] > 0

@@ -180,6 +180,14 @@ def test_each_estimator_in_the_reward_has_the_expected_gradient_that_its_docstri
     torch.testing.assert_close(_gradient(loss, logits), expected, **EXACT)
 
 
+def test_the_full_kl_in_the_reward_has_no_gradient_at_its_own_token():
+    """The same penalty for every token: only tokens before it learn from it."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    loss = _expected(policy_gradient(logprobs, -_reverse_kl(logprobs.detach()).expand(4))[0], logprobs.exp())
+    torch.testing.assert_close(_gradient(loss, logits), torch.zeros(4).double(), **EXACT)
+
+
 BETA = 0.5
 
 

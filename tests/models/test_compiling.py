@@ -12,7 +12,7 @@ import torch
 from tests.rounding import assert_near, rounding
 from torch import Tensor
 
-from braid.models.logprobs import Head, token_logprobs
+from braid.models.logprobs import Head, TiledLogits, token_logprobs
 
 _PROBE = """
 import torch
@@ -32,18 +32,21 @@ def _outputs(compiles: bool, *, softcap: float | None, chunk_bytes: int) -> list
     hidden = torch.randn(70, 16, generator=generator, requires_grad=True)
     weight = torch.randn(300, 16, generator=generator, requires_grad=True)
     targets = torch.randint(300, (70,), generator=generator)
-    logprobs, entropy = token_logprobs(
+    reference = torch.randn(70, 16, generator=generator), torch.randn(300, 16, generator=generator)
+    logprobs, entropy, kl = token_logprobs(
         hidden,
         Head(weight, softcap=softcap),
         targets,
         temperature=0.7,
         with_entropy=True,
+        reference=TiledLogits(reference[0], Head(reference[1], softcap=softcap), 0.7),
         chunk_bytes=chunk_bytes,
         compiles=compiles,
     )
     assert entropy is not None
-    loss = (logprobs * torch.linspace(-1, 1, 70)).sum() + 0.3 * entropy.sum()
-    return [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, [hidden, weight])]
+    assert kl is not None
+    loss = (logprobs * torch.linspace(-1, 1, 70)).sum() + 0.3 * entropy.sum() + 0.2 * kl.square().sum()
+    return [logprobs.detach(), entropy.detach(), kl.detach(), *torch.autograd.grad(loss, [hidden, weight])]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")

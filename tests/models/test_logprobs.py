@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rounding import rounding
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from braid.models.logprobs import Head, token_logprobs
+from braid.models.logprobs import Head, TiledLogits, token_logprobs
 
 N, D, V = 13, 6, 700
 HEADS = {
@@ -34,18 +36,39 @@ def _tensors(
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
 
 
-def _at_once(head: Head, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _reference(head: Head, *, n: int = N) -> tuple[Tensor, Head]:
+    """Hidden states and the head of another model with the same vocabulary."""
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(n, D - 2, dtype=head.weight.dtype, generator=generator)
+    weight = torch.randn(len(head.weight), D - 2, dtype=head.weight.dtype, generator=generator)
+    bias = None if head.bias is None else torch.randn(len(weight), dtype=weight.dtype, generator=generator)
+    return hidden, replace(head, weight=weight, bias=bias)
+
+
+def _at_once(
+    head: Head, hidden: Tensor, targets: Tensor, temperature: float, reference: tuple[Tensor, Head]
+) -> tuple[Tensor, Tensor, Tensor]:
+    logp, logq = (
+        (_logits(of, states) / temperature).log_softmax(-1)
+        for states, of in ((hidden, head), (reference[0], reference[1]))
+    )
+    kl = torch.nn.functional.kl_div(logq.detach(), logp, reduction="none", log_target=True).sum(-1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kl
+
+
+def _logits(head: Head, hidden: Tensor) -> Tensor:
     raw = hidden @ head.weight.T + (0 if head.bias is None else head.bias)
     logits = raw * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    logp = (logits / temperature).log_softmax(-1)
-    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
-def _loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-    weights = torch.linspace(-1.0, 2.0, len(logprobs), dtype=logprobs.dtype)
-    return (logprobs * weights).sum() + (0.0 if entropy is None else (entropy * weights.flip(0)).sum())
+def _loss(*outputs: Tensor | None) -> Tensor:
+    """Weights of log-prob, entropy and KL that differ from token to token."""
+    total = torch.zeros(())
+    for number, output in enumerate(outputs):
+        assert output is not None
+        total = total + (output * torch.linspace(-1.0, 2.0 + number, len(output), dtype=output.dtype)).sum()
+    return total
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -58,8 +81,17 @@ def test_tiles_give_the_numbers_and_gradients_of_all_logits_at_once(
     hidden, weight, bias, targets = _tensors(v=v)
     head = Head(weight, bias if with_bias else None, **HEADS[kind])
     inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
-    ours = token_logprobs(hidden, head, targets, temperature=0.6, with_entropy=True, chunk_bytes=chunk_bytes)
-    plain = _at_once(head, hidden, targets, 0.6)
+    reference = _reference(head)
+    ours = token_logprobs(
+        hidden,
+        head,
+        targets,
+        temperature=0.6,
+        with_entropy=True,
+        reference=TiledLogits(*reference, 0.6),
+        chunk_bytes=chunk_bytes,
+    )
+    plain = _at_once(head, hidden, targets, 0.6, reference)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(
         torch.autograd.grad(_loss(*ours), inputs), torch.autograd.grad(_loss(*plain), inputs)
@@ -71,13 +103,20 @@ def test_tiles_give_the_numbers_and_gradients_of_all_logits_at_once(
 def test_gradcheck_in_double_precision(kind: str, chunk_bytes: int) -> None:
     hidden, weight, bias, targets = _tensors(n=3, v=11)
 
-    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor | None, ...]:
         head = Head(weight, bias, **HEADS[kind])
+        reference = TiledLogits(*_reference(head, n=len(targets)), 1.3)
         return token_logprobs(
-            hidden, head, targets, temperature=1.3, with_entropy=True, chunk_bytes=chunk_bytes
+            hidden,
+            head,
+            targets,
+            temperature=1.3,
+            with_entropy=True,
+            reference=reference,
+            chunk_bytes=chunk_bytes,
         )
 
-    assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,14 +125,17 @@ def test_gradcheck_in_double_precision(kind: str, chunk_bytes: int) -> None:
 )
 def test_the_chunk_size_changes_nothing(chunk_bytes: int, n: int, v: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(n, D, generator=generator).requires_grad_()
-    weight = torch.randn(v, D, generator=generator).requires_grad_()
+    hidden = torch.randn(n, D, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(v, D, dtype=torch.float64, generator=generator).requires_grad_()
     targets = torch.randint(v, (n,), generator=generator)
     results = []
     for size in (chunk_bytes, 2**26):
-        out = token_logprobs(hidden, Head(weight), targets, with_entropy=True, chunk_bytes=size)
+        reference = TiledLogits(*_reference(Head(weight), n=n), 1.0)
+        out = token_logprobs(
+            hidden, Head(weight), targets, with_entropy=True, reference=reference, chunk_bytes=size
+        )
         results.append((*out, *torch.autograd.grad(_loss(*out), (hidden, weight))))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)  # fp32 sums in another order
+    torch.testing.assert_close(*results)
 
 
 class _Largest(TorchDispatchMode):
@@ -116,9 +158,11 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("chunk_bytes", [8_000, 16_000, 10**6])
 def test_no_tensor_is_larger_than_a_chunk(dtype: torch.dtype, chunk_bytes: int) -> None:
     hidden, weight, bias, targets = _tensors(dtype)
+    head = Head(weight, bias, softcap=3.0)
+    reference = TiledLogits(*_reference(head), 1.0)
     with _Largest({(N, D), (V, D), (D, V)}) as largest:
         out = token_logprobs(
-            hidden, Head(weight, bias, softcap=3.0), targets, with_entropy=True, chunk_bytes=chunk_bytes
+            hidden, head, targets, with_entropy=True, reference=reference, chunk_bytes=chunk_bytes
         )
         _loss(*out).backward()
     assert min(chunk_bytes, N * V * 4) / 4 < largest.num_bytes <= chunk_bytes
@@ -129,36 +173,73 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     frozen = Head(weight.detach(), bias.detach())
     token_logprobs(hidden, frozen, targets)[0].sum().backward()
     assert hidden.grad is not None
-    expected = torch.autograd.grad(_at_once(frozen, hidden, targets, 1.0)[0].sum(), hidden)[0]
+    plain = _at_once(frozen, hidden, targets, 1.0, (hidden, frozen))
+    expected = torch.autograd.grad(plain[0].sum(), hidden)[0]
     torch.testing.assert_close(hidden.grad, expected)
 
 
 def test_a_loss_of_the_entropy_alone_has_its_gradient() -> None:
     hidden, weight, bias, targets = _tensors()
     head = Head(weight, bias)
-    _, entropy = token_logprobs(hidden, head, targets, with_entropy=True, chunk_bytes=999)
-    assert entropy is not None
-    expected = _at_once(head, hidden, targets, 1.0)[1]
-    inputs = (hidden, weight, bias)
-    torch.testing.assert_close(
-        torch.autograd.grad(entropy.square().sum(), inputs),
-        torch.autograd.grad(expected.square().sum(), inputs),
+    reference = _reference(head)
+    _, *ours = token_logprobs(
+        hidden, head, targets, with_entropy=True, reference=TiledLogits(*reference, 1.0), chunk_bytes=999
     )
+    inputs = (hidden, weight, bias)
+    for mine, expected in zip(ours, _at_once(head, hidden, targets, 1.0, reference)[1:], strict=True):
+        assert mine is not None
+        torch.testing.assert_close(
+            torch.autograd.grad(mine.square().sum(), inputs, retain_graph=True),
+            torch.autograd.grad(expected.square().sum(), inputs, retain_graph=True),
+        )
 
 
-def test_entropy_is_none_unless_asked_for() -> None:
+def test_entropy_and_kl_are_none_unless_asked_for() -> None:
     hidden, weight, _, targets = _tensors()
-    assert token_logprobs(hidden, Head(weight), targets)[1] is None
+    assert token_logprobs(hidden, Head(weight), targets)[1:] == (None, None)
+
+
+@pytest.mark.parametrize("chunk_bytes", [8_000, 2**26])
+def test_the_kl_close_to_the_reference_is_not_lost_in_rounding(chunk_bytes: int) -> None:
+    """Logits of size 20 that differ by 1e-3: KL is about 1e-3 ** 2 / 2, and eps * 20 five times that."""
+    hidden, weight, bias, targets = (x.detach() for x in _tensors(torch.float32))
+    head, near = (
+        Head(weight * 8, bias),
+        Head(weight * 8 + 1e-3 * _tensors(torch.float32, v=V)[1].flip(0), bias),
+    )
+    kl = token_logprobs(
+        hidden, head, targets, reference=TiledLogits(hidden, near, 1.0), chunk_bytes=chunk_bytes
+    )[2]
+    states = hidden.double()
+    exact = _at_once(
+        Head(head.weight.double(), bias.double()), states, targets, 1.0,
+        (states, Head(near.weight.double(), bias.double())),
+    )[2]  # fmt: skip
+    assert kl is not None
+    same = token_logprobs(hidden, head, targets, reference=TiledLogits(hidden, head, 1.0))[2]
+    assert same is not None
+    assert same.abs().max() == 0.0
+    torch.testing.assert_close(kl.double(), exact, rtol=0, atol=rounding(8))
 
 
 def test_half_precision_weights_give_float32_log_probs_close_to_the_exact() -> None:
     hidden, weight, bias, targets = _tensors(torch.bfloat16)
     head = Head(weight, bias)
-    ours, _ = token_logprobs(hidden, head, targets)
-    exact = _at_once(Head(weight.double(), bias.double()), hidden.double(), targets, 1.0)[0]
-    assert ours.dtype == torch.float32
-    # logits of size 10 are rounded to 8 bits: 10 * 2**-8 = 0.04
-    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=0.05)
+    states, other = _reference(head)
+    ours, _, kl = token_logprobs(hidden, head, targets, reference=TiledLogits(states, other, 1.0))
+    assert kl is not None
+    assert other.bias is not None
+    exact = _at_once(
+        Head(weight.double(), bias.double()),
+        hidden.double(),
+        targets,
+        1.0,
+        (states.double(), Head(other.weight.double(), other.bias.double())),
+    )
+    assert ours.dtype == kl.dtype == torch.float32
+    # logits of size 10 are rounded to 8 bits: 10 * 2**-8 = 0.04; KL is of the differences of two
+    torch.testing.assert_close(ours.double(), exact[0], rtol=0, atol=0.05)
+    torch.testing.assert_close(kl.double(), exact[2], rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("chunk_bytes", [8_000, 2**26])
@@ -166,12 +247,23 @@ def test_autocast_multiplies_in_its_type_and_gives_gradients_in_the_weights_type
     hidden, weight, bias, targets = _tensors(torch.float32)
     head = Head(weight, bias)
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = token_logprobs(hidden, head, targets, chunk_bytes=chunk_bytes)
+        reference = TiledLogits(*_reference(head), 1.0)
+        logprobs, _, kl = token_logprobs(hidden, head, targets, reference=reference, chunk_bytes=chunk_bytes)
     low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight, bias)]
-    expected, _ = token_logprobs(low[0], Head(low[1], low[2]), targets, chunk_bytes=chunk_bytes)
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=0)
+    states, other = _reference(head)
+    assert other.bias is not None
+    lower = replace(other, weight=other.weight.bfloat16(), bias=other.bias.bfloat16())
+    expected = token_logprobs(
+        low[0],
+        Head(low[1], low[2]),
+        targets,
+        reference=TiledLogits(states.bfloat16(), lower, 1.0),
+        chunk_bytes=chunk_bytes,
+    )
+    torch.testing.assert_close((logprobs, None, kl), expected, rtol=0, atol=0)
     logprobs.sum().backward()
-    exact = torch.autograd.grad(_at_once(head, hidden, targets, 1.0)[0].sum(), (hidden, weight))
+    plain = _at_once(head, hidden, targets, 1.0, (states, other))
+    exact = torch.autograd.grad(plain[0].sum(), (hidden, weight))
     for ours, reference in zip((hidden.grad, weight.grad), exact, strict=True):
         assert ours is not None
         assert ours.dtype == torch.float32
@@ -181,9 +273,19 @@ def test_autocast_multiplies_in_its_type_and_gives_gradients_in_the_weights_type
 
 def test_logits_of_a_size_that_overflows_exp_stay_finite() -> None:
     weight = torch.eye(4) * 1e4
-    logprobs, entropy = token_logprobs(
-        torch.eye(4), Head(weight), torch.tensor([0, 1, 2, 0]), with_entropy=True, chunk_bytes=8
+    reference = TiledLogits(torch.eye(4).roll(1, 0), Head(weight), 1.0)
+    hidden = torch.eye(4).requires_grad_()
+    logprobs, entropy, kl = token_logprobs(
+        hidden,
+        Head(weight),
+        torch.tensor([0, 1, 2, 0]),
+        with_entropy=True,
+        reference=reference,
+        chunk_bytes=8,
     )
     assert entropy is not None
+    assert kl is not None
+    assert kl.tolist() == [1e4] * 4
+    assert torch.autograd.grad(kl.sum(), hidden)[0].isfinite().all()
     assert logprobs.tolist() == [0.0, 0.0, 0.0, -1e4]
     assert entropy.tolist() == [0.0] * 4

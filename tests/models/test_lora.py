@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import peft
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from braid.algorithms.recipes import RECIPES
 from braid.config.model import ModelConfig
 from braid.config.train import OptimizerConfig, TrainConfig
 from braid.errors import ModelError
@@ -25,7 +27,7 @@ from braid.models.value import ValueModel
 from braid.rollout.engine import Request, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.training.backends.single import SingleBackend
-from braid.training.losses import supervised_loss
+from braid.training.losses import policy_loss, supervised_loss
 from braid.types import Row
 
 CPU = torch.device("cpu")
@@ -179,6 +181,32 @@ def test_the_reference_of_fresh_adapters_stays_the_base_while_they_learn() -> No
     assert not torch.allclose(learned, base, atol=1e-3)
     assert torch.equal(_logprobs(reference), base)
     assert torch.equal(_logprobs(lm), learned)  # the policy's adapters are back in their place
+
+
+@pytest.mark.parametrize("autocast", ["none", "bf16"])
+def test_the_full_kl_of_an_adapted_policy_is_from_the_base(autocast: Literal["none", "bf16"]) -> None:
+    """In one process policy and reference are the same tensors, except for the adapters."""
+    lm, base = _load(_config()), _load(_config())
+    config = TrainConfig(autocast=autocast)
+    shared = AdapterReference(lm)
+    generator = torch.Generator().manual_seed(1)
+    for _, tensor in lm.named_weights():
+        tensor.data.normal_(0, 0.2, generator=generator)
+    loss = policy_loss(replace(RECIPES["grpo"], kl_coef=1.0, kl_estimator="full"))
+    reports, kls = [], []
+    for model, reference in ((deepcopy(lm), base), (lm, shared)):
+        policy = SingleBackend(model, config, total_steps=9, device=CPU)
+        policy.use_reference(SingleBackend(reference, config, total_steps=0, device=CPU).logits)
+        rows = _rows()
+        for row in rows:
+            row.fields["advantages"] = np.zeros(len(row), np.float32)
+        kls.append([result["kl"] for result in policy.infer(rows, frozenset({"kl"}))])
+        reports.append([policy.train(rows, [1 / 20] * 3, loss) for _ in range(2)])
+    for mine, other in zip(*kls, strict=True):
+        np.testing.assert_array_equal(mine, other)
+        assert mine.max() > 0.01
+    assert reports[0] == reports[1]
+    assert reports[0][0].grad_norm > 0
 
 
 def test_the_reference_of_trained_adapters_keeps_them() -> None:

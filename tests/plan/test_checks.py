@@ -27,6 +27,13 @@ SIMULATOR = [
 ]
 
 
+FULL_KL = ["algorithm.kl_estimator=full", "algorithm.kl_coef=0.1"]
+SAME = (
+    "which must run in the same processes: set train.backend and reference.train.backend to the same of single, fsdp, fsdp2 "
+    "and deepspeed, and give both the same devices in cluster.placement; or choose k1, k2 or k3"
+)
+
+
 def complaints(base: list[str], *overrides: str, verb: Verb = "train") -> list[str]:
     config = load_config(None, [*base, *overrides]).config
     with pytest.raises(ConfigError) as error:
@@ -90,6 +97,18 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
             ["algorithm.old_logprobs=current", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
             "algorithm.old_logprobs: KL in the reward needs log-probs before the update, which current "
             "does not compute; set it to auto, recompute or behavior",
+        ),
+        (
+            [*FULL_KL, "cluster.placement={policy: 0, reference: 1}"],
+            f"algorithm.kl_estimator: full compares all logits of policy (single on 0) and reference (single on 1), {SAME}",
+        ),
+        (
+            [*FULL_KL, "train.backend=fsdp2", "reference.train={backend: single}"],
+            f"algorithm.kl_estimator: full compares all logits of policy (fsdp2 on 0) and reference (single on 0), {SAME}",
+        ),
+        (
+            [*FULL_KL, "train.backend=megatron", "algorithm.kl_in=reward"],
+            f"algorithm.kl_estimator: full compares all logits of policy (megatron on 0) and reference (megatron on 0), {SAME}",
         ),
         (
             ["algorithm.old_logprobs=current", "algorithm.recipe=kl_cov"],
@@ -420,3 +439,12 @@ def test_rows_beyond_the_length_of_a_models_rotary_frequencies_are_refused_befor
     reference = [f"reference.path={tmp_path}", "algorithm.kl_coef=0.1", "data.max_prompt_tokens=64"]
     (found,) = complaints([*TEXT, *reference])
     assert found.startswith("reference.path: llama with")
+
+
+@pytest.mark.parametrize("backend", ["single", "fsdp", "fsdp2"])
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_full_kl_needs_no_other_log_probs_of_policy_or_reference(backend: str, place: str) -> None:
+    config = load_config(
+        None, [*TEXT, *FULL_KL, f"train.backend={backend}", f"algorithm.kl_in={place}"]
+    ).config
+    assert resolve(config).old_logprobs == "current"

@@ -211,6 +211,17 @@ def test_a_terminal_reward_is_normalised_before_kl_is_taken_off() -> None:
     close(per_row(rows), [0.3, -0.7])
 
 
+def test_the_full_kl_in_the_reward_is_the_field_up_to_the_clamp() -> None:
+    rows = answers(1.0, 0.0)
+    for row in rows:
+        row.fields["kl"] = np.float32([0, 0.3, 0.9])
+    recipe = replace(
+        RECIPES["reinforce_pp"], whiten_advantages=False, kl_coef=0.2, kl_estimator="full", kl_clamp=0.5
+    )
+    assert assign_credit(rows, recipe) == {"reward/kl": pytest.approx(0.4)}
+    close(rows[0].fields["advantages"][1:].tolist(), [0.84, 0.9])  # 1 - 0.2 (0.3 + 0.5), 1 - 0.2 * 0.5
+
+
 def test_running_statistics_go_on_from_round_to_round() -> None:
     recipe = replace(GRPO, reward_mean="running", advantage="reinforce")
     running = RunningMoments()

@@ -68,6 +68,21 @@ def test_kl_in_the_loss_is_added_and_reported() -> None:
     assert _means(diagnostics)["policy/kl"] == pytest.approx(1.0)
 
 
+def test_the_full_kl_in_the_loss_is_the_models_own_up_to_the_clamp() -> None:
+    recipe = replace(GRPO, kl_coef=0.1, kl_estimator="full", kl_clamp=3.0)
+    loss = policy_loss(recipe)
+    assert loss.outputs == {"logprobs", "entropy", "kl"}
+    outputs = _outputs([-1.0, -2.0]) | {"kl": torch.tensor([0.0, 2.0, 4.0], requires_grad=True)}
+    total, diagnostics = loss.compute(outputs, _batch(advantages=[0.0, 0.0]))
+    total.backward()
+    assert total.item() == pytest.approx(0.1 * 0.5 * (2.0 + 3.0))
+    assert outputs["kl"].grad is not None
+    torch.testing.assert_close(outputs["kl"].grad, torch.tensor([0.0, 0.05, 0.0]))
+    assert _means(diagnostics)["policy/kl"] == pytest.approx(2.5)
+    for unused in (replace(recipe, kl_in="reward"), replace(recipe, kl_coef=0.0)):
+        assert policy_loss(unused).outputs == {"logprobs", "entropy"}
+
+
 def test_kl_in_the_reward_is_reported_but_not_added() -> None:
     recipe = replace(GRPO, kl_coef=0.1, kl_in="reward")
     loss, _, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[0.0, 0.0], ref_logprobs=[-3.0, -2.0])

@@ -1,6 +1,6 @@
 """KL divergence from the reference policy, estimated per token from the log-probs of sampled tokens.
 
-Owns the estimators. `Recipe.kl_in` decides whether the estimate enters the loss or the reward, and it
+Owns the estimators, except for `full`, which models.logprobs computes from all logits. `Recipe.kl_in` decides whether the estimate enters the loss or the reward, and it
 matters: an unbiased estimator of the value need not have the right gradient. With x sampled from the current
 policy pi, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() the stop-gradient:
 
@@ -9,8 +9,9 @@ policy pi, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() the stop-gra
     k2   d^2 / 2          near KL(pi|ref)  grad KL(pi|ref)                E[d^2 S] / 2, of no divergence
     k3   exp(-d) - 1 + d  KL(pi|ref)       grad KL(ref|pi)                grad KL(pi|ref) - grad KL(ref|pi)
     abs  |d|              not KL           grad sum_x |pi(x) - ref(x)|    E[|d| S], of no divergence
+    full sum_x pi(x) d(x) KL(pi|ref)       grad KL(pi|ref)                0: the same for every token x
 
-To regularise by KL(pi|ref), use k1 in the reward or k2 in the loss. k3 in the loss, as in the published GRPO,
+To regularise by KL(pi|ref), use k1 in the reward, or k2 or full in the loss. full has no sampling noise. k3 in the loss, as in the published GRPO,
 has the gradient of the forward KL, which agrees with that of the reverse KL to first order in d; in the
 reward, the gradient of k3 cancels to first order. A loss term acts only on its own token, a reward term also
 on the tokens before it, so over a sequence only the latter gives the gradient of the sequence's KL.
@@ -63,6 +64,13 @@ def kl_estimate(
             kl = exponent.expm1() - exponent
         case "abs":
             kl = difference.abs()
+        case "full":
+            raise AssertionError("full is computed from all logits (models.logprobs)")
+    return clamped(kl, clamp)
+
+
+def clamped(kl: Float[Tensor, "T"], clamp: float | None) -> Float[Tensor, "T"]:
+    """`kl` with its absolute value bounded by `clamp`."""
     return kl if clamp is None else kl.clamp(-clamp, clamp)
 
 

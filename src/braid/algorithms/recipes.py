@@ -108,6 +108,11 @@ class Recipe:
         """Whether the reduction of the policy loss counts decisions instead of tokens."""
         return self.logprob_level != "token" or self.turn_weighting == "turns"
 
+    @property
+    def full_kl_in(self) -> KlPlace | None:
+        """Where KL over the whole vocabulary is used, if it is."""
+        return self.kl_in if self.kl_coef > 0 and self.kl_estimator == "full" else None
+
 
 # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300): group baseline and standard deviation, k3 in the loss.
 # Tokens are averaged over the step, not per answer, and the KL term is off, as in DAPO (arXiv 2503.14476).

@@ -169,7 +169,8 @@ class AlgorithmConfig(Section):
     kl_coef: NonNegativeFloat | None = None
     """Weight of the KL penalty against the reference model; with 0 no reference is loaded."""
     kl_estimator: KlEstimator | None = None
-    """Estimator of the KL divergence."""
+    """Estimator of the KL divergence: from the log-probs of sampled tokens, or full, the exact sum over the
+    vocabulary at each position, which needs the reference in the policy's processes (not with Megatron)."""
     kl_in: KlPlace | None = None
     """Whether the KL penalty is added to the loss or subtracted from each token's reward."""
     kl_clamp: PositiveFloat | Literal["off"] | None = None

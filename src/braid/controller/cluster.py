@@ -191,12 +191,10 @@ def _num_gpus(config: RunConfig, layout: Layout) -> list[int]:
 
 
 def _home(layout: Layout, seated: RoleLayout) -> str:
-    """Name of the group whose processes run a role. Megatron allows one parallel layout per process, so its
-    roles have separate groups."""
+    """Name of the group whose processes run a role."""
     policy = layout.role("policy")
     assert policy is not None, "the layout has no policy"
-    is_alike = seated.kind == policy.kind != "megatron" and seated.workers == policy.workers
-    return "policy" if is_alike else seated.role
+    return "policy" if seated.shares_processes(policy) else seated.role
 
 
 def _seats(layout: Layout, name: str) -> tuple[Worker, ...]:

@@ -178,6 +178,10 @@ def _roles_here(
         else here("policy", lm, total_steps=plan.num_steps, keeps_weights=keeps_weights)
     )
 
+    of_reference = None if reference is None else here("reference", reference, total_steps=0)
+    if of_reference is not None:
+        policy.group.call("use_reference", lambda batch: of_reference.group.call("logits", batch)[0])
+
     def follow_policy() -> None:
         # The warm-up has trained the same tensors, but the policy's optimizer keeps separate master weights.
         if supervised is not None:
@@ -197,7 +201,7 @@ def _roles_here(
     return Roles(
         policy,
         None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),
-        None if reference is None else here("reference", reference, total_steps=0),
+        of_reference,
         follow_policy,
         update_reference,
     )

@@ -215,7 +215,9 @@ def _infer_fields(parts: Parts, rows: Sequence[RowFacts]) -> None:
         parts.data.copy_field("behavior_logprobs", "old_logprobs")
     elif parts.plan.old_logprobs == "interpolated":
         parts.data.write_policy_versions()
-    if parts.reference is not None:
+    if parts.plan.recipe.full_kl_in == "reward":
+        asked.append((parts.policy, "kl", "kl"))
+    elif parts.reference is not None and parts.plan.recipe.full_kl_in is None:
         asked.append((parts.reference, "logprobs", "ref_logprobs"))
     if parts.critic is not None:
         asked.append((parts.critic, "values", "values"))

@@ -13,7 +13,7 @@ from .batch import PackedBatch
 from .flops import Flops
 from .value_head import ValueHead
 
-Output = Literal["logprobs", "entropy", "values", "value_deviation"]
+Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviation"]
 
 
 class TrainableModel(Protocol):
@@ -22,7 +22,9 @@ class TrainableModel(Protocol):
     `forward` returns a [T] tensor for each requested output, aligned as in types.Row: index t refers to the
     token or action at t given everything before it. Entries at which `batch.mask` is False are 0 and carry no
     gradient, except that "values" of a simulator also covers the final observation. "value_deviation" is the
-    unit in which the value head predicts (ValueHead.deviation), the same at every position.
+    unit in which the value head predicts (ValueHead.deviation), the same at every position. "kl" is the KL
+    over the whole vocabulary from CausalLM.reference. "logits" is not a tensor but TiledLogits, those that
+    predict the policy's tokens.
     """
 
     @property

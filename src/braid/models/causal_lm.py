@@ -6,8 +6,9 @@ models; the attention context of each call determines which positions attend to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from .base import Output
 from .batch import PackedBatch
 from .flops import Flops, flops_of
 from .kernels import AttentionKind, packed_attention
-from .logprobs import DEFAULT_CHUNK_BYTES, Head, token_logprobs
+from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
 from .lora import has_adapters, merged_weights, named_adapters
 
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -38,10 +39,12 @@ class CausalLM:
     """Policy or reference model. Always in eval mode because dropout would make log-probs random.
 
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
-    Log-probs and entropies are those of softmax(logits / temperature).
+    Log-probs and entropies are those of softmax(logits / temperature). `reference` computes the logits from
+    which the output "kl" is measured; None if there is no reference in this process.
     """
 
     value_head = None
+    reference: Callable[[PackedBatch], TiledLogits] | None = None
 
     def __init__(
         self,
@@ -119,23 +122,46 @@ class CausalLM:
         """[N, D] -> [N, V] in float32, before the temperature is applied; not differentiable."""
         return self.head.logits(hidden)
 
-    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] and `entropy` [T] in float32 (see TrainableModel)."""
-        if unknown := outputs - {"logprobs", "entropy"}:
+    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
+        """`logprobs`, `entropy` and `kl` [T] in float32, or `logits` alone (see TrainableModel)."""
+        if unknown := outputs - {"logprobs", "entropy", "kl", "logits"}:
             raise AssertionError(f"not outputs of a policy: {sorted(unknown)}")
+        reference = self._logits_of_reference(batch) if "kl" in outputs else None
         states, written = states_before(self.backbone, batch, self.attention)
-        logprobs, entropy = token_logprobs(
+        if "logits" in outputs:
+            return {"logits": TiledLogits(states, self._lasting_head(), self.temperature)}
+        logprobs, entropy, kl = token_logprobs(
             states,
             self.head,
             batch.inputs["input_ids"].index_select(0, written),
             temperature=self.temperature,
             with_entropy="entropy" in outputs,
+            reference=reference,
             chunk_bytes=self.chunk_bytes,
             compiles=self.compiles,
         )
-        computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
+        computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy, "kl": kl}
         # sorted: sequence-parallel ranks must join the outputs in the same order
         return {name: spread(computed[name], written, batch) for name in sorted(outputs)}
+
+    def _logits_of_reference(self, batch: PackedBatch) -> TiledLogits:
+        assert self.reference is not None, "the plan puts a reference into the policy's process"
+        logits = self.reference(batch)
+        if logits.vocab_size != self.vocab_size:
+            raise ModelError(
+                "algorithm.kl_estimator=full compares probabilities of the same tokens, but the policy's vocabulary has "
+                f"{self.vocab_size} tokens and the reference's {logits.vocab_size}; set reference.path to a model with the "
+                "policy's vocabulary, or algorithm.kl_estimator to k1, k2 or k3"
+            )
+        return logits
+
+    def _lasting_head(self) -> Head:
+        """The head for use after the forward pass: a copy if a wrapper frees gathered weights after it."""
+        head = self.head
+        if self._writes_gradients:
+            return head
+        bias = None if head.bias is None else head.bias.detach().clone()
+        return replace(head, weight=head.weight.detach().clone(), bias=bias)
 
     @property
     def has_adapters(self) -> bool:

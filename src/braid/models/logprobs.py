@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states, computed in tiles of tokens x vocabulary.
+"""Log-probs, entropies and KL divergences from hidden states, computed in tiles of tokens x vocabulary.
 
 Owns the computation from the last hidden state to a token's log-prob. With N tokens and vocabulary size V the
 full logits would be an [N, V] tensor (5 GB at 8,192 x 151,936); here they exist one tile at a time, in
@@ -8,7 +8,7 @@ forward and backward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,25 @@ class Head:
             return _cap(F.linear(hidden, self.weight, self.bias), self.scale, self.softcap)
 
 
+class TiledLogits:
+    """Logits of hidden states [N, D], divided by the temperature: computed in tiles, without gradients."""
+
+    def __init__(self, hidden: Tensor, head: Head, temperature: float) -> None:
+        """Under autocast, products run in its type."""
+        self._states, self._head = hidden.detach().to(_compute_dtype(hidden)), head
+        self._rule = _Rule(head.scale, head.softcap, temperature)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._head.weight)
+
+    def tile(self, tokens: slice, columns: slice) -> Tensor:
+        """Those of `tokens` for the part `columns` of the vocabulary."""
+        bias = self._head.bias
+        bias = None if bias is None else bias[columns]
+        return self._rule.logits(self._states[tokens], self._head.weight[columns], bias)
+
+
 def token_logprobs(
     hidden: Tensor,
     head: Head,
@@ -62,19 +81,21 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    reference: TiledLogits | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     compiles: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and optionally the entropy
-    [N] of that distribution. Both are in nats, float32 (float64 for float64 hidden states) and
-    differentiable.
+    [N] of that distribution p, and its KL(p | q) [N] from the `reference` q. All are in nats, float32 (float64
+    for float64 hidden states) and differentiable.
 
     `hidden` is [N, D]. No [tokens, vocabulary] tensor exceeds `chunk_bytes` (or one element, if that is
-    larger). With logits z, p = softmax(z) and entropy H, the gradients are d log p_t / dz_j = [j = t] - p_j
-    and dH / dz_j = -p_j (log p_j + H). Logits that fit `chunk_bytes` all together are kept for the backward
-    pass; otherwise each tile is recomputed there. With `compiles`, torch.compile fuses the elementwise work
-    on each tile.
+    larger). With logits z of p and r of q, and entropy H, the gradients are d log p_t / dz_j = [j = t] - p_j,
+    dH / dz_j = -p_j (log p_j + H) and dKL / dz_j = p_j (z_j - r_j - E_p[z - r]). Logits that fit
+    `chunk_bytes` all together are kept for the backward pass; otherwise, and always for the reference, each
+    tile is recomputed there. With `compiles`, torch.compile fuses the elementwise work on each tile.
     """
+    assert reference is None or head.group is None, "KL needs the whole vocabulary on every rank"
     rule = _Rule(
         head.scale,
         head.softcap,
@@ -84,9 +105,9 @@ def token_logprobs(
         head.accumulates,
         compiles,
         head.group,
+        reference,
     )
-    logprobs, entropy = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets - head.first, rule)
-    return logprobs, entropy
+    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets - head.first, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +115,12 @@ class _Rule:
     scale: float
     softcap: float | None
     temperature: float
-    with_entropy: bool
-    chunk_bytes: int
-    accumulates: bool
-    compiles: bool
-    group: dist.ProcessGroup | None
+    with_entropy: bool = False
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    accumulates: bool = False
+    compiles: bool = False
+    group: dist.ProcessGroup | None = None
+    reference: TiledLogits | None = None
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Logits of one tile, divided by the temperature."""
@@ -131,43 +153,46 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: _Rule
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         device = hidden.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.dtype = _compute_dtype(hidden)
         exact = torch.float64 if ctx.dtype == torch.float64 else torch.float32
         states = hidden.to(ctx.dtype)
         target_logits, log_total = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(2))
         entropy = torch.zeros_like(log_total) if rule.with_entropy else None
+        kl, gap = (None if rule.reference is None else torch.zeros_like(log_total) for _ in range(2))
         vocab, kept = len(weight), []
         is_kept = len(targets) * vocab * exact.itemsize <= rule.chunk_bytes
         running = None
         with torch.autocast(device, enabled=False):
             for tokens, columns in rule.tiles(states, vocab, exact.itemsize):
                 if running is None or columns.start == 0:
-                    running = _RunningSoftmax(targets[tokens], exact, rule.with_entropy, rule.compiles)
+                    running = _RunningSoftmax(targets[tokens], exact, rule)
                 logits = rule.logits(states[tokens], weight[columns], None if bias is None else bias[columns])
-                running.add(logits, columns)
+                running.add(logits, columns, rule.reference and rule.reference.tile(tokens, columns))
                 if is_kept:
                     kept.append(logits)
                 if columns.stop == vocab:
                     target_logits[tokens], log_total[tokens] = running.target, running.log_total()
                     if entropy is not None:
                         entropy[tokens] = running.entropy()
+                    if kl is not None and gap is not None:
+                        kl[tokens], gap[tokens] = running.kl()
         if rule.group is not None:
             target_logits, log_total, entropy = _over_ranks(target_logits, log_total, entropy, rule.group)
         ctx.rule, ctx.hidden_dtype = rule, hidden.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(states, weight, bias, targets, log_total, entropy, *kept)
-        return target_logits - log_total, entropy
+        ctx.save_for_backward(states, weight, bias, targets, log_total, entropy, gap, *kept)
+        return target_logits - log_total, entropy, kl
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        states, weight, bias, targets, log_total, entropy, *kept = ctx.saved_tensors
+        states, weight, bias, targets, log_total, entropy, gap, *kept = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        if grad_logprobs is None and grad_entropy is None:
+        if grad_logprobs is None and grad_entropy is None and grad_kl is None:
             return (None,) * 5
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(states, dtype=log_total.dtype) if wants_hidden else None
@@ -188,6 +213,9 @@ class _TokenLogprobs(torch.autograd.Function):
                     None if grad_entropy is None else (grad_entropy[tokens], entropy.detach()[tokens])
                 )
                 grad = grad_logits(logits, log_total[tokens], grad_logprobs[tokens], of_entropy)
+                if grad_kl is not None and rule.reference is not None:
+                    ref_logits = rule.reference.tile(tokens, columns)
+                    grad += _grad_kl(logits, log_total[tokens], ref_logits, gap[tokens], grad_kl[tokens])
                 inside, column = _place(targets[tokens], columns)
                 grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[tokens], 0.0).unsqueeze(1))
                 grad = rule.grad_raw(grad, logits)
@@ -236,22 +264,29 @@ def _weight_gradient(weight: Tensor, accumulates: bool) -> Tensor:
 
 class _RunningSoftmax:
     """Online softmax of N tokens over successive vocabulary tiles: with m the largest logit so far, the
-    running sums of exp(z - m) and, for the entropy, exp(z - m) (z - m)."""
+    running sums of exp(z - m), for the entropy of exp(z - m) (z - m), and for KL from the softmax of the
+    reference's logits r of exp(z - m) (z - r)."""
 
-    def __init__(self, targets: Tensor, dtype: torch.dtype, with_entropy: bool, compiles: bool) -> None:
+    def __init__(self, targets: Tensor, dtype: torch.dtype, rule: _Rule) -> None:
         self._targets = targets
-        self._fold = compiled(_fold) if compiles else _fold
+        self._fold = compiled(_fold) if rule.compiles else _fold
         self._largest = torch.full_like(targets, torch.finfo(dtype).min, dtype=dtype)
         self._total = torch.zeros_like(self._largest)
-        self._moment = torch.zeros_like(self._largest) if with_entropy else None
+        self._moment = torch.zeros_like(self._largest) if rule.with_entropy else None
+        self._gap = torch.zeros_like(self._largest)
+        self._ref: _RunningSoftmax | None = None
+        if rule.reference is not None:
+            self._ref = _RunningSoftmax(targets, dtype, replace(rule, with_entropy=False, reference=None))
         self.target = torch.zeros_like(self._largest)
 
-    def add(self, logits: Tensor, columns: slice) -> None:
+    def add(self, logits: Tensor, columns: slice, ref_logits: Tensor | None = None) -> None:
         inside, column = _place(self._targets, columns)
         self.target = torch.where(inside, logits.gather(1, column).squeeze(1), self.target)
-        self._largest, self._total, self._moment = self._fold(
-            logits, self._largest, self._total, self._moment
+        self._largest, self._total, self._moment, self._gap = self._fold(
+            logits, ref_logits, self._largest, self._total, self._moment, self._gap
         )
+        if self._ref is not None and ref_logits is not None:
+            self._ref.add(ref_logits, columns)
 
     def log_total(self) -> Tensor:
         """log sum exp(z)."""
@@ -262,20 +297,33 @@ class _RunningSoftmax:
         assert self._moment is not None, "built without entropy"
         return self._total.log() - self._moment / self._total
 
+    def kl(self) -> tuple[Tensor, Tensor]:
+        """KL = E[z - r] + log sum exp(r) - log sum exp(z), and E[z - r]."""
+        assert self._ref is not None, "built without KL"
+        gap = self._gap / self._total
+        # Not from the two log-totals, whose rounding can exceed a small KL.
+        return gap + (self._ref._largest - self._largest) + (self._ref._total / self._total).log(), gap
+
 
 def _fold(
-    logits: Tensor, before: Tensor, total: Tensor, moment: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Update the running (largest, total, moment) with one tile."""
+    logits: Tensor,
+    ref_logits: Tensor | None,
+    before: Tensor,
+    total: Tensor,
+    moment: Tensor | None,
+    gap: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Update the running (largest, total, moment, gap) with one tile."""
     largest = torch.maximum(before, logits.amax(1))
     drop = before - largest
     decay = drop.exp()
     shifted = logits - largest.unsqueeze(1)
-    if moment is None:
-        return largest, total * decay + shifted.exp_().sum(1), None
-    weights = shifted.exp()
-    moment = (moment + total * drop) * decay + torch.linalg.vecdot(weights, shifted)
-    return largest, total * decay + weights.sum(1), moment
+    weights = shifted.exp_() if moment is None else shifted.exp()
+    if moment is not None:
+        moment = (moment + total * drop) * decay + torch.linalg.vecdot(weights, shifted)
+    if ref_logits is not None:
+        gap = gap * decay + torch.linalg.vecdot(weights, logits - ref_logits)
+    return largest, total * decay + weights.sum(1), moment, gap
 
 
 def _grad_logits(
@@ -292,6 +340,12 @@ def _grad_logits(
     return probs.mul_(logp)
 
 
+def _grad_kl(logits: Tensor, log_total: Tensor, ref_logits: Tensor, gap: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of a tile's logits z for KLs with gradient g: p_j (z_j - r_j - E[z - r]) g."""
+    difference = (logits - ref_logits).sub_(gap.unsqueeze(1)).mul_(grad.unsqueeze(1))
+    return (logits - log_total.unsqueeze(1)).exp_().mul_(difference)
+
+
 def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """(is_inside [N], column [N, 1]) of each target in the slice; the column of targets outside is
     arbitrary."""
@@ -305,6 +359,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total.add_(left @ right)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Type of the products: autocast's, or that of the hidden states."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _cap(raw: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -175,7 +175,7 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.verb != "train":
         return
     is_late = plan.old_logprobs in ("current", "interpolated")
-    if is_late and recipe.kl_in == "reward" and recipe.kl_coef > 0:
+    if is_late and recipe.kl_in == "reward" and recipe.kl_coef > 0 and not recipe.full_kl_in:
         yield (
             "algorithm.old_logprobs",
             f"KL in the reward needs log-probs before the update, which {plan.old_logprobs} does not compute; set it to "
@@ -203,6 +203,18 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield (
             "algorithm.aggregation_constant",
             "episodes of a simulator have no maximum response length to derive it from; set it",
+        )
+
+
+def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
+    policy, reference = (plan.layout.role(role) for role in ("policy", "reference"))
+    if plan.recipe.full_kl_in and policy and reference and not reference.shares_processes(policy):
+        here, there = (f"{of.kind} on {format_numbers(of.devices)}" for of in (policy, reference))
+        yield (
+            "algorithm.kl_estimator",
+            f"full compares all logits of policy ({here}) and reference ({there}), which must run in the same processes: set "
+            "train.backend and reference.train.backend to the same of single, fsdp, fsdp2 and deepspeed, and give both the "
+            "same devices in cluster.placement; or choose k1, k2 or k3",
         )
 
 
@@ -269,6 +281,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _batches,
     _environment,
     _algorithm,
+    _full_kl,
     credit.credit_problems,
     _contexts,
     rotary_problems,

@@ -66,6 +66,11 @@ class RoleLayout:
         """Its devices without duplicates, in ascending order."""
         return tuple(sorted({device for worker in self.workers for device in worker.devices}))
 
+    def shares_processes(self, other: RoleLayout) -> bool:
+        """Whether two training roles run in the same processes. Megatron allows one parallel layout per
+        process, so its roles never do."""
+        return self.kind == other.kind != "megatron" and self.workers == other.workers
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -177,7 +177,7 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
     if chosen != "auto":
         return chosen
     is_needed = (
-        (recipe.kl_coef > 0 and recipe.kl_in == "reward")
+        (recipe.kl_coef > 0 and recipe.kl_in == "reward" and not recipe.full_kl_in)
         or bool(recipe.corrections)
         or recipe.policy_loss in CHOOSING_LOSSES
     )

@@ -73,7 +73,7 @@ METRICS: tuple[Metric, ...] = (
     # policy
     Metric("policy/loss", "", "The policy's loss, KL and entropy terms included."),
     Metric("policy/entropy", "nats", "Mean entropy of the distribution sampled from, per token."),
-    Metric("policy/kl", "nats", "Mean KL of the policy from the reference, per token, by the config's estimator."),
+    Metric("policy/kl", "nats", "Mean KL of the policy from the reference, per token, by the config's estimator; with full in the reward only reward/kl."),
     Metric("policy/approx_kl", "nats", "Mean KL of the policy from itself before the round's first step (k3)."),
     Metric("policy/ratio_mean", "", "Mean probability ratio of the policy to itself before the round's first step."),
     Metric("policy/ratio_max", "", "Maximum such ratio."),

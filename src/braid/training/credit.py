@@ -36,7 +36,7 @@ from braid.algorithms.advantages import (
     likelihood_advantages,
     whiten,
 )
-from braid.algorithms.kl import kl_estimate
+from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments, reward_statistics
 from braid.types import Advantage, Row
@@ -139,15 +139,16 @@ def _standardize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -
 
 def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:
     """rewards[t] -= kl_coef * kl(old, ref)[t]; returns the mean KL per position."""
+
+    def kl_of(row: Row) -> Tensor:
+        if recipe.full_kl_in:
+            return clamped(torch.from_numpy(row.fields["kl"]), recipe.kl_clamp)
+        old, ref = (torch.from_numpy(row.fields[name]) for name in ("old_logprobs", "ref_logprobs"))
+        return kl_estimate(old, ref, estimator=recipe.kl_estimator, clamp=recipe.kl_clamp)
+
     total, count = 0.0, 0
     for row in rows:
-        kl = kl_estimate(
-            torch.from_numpy(row.fields["old_logprobs"]),
-            torch.from_numpy(row.fields["ref_logprobs"]),
-            estimator=recipe.kl_estimator,
-            clamp=recipe.kl_clamp,
-        ).numpy()
-        kl = np.where(row.mask, kl, np.float32(0.0))
+        kl = np.where(row.mask, kl_of(row).numpy(), np.float32(0.0))
         row.fields["rewards"] = row.fields["rewards"] - np.float32(kl_coef) * kl
         total, count = total + float(kl.sum()), count + row.num_tokens
     return total / max(count, 1)

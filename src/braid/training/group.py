@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.models.base import Output
+from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
+from braid.models.logprobs import TiledLogits
 from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.types import Row
 
@@ -52,6 +54,15 @@ class ShardedBackend(Protocol):
     ) -> list[dict[str, NDArray[np.float32]]]: ...
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport: ...
+
+    def use_reference(self, logits: Callable[[PackedBatch], TiledLogits]) -> None:
+        """Measure the output "kl" of a policy from `logits` of the reference in the same process."""
+        ...
+
+    def logits(self, batch: PackedBatch) -> TiledLogits:
+        """Logits that predict the policy's tokens, for the output "kl" of another model. They stay valid
+        until the weights change."""
+        ...
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
         """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others. `merged` as in

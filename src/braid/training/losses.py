@@ -13,11 +13,12 @@ from torch import Tensor
 
 from braid.algorithms.aggregate import aggregate
 from braid.algorithms.corrections import correction_factor, proximal_logprobs, sampling_weight
-from braid.algorithms.kl import kl_estimate
+from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
 from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
 from braid.algorithms.segments import Segments, segments
 from braid.algorithms.value_loss import value_loss
+from braid.models.base import Output
 from braid.models.batch import PackedBatch
 
 from .backend import Diagnostics, Loss
@@ -32,9 +33,10 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
     The KL term is in the loss only with kl_in: loss. `kl_coef` overrides the recipe's, since it may change
     from round to round. Fields read: `advantages`; `old_logprobs` (default: interpolated from
     `policy_versions`, where `version` is being trained; without these the current log-probs, detached);
-    `ref_logprobs`, required for KL in the loss; `behavior_logprobs`, required for corrections and for the
-    metrics of the mismatch between engine and trainer (measured at the old log-probs, so 0 if those are the
-    engine's); and the fields of step_fields.py that the recipe needs.
+    `ref_logprobs`, required for KL in the loss unless it is full (the model's output `kl`);
+    `behavior_logprobs`, required for corrections and for the metrics of the mismatch between engine and
+    trainer (measured at the old log-probs, so 0 if those are the engine's); and the fields of step_fields.py
+    that the recipe needs.
 
     With logprob_level action or chunk, the surrogate is that of decisions: of the sum of a decision's
     log-probs. It is divided among the decision's tokens, so the weights of rows must count decisions; so it
@@ -46,7 +48,8 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
     """
     limits = {} if recipe.early_stop_ratio is None else {"policy/ratio_mean": recipe.early_stop_ratio}
     coef = recipe.kl_coef if kl_coef is None else kl_coef
-    return Loss(frozenset({"logprobs", "entropy"}), partial(_policy_loss, recipe, coef, version), limits)
+    outputs: list[Output] = ["logprobs", "entropy", *(("kl",) if recipe.full_kl_in == "loss" else ())]
+    return Loss(frozenset(outputs), partial(_policy_loss, recipe, coef, version), limits)
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
@@ -92,10 +95,7 @@ def _policy_loss(
         factor, of_corrections = _corrections(recipe, old, batch)
         per_token = factor * per_token
         means |= of_corrections
-    if "ref_logprobs" in fields:
-        kl = kl_estimate(
-            logprobs, fields["ref_logprobs"], estimator=recipe.kl_estimator, clamp=recipe.kl_clamp
-        )
+    if (kl := _kl(recipe, outputs, fields)) is not None:
         means["kl"] = kl.detach()
         if recipe.kl_in == "loss":
             per_token = per_token + kl_coef * kl
@@ -118,6 +118,15 @@ def _policy_loss(
         successes = _diagnostics("policy", weights > 0, {"supervised_loss": -logprobs.detach()})
         diagnostics.means.update(successes.means)
     return loss, diagnostics
+
+
+def _kl(recipe: Recipe, outputs: dict[str, Tensor], fields: dict[str, Tensor]) -> Tensor | None:
+    if "kl" in outputs:
+        return clamped(outputs["kl"], recipe.kl_clamp)
+    if "ref_logprobs" not in fields:
+        return None
+    ref, estimator = fields["ref_logprobs"], recipe.kl_estimator
+    return kl_estimate(outputs["logprobs"], ref, estimator=estimator, clamp=recipe.kl_clamp)
 
 
 def _segments(batch: PackedBatch, level: str) -> Segments | None:

@@ -40,8 +40,10 @@ class Ranks:
         self._sender: Sender | None = None
 
     def add(self, name: str, role: TrainingRole, config: RunConfig, total_steps: int) -> None:
-        """Build this rank's part of a role's model under `name`."""
+        """Build this rank's part of a role's model under `name`. A reference is the one of a policy here."""
         self._backends[name] = _backend_of(role, config, total_steps, self._device)
+        if role == "reference" and "policy" in self._backends:
+            self._backends["policy"].use_reference(self._backends[name].logits)
 
     def __getattr__(self, name: str) -> Any:
         """`NAME.METHOD` is that method of the backend `NAME`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from braid.errors import CheckpointError, TrainingError
 from braid.models.base import Output, TrainableModel, copy_weights
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
+from braid.models.logprobs import TiledLogits
 from braid.models.lora import merged_weights
 from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
@@ -38,6 +39,9 @@ from braid.training.optimizer import (
 from braid.training.packing import grouped_micro_batches, pack, unpack
 from braid.training.shards import Written, read_whole, write_state
 from braid.types import Row
+
+if TYPE_CHECKING:  # imports transformers
+    from braid.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +108,21 @@ class SingleBackend:
             self._work.infer_flops += self._flops_of(rows).forward
             self._work.infer_s += time.perf_counter() - start
         return results
+
+    def use_reference(self, logits: Callable[[PackedBatch], TiledLogits]) -> None:
+        """See ShardedBackend."""
+        cast("CausalLM", self._model).reference = logits
+
+    def logits(self, batch: PackedBatch) -> TiledLogits:
+        """See ShardedBackend."""
+        dtype = autocast_dtype(self._config, self._device)
+        # Called within the policy's pass: not in its autocast type, nor with its cache of converted weights,
+        # which knows adapters by the tensors that AdapterReference lends to the reference.
+        with (
+            torch.no_grad(),
+            torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False),
+        ):
+            return cast("Any", self._forward(batch, frozenset({"logits"}))["logits"])
 
     def train(
         self,

@@ -377,7 +377,7 @@ class Decoder(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, _ = token_logprobs(
             hidden.squeeze(1).index_select(0, here),
             self._head(),
             ids,
