@@ -152,6 +152,30 @@ def test_roll_s_rlvr_file_learns(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     check(learned("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch))
 
 
+def test_roll_s_full_kl_penalty_runs_in_one_process(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [
+        f"output_dir={home}/full",
+        f"pretrain={home}/model",
+        f"actor_train.data_args.file_name={home}/roll.json",
+        "+add_token_level_kl=true",
+        "+kl_penalty=full",
+        "max_steps=2",
+        "rollout_batch_size=8",
+        "prompt_length=8",
+        "response_length=8",
+        "actor_train.device_mapping=[0]",
+        "actor_train.training_args.per_device_train_batch_size=8",
+        "actor_train.training_args.gradient_accumulation_steps=8",
+        "actor_train.training_args.learning_rate=2e-3",
+        "actor_train.training_args.warmup_steps=0",
+    ]
+    run_dir = trained("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch, **IN_ONE_PROCESS)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, second = [line["reward/kl"] for line in lines if "reward/kl" in line]
+    assert first == 0.0
+    assert second > 1e-4
+
+
 def test_roll_s_domains_have_their_shares_of_every_round(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"instruction": k, "ground_truth": "2", "tag": "few" if k == "a" else "many"} for k in LETTERS]
     _write_lines(home / "domains.json", rows, whole=True)

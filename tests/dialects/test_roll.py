@@ -455,6 +455,10 @@ def test_engines_are_as_many_as_their_devices_allow(
                 "kl_horizon": 100.0,
             },
         ),
+        (
+            {"add_token_level_kl": True, "kl_penalty": "full"},
+            {"kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "full", "kl_clamp": "off"},
+        ),
         ({"init_kl_coef": 0.5}, {"kl_coef": 0.0}),  # no reference is loaded for nothing
         ({"dual_clip_loss": True, "pg_clip": 0.3}, {"dual_clip": 1.6, "clip_low": 0.3, "clip_high": 0.3}),
         (

@@ -38,7 +38,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-sum-norm": "token_sum_constant",
 }
-KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}
+KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3", "full": "full"}
 LEVELS = {"token": "token", "segment": "turn_geometric", "geometric": "geometric", "sequence": "sequence"}
 
 
@@ -128,12 +128,6 @@ def _kl(_: Any, source: Source) -> Became:
             "algorithm.kl_clamp": 10.0 if estimator == "k3" else "off",
         }
     )
-
-
-def _kl_penalty(value: str, source: Source) -> Any:
-    if value == "full":
-        return unsupported("the sum over the vocabulary is not built; use k3, which has the same mean")
-    return _kl(value, source)
 
 
 def _old_logprobs(_: Any, source: Source) -> str:
@@ -305,9 +299,10 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("init_kl_coef", "algorithm.kl_coef", NON_NEGATIVE, when(facts.not_in_reward, then=_kl), default=0.2,
           note="ROLL loads a reference and recomputes old log-probs whenever it is not 0; here only if KL is used"),
     Apply("kl_penalty", "algorithm.kl_estimator", choice("kl", "abs", "mse", "k3", "full"),
-          when(facts.not_in_reward, then=_kl_penalty), default="kl",
+          when(facts.not_in_reward, then=_kl), default="kl",
           note="of the KL in the reward, with d = log policy - log reference: kl d, abs |d|, mse d^2/2, "
-          "k3 exp(-d) + d - 1. The KL in the loss is k3 always"),
+          "k3 exp(-d) + d - 1, full the sum of p d over the vocabulary (ROLL sums over positions by mistake, and fails on "
+          "most shapes). The KL in the loss is k3 always"),
     Apply("target_kl", "algorithm.kl_target", nullable(POSITIVE),
           when(facts.not_in_reward, then=null_as("off")), default=None,
           note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
