@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,16 +18,22 @@ from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
 from braid.models.tokenizer import character_tokenizer
 from braid.training.backends.fsdp import FsdpBackend
+from braid.training.losses import supervised_loss
+from braid.types import Row
 
 CPU = torch.device("cpu")
 SPEC = BuildSpec(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, head_dim=16)
 
 
+def _backend(kind: Any, **keys: Any) -> FsdpBackend:
+    model = build_model(SPEC, character_tokenizer(SPEC.characters), dtype=torch.float32, seed=0)
+    config = TrainConfig.model_validate({"backend": kind, "fsdp": keys, "micro_batch_tokens": 8})
+    return FsdpBackend(CausalLM(model), config, total_steps=1, device=CPU, kind=kind)
+
+
 def _modules(kind: Any, **keys: Any) -> list[Any]:
     """The root and the layers, as wrapped under these keys."""
-    model = build_model(SPEC, character_tokenizer(SPEC.characters), dtype=torch.float32, seed=0)
-    config = TrainConfig.model_validate({"backend": kind, "fsdp": keys})
-    backend = FsdpBackend(CausalLM(model), config, total_steps=1, device=CPU, kind=kind)
+    backend = _backend(kind, **keys)
     wrapped = FullyShardedDataParallel if kind == "fsdp" else FSDPModule
     return [module for module in backend._net.modules() if isinstance(module, wrapped)]
 
@@ -86,10 +93,23 @@ def _check_fsdp2() -> None:
         assert group.mp_policy.reduce_dtype == torch.float32
 
 
+def _check_gradients() -> None:
+    """Those of several micro-batches in bf16, reduced after the last, add up in every kind of sharding."""
+    rows = [Row({"input_ids": np.arange(3, 10)}, np.arange(7) > 0, i, i) for i in range(4)]
+    norms = [
+        _backend("fsdp", sharding=sharding, param_dtype="bf16")
+        .train(rows, [1 / 24] * 4, supervised_loss(), rows[0])
+        .grad_norm
+        for sharding in ("full", "grad_op", "none")
+    ]
+    assert norms == pytest.approx([norms[0]] * 3, rel=2**-8)  # roundings of bf16
+
+
 def _check(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     _check_fsdp()
     _check_fsdp2()
+    _check_gradients()
     dist.destroy_process_group()
 
 

@@ -86,6 +86,9 @@ class FsdpBackend(RankBackend):
         whole = {name: tensor.detach() for name, tensor in _tensors_of(model.module)}
         mesh = _mesh(config.fsdp, device)
         computes_in = _use_float32_shards(model.module, kind) if total_steps else None
+        if computes_in or config.fsdp.param_dtype:
+            for p in model.module.parameters():
+                p.grad_dtype = None  # gradients stay in half precision until they are reduced
         self._dtypes = {name: tensor.dtype for name, tensor in whole.items()}
         self._pass = Pass(model)
         self._net: nn.Module = self._pass
@@ -315,7 +318,6 @@ def _use_float32_shards(module: nn.Module, kind: Literal["fsdp", "fsdp2"]) -> to
     for p in halves if had else []:
         if p.requires_grad or kind == "fsdp":
             p.data = torch.empty_like(p, dtype=torch.float32)
-            p.grad_dtype = None  # FSDP keeps gradients in half precision until they are reduced
     return had
 
 
