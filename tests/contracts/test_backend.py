@@ -295,9 +295,10 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(case: Case) -> None:
     with pytest.raises(TrainingError) as caught:
         backend.train(bad, case.weights, loss)
     assert str(caught.value) == (
-        "2 optimizer steps in a row had a loss or gradient that is not finite, as many as train.max_skipped_steps allows. "
-        "The last was step 4 of 10 (loss nan, gradient norm nan); the last finite one was step 2. Lower train.optimizer.lr, "
-        "or look for rewards out of range in the stored samples"
+        "2 consecutive optimizer steps had a loss or gradient that is not finite "
+        "(train.max_skipped_steps). The last was step 4 of 10 (loss nan, gradient norm nan); the last "
+        "finite one was step 2. Lower train.optimizer.lr, or check the stored samples for "
+        "extreme rewards"
     )
 
 
@@ -346,13 +347,13 @@ def test_a_model_that_is_never_trained_has_a_state_too(case: Case) -> None:
 
 
 def test_the_state_of_another_model_is_refused(case: Case) -> None:
-    with pytest.raises(CheckpointError, match=r"another model: .* is \(.*\) in this run's model and \(.*\)"):
+    with pytest.raises(CheckpointError, match=r"a different model: .* is \(.*\) in this run and \(.*\)"):
         case.make().load(case.make(width=32).state())
     state = case.make().state()
     name = next(iter(state["weights"]))
     del state["weights"][name]
     with pytest.raises(
-        CheckpointError, match=f"{name} is .* and absent in the checkpoint \\(1 such weights\\)"
+        CheckpointError, match=f"{name} is .* and absent in the checkpoint \\(1 weights differ\\)"
     ):
         case.make().load(state)
 

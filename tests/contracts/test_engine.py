@@ -283,7 +283,7 @@ def test_a_transfer_that_was_damaged_is_named_and_nothing_is_sampled_until_one_e
     publish(engine, lm, 11)
     with (
         damaged(engine._sender),
-        pytest.raises(EngineError, match=r"are not what the trainer"),
+        pytest.raises(EngineError, match=r"differ from what the trainer"),
     ):
         engine.load_weights(12, lm.named_weights())
     with pytest.raises(EngineError, match="has no weights"):

@@ -88,7 +88,7 @@ def tokens_of(answers: Sequence[Completion | BaseException]) -> list[list[int]]:
 def test_a_server_that_is_not_there_is_named(tmp_path: Path, protocol: Protocol) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with (
-        pytest.raises(EngineError, match=f"{url} failed on GET .* \\(4 tries\\)"),
+        pytest.raises(EngineError, match=f"{url} failed on GET .* \\(4 attempts\\)"),
         connected(url, tmp_path, LIMIT_S, protocol),
     ):
         pass
@@ -124,7 +124,7 @@ def test_a_request_outlives_what_may_pass(tmp_path: Path, protocol: Protocol, fa
         (["400"], r"failed on POST /\S+: answered 400"),
         (["hang"], r"failed on POST /\S+: no answer within 3 s"),
         (["drip"], r"failed on POST /\S+: no answer within"),
-        (["503", "hang"], r"\(2 tries\): no answer within .*; before: answered 503"),
+        (["503", "hang"], r"\(2 attempts\): no answer within .*; before: answered 503"),
     ],
 )
 def test_a_server_that_goes_on_failing_is_an_error_that_says_what_it_did(
@@ -324,7 +324,7 @@ def test_a_server_of_the_run_is_started_told_apart_when_it_dies_and_ended(
         (server,) = [process for process in started if not process.children()]
         server.kill()
         (error,) = ask(engine, REQUEST)
-        assert "SGLang engine 0 ended (killed by SIGKILL)" in str(error)
+        assert "SGLang engine 0 exited (killed by SIGKILL)" in str(error)
         assert "fired up" in str(error), "its log ends the message"
     assert not psutil.wait_procs(list(started), timeout=LIMIT_S)[1]
 

@@ -296,5 +296,5 @@ def test_without_a_gpu_megatron_says_what_runs_instead() -> None:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     last = ended.stderr.strip().splitlines()[-1]
-    assert "TrainingError: train.backend=megatron needs CUDA devices, which this process lacks (" in last
-    assert "Use fsdp2, fsdp or deepspeed on CPUs" in last
+    assert "TrainingError: train.backend=megatron needs a CUDA device (" in last
+    assert "use fsdp2, fsdp or deepspeed on CPUs" in last

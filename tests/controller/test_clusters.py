@@ -88,11 +88,11 @@ def test_workers_start_on_the_machine_and_see_the_gpus_of_their_seats(joined: Cl
     [
         (
             [0, 0, 0],
-            r"needs 3 machines, and the Ray cluster has 2: .*ray start --address=.*cluster.num_nodes",
+            r"needs 3 machines, but the Ray cluster has 2: .*ray start --address=.*cluster.num_nodes",
         ),
         (
             [2, 4],
-            r"needs 2 machines with 4 GPUs each, and the Ray cluster has 2: .* \(2 GPUs\), .* \(2 GPUs\)",
+            r"needs 2 machines with 4 GPUs each, but the Ray cluster has 2: .* \(2 GPUs\), .* \(2 GPUs\)",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_driver_without_gpus_does_not_leave_those_of_its_cluster_unused(joined
 def test_a_folder_of_the_run_that_another_machine_has_not_is_told(joined: ClusterConfig) -> None:
     mine = Path(f"/proc/self/task/{os.getpid()}")  # which no other process finds
     with pytest.raises(
-        WorkerError, match=r"run.output_dir: the machine .* has no .*; give a folder on a file system"
+        WorkerError, match=r"run.output_dir: the machine .* has no .*; choose a folder on a file system"
     ):
         RayGroup("policy", 1, joined).make(lambda place: place, mine)
 
@@ -127,7 +127,7 @@ def test_a_machine_with_another_braid_is_named(
     (tmp_path / "braid/__init__.py").write_text(code)
     other = cluster.add_node(**{**_SIZE, "num_gpus": 4}, env_vars={"PYTHONPATH": str(tmp_path)})
     try:
-        with pytest.raises(ConfigError, match=f"has braid 0.0.1, and this one {braid.__version__}"):
+        with pytest.raises(ConfigError, match=f"has braid 0.0.1, but this one {braid.__version__}"):
             Machines(joined, [4], devices_per_node=4)
     finally:
         cluster.remove_node(other)
@@ -141,7 +141,7 @@ def test_a_cluster_of_another_ray_is_told_with_both_versions(cluster: Cluster) -
     client.internal_kv_put(key, other, True, namespace=space)
     try:
         with pytest.raises(
-            ConfigError, match=rf"Ray: 2\.0\.0.* same Ray and Python as here: Ray {ray.__version__}"
+            ConfigError, match=rf"Ray: 2\.0\.0.* same versions as this machine: Ray {ray.__version__}"
         ):
             connect(ClusterConfig(address=cluster.address), num_processes=1)
     finally:

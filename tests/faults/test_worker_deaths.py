@@ -178,12 +178,12 @@ def test_an_engine_that_is_killed_while_it_rests_ends_the_run_by_name(
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(
-            WorkerError, match=r"rollout worker 0 of 1 .*vLLM engine 0 ended \(killed by SIGKILL\)"
+            WorkerError, match=r"rollout worker 0 of 1 .*vLLM engine 0 exited \(killed by SIGKILL\)"
         ),
     ):
         commands.train(load_config(path))
     told = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
-    assert ["vLLM engine 0 ended" in text for text in told] == [True] * len(_ENGINE_KILLS)
+    assert ["vLLM engine 0 exited" in text for text in told] == [True] * len(_ENGINE_KILLS)
 
 
 def test_a_worker_that_is_stopped_ends_the_run_at_the_deadline_by_name(

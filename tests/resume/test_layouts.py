@@ -215,7 +215,7 @@ def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
     if lora is None:
         _assert_loss_scale_goes_on("deepspeed", "odd", folder / "scaled")
     other = _backend("fsdp2", None, "narrow")
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="of a different model"):
         other.restore(counters, str(folder / "fsdp2"))
     dist.destroy_process_group()
 

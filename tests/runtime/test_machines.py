@@ -30,7 +30,9 @@ def closed_address() -> str:
 def test_an_address_where_nobody_answers_is_told_in_seconds(
     closed_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"'{closed_address}' cannot be joined: no cluster answers there"):
+    with pytest.raises(
+        ConfigError, match=f"cannot join the Ray cluster '{closed_address}': no cluster answers there"
+    ):
         connect(ClusterConfig(address=closed_address), num_processes=1)
     monkeypatch.setenv("RAY_ADDRESS", closed_address)
     for address in (None, "auto"):
@@ -56,7 +58,9 @@ def test_an_address_where_something_else_answers_is_told_in_seconds(answer: byte
 
         pool.submit(serve)
         address = f"127.0.0.2:{server.getsockname()[1]}"  # Ray takes 127.0.0.1 for the machine's own
-        with pytest.raises(ConfigError, match=f"'{address}' cannot be joined: no cluster answers there"):
+        with pytest.raises(
+            ConfigError, match=f"cannot join the Ray cluster '{address}': no cluster answers there"
+        ):
             connect(ClusterConfig(address=address), num_processes=1)
     assert not ray.is_initialized()
 
@@ -67,7 +71,7 @@ def test_a_folder_in_which_ray_cannot_start_is_named(
 ) -> None:
     folder = str(tmp_path / ("x" * 100)) if is_long else "/proc/nowhere"
     monkeypatch.setenv("RAY_TMPDIR", folder)
-    with pytest.raises(ConfigError, match=rf"Ray cannot start here \(.*RAY_TMPDIR \({folder}\)"):
+    with pytest.raises(ConfigError, match=rf"cannot start Ray on this machine \(.*RAY_TMPDIR \({folder}\)"):
         connect(ClusterConfig(), num_processes=1)
     assert not ray.is_initialized()
     assert "RAY_AUTH_TOKEN" not in os.environ
@@ -81,7 +85,9 @@ def test_an_address_of_another_form_is_refused(address: str) -> None:
 
 def test_several_machines_are_not_started_from_one() -> None:
     with pytest.raises(
-        ConfigError, match=r"2 machines are wanted.* ray start --head here.* or set cluster.num_nodes=1"
+        ConfigError,
+        match=r"the run needs 2 machines.* `ray start --head` here.* or set "
+        r"cluster.num_nodes=1",
     ):
         connect(ClusterConfig(num_nodes=2), num_processes=1)
 
@@ -113,7 +119,7 @@ def test_a_start_of_ray_that_times_out_is_repeated_without_its_processes(
     try:
         assert len(late.started) >= 2
         await_end(late.started)
-        assert "timed out during startup.); trying again" in caplog.text
+        assert "timed out during startup.); retrying" in caplog.text
         assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
     finally:
         leave()

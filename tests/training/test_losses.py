@@ -295,7 +295,7 @@ def test_the_decoupled_recipe_weighs_by_the_sampler_and_leaves_out_what_is_far()
 
 def test_a_correction_without_the_samplers_log_probs_is_our_bug() -> None:
     recipe = replace(GRPO, corrections=(Correction(level="token", mode="mask", low=0.0, high=2.0),))
-    with pytest.raises(AssertionError, match="needs the sampler's log-probs"):
+    with pytest.raises(AssertionError, match="need behavior_logprobs"):
         _policy(recipe, [-1.0, -2.0], advantages=[0.0, 0.0])
 
 

@@ -49,7 +49,7 @@ def test_an_engine_that_fails_ends_the_wait_for_its_collective(wires: tuple[Wire
     outlet = GroupOutlet(group, GPU, [to_engine])
     outlet.put(PIECE, None, time.monotonic() + LIMIT_S)
     to_trainer.close("out of memory")
-    with pytest.raises(EngineError, match="engine 0 failed while taking over weights: out of memory"):
+    with pytest.raises(EngineError, match="engine 0 failed while receiving weights: out of memory"):
         outlet.flush(time.monotonic() + LIMIT_S)
     outlet.close()
     assert group.is_aborted
@@ -61,7 +61,7 @@ def test_a_trainer_that_dies_ends_the_wait_whatever_it_sent_before(wires: tuple[
     deadline = time.monotonic() + LIMIT_S
     to_engine.send({"kind": "bucket", "index": 1}, deadline, "sending weights")
     to_engine.close()
-    with pytest.raises(EngineError, match="the trainer is gone while sending weights"):
+    with pytest.raises(EngineError, match="lost the trainer while sending weights"):
         next(iter(inlet.take([(PIECE, None), None], deadline)))
     assert to_trainer.receive("bucket", deadline, "reading on")["index"] == 1
 

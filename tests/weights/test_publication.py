@@ -262,12 +262,12 @@ def test_damage_on_the_way_is_noticed_and_the_next_version_arrives(
         sender._outlet = FaultyOutlet(outlet, fault, old)
         sent = pool.submit(sender.send, 1, _weights(1).items())
         with pytest.raises(
-            EngineError, match=rf"bucket \d.*are not what the trainer sent by {transport} to engine a"
+            EngineError, match=rf"bucket \d.*differ from what the trainer sent by {transport} to engine a"
         ):
             take(receiver, 1)
         with pytest.raises(EngineError, match=r"engine a failed.*bucket") as error:
             sent.result(timeout=LIMIT_S)
-        assert "version 1 was not published" in str(error.value)
+        assert f"syncing version 1 by {transport} failed" in str(error.value)
         pool.submit(sender.send, 2, _weights(2).items())
         _assert_equal(take(receiver, 2), _weights(2))
 
@@ -313,7 +313,7 @@ def test_damaged_files_are_noticed(
     elif fault == "missing":
         file.unlink()
     else:
-        ticket, message = make_sender((), _options("files", tmp_path)).ticket, "did not write it"
+        ticket, message = make_sender((), _options("files", tmp_path)).ticket, "did not write "
     with pytest.raises(EngineError, match=message):
         _take(make_receiver(ticket, "a", 0.3), 0)
 
@@ -322,10 +322,10 @@ def test_a_version_that_was_not_waited_for_is_refused(make_sender: MakeSender) -
     sender = make_sender(("a",), _options("shared_memory"))
     engine = _start(sender.ticket, "a", range(7, 8))
     with pytest.raises(
-        EngineError, match="waits for version 7 of the weights and the trainer sends version 6"
+        EngineError, match="expects version 7 of the weights, but the trainer sends version 6"
     ):
         sender.send(6, _weights(6).items())
-    with pytest.raises(EngineError, match="one of them has missed a round"):
+    with pytest.raises(EngineError, match="one of them missed a round"):
         engine.result(timeout=LIMIT_S)
 
 
@@ -337,10 +337,10 @@ def test_other_models_on_the_two_sides_are_named(
     sent = {"x": torch.zeros(3), "y": torch.zeros(2)}
     cases = (
         ({"x": torch.zeros(3), "y": torch.zeros(4)}, r"sends y of shape \(2,\).*of shape \(4,\)"),
-        ({"x": torch.zeros(3)}, "sends y.*not known"),
+        ({"x": torch.zeros(3)}, "sends y.*unknown"),
         (
             {"x": torch.zeros(3), "y": torch.zeros(2), "z": torch.zeros(2)},
-            "without 1 of the engine's tensors.* z",
+            "lacks 1 of the engine's tensors.* z",
         ),
     )
     with ThreadPoolExecutor(1) as pool:
@@ -354,11 +354,11 @@ def test_waiting_ends_at_the_deadline_and_names_who_did_not_come(
     make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
     silent = make_sender(("a",), _options("shared_memory", timeout_s=2.0))
-    with pytest.raises(EngineError, match="did not answer in time while asked for version 0"):
+    with pytest.raises(EngineError, match="did not answer in time while requesting version 0"):
         list(make_receiver(silent.ticket, "a", 2.0).receive(0))
     sender = make_sender(("a", "b"), _options("shared_memory", timeout_s=2.0))
     make_receiver(sender.ticket, "a", LIMIT_S)  # connects at once
-    with pytest.raises(EngineError, match="engine b did not come for version 0"):
+    with pytest.raises(EngineError, match="engine b did not connect for version 0"):
         sender.send(0, _weights(0).items())
 
 
@@ -373,7 +373,7 @@ def test_an_engine_that_stops_reading_is_named_at_the_deadline(make_sender: Make
 
     engine = _start(sender.ticket, "a", range(1), take)
     try:
-        with pytest.raises(EngineError, match="engine a did not answer in time while taking over"):
+        with pytest.raises(EngineError, match="engine a did not answer in time while receiving"):
             sender.send(0, {str(i): torch.randn(2**19) for i in range(8)}.items())
     finally:
         go_on.set()
@@ -403,7 +403,7 @@ def test_a_second_engine_of_a_name_takes_its_place_or_is_refused(
         sent = pool.submit(sender.send, 0, _weights(0).items())
         refused, served = (second, first) if existing == "refuse" else (first, second)
         taken = pool.submit(_take, served, 0)
-        with pytest.raises(EngineError, match=r"already connected|has taken its place"):
+        with pytest.raises(EngineError, match=r"already connected|replaced by another engine"):
             _take(refused, 0)
         _assert_equal(taken.result(timeout=LIMIT_S), _weights(0))
         assert isinstance(sent.result(timeout=LIMIT_S), Receipt)
@@ -424,9 +424,9 @@ def test_strangers_are_not_let_in(make_sender: MakeSender, make_receiver: MakeRe
         engine = _start(ticket, "a", range(1))
         sender.send(0, _weights(0).items())
     _assert_equal(engine.result(timeout=LIMIT_S)[0], _weights(0))
-    with pytest.raises(EngineError, match="is gone"):
+    with pytest.raises(EngineError, match="lost the trainer"):
         list(stranger.receive(0))
-    with pytest.raises(EngineError, match=r"engine z is none of those that this sender serves \(a\)"):
+    with pytest.raises(EngineError, match=r"unknown engine z; this sender serves a"):
         list(other.receive(0))
 
 
@@ -441,9 +441,7 @@ def test_an_engine_that_makes_no_sense_fails_the_publication_by_name(
         sent = pool.submit(sender.send, 0, _weights(0).items())
         engine.recv(1)
         engine.sendall(struct.pack("!I", len(text)) + text)
-        with pytest.raises(
-            EngineError, match=r"engine a sent \d+ bytes that are no message of a publication"
-        ):
+        with pytest.raises(EngineError, match=r"engine a sent \d+ bytes that are not a weight sync message"):
             sent.result(timeout=LIMIT_S)
 
 
@@ -465,9 +463,7 @@ def test_a_trainer_that_has_ended_is_named(make_sender: MakeSender, make_receive
     sender = make_sender(("a",), _options("shared_memory"))
     ticket = sender.ticket
     sender.close()
-    with pytest.raises(
-        EngineError, match=f"cannot reach the trainer's publications at 127.0.0.1:{ticket.port}"
-    ):
+    with pytest.raises(EngineError, match=f"cannot connect to the trainer at 127.0.0.1:{ticket.port}"):
         make_receiver(ticket, "a", 1.0)
 
 
@@ -512,7 +508,7 @@ def test_an_engine_killed_in_the_midst_is_named_and_leaves_no_memory(
                     process.wait()
                 yield pair
 
-        with pytest.raises(EngineError, match="engine a is gone while taking over"):
+        with pytest.raises(EngineError, match="lost engine a while receiving"):
             sender.send(1, weights())
     assert set(SHM.glob("braid-weights-*")) <= before
 
@@ -538,7 +534,7 @@ def test_a_trainer_killed_in_the_midst_is_named_and_leaves_no_memory(make_receiv
         receiver = make_receiver(Ticket(**json.loads(process.stdout.readline())), "a", 60.0)
         list(receiver.receive(0))
         assert set(SHM.glob("braid-weights-*")) <= before, "gone while both still use it"
-        with pytest.raises(EngineError, match=r"the trainer at .* is gone while sending weights"):
+        with pytest.raises(EngineError, match=r"lost the trainer at .* while sending weights"):
             list(receiver.receive(1))
     assert set(SHM.glob("braid-weights-*")) <= before
 

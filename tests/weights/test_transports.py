@@ -33,8 +33,8 @@ def test_the_cheapest_way_that_works_is_chosen(asked: str, meeting: Meeting, cho
 @pytest.mark.parametrize(
     ("asked", "meeting", "message"),
     [
-        ("nccl", Meeting(), "NCCL carries weights between GPUs"),
-        ("shared_memory", Meeting(is_one_machine=False), "shared_memory ends at the machine"),
+        ("nccl", Meeting(), "NCCL needs GPUs"),
+        ("shared_memory", Meeting(is_one_machine=False), "shared_memory works only within a machine"),
     ],
 )
 def test_a_way_that_cannot_work_is_refused(asked: str, meeting: Meeting, message: str) -> None:

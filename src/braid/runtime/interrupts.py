@@ -100,7 +100,7 @@ class StopSignals:
         threading.Thread(
             target=logger.warning,
             args=(
-                "%s: the run ends with a checkpoint, in %g s or after the update under way; a second signal ends it at once",
+                "%s: stopping with a checkpoint within %g s, or after the update in progress; send it again to stop immediately",
                 name,
                 within_s,
             ),

@@ -72,7 +72,7 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
     for name, limit in _START_LIMITS.items():
         os.environ.setdefault(name, limit)
     if config.num_nodes > 1 and not is_joined(config):
-        raise _problem("cluster.num_nodes", f"{config.num_nodes} machines are wanted, and {_ALONE}")
+        raise _problem("cluster.num_nodes", f"the run needs {config.num_nodes} machines, but {_ALONE}")
     with interrupts_held() as caught:  # an interrupted start of Ray leaves processes behind, or crashes
         if is_joined(config):
             _join(_asked(config))
@@ -126,8 +126,8 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
                 folder = os.environ.get("RAY_TMPDIR", "unset")
                 raise _problem(
                     "cluster",
-                    f"Ray cannot start here ({why}). Its files go to RAY_TMPDIR ({folder}), else to /tmp: "
-                    "name a folder there that can be written to, has room and a short path",
+                    f"cannot start Ray on this machine ({why}). Its files are in RAY_TMPDIR ({folder}), by default /tmp; set it "
+                    "to a writable folder with free space and a short path",
                 ) from error
             if caught:
                 return  # the caller raises the signal again
@@ -136,11 +136,11 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
                 leave()
                 raise WorkerError(
                     f"Ray did not start on this machine in {attempt} attempts over {spent:.0f} s ({why})",
-                    "the machine may be overloaded or short of memory; end other work on it, or raise "
-                    f"cluster.start_timeout_s ({timeout_s:g}) if Ray only needs longer. Ray's logs are in "
-                    "RAY_TMPDIR, else in /tmp/ray",
+                    "the machine may be overloaded or short of memory; stop other work on it, or raise "
+                    f"cluster.start_timeout_s ({timeout_s:g}) if Ray needs more time. Ray's logs are in RAY_TMPDIR, by "
+                    "default /tmp/ray",
                 ) from error
-            logger.warning("Ray did not start (%s); trying again", why)
+            logger.warning("Ray did not start (%s); retrying", why)
 
 
 def _init(num_processes: int) -> None:
@@ -171,8 +171,8 @@ def is_joined(config: ClusterConfig) -> bool:
 _HERE = "local"
 """Ray's address for a new cluster on this machine."""
 _ALONE = (
-    "a cluster that a run starts has only this machine. Run ray start --head here and ray start --address=HOST:6379 "
-    "on each other machine, then set cluster.address=auto; or set cluster.num_nodes=1"
+    "a cluster started by a run has only this machine. Run `ray start --head` here and `ray start --address=HOST:6379` on "
+    "the other machines, then set cluster.address=auto; or set cluster.num_nodes=1"
 )
 
 
@@ -183,7 +183,7 @@ def _asked(config: ClusterConfig) -> str:
 
 def _join(address: str) -> None:
     if "://" in address:
-        raise _cannot_join(address, "that is an address of Ray Client; give that of the cluster, HOST:6379")
+        raise _cannot_join(address, "that is a Ray Client address; use the cluster's address, HOST:6379")
     try:
         found = canonicalize_bootstrap_address(address) or ""
         host, _, port = found.rpartition(":")
@@ -191,12 +191,12 @@ def _join(address: str) -> None:
             if os.environ.get("RAY_USE_TLS") != "1":
                 line.sendall(_PREFACE)
                 if not line.recv(9).startswith(_SETTINGS, 3):
-                    raise ValueError("something else does")
+                    raise ValueError("not a Ray cluster")
     except (OSError, ValueError) as error:  # none was found, its name or form is wrong, or it does not answer
         raise _cannot_join(
             address,
-            f"no cluster answers there ({error}). Run ray start --head on its first machine, give its address as HOST:6379, or "
-            "leave it out for a cluster of this machine alone",
+            f"no cluster answers there ({error}). Run `ray start --head` on its first machine and set the address to "
+            "HOST:6379, or remove it to start a cluster on this machine",
         ) from None
     try:
         ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
@@ -204,14 +204,14 @@ def _join(address: str) -> None:
         ray.shutdown()
         why = " ".join(str(error.__cause__ or error).split())
         if "Version mismatch" in why:
-            advice = f"it needs the same Ray and Python as here: Ray {ray.__version__}, Python {sys.version.split()[0]}"
+            advice = f"the cluster needs the same versions as this machine: Ray {ray.__version__}, Python {sys.version.split()[0]}"
         else:
-            advice = f"this machine has to be part of it: run ray start --address={found} here"
+            advice = f"this machine must be part of the cluster: run `ray start --address={found}` here"
         raise _cannot_join(address, f"{why}; {advice}") from error
 
 
 def _cannot_join(address: str, why: str) -> ConfigError:
-    return _problem("cluster.address", f"the Ray cluster {address!r} cannot be joined: {why}")
+    return _problem("cluster.address", f"cannot join the Ray cluster {address!r}: {why}")
 
 
 def _problem(key: str, message: str) -> ConfigError:
@@ -296,8 +296,8 @@ class Machines:
         if late:
             names = ", ".join(self._machines[telling.index(call)].address for call in late)
             raise WorkerError(
-                f"no process came up on {names} within {timeout_s:g} s (cluster.start_timeout_s): their GPUs are in use by others, "
-                "or the machines have failed; ray status shows what is in use"
+                f"no process started on {names} within {timeout_s:g} s (cluster.start_timeout_s): their GPUs are in use, or the "
+                "machines have failed; check with `ray status`"
             )
         return [_checked(machine, call) for machine, call in zip(self._machines, telling, strict=True)]
 
@@ -317,12 +317,12 @@ def _suited(config: ClusterConfig, num_nodes: int, num_gpus: int) -> list[Mappin
     fewer = "set cluster.num_nodes, cluster.devices_per_node and cluster.placement to what is available"
     if is_joined(config):
         address = ray.get_runtime_context().gcs_address
-        advice = f"add machines (ray start --address={address}), or {fewer}"
+        advice = f"add machines (`ray start --address={address}`), or {fewer}"
     else:
         advice = _ALONE if len(there) < num_nodes else fewer
     raise _problem(
         "cluster.num_nodes",
-        f"the placement needs {num_nodes} machine{'s' * (num_nodes > 1)}{of_each}, and the Ray cluster has {len(there)}: {has}; "
+        f"the placement needs {num_nodes} machine{'s' * (num_nodes > 1)}{of_each}, but the Ray cluster has {len(there)}: {has}; "
         + advice,
     )
 
@@ -352,12 +352,12 @@ def _checked(machine: Machine, call: Any) -> Machine:
         last = str(error).strip().splitlines()[-1]
         raise _problem(
             "cluster.address",
-            f"the machine {machine.address} does not run braid {braid.__version__}: {last}; install the same there as here",
+            f"the machine {machine.address} cannot run braid {braid.__version__}: {last}; install the same version on all machines",
         ) from error
     if version != braid.__version__:
         raise _problem(
             "cluster.address",
-            f"the machine {machine.address} has braid {version}, and this one {braid.__version__}; install the same on all",
+            f"the machine {machine.address} has braid {version}, but this one {braid.__version__}; install the same version on all machines",
         )
     return Machine(machine.node_id, machine.address, gpus, interface)
 

@@ -27,7 +27,7 @@ def keep_freed_memory() -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # a C library without it, such as musl
-        logger.debug("no mallopt: large blocks of memory are returned to the kernel each time")
+        logger.debug("mallopt is not available: large blocks of memory are always returned to the kernel")
         return False
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 

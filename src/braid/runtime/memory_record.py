@@ -56,9 +56,7 @@ class MemoryRecorder:
             if self._device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
         except OSError as error:
-            raise ReportError(
-                f"cannot write {file}: {error.strerror or error}; free some disk space"
-            ) from error
+            raise ReportError(f"cannot write {file}: {error.strerror or error}; free disk space") from error
         self._peaks = {}
 
     def _forget_peak(self) -> None:

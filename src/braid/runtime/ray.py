@@ -48,10 +48,10 @@ _GRACE_S = 1.0
 """When a rank dies, other ranks may report a lost connection first. This is the time, in seconds, to wait for
 the actual loss."""
 _NUM_LAST_LINES = 3
-_ENDED = "its process was killed, or crashed"
+_ENDED = "its process was killed or crashed"
 _LESS_MEMORY = (
     "lower train.micro_batch_tokens (critic.train's for the critic), set train.offload, lower rollout.native.kv_budget_tokens or "
-    "rollout.vllm.memory_fraction, or give the machine more"
+    "rollout.vllm.memory_fraction, or use a machine with more memory"
 )
 
 
@@ -111,7 +111,7 @@ class _Host:
         log's folder does not exist on this machine."""
         node = ray.util.get_node_ip_address()
         if ticket.log is not None and not ticket.log.parent.is_dir():
-            message = f"the machine {node} has no {ticket.log.parent}; give a folder on a file system that all machines of the run share"
+            message = f"the machine {node} has no {ticket.log.parent}; choose a folder on a file system shared by all machines of the run"
             raise ConfigError([Problem("run.output_dir", message)])
         agents = children_of().get(os.getppid(), []) if is_own else []
         self._lifeline = Lifeline(ticket, beside=[pid for pid in agents if pid != os.getpid()])
@@ -171,7 +171,7 @@ class RayGroup:
     ) -> None:
         """Start a process for each of the `seats` on `machines` (an int: that many, anywhere), and import the
         modules `reads` in each, without waiting. `make` has to follow."""
-        assert isinstance(seats, int) == (machines is None), "seats are on machines"
+        assert isinstance(seats, int) == (machines is None), "pass machines if and only if seats are given"
         self.role, self.size = role, seats if isinstance(seats, int) else len(seats)
         self._seats = None if isinstance(seats, int) else seats
         self._config, self._timeout_s = config, config.call_timeout_s
@@ -281,7 +281,7 @@ class RayGroup:
                 self.close()
                 raise WorkerError(
                     f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time while {doing}",
-                    f"{where}; raise cluster.call_timeout_s if they only need longer",
+                    f"{where}; raise cluster.call_timeout_s if they need more time",
                 )
         return ray.get(list(calls))
 
@@ -300,14 +300,14 @@ class RayGroup:
                 ) from error
             loss = Loss(Member(self, rank))
         group, rank = loss.member
-        assert isinstance(group, RayGroup), "lines are those of groups"
+        assert isinstance(group, RayGroup), "members belong to Ray groups"
         if loss.said is not None:
-            what, why = "cannot go on", f"{loss.said} ({group._where(rank)})"
+            what, why = "cannot continue", f"{loss.said} ({group._where(rank)})"
         else:
             what, why = "died", group._end_of(rank, is_oom=loss.is_oom)
         if group is not self:
             doing = f"{self.role} was {doing}"
-            why = f"{why}; the last that it was asked for is {group._asked[rank]}"
+            why = f"{why}; its last call was {group._asked[rank]}"
         self.close()
         raise WorkerError(
             f"{loss.member} {what} while {doing}", why, None if loss.said is None else EngineError(loss.said)
@@ -320,13 +320,13 @@ class RayGroup:
         error = _error_of(probe)
         how = _ENDED if error is None else _told(error)
         if is_oom or isinstance(error, OutOfMemoryError):
-            how = f"it was killed for lack of memory: {_LESS_MEMORY}"
+            how = f"it ran out of memory and was killed: {_LESS_MEMORY}"
         words = self._last_words(rank)
         return f"{how} ({self._where(rank)})" + (f"; last log lines: {words}" if words else "")
 
     def _where(self, rank: int) -> str:
         if not self._processes:
-            return "not up yet"
+            return "not started yet"
         process = self._processes[rank]
         return f"{process}, log {process.log}" if process.log else str(process)
 

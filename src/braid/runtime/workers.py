@@ -150,7 +150,7 @@ class InProcessGroup:
 
     def start_on(self, rank: int, method: str, *args: Any) -> Done:
         """See WorkerGroup."""
-        assert rank == 0, f"there is one {self.role} worker, and no rank {rank}"
+        assert rank == 0, f"there is only one {self.role} worker, not rank {rank}"
         return Done(self.call(method, *args))
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ def _decisions(batch: PackedBatch) -> Segments:
 
 def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """Product of the factors of all corrections, and their metrics."""
-    assert "behavior_logprobs" in batch.fields, "a correction needs the sampler's log-probs"
+    assert "behavior_logprobs" in batch.fields, "corrections need behavior_logprobs"
     behavior = batch.fields["behavior_logprobs"]
     product = torch.ones_like(old)
     sequences = segments(batch.mask, batch.row)
@@ -193,7 +193,7 @@ def _supervised_loss(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Te
 
 
 def _reduced(per_token: Tensor, batch: PackedBatch) -> Tensor:
-    assert batch.weights is not None, "training batches carry weights"
+    assert batch.weights is not None, "training batches need weights"
     return aggregate(per_token, batch.mask, batch.weights)
 
 

@@ -26,7 +26,7 @@ def micro_batches(
     little; a row longer than `max_tokens` is a batch by itself. `counts` is the number of rows that each
     index represents (default 1). The result depends only on these numbers.
     """
-    assert max_tokens > 0, "max_tokens and max_rows are positive"
+    assert max_tokens > 0, "max_tokens and max_rows must be positive"
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     most = sum(counts or [1] * len(lengths)) if max_rows is None else max_rows
 

@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _IN_INDEX:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index")
+            raise pickle.UnpicklingError(f"unexpected global {module}.{name}")
         return super().find_class(module, name)
 
 
@@ -185,7 +185,7 @@ class _Reader(dcp.FileSystemReader):
     """FileSystemReader that unpickles the index safely; torch's own unpickles anything."""
 
     def read_metadata(self, **kwargs: Any) -> Metadata:
-        assert not kwargs.get("rank"), "rank 0 writes the one index of all ranks"
+        assert not kwargs.get("rank"), "there is a single index, written by rank 0"
         try:
             with (Path(self.path) / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
@@ -201,7 +201,7 @@ class _Reader(dcp.FileSystemReader):
             raise CheckpointError(f"the checkpoint {self.path} is damaged: .metadata: {error}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(
-                f"the checkpoint {self.path} is damaged: .metadata holds a {type(metadata).__name__}"
+                f"the checkpoint {self.path} is damaged: .metadata contains a {type(metadata).__name__}"
             )
         return metadata
 
@@ -215,7 +215,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.index is not None, "its place in the list of chunks"
+        assert index.index is not None, "no chunk index"
         return self.state_dict[index.fqn].parts[index.index][1]
 
 
@@ -299,8 +299,8 @@ def read_into(folder: Path, state: Mapping[str, Any]) -> None:
         here = tuple(boxes[name].shape) if name in boxes else "absent"
         there = tuple(stored[name].size) if name in stored else "absent"
         raise CheckpointError(
-            f"the saved weights are of another model: {name} is {here} in this run's model and {there} in the checkpoint "
-            f"{folder} ({len(wrong)} such tensors); resume with the model that the checkpoint was made with, or start a new run"
+            f"the checkpoint {folder} is of a different model: {name} is {here} in this run and {there} in the checkpoint "
+            f"({len(wrong)} tensors differ); resume with the model of the checkpoint, or start a new run"
         )
     with _quiet():
         dcp.load(

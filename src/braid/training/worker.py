@@ -49,7 +49,7 @@ class Ranks:
         """`NAME.METHOD` is that method of the backend `NAME`."""
         backend, _, method = name.partition(".")
         if not method or backend not in self._backends:
-            raise AttributeError(f"ranks have no {name}")
+            raise AttributeError(f"workers have no {name}")
         return getattr(self._backends[backend], method)
 
     def drop(self, name: str) -> None:
@@ -100,7 +100,7 @@ def _fsdp(
 ) -> ShardedBackend:
     from .backends.fsdp import FsdpBackend
 
-    assert train.backend in ("fsdp", "fsdp2"), f"{train.backend} is neither"
+    assert train.backend in ("fsdp", "fsdp2"), f"unexpected backend {train.backend}"
     return FsdpBackend(model, train, total_steps=total_steps, device=device, kind=train.backend)
 
 
@@ -125,7 +125,7 @@ def _single(
 ) -> ShardedBackend:
     from .backends.single import SingleBackend
 
-    assert dist.get_world_size() == 1, "one process has the whole model"
+    assert dist.get_world_size() == 1, "backend single needs exactly one process"
     return SingleBackend(model, train, total_steps=total_steps, device=device)
 
 

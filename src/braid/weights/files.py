@@ -76,8 +76,8 @@ class FileSender:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise EngineError(
-                f"version {version} of the weights cannot be written to {partial} ({error.strerror or error}); free some "
-                "disk space, or make the folder writable"
+                f"cannot write version {version} of the weights to {partial} ({error.strerror or error}); free disk space, or "
+                "make the folder writable"
             ) from error
         finally:
             for _ in rest:  # gathering them may be a collective that other ranks are in
@@ -146,8 +146,8 @@ class FileReceiver:
             if wrong or len(tensors) != len(entries):
                 shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
                 raise EngineError(
-                    f"{len(wrong)} of {len(entries)} tensors in bucket {index} of the weights ({shown}) are not what the trainer "
-                    f"wrote to {folder} for engine {self._engine}: the disk is at fault, or something else writes there"
+                    f"{len(wrong)} of {len(entries)} tensors in bucket {index} of the weights ({shown}) differ from what the "
+                    f"trainer wrote to {folder} for engine {self._engine}: the disk is faulty, or another process writes there"
                 )
             for name, dtype, shape, value in entries:
                 tally.add(TensorSpec(name, dtype, tuple(shape)), value)
@@ -160,14 +160,14 @@ class FileReceiver:
         for name, tensor in self.receive(version):
             if name not in targets or targets[name].shape != tensor.shape:
                 raise EngineError(
-                    f"version {version} has {name} of shape {tuple(tensor.shape)}, which engine {self._engine} lacks: their "
-                    "models differ"
+                    f"version {version} has {name} of shape {tuple(tensor.shape)}, but engine {self._engine} does not: the models "
+                    "of trainer and engine differ"
                 )
             targets[name].detach().copy_(tensor)
             missing.pop(name)
         if missing:
             raise EngineError(
-                f"version {version} came without {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
+                f"version {version} lacks {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
                 "the models of trainer and engine differ"
             )
         assert self._receipt is not None
@@ -189,12 +189,12 @@ class FileReceiver:
                 pass
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"engine {self._engine} waited {self._timeout_s:g} s for {folder} and this run's trainer did not write it; do "
-                    "both see the same folder?"
+                    f"the trainer of this run did not write {folder} within {self._timeout_s:g} s for engine {self._engine}; check "
+                    "that both see the same folder"
                 )
             time.sleep(_POLL_S)
         if record["version"] != version:
-            raise EngineError(f"{folder} holds version {record['version']} of the weights, not {version}")
+            raise EngineError(f"{folder} contains version {record['version']} of the weights, not {version}")
         return folder, record
 
     def _read(self, file: Path) -> dict[str, Tensor]:

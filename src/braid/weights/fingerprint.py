@@ -161,9 +161,9 @@ def check_published(trainer: Weights, engine: Weights, *, version: int, folder: 
     ]
     shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
     raise TrainingError(
-        f"after the publication of version {version} the engine's weights are not the trainer's: {len(wrong)} of "
-        f"{len(ours | theirs)} tensors differ ({shown}). Both sets are in {files[0]} and {files[1]}. The engine or its "
-        "transport is at fault; report it with these files (rollout.check_weights=false leaves the comparison out)"
+        f"after syncing version {version} the engine's weights differ from the trainer's: {len(wrong)} of "
+        f"{len(ours | theirs)} tensors ({shown}). Both sets are stored in {files[0]} and {files[1]}. This is a bug in the "
+        "engine or its transport; please report it with these files (rollout.check_weights=false disables the check)"
     )
 
 

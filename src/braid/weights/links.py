@@ -201,7 +201,7 @@ class RingOutlet:
         """See Outlet."""
         free = self._num_put + 1 - len(self._slots)
         for place, wire in enumerate(self._wires, start=1):
-            self._counters.wait(place, free, wire, deadline, "taking over weights")
+            self._counters.wait(place, free, wire, deadline, "receiving weights")
         slot = self._slots[self._num_put % len(self._slots)]
         copy(piece, slot) if of is None else of.add_copied(piece, slot)
         self._num_put += 1
@@ -226,7 +226,7 @@ class RingInlet:
     def take(self, pieces: Iterable[Piece | None], deadline: float) -> Iterator[None]:
         """See Inlet. Each piece is filled as soon as it is requested."""
         for asked in pieces:
-            assert asked is not None, "asked for while nothing is due"
+            assert asked is not None, "requested, but no piece is expected"
             piece, of = asked
             self._counters.wait(0, self._num_taken + 1, self._wire, deadline, "sending weights")
             slot = self._slots[self._num_taken % len(self._slots)]
@@ -260,13 +260,15 @@ class _GroupEnd:
 
     def _broadcast(self, piece: Piece) -> None:
         if self._group is None:
-            raise EngineError("the group for weights is closed")
+            raise EngineError("the process group of the weight sync is closed")
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
             self._pending.append((self._group.broadcast([piece[0]], options), piece))
         except RuntimeError as error:
-            raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
+            raise EngineError(
+                f"the process group of the weight sync failed ({_first_line(error)})"
+            ) from error
 
     def _await(self, deadline: float, doing: str) -> Fingerprint | None:
         """Wait for the oldest piece in transit, and return its tensor's fingerprint, if any. gloo finds out
@@ -287,7 +289,9 @@ class _GroupEnd:
                     time.sleep(_NAP_S)
             work.wait(datetime.timedelta(seconds=max(1e-3, deadline - time.monotonic())))
         except RuntimeError as error:  # the type that torch.distributed raises
-            raise EngineError(f"the group for weights broke ({_first_line(error)})") from error
+            raise EngineError(
+                f"the process group of the weight sync failed ({_first_line(error)})"
+            ) from error
         self._pending.popleft()
         return of
 
@@ -301,12 +305,12 @@ class GroupOutlet(_GroupEnd):
         if of is not None:
             of.add()  # while the piece is in transit
         if len(self._pending) > _AHEAD:
-            self._await(deadline, "taking over weights")
+            self._await(deadline, "receiving weights")
 
     def flush(self, deadline: float) -> None:
         """See Outlet."""
         while self._pending:
-            self._await(deadline, "taking over weights")
+            self._await(deadline, "receiving weights")
 
 
 class GroupInlet(_GroupEnd):
@@ -440,8 +444,8 @@ def _join(
         return cast("Group", dist.ProcessGroupNCCL(store, rank, size, options)), device
     except RuntimeError as error:
         raise EngineError(
-            f"no {way} group for weights could be made with the engines ({_first_line(error)}); their machines must reach "
-            "each other (for gloo GLOO_SOCKET_IFNAME, for NCCL NCCL_SOCKET_IFNAME names the network interface)"
+            f"cannot create a {way} process group with the engines ({_first_line(error)}); their machines must be able to "
+            "connect (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects the network interface)"
         ) from error
 
 
@@ -462,10 +466,10 @@ class _SharedFile:
             os.posix_fallocate(self._file, 0, num_bytes)
         except OSError as error:
             self.__exit__()
-            what = "is full" if error.errno == errno.ENOSPC else f"cannot be used ({error.strerror})"
+            what = "is full" if error.errno == errno.ENOSPC else f"is not usable ({error.strerror})"
             raise EngineError(
-                f"{folder} {what}: publishing weights through shared memory takes {num_bytes >> 20} MiB of it; give the "
-                "container more (docker run --shm-size) or set rollout.publish.transport=gloo"
+                f"{folder} {what}: weight sync through shared memory needs {num_bytes >> 20} MiB; raise the container's limit "
+                "(docker run --shm-size), or set rollout.publish.transport=gloo"
             ) from None
 
     def map(self) -> mmap.mmap:
@@ -528,8 +532,8 @@ def _from_cuda_handle(handle: Mapping[str, Any]) -> Tensor:
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if handle["device"] not in uuids:
         raise EngineError(
-            f"the trainer's GPU {handle['device']} is none of the engine's ({', '.join(uuids) or 'none'}): weights pass "
-            "by CUDA IPC within one GPU only; set rollout.publish.transport=nccl"
+            f"the trainer's GPU {handle['device']} is not one of the engine's ({', '.join(uuids) or 'none'}), but CUDA IPC "
+            "works only within one GPU; set rollout.publish.transport=nccl"
         )
     torch.cuda.init()
     fields = [

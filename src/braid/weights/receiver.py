@@ -98,7 +98,7 @@ class LinkedReceiver:
                     yield spec.name, _shaped(memory, spec)
                     del memory
         except GeneratorExit:
-            self._drop("the engine did not take all of the weights")
+            self._drop("the engine did not load all weights")
             raise
         except BaseException as error:
             self._drop(str(error))
@@ -122,7 +122,7 @@ class LinkedReceiver:
                     missing.pop(spec.name, None)
             if missing:
                 raise EngineError(
-                    f"version {version} came without {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
+                    f"version {version} lacks {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
                     "the models of trainer and engine differ"
                 )
         except BaseException as error:
@@ -137,29 +137,29 @@ class LinkedReceiver:
 
     @property
     def _link(self) -> Inlet:
-        assert self._inlet is not None, "`link` comes before everything else"
+        assert self._inlet is not None, "expected `link` first"
         return self._inlet
 
     @property
     def _line(self) -> Wire:
-        assert self._wire is not None, "connected in _begin"
+        assert self._wire is not None, "not connected, see _begin"
         return self._wire
 
     def _begin(self, version: int, deadline: float) -> None:
         if self._wire is None:
             self._wire = call(self._ticket, self._engine, deadline)
-        message = self._line.receive_any(deadline, f"asked for version {version}")
+        message = self._line.receive_any(deadline, f"requesting version {version}")
         while message["kind"] == "link":
             if self._inlet is not None:
                 self._inlet.close()
             self._inlet = make_inlet(message, self._line, device=self._device, deadline=deadline)
-            message = self._line.receive_any(deadline, f"asked for version {version}")
+            message = self._line.receive_any(deadline, f"requesting version {version}")
         if message["kind"] != "begin":
-            raise EngineError(f"{self._line.peer} said {message['kind']!r} where 'begin' was due")
+            raise EngineError(f"{self._line.peer} sent {message['kind']!r} instead of 'begin'")
         if message["version"] != version:
             raise EngineError(
-                f"engine {self._engine} waits for version {version} of the weights and the trainer sends version "
-                f"{message['version']}: one of them has missed a round"
+                f"engine {self._engine} expects version {version} of the weights, but the trainer sends version "
+                f"{message['version']}: one of them missed a round"
             )
 
     def _arriving(
@@ -184,7 +184,7 @@ class LinkedReceiver:
                 if last["kind"] != "bucket":
                     return
                 if last["index"] != number:
-                    raise EngineError(f"bucket {last['index']} came where {number} was due")
+                    raise EngineError(f"received bucket {last['index']} instead of {number}")
                 bucket = _Bucket(number, specs_from(last))
                 number += 1
                 place = opened(bucket.specs)
@@ -213,8 +213,9 @@ class LinkedReceiver:
         if wrong:
             shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
             raise EngineError(
-                f"{len(wrong)} of {len(found)} tensors in bucket {bucket.index} of the weights ({shown}) are not what the trainer "
-                f"sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is at fault"
+                f"{len(wrong)} of {len(found)} tensors in bucket {bucket.index} of the weights ({shown}) differ from what the "
+                f"trainer sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is "
+                "faulty"
             )
         for spec, value in zip(bucket.specs, found, strict=True):
             tally.add(spec, value)
@@ -223,8 +224,8 @@ class LinkedReceiver:
         receipt = tally.receipt()
         if message["kind"] != "end" or message["fingerprint"] != receipt.fingerprint:
             raise EngineError(
-                f"engine {self._engine} got {receipt.num_tensors} tensors of version {receipt.version} and the trainer sent "
-                f"{message.get('num_tensors')}, or in another order"
+                f"engine {self._engine} received {receipt.num_tensors} tensors of version {receipt.version}, but the trainer sent "
+                f"{message.get('num_tensors')}, or in a different order"
             )
         self._line.send({"kind": "done", "fingerprint": receipt.fingerprint}, deadline, _DOING)
         self._receipt = receipt
@@ -232,10 +233,10 @@ class LinkedReceiver:
     def _check_targets(self, specs: list[TensorSpec], targets: Mapping[str, Tensor]) -> None:
         for spec in specs:
             if spec.name not in targets or tuple(targets[spec.name].shape) != spec.shape:
-                has = f"of shape {tuple(targets[spec.name].shape)}" if spec.name in targets else "not known"
+                has = f"of shape {tuple(targets[spec.name].shape)}" if spec.name in targets else "unknown"
                 raise EngineError(
-                    f"the trainer sends {spec.name} of shape {spec.shape}, which in engine {self._engine} is {has}: their "
-                    "models differ"
+                    f"the trainer sends {spec.name} of shape {spec.shape}, which is {has} in engine {self._engine}: the models "
+                    "of trainer and engine differ"
                 )
 
     def _drop(self, why: str) -> None:

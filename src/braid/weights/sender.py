@@ -48,8 +48,8 @@ class LinkedSender:
     """See Sender. For connected engines: gathering the next bucket overlaps with sending the last."""
 
     def __init__(self, engines: Sequence[str], options: SendOptions) -> None:
-        assert engines, "a sender has somebody to send to"
-        assert len(set(engines)) == len(engines), f"engines have names of their own: {engines}"
+        assert engines, "a sender needs at least one engine"
+        assert len(set(engines)) == len(engines), f"names of engines must be unique: {engines}"
         self._engines, self._options = tuple(engines), options
         is_local = options.transport in ("shared_memory", "cuda_ipc")
         self._host = options.host or ("127.0.0.1" if is_local else own_address())
@@ -73,7 +73,7 @@ class LinkedSender:
         rest = iter(weights)
         try:
             outlet = self._linked(version, deadline)
-            tell(self._wires, {"kind": "begin", "version": version}, deadline, "taking over weights")
+            tell(self._wires, {"kind": "begin", "version": version}, deadline, "receiving weights")
             tally = Tally(version)
             self._stream(
                 buckets_of(rest, self._options.bucket_bytes, self._options.dtype), outlet, tally, deadline
@@ -88,7 +88,7 @@ class LinkedSender:
 
     def close(self) -> None:
         """See Sender."""
-        self._drop("the trainer has ended its publications")
+        self._drop("the trainer has closed its sender")
         for caller in self._callers:
             caller.connection.close()
         self._listener.close()
@@ -101,8 +101,8 @@ class LinkedSender:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineError(
-                    f"engine {', '.join(missing)} did not come for version {version} within {self._options.timeout_s:g} s; its own "
-                    "log shows what it was doing (cluster.call_timeout_s is the limit)"
+                    f"engine {', '.join(missing)} did not connect for version {version} within {self._options.timeout_s:g} s "
+                    "(cluster.call_timeout_s); its log shows what it was doing"
                 )
             self._admit(min(left, 1.0))
         if self._outlet is None:
@@ -142,18 +142,18 @@ class LinkedSender:
             wire.close(refusal)
             return
         if name in self._wires:
-            self._wires.pop(name).close("another engine of the same name has taken its place")
+            self._wires.pop(name).close("replaced by another engine of the same name")
         self._wires[name] = wire
         self._unlink()
 
     def _refusal(self, name: str) -> str | None:
         """Reason to refuse an engine of this name, or None."""
         if name not in self._engines:
-            return f"engine {name} is none of those that this sender serves ({', '.join(self._engines)})"
+            return f"unknown engine {name}; this sender serves {', '.join(self._engines)}"
         old = self._wires.get(name)
         # Engines send nothing between two versions: a readable connection means that the old engine died.
         if old is not None and self._options.existing == "refuse" and not old.is_readable():
-            return f"engine {name} is already connected; end the other one first, or set rollout.publish.existing_group=replace"
+            return f"engine {name} is already connected; stop the other one first, or set rollout.publish.existing_group=replace"
         return None
 
     def _stream(self, buckets: Iterator[Bucket], outlet: Outlet, tally: Tally, deadline: float) -> None:
@@ -187,24 +187,24 @@ class LinkedSender:
 
     def _send_bucket(self, bucket: Bucket, outlet: Outlet, tally: Tally, deadline: float) -> None:
         specs = [spec for spec, _ in bucket.tensors]
-        tell(self._wires, specs_message(bucket.index, specs), deadline, "taking over weights")
+        tell(self._wires, specs_message(bucket.index, specs), deadline, "receiving weights")
         values = iter(tensor for _, tensor in bucket.tensors)
         sums: list[Fingerprint] = []
         for run in runs_of(specs, outlet.piece_bytes):
             tensors = [bytes_of(next(values)) for _ in run.specs]
             sums += _send_run(run, tensors, outlet, deadline)
         found = [of.value() for of in sums]
-        tell(self._wires, {"kind": "fingerprints", "values": found}, deadline, "taking over weights")
+        tell(self._wires, {"kind": "fingerprints", "values": found}, deadline, "receiving weights")
         for spec, value in zip(specs, found, strict=True):
             tally.add(spec, value)
 
     def _finish(self, receipt: Receipt, deadline: float) -> Receipt:
         end = {"kind": "end", "num_tensors": receipt.num_tensors, "fingerprint": receipt.fingerprint}
-        tell(self._wires, end, deadline, "taking over weights")
+        tell(self._wires, end, deadline, "receiving weights")
         for wire in self._wires.values():
-            answer = wire.receive("done", deadline, f"taking over version {receipt.version}")
+            answer = wire.receive("done", deadline, f"loading version {receipt.version}")
             if answer["fingerprint"] != receipt.fingerprint:
-                raise EngineError(f"{wire.peer} loaded other weights than were sent")
+                raise EngineError(f"{wire.peer} loaded different weights than were sent")
         return receipt
 
     def _named(self, error: BaseException, version: int) -> BaseException:
@@ -217,12 +217,12 @@ class LinkedSender:
         for wire in self._wires.values():
             try:
                 while wire.is_readable():
-                    wire.receive_any(time.monotonic() + 0.1, "taking over weights")
+                    wire.receive_any(time.monotonic() + 0.1, "receiving weights")
             except EngineError as said:
                 if str(said) not in told:
                     told.insert(0, str(said))
         return EngineError(
-            f"version {version} was not published by {self._options.transport}: {'; '.join(told)}"
+            f"syncing version {version} by {self._options.transport} failed: {'; '.join(told)}"
         )
 
     def _unlink(self) -> None:

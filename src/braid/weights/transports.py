@@ -42,9 +42,11 @@ def choose_transport(config: PublishConfig, meeting: Meeting) -> Transport | Non
     if asked == "auto":
         return _cheapest(meeting)
     if asked == "shared_memory" and not meeting.is_one_machine:
-        raise _impossible("shared_memory ends at the machine, and an engine sits on another than the trainer")
+        raise _impossible(
+            "shared_memory works only within a machine, but an engine is on another one than the trainer"
+        )
     if asked == "nccl" and not meeting.is_cuda:
-        raise _impossible("NCCL carries weights between GPUs, and the trainer or an engine has none")
+        raise _impossible("NCCL needs GPUs, but the trainer or an engine has none")
     if asked == "nccl" and meeting.is_one_device:
         return "cuda_ipc"  # NCCL refuses two ranks on one GPU
     return asked

@@ -137,8 +137,8 @@ class Wire:
         message = self.receive_any(deadline, doing)
         if message.get("kind") != kind:
             raise EngineError(
-                f"{self.peer} said {message.get('kind')!r} where {kind!r} was due while {doing}; both ends of a "
-                "publication must be of the same version of braid"
+                f"{self.peer} sent {message.get('kind')!r} instead of {kind!r} while {doing}; both ends of a weight sync must "
+                "run the same version of braid"
             )
         return message
 
@@ -156,7 +156,7 @@ class Wire:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, doing))
         if length > _LONGEST:
             raise EngineError(
-                f"{self.peer} sent a message of {length} bytes; it does not belong to a weight sync"
+                f"{self.peer} sent a message of {length} bytes, which is not part of a weight sync"
             )
         try:
             message: Message = json.loads(self._read(length, deadline, doing))
@@ -164,7 +164,7 @@ class Wire:
             message = {}
         if not isinstance(message, dict) or "kind" not in message:
             raise EngineError(
-                f"{self.peer} sent {length} bytes that are no message of a publication while {doing}"
+                f"{self.peer} sent {length} bytes that are not a weight sync message while {doing}"
             )
         if message["kind"] == "failed":
             raise EngineError(f"{self.peer} failed while {doing}: {message.get('why')}")
@@ -192,7 +192,7 @@ class Wire:
             except OSError as error:
                 raise self._gone(doing, str(error.strerror or error)) from None
             if not data:
-                raise self._gone(doing, "the connection ended")
+                raise self._gone(doing, "the connection was closed")
             parts += data
         return bytes(parts)
 
@@ -201,20 +201,20 @@ class Wire:
         soon = time.monotonic() + 0.1
         try:
             while True:
-                self.receive_any(soon, "publishing")
+                self.receive_any(soon, "syncing weights")
         except EngineError as error:
             if "failed while" in str(error):
                 raise
 
     def _gone(self, doing: str, how: str) -> EngineError:
         return EngineError(
-            f"{self.peer} is gone while {doing} ({how}): its process ended or was killed; its own log says why"
+            f"lost {self.peer} while {doing} ({how}): its process exited or was killed; see its log"
         )
 
     def late(self, doing: str) -> EngineError:
         """The error for a peer that did not answer in time."""
         return EngineError(
-            f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it only needs longer"
+            f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it needs more time"
         )
 
 
@@ -225,8 +225,8 @@ def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
         connection = socket.create_connection((ticket.host, ticket.port), timeout=_left(deadline))
     except OSError as error:
         raise EngineError(
-            f"engine {engine} cannot reach the trainer's publications at {where} ({error.strerror or error}): the trainer "
-            "has ended, or its address is not one that this machine can reach"
+            f"engine {engine} cannot connect to the trainer at {where} ({error.strerror or error}): the trainer has exited, or "
+            "this machine cannot reach its address"
         ) from None
     wire = Wire(connection, f"the trainer at {where}")
     with suppress(OSError):  # a trainer that is gone is detected on the first receive

@@ -154,7 +154,7 @@ class DeepSpeedBackend(RankBackend):
         }
 
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
-        assert self._optimizer is not None, "a model that is never trained has none"
+        assert self._optimizer is not None, "a model that is not trained has none"
         states, boxes = self._optimizer.state, {}
         states.clear()
         for p, flat, start in self._in_groups():
@@ -291,8 +291,8 @@ def _package(device: torch.device) -> Any:
         import deepspeed  # noqa: TID251  # the import takes seconds
     except ImportError as error:
         raise TrainingError(
-            f"train.backend=deepspeed needs the package deepspeed, and it cannot be imported ({error}); install it with "
-            "DS_BUILD_OPS=0 pip install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
+            f"train.backend=deepspeed cannot import the package deepspeed ({error}); install it with DS_BUILD_OPS=0 pip "
+            "install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
         ) from error
     # On CPUs it would compile, for minutes, a communication backend that only inference uses; a killed build
     # leaves a lock on which all later builds wait.

@@ -202,7 +202,7 @@ class FsdpBackend(RankBackend):
 
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
         """See PartBackend."""
-        assert self._optimizer is not None, "a model that is never trained has none"
+        assert self._optimizer is not None, "a model that is not trained has none"
         states, boxes = self._optimizer.state, {}
         states.clear()
         for name, p in self._own_tensors():

@@ -122,8 +122,9 @@ class PartBackend(SingleBackend):
         dist.broadcast_object_list(first, device=self._device)
         if unlike := described ^ first[0]:
             raise ModelError(
-                f"rank {dist.get_rank()} makes other weights of the model's config than rank 0 has read from its files, "
-                f"among them {min(name for name, *_ in unlike)}; set model.low_memory_load=false, so that every rank reads them"
+                f"the weights that rank {dist.get_rank()} builds from the model's config differ from those that rank 0 read from "
+                f"its files, for example {min(name for name, *_ in unlike)}; set model.low_memory_load=false, so that every rank "
+                "reads the files"
             )
         for name, tensor in whole.items():
             if dist.get_rank() == 0:
@@ -204,7 +205,7 @@ class RankBackend(PartBackend):
         self._num_left = self._most(len(own))
         for indices in own:
             yield self._pack([rows[i] for i in indices], [weights[i] for i in indices])
-        assert self._spare is not None, "train() keeps it while a step runs"
+        assert self._spare is not None, "set during a step of train()"
         for _ in range(self._num_left):
             yield self._spare
 
@@ -278,7 +279,7 @@ def _sequence_group(size: int) -> SequenceGroup | None:
     if size == 1:
         return None
     world = dist.get_world_size()
-    assert world % size == 0, "the plan gives a role a multiple of train.sequence_parallel"
+    assert world % size == 0, "the world size is a multiple of train.sequence_parallel"
     mine, _ = dist.new_subgroups(size)
     assert isinstance(mine, dist.ProcessGroup), "this rank is in one"
     return SequenceGroup(mine)

@@ -235,7 +235,7 @@ class SingleBackend:
         return torch.nn.utils.get_total_norm(self._gradients())
 
     def _update(self, report: StepReport) -> None:
-        assert self._optimizer is not None, "a model without steps is not trained"
+        assert self._optimizer is not None, "the model was built without an optimizer"
         limit = self._config.max_grad_norm
         if limit is not None and report.grad_norm > limit:
             torch._foreach_mul_(self._gradients(), limit / report.grad_norm)
@@ -263,7 +263,7 @@ class SingleBackend:
             self._move_optimizer(HOST)
 
     def _move_optimizer(self, device: torch.device) -> None:
-        assert self._optimizer is not None, "a model without steps has nothing to move"
+        assert self._optimizer is not None, "the model was built without an optimizer"
         move_states(self._optimizer, device)
         for master in self._masters.values():
             master.data = moved(master.data, device)
@@ -284,7 +284,7 @@ class SingleBackend:
         self._num_steps += 1
         if report.is_overflow:
             logger.info(
-                "step %d of %d: gradients overflow at a loss scale of %g; it is halved",
+                "step %d of %d: gradient overflow at a loss scale of %g; halving it",
                 self._num_steps,
                 self._total_steps,
                 report.loss_scale,
@@ -297,7 +297,7 @@ class SingleBackend:
                 for name, (total, count) in means.items()
                 if total > count * limits[name]
             )
-            logger.warning("step %d of %d left out: %s", self._num_steps, self._total_steps, what)
+            logger.warning("step %d of %d not taken: %s", self._num_steps, self._total_steps, what)
         if not report.is_skipped:
             self._skipped_in_row = 0
             return
@@ -307,10 +307,10 @@ class SingleBackend:
         if self._skipped_in_row >= self._config.max_skipped_steps:
             finite = self._num_steps - self._skipped_in_row
             raise TrainingError(
-                f"{self._skipped_in_row} optimizer steps in a row had a loss or gradient that is not finite, as many as "
-                f"train.max_skipped_steps allows. The last was step {self._num_steps} of {self._total_steps} ({what}); "
-                f"{f'the last finite one was step {finite}' if finite else 'no step was finite'}. Lower train.optimizer.lr, "
-                "or look for rewards out of range in the stored samples"
+                f"{self._skipped_in_row} consecutive optimizer steps had a loss or gradient that is not finite "
+                f"(train.max_skipped_steps). The last was step {self._num_steps} of {self._total_steps} ({what}); "
+                f"{f'the last finite one was step {finite}' if finite else 'no step was finite'}. Lower train.optimizer.lr, or "
+                "check the stored samples for extreme rewards"
             )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -479,6 +479,6 @@ def _check_same_model(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None
         name = wrong[0]
         here, there = (f"{tuple(of[name].shape)}" if name in of else "absent" for of in (mine, saved))
         raise CheckpointError(
-            f"the saved weights are of another model: {name} is {here} in this run's model and {there} in the checkpoint "
-            f"({len(wrong)} such weights); resume with the model that the checkpoint was made with, or start a new run"
+            f"the checkpoint is of a different model: {name} is {here} in this run and {there} in the checkpoint "
+            f"({len(wrong)} weights differ); resume with the model of the checkpoint, or start a new run"
         )

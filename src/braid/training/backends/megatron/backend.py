@@ -74,8 +74,8 @@ class MegatronBackend(PartBackend):
             isinstance(model, CausalLM) and model.has_adapters
         ):
             raise ModelError(
-                "train.backend=megatron trains all weights of language models and of critics on them, and no adapters; "
-                "set train.backend to fsdp2, fsdp or single"
+                "train.backend=megatron supports only full training of language models and critics on them; set "
+                "train.backend to fsdp2, fsdp or single"
             )
         sizes = text_config(model)
         check_model(sizes, config.megatron)
@@ -231,7 +231,7 @@ class MegatronBackend(PartBackend):
     def _from_last(self, values: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Broadcast `values` of the last pipeline stage to all stages."""
         if self._ranks.pipeline_size == 1:
-            assert values is not None, "the only stage is the last"
+            assert values is not None, "a single stage is the last"
             return values
         if values is None:
             values = torch.empty(shape, dtype=torch.float32, device=self._device)
@@ -249,7 +249,7 @@ class MegatronBackend(PartBackend):
             running.merge(self._sum, self._greatest)
             report[0] = running.report(norm, self._lr(), int(count), limits)
         dist.broadcast_object_list(report, self._ranks.report_from, device=self._device)
-        assert report[0] is not None, "the sender is of the last stage"
+        assert report[0] is not None, "only the last stage sends"
         return report[0]
 
     def _sum(self, tensor: Tensor) -> Tensor:

@@ -17,23 +17,23 @@ def check_model(config: PreTrainedConfig, own: MegatronConfig) -> None:
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"train.backend=megatron runs models of type {', '.join(ARCHITECTURES)}, and this one is of type {kind}; "
-            "use fsdp2, fsdp or deepspeed"
+            f"train.backend=megatron supports models of type {', '.join(ARCHITECTURES)}, not {kind}; use fsdp2, fsdp or "
+            "deepspeed"
         )
     rotary = config.rope_parameters["rope_type"]
     if rotary not in _FIXED_ROTARY:
         raise ModelError(
-            f"train.backend=megatron has rotary positions of type {', '.join(_FIXED_ROTARY)}, not {rotary}; "
+            f"train.backend=megatron supports rotary embeddings of type {', '.join(_FIXED_ROTARY)}, not {rotary}; "
             "use fsdp2, fsdp or deepspeed"
         )
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         raise ModelError(
-            "train.backend=megatron runs mixtures of experts in every layer or in none, and this model mixes the two; "
+            "train.backend=megatron supports models with experts in all layers or in none, but this model mixes the two; "
             "use fsdp2, fsdp or deepspeed"
         )
     if _slides(config):
         raise ModelError(
-            "train.backend=megatron has no attention with a sliding window, which this model has; use fsdp2, fsdp or deepspeed"
+            "train.backend=megatron does not support sliding-window attention, which this model has; use fsdp2, fsdp or deepspeed"
         )
     _check_sizes(config, own)
     _check_experts(config, own)
@@ -48,14 +48,14 @@ def _check_sizes(config: PreTrainedConfig, own: MegatronConfig) -> None:
         )
     if (heads // own.tensor_parallel) % own.context_parallel:
         raise ModelError(
-            f"train.megatron.context_parallel={own.context_parallel} does not divide the {heads // own.tensor_parallel} attention "
-            "heads of each tensor-parallel rank, which attention shares out; set it to a divisor"
+            f"train.megatron.context_parallel={own.context_parallel} does not divide the {heads // own.tensor_parallel} "
+            "attention heads of each tensor-parallel rank; set it to a divisor"
         )
     stages = own.pipeline_parallel * (own.virtual_pipeline or 1)
     if config.num_hidden_layers % stages:
         raise ModelError(
-            f"train.megatron.pipeline_parallel={own.pipeline_parallel} and virtual_pipeline={own.virtual_pipeline} make {stages} "
-            f"stages, which do not divide the model's {config.num_hidden_layers} layers; lower one of the two"
+            f"train.megatron.pipeline_parallel={own.pipeline_parallel} x virtual_pipeline={own.virtual_pipeline} = {stages} "
+            f"stages do not divide the model's {config.num_hidden_layers} layers; lower one of the two"
         )
 
 
@@ -68,17 +68,17 @@ def _check_experts(config: PreTrainedConfig, own: MegatronConfig) -> None:
         return
     if own.tensor_parallel > 1 and not own.sequence_parallel:
         raise ModelError(
-            "Megatron trains mixtures of experts with train.megatron.tensor_parallel above 1 only in sequence parallelism; "
-            "set train.megatron.sequence_parallel=true"
+            "mixtures of experts with train.megatron.tensor_parallel above 1 need sequence parallelism; set "
+            "train.megatron.sequence_parallel=true"
         )
     if own.moe_token_dispatcher == "allgather":
         raise ModelError(
-            "train.megatron.moe_token_dispatcher=allgather needs as many tokens on every rank, and packed rows have lengths of "
-            "their own; set it to alltoall"
+            "train.megatron.moe_token_dispatcher=allgather needs the same number of tokens on all ranks, but packed rows vary "
+            "in length; set it to alltoall"
         )
     if own.moe_grouped_gemm:
         raise ModelError(
-            "train.megatron.moe_grouped_gemm needs Transformer Engine's expert layers, which are not used here; set it to false"
+            "train.megatron.moe_grouped_gemm needs Transformer Engine's expert layers, which braid does not use; set it to false"
         )
 
 

@@ -151,7 +151,7 @@ class PackedCoreAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert config.kv_channels is not None, "Megatron sets it"
+        assert config.kv_channels is not None, "set by Megatron"
         scale = softmax_scale or config.kv_channels**-0.5
         self._call = LayerCall(layer_number - 1, scale, sliding_window=None, softcap=None)
 
@@ -293,7 +293,7 @@ class Decoder(GPTModel):
         if is_critic and is_last:
             self.output_layer, self.value_head = None, deepcopy(model.value_head)
         rotary: Any = model.backbone.rotary_emb
-        assert rotary.attention_scaling == 1.0, "true of the rotary positions that check_model lets pass"
+        assert rotary.attention_scaling == 1.0, "holds for the rotary embeddings that check_model accepts"
         self._frequencies: Tensor = rotary.inv_freq.float().clone()
         self._rule, self._ranks = Rule.of(model), ranks
         self._padding: int | None = getattr(model.backbone.get_input_embeddings(), "padding_idx", None)

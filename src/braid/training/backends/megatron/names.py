@@ -132,8 +132,8 @@ class Names:
         missing = sorted(weights.keys() - {name for names in found for name in names})
         if strange or missing:
             raise ModelError(
-                f"Megatron's layers for this model have other weights than transformers': {(strange or missing)[0]} is in "
-                f"{'the former' if strange else 'the latter'} only; use fsdp2, fsdp or deepspeed"
+                f"the weights of Megatron's layers do not match transformers': {(strange or missing)[0]} exists only in "
+                f"{'Megatron' if strange else 'transformers'}; use fsdp2, fsdp or deepspeed"
             )
         self._runs = {shard.parameter: self._runs_of(shard) for shard in self.shards}
 
@@ -169,7 +169,7 @@ class Names:
         try:
             found: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(name)
         except NotImplementedError as error:
-            raise ModelError(f"mbridge knows no {name} of this architecture: {error}") from error
+            raise ModelError(f"mbridge has no mapping for {name} of this architecture: {error}") from error
         pieces = tuple(Piece(of.replace(".block_sparse_moe.", ".mlp.")) for of in found)
         return Shard(parameter, name, pieces)
 

@@ -48,8 +48,8 @@ def join(config: MegatronConfig) -> Ranks:
     named = " x ".join(f"{key} {size}" for key, size in parts.items())
     if world % model:
         raise TrainingError(
-            f"train.megatron: {named} = {model} devices for each copy of the model, and the policy has {world}; give it a "
-            f"multiple of {model} devices, or lower one of the three"
+            f"train.megatron: {named} = {model} devices per model replica, but the policy has {world}; use a multiple of "
+            f"{model} devices, or lower one of the three"
         )
     expert = config.expert_parallel * (config.expert_tensor_parallel or config.tensor_parallel)
     if (world // config.pipeline_parallel) % expert:
@@ -87,8 +87,8 @@ def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
     if groups.model_parallel_is_initialized():
         if sizes != _set_up_with:
             raise TrainingError(
-                "two roles on the same devices have unlike sizes in train.megatron, and Megatron has one set of process groups; "
-                "give them the same sizes, or separate devices in cluster.placement"
+                "two roles on the same devices have different sizes in train.megatron, but Megatron supports only one set of "
+                "process groups; use the same sizes, or separate devices in cluster.placement"
             )
         return
     groups.initialize_model_parallel(
@@ -107,6 +107,5 @@ def _check_device() -> None:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
         raise TrainingError(
-            f"train.backend=megatron needs CUDA devices, which this process lacks ({error}); Megatron-core names them in "
-            "its own code. Use fsdp2, fsdp or deepspeed on CPUs"
+            f"train.backend=megatron needs a CUDA device ({error}); use fsdp2, fsdp or deepspeed on CPUs"
         ) from None
