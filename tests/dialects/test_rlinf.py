@@ -177,9 +177,11 @@ def test_in_one_process_the_same_batches_are_cut_and_nothing_of_the_cluster_is_l
     plan = resolve(found)
     assert (plan.steps_per_round, plan.rows_per_step, plan.trajectories_per_round) == (4, 32, 128)
     assert row(read, "actor.model.tensor_model_parallel_size").disposition == "no effect"
-    assert row(read, "actor.model.tensor_model_parallel_size").note == "Megatron's; the backend is single"
-    assert row(read, "rollout.attention_backend").note == "SGLang's; the engine is native"
-    assert row(read, "actor.group_name").note == "everything runs in one process (--backend single)"
+    assert (
+        row(read, "actor.model.tensor_model_parallel_size").note == "for Megatron only; the backend is single"
+    )
+    assert row(read, "rollout.attention_backend").note == "for SGLang only; the engine is native"
+    assert row(read, "actor.group_name").note == "a single process has no workers (--backend single)"
 
 
 def test_no_key_of_the_pages_is_unsupported() -> None:
@@ -261,7 +263,7 @@ def test_a_reward_model_takes_the_place_of_the_rule() -> None:
     assert (read.loaded.config.reward.scale, read.loaded.config.reward.shift) == (5.0, 0.0)
     assert row(read, "reward.reward_type").disposition == "no effect"
     (found,) = problems("reward.use_reward_model=true")
-    assert "true needs the model: set reward.model.model_path to its folder" in found
+    assert "with true, set reward.model.model_path to the folder of the reward model" in found
 
 
 @pytest.mark.parametrize(
@@ -303,9 +305,9 @@ def test_both_spellings_of_a_renamed_key_mean_the_same(tmp_path: Path, older: st
 
 def test_a_key_given_under_two_names_must_say_one_thing() -> None:
     (found,) = problems("rollout.model_dir=other")
-    assert found.startswith("rollout.model_dir: is another spelling of rollout.model.model_path")
+    assert found.startswith("rollout.model_dir: is an alias of rollout.model.model_path")
     (found,) = problems("algorithm.sampling_params.use_greedy=true")
-    assert "makes it true" in found
+    assert "sets it to true" in found
     assert "algorithm.sampling_params.do_sample" in found
 
 
@@ -536,14 +538,14 @@ def test_fsdp_reads_the_options_of_its_own_generation() -> None:
         False,
         None,
     )
-    assert row(first, "actor.fsdp_config.cpu_offload").note == "of FSDP 2; the backend is fsdp"
+    assert row(first, "actor.fsdp_config.cpu_offload").note == "for FSDP 2 only; the backend is fsdp"
     assert (fsdp.param_dtype, fsdp.reduce_dtype, fsdp.buffer_dtype) == ("bf16", "bf16", "bf16")
     second = read_config(MATH_003, [*base, *options, "actor.fsdp_config.strategy=FSDP2"])
     fsdp = second.loaded.config.train.fsdp
     assert second.loaded.config.train.backend == "fsdp2"
     assert (fsdp.backward_prefetch, fsdp.cpu_offload, fsdp.size) == ("off", True, 4)
-    assert row(second, "actor.fsdp_config.backward_prefetch").note == "of FSDP 1; the backend is fsdp2"
-    assert row(second, "actor.megatron.use_hf_ckpt").note == "Megatron's; the backend is fsdp2"
+    assert row(second, "actor.fsdp_config.backward_prefetch").note == "for FSDP 1 only; the backend is fsdp2"
+    assert row(second, "actor.megatron.use_hf_ckpt").note == "for Megatron only; the backend is fsdp2"
 
 
 def test_learning_rates_and_the_warmup() -> None:
@@ -556,9 +558,11 @@ def test_learning_rates_and_the_warmup() -> None:
     read = here("actor.lr_sched.lr_warmup_iters=7")
     assert read.loaded.config.train.optimizer.schedule.warmup_steps == 7
     assert read.loaded.config.train.optimizer.schedule.warmup_fraction == 0.0
-    assert row(read, "actor.lr_sched.lr_warmup_fraction").note == "actor.lr_sched.lr_warmup_iters is above 0"
+    assert (
+        row(read, "actor.lr_sched.lr_warmup_fraction").note == "overridden by actor.lr_sched.lr_warmup_iters"
+    )
     (found,) = problems("actor.lr_sched.min_lr=1e-3", "actor.lr_sched.lr_decay_style=cosine")
-    assert "0.001 is above the peak actor.optim.lr=2e-05; lower it" in found
+    assert "0.001 is above the peak learning rate actor.optim.lr=2e-05; lower it" in found
 
 
 def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,19 +596,19 @@ def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ("actor.optim.optimizer=muon", "'muon' is not one of adam, sgd"),
         ("rollout.gpu_memory_utilization=1.5", "1.5 is not a number > 0 and <= 1"),
         ("algorithm.group_size=two", "'two' is not an integer >= 1"),
-        ("cluster.component_placement={actr: all}", "there is no component 'actr', did you mean 'actor'?"),
+        ("cluster.component_placement={actr: all}", "unknown component 'actr', did you mean 'actor'?"),
         ("cluster.component_placement={actor: 0-x}", "invalid placement '0-x'"),
         ("cluster.component_placement=[0]", "is not a mapping of components to devices"),
-        ("algorithm.kl_penalty_type=full", "is not supported: one of kl, k1"),
+        ("algorithm.kl_penalty_type=full", "is not supported: use one of kl, k1"),
         (
             "algorithm.loss_type=actor_critic",
-            "which algorithm.adv_type=grpo does not take; set adv_type to gae",
+            "but algorithm.adv_type=grpo does not use them; set adv_type to gae",
         ),
         (
             "critic.use_critic_model=true",
-            "algorithm.adv_type=grpo takes no values; set it to gae, or this to false",
+            "algorithm.adv_type=grpo does not use values; set it to gae, or this to false",
         ),
-        ("runner.max_steps=0", "0 steps are no run"),
+        ("runner.max_steps=0", "a run needs at least one step"),
         ("algorithm.loss_tpe=ppo", "unknown key of RLinf, did you mean 'algorithm.loss_type'?"),
         ("sampling_params.top_k=3", "did you mean 'algorithm.sampling_params.top_k'?"),
         ("cluster.node_groups=[{label: a}]", "is not supported: number the devices"),

@@ -25,25 +25,29 @@ def problems(*overrides: str) -> list[str]:
     [
         (
             ["runner.seq_length=1024", "algorithm.sampling_params.max_new_tokens=8"],
-            "runner.seq_length: 1024 leaves no room for an answer after data.max_prompt_length=1024; raise it above 1024",
+            "runner.seq_length: 1024 leaves no room for an answer with data.max_prompt_length=1024; raise it above 1024",
         ),
         (
             ["runner.enable_dynamic_batch_size=true", "runner.max_tokens_per_mbs=1000"],
-            "runner.max_tokens_per_mbs: 1000 tokens do not hold the longest row, runner.seq_length=2048; raise it to 2048 at least",
+            "runner.max_tokens_per_mbs: 1000 is below runner.seq_length=2048, the length of the longest row; raise it to at least 2048",
         ),
         (
             ["algorithm.n_minibatches=5"],
-            "algorithm.n_minibatches: 128 rows of a round cannot be cut into 5 equal mini-batches; give a divisor of 128",
+            "algorithm.n_minibatches: 128 rows per round cannot be split into 5 equal mini-batches; set it to a divisor of 128",
         ),
         (
             ["algorithm.training_batch_size_per_gpu=5"],
-            "algorithm.n_minibatches: an optimizer step has 32 rows, which is no multiple of 5 rows per micro-batch * 1 "
-            "data-parallel ranks = 5",
+            (
+                "algorithm.n_minibatches: the 32 rows of an optimizer step are not a multiple of 5 rows per "
+                "micro-batch * 1 data-parallel ranks = 5"
+            ),
         ),
         (
             [EIGHT, "algorithm.training_batch_size_per_gpu=8"],
-            "algorithm.n_minibatches: an optimizer step has 32 rows, which is no multiple of 8 rows per micro-batch * 8 "
-            "data-parallel ranks = 64",
+            (
+                "algorithm.n_minibatches: the 32 rows of an optimizer step are not a multiple of 8 rows per "
+                "micro-batch * 8 data-parallel ranks = 64"
+            ),
         ),
         (
             ["algorithm.group_size=1"],
@@ -51,44 +55,51 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             ["rollout.recompute_logprobs=false", "rollout.return_logprobs=false"],
-            "rollout.return_logprobs: without rollout.recompute_logprobs there would be no log-probs; set one to true",
+            "rollout.return_logprobs: false, like rollout.recompute_logprobs, so there are no log-probs; set one of them to true",
         ),
         (
             ["algorithm.importance_sampling_fix=true", "rollout.recompute_logprobs=false"],
-            "algorithm.importance_sampling_fix: compares the trainer's log-probs with the engine's; set "
-            "rollout.recompute_logprobs to true",
+            "algorithm.importance_sampling_fix: needs recomputed log-probs; set rollout.recompute_logprobs to true",
         ),
         (
             ["runner.val_check_interval=20"],
-            "runner.save_interval: 50 is no multiple of runner.val_check_interval=20",
+            "runner.save_interval: 50 is not a multiple of runner.val_check_interval=20",
         ),
         (
             [EIGHT, "cluster.component_placement={actor: 0-3, rollout: 2-5}"],
-            "cluster.component_placement: actor and rollout share the devices 2, 3 and not the others; give them the same "
-            "devices, or none in common",
+            (
+                "cluster.component_placement: actor and rollout share only the devices 2, 3; place them on "
+                "the same devices, or on disjoint ones"
+            ),
         ),
         (
             [EIGHT, "rollout.tensor_parallel_size=3", "actor.model.tensor_model_parallel_size=1"],
-            "rollout.tensor_parallel_size: 8 rollout devices are no multiple of the 3 that an engine takes",
+            "rollout.tensor_parallel_size: 8 rollout devices are not a multiple of the 3 devices per engine",
         ),
         (
             [EIGHT, "actor.model.tensor_model_parallel_size=3"],
-            "actor.model.tensor_model_parallel_size: 8 actor devices are no multiple of the 3 that one copy of the model takes",
+            "actor.model.tensor_model_parallel_size: 8 actor devices are not a multiple of the 3 devices per model replica",
         ),
         (
             [EIGHT, "rollout.tensor_parallel_size=2"],
-            "rollout.tensor_parallel_size: on the actor's devices it must divide actor.model.tensor_model_parallel_size=1, and 2 "
-            "does not",
+            (
+                "rollout.tensor_parallel_size: 2 does not divide actor.model.tensor_model_parallel_size=1, "
+                "as required on shared devices"
+            ),
         ),
         (
             [EIGHT, APART, "runner.enable_dynamic_batch_size=true"],
-            "runner.enable_dynamic_batch_size: needs the whole round, and with actor and rollout on different devices rows come "
-            "one by one; set it to false",
+            (
+                "runner.enable_dynamic_batch_size: needs all rows of a round at once, but with actor and "
+                "rollout on different devices rows arrive one by one; set it to false"
+            ),
         ),
         (
             [EIGHT, APART, "actor.enable_dp_load_balance=true"],
-            "actor.enable_dp_load_balance: needs the whole round, and with actor and rollout on different devices rows come one "
-            "by one; set it to false",
+            (
+                "actor.enable_dp_load_balance: needs all rows of a round at once, but with actor and rollout "
+                "on different devices rows arrive one by one; set it to false"
+            ),
         ),
         (
             [
@@ -96,12 +107,14 @@ def problems(*overrides: str) -> list[str]:
                 "cluster.component_placement={actor: 0-3, rollout: 0-3, inference: 4-7}",
                 "rollout.recompute_logprobs=false",
             ],
-            "cluster.component_placement: inference has devices and nothing to do; set rollout.recompute_logprobs=true, or take "
-            "it out",
+            (
+                "cluster.component_placement: inference has devices but nothing to compute; set "
+                "rollout.recompute_logprobs=true, or remove inference"
+            ),
         ),
         (
             ["actor.model.precision=fp32", "actor.optim.fp16=false"],
-            "actor.model.precision: Megatron trains in 16 bits; set fp16 or bf16, or actor.training_backend=fsdp",
+            "actor.model.precision: Megatron needs 16 bits; set it to fp16 or bf16, or set actor.training_backend=fsdp",
         ),
         (
             ["actor.model.precision=bf16"],
@@ -109,11 +122,11 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             ["actor.model.megatron_checkpoint=some/folder"],
-            "actor.model.megatron_checkpoint: and actor.megatron.use_hf_ckpt=true are two places to start from; keep one",
+            "actor.model.megatron_checkpoint: conflicts with actor.megatron.use_hf_ckpt=true: both set the initial weights; remove one",
         ),
         (
             ["actor.megatron.use_hf_ckpt=false"],
-            "actor.megatron.use_hf_ckpt: false needs another place to start from: set actor.model.megatron_checkpoint",
+            "actor.megatron.use_hf_ckpt: with false, set actor.model.megatron_checkpoint to the initial weights",
         ),
     ],
 )

@@ -95,9 +95,9 @@ def test_keys_of_robots_are_unsupported_and_text_keys_say_why_they_have_no_effec
     unused = {entry.path for entry in ledger if entry.disposition == "unused"}
     assert {f"algorithm.{name}_type" for name in ("reward", "logprob", "entropy")} <= unused
     found = notes()
-    assert found["runner.seq_length"] == "runner.task_type is embodied, and this is of language models"
-    assert found["rollout.model.model_path"] == "the robot's policy is actor.model.model_path"
-    assert found["algorithm.auto_reset"] == "env.train.auto_reset says it"
+    assert found["runner.seq_length"] == "for language models only; runner.task_type is embodied"
+    assert found["rollout.model.model_path"] == "the robot policy is set by actor.model.model_path"
+    assert found["algorithm.auto_reset"] == "overridden by env.train.auto_reset"
 
 
 def test_another_preset_is_another_simulator() -> None:
@@ -167,29 +167,29 @@ def test_old_log_probs_are_the_rollouts_where_the_file_does_not_ask_for_others(t
     [
         (
             ["env.train.total_num_envs=63"],
-            "63 simulators are no multiple of rollout.pipeline_stage_num=2 * algorithm.group_size=2",
+            "63 simulators are not a multiple of rollout.pipeline_stage_num=2 * algorithm.group_size=2",
         ),
-        (["env.eval.total_num_envs=3"], "3 simulators are no multiple of rollout.pipeline_stage_num=2"),
+        (["env.eval.total_num_envs=3"], "3 simulators are not a multiple of rollout.pipeline_stage_num=2"),
         (
             ["env.train.max_episode_steps=5"],
-            "5 env steps are fewer than one answer's actor.model.num_action_chunks=8",
+            "5 env steps are fewer than an action chunk, actor.model.num_action_chunks=8",
         ),
         (
             ["actor.micro_batch_size=7"],
-            "an optimizer step has 160 rows, which is no multiple of 7 rows per micro-batch * 1",
+            "the 160 rows of an optimizer step are not a multiple of 7 rows per micro-batch * 1",
         ),
         (
             ["env@env.eval=libero_10"],
-            "evaluation is in the simulator of training, env.train.env_type=maniskill",
+            "evaluation must use the simulator of training, env.train.env_type=maniskill",
         ),
         (
             ["env.eval.task_name=Other-v1"],
-            "evaluation is on the task of training, env.train.task_name=PutCarrot",
+            "evaluation must use the task of training, env.train.task_name=PutCarrot",
         ),
-        (["env.train.env_type=robotwin"], "is not supported: maniskill or libero"),
+        (["env.train.env_type=robotwin"], "is not supported: use maniskill or libero"),
         (
             ["actor.model.model_type=openpi"],
-            "is not supported: one of openvla, openvla_oft with runner.task_type=embodied",
+            "is not supported: use one of openvla, openvla_oft with runner.task_type=embodied",
         ),
         (["actor.model.image_size=[224]"], "is not a list of 2, each an integer >= 1"),
     ],

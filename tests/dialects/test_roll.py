@@ -776,7 +776,7 @@ def test_other_spellings_of_a_key_work(tmp_path: Path) -> None:
     found = read(tmp_path, {"global_template": "native", "router_args": {"max_running_requests": 64}})
     assert found.loaded.config.rollout.vllm.max_running == 64
     row = next(entry for entry in found.ledger if entry.path == "global_template")
-    assert row.note.startswith("another spelling of actor_train.data_args.template")
+    assert row.note.startswith("alias of actor_train.data_args.template")
 
 
 def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:

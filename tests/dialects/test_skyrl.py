@@ -340,7 +340,7 @@ def test_gsm8k_answers_are_the_number_after_the_marks(seed: Read) -> None:
 def test_another_environment_is_named_with_what_there_is(file: Path) -> None:
     assert problems(file, "environment.env_class=text2sql") == [
         "environment.env_class: 'text2sql' is not supported: braid has the environments of gsm8k, aime; score with "
-        "braid.reward.parts=[...]; to run without it: --allow-unsupported environment.env_class"
+        "braid.reward.parts=[...]; to ignore it: --allow-unsupported environment.env_class"
     ]
     found = read(
         file,
@@ -493,7 +493,7 @@ def _relaxed(file: Path, *overrides: str, **options: Any) -> Any:
 
 def test_two_spellings_that_differ_are_refused(file: Path) -> None:
     (message,) = problems(file, f"{_A}.ppo_loss_type=regular", f"{_A}.policy_loss_type=dual_clip")
-    assert message.endswith(f"is another spelling of {_A}.ppo_loss_type, which is 'regular' here; keep one")
+    assert message.endswith(f"is an alias of {_A}.ppo_loss_type, which is 'regular'; remove one")
 
 
 def test_warmup_of_one_model_or_of_both(file: Path) -> None:
@@ -642,11 +642,13 @@ def test_rules_between_keys(file: Path, overrides: tuple[str, ...], expected: st
         ("trainer.strategy=ddp", "trainer.strategy: 'ddp' is not one of fsdp, fsdp2, deepspeed, megatron"),
         (f"{_A}.advantage_estimator=rlo", f"{_A}.advantage_estimator: 'rlo' is not one of grpo, gae, rloo, reinforce++, maxrl"),
         ("trainer.resume_mode=newest", "trainer.resume_mode: 'newest' is not one of null, none, latest, from_path"),
-        ("trainer.logger=mlflow", "trainer.logger: 'mlflow' is not supported: take tensorboard, wandb or swanlab, or read metrics.jsonl; "
-                                  "to run without it: --allow-unsupported trainer.logger"),
+        ("trainer.logger=mlflow", ("trainer.logger: 'mlflow' is not supported: take tensorboard, wandb or "
+"swanlab, or read metrics.jsonl; to ignore it: --allow-unsupported "
+"trainer.logger")),
         ("trainer.polcy_mini_batch_size=4", "trainer.polcy_mini_batch_size: unknown key of SkyRL, did you mean 'trainer.policy_mini_batch_size'?"),
-        ("trainer.fully_async.enabled=true", "trainer.fully_async.enabled: true is not supported: train on-policy; "
-                                             "to run without it: --allow-unsupported trainer.fully_async.enabled"),
+        ("trainer.fully_async.enabled=true", ("trainer.fully_async.enabled: true is not supported: train "
+"on-policy; to ignore it: --allow-unsupported "
+"trainer.fully_async.enabled")),
         (f"{_A}.temperature=0.5", f"{_A}.temperature: log-probs are of the distribution sampled from; set it to sampling_params.temperature, or to null"),
     ],
 )  # fmt: skip

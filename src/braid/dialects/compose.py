@@ -47,7 +47,9 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
             chosen[name] = None if option in ("", "null") else option
         elif "@" in name:
             written.problems.append(
-                Problem(name, f"the file's defaults list has no such entry{suggest(name, keys)}", OVERRIDE)
+                Problem(
+                    name, f"no such entry in the defaults list of the file{suggest(name, keys)}", OVERRIDE
+                )
             )
         else:
             values.append(_FLOW.sub(r"\1: ", text) if option.startswith("{") else text)
@@ -84,7 +86,7 @@ class _Entry:
 def _entries(defaults: Any, at: _Place, problems: list[Problem]) -> Iterator[_Entry]:
     """Parse the defaults list of a file mounted at `at`."""
     if not isinstance(defaults, list | None):
-        problems.append(Problem(DEFAULTS, "is not a list of presets, such as - env/libero_10@env.train"))
+        problems.append(Problem(DEFAULTS, "must be a list of presets, such as - env/libero_10@env.train"))
         return
     for i, line in enumerate(defaults or ()):
         match line:
@@ -98,7 +100,7 @@ def _entries(defaults: Any, at: _Place, problems: list[Problem]) -> Iterator[_En
                 ((name, option),) = line.items()
                 yield _entry(_FLAGS.sub("", name), option, at, i, _FLAGS.match(name))
             case _:
-                message = f"{line!r} is no entry; write group/preset@package or group@package: preset"
+                message = f"invalid entry {line!r}; write group/preset@package or group@package: preset"
                 problems.append(Problem(child(DEFAULTS, i), message))
 
 
@@ -163,15 +165,17 @@ class _Presets:
             circle = " -> ".join((*at.chain[at.chain.index(name) :], name))
             return Written(
                 problems=[
-                    Problem(
-                        DEFAULTS, f"the presets lead back to themselves: {circle}; break the circle", origin
-                    )
+                    Problem(DEFAULTS, f"presets form a cycle: {circle}; remove one of the entries", origin)
                 ]
             )
         if "${" in name:
             return Written(
                 problems=[
-                    Problem(DEFAULTS, f"{name!r}: the name of a preset is plain text; write it out", origin)
+                    Problem(
+                        DEFAULTS,
+                        f"{name!r}: interpolations are not supported in preset names; write out the name",
+                        origin,
+                    )
                 ]
             )
         file = self._find(name)
@@ -215,7 +219,7 @@ class _Presets:
         scheme, colon, rest = text.rpartition("://")
         if colon and scheme != "file":
             key = child(SEARCHPATH, index)
-            message = f"{text!r} is not on this machine's disk; write file:///folder"
+            message = f"{text!r} is not a local folder; write file:///folder"
             self._problems.append(Problem(key, message, self.primary.origins.get(key, "")))
             return None
         return Path(rest)
@@ -226,9 +230,9 @@ class _Presets:
         there = sorted(
             {file.stem for folder in folders for file in (folder / group).glob("*.yaml")} - {self.path.stem}
         )
-        have = f"; {group or 'there'} has {', '.join(there[:8])}" if there else ""
+        have = f"; available in {group or 'that folder'}: {', '.join(there[:8])}" if there else ""
         looked = ", ".join(str(folder) for folder in folders)
-        return f"there is no preset {name}.yaml{suggest(option, there)}; looked in {looked}{have}"
+        return f"no preset {name}.yaml{suggest(option, there)}; looked in {looked}{have}"
 
     def _keep_searchpath(self, out: Written) -> None:
         """Store the resolved search path in `out`. Entries that could not be resolved, or were not needed,

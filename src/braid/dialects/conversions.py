@@ -51,7 +51,7 @@ def several(*native: str) -> Convert:
     return lambda value, _: Became(dict.fromkeys(native, value))
 
 
-def only(usual: Any, instead: str, why: str = "how braid works") -> Convert:
+def only(usual: Any, instead: str, why: str = "braid always does this") -> Convert:
     """Accept the one value that braid supports; other values are unsupported, with `instead` as the
     alternative."""
     return lambda value, _: implied(why) if value == usual else unsupported(instead)
@@ -66,5 +66,5 @@ def wandb_mode() -> tuple[str, str]:
     """Return (report.wandb.mode, reason). The original systems always log online; braid does only if
     WANDB_API_KEY is set."""
     if os.environ.get("WANDB_API_KEY"):
-        return "online", "online, since WANDB_API_KEY is set"
-    return "offline", "offline, since WANDB_API_KEY is not set: `wandb sync` sends it later"
+        return "online", "online, because WANDB_API_KEY is set"
+    return "offline", "offline, because WANDB_API_KEY is not set; upload later with `wandb sync`"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .values import Takes
 
-GRAMMAR = "write list(range(0,8)), range(8), [0,1,2], or a sum of these"
+GRAMMAR = "write list(range(0,8)), range(8), [0,1,2], or a sum of them"
 MAX_TEXT = 1000
 """Maximum number of characters in a mapping."""
 MAX_DEPTH = 8
@@ -32,11 +32,11 @@ def parse_devices(mapping: str | Sequence[int]) -> tuple[int, ...]:
     """
     devices = _Parser(mapping).parse() if isinstance(mapping, str) else tuple(mapping)
     if not devices:
-        raise ValueError(f"{_shown(mapping)} names no device; {GRAMMAR}")
+        raise ValueError(f"{_shown(mapping)} contains no device; {GRAMMAR}")
     seen: set[int] = set()
     for device in devices:
         if device < 0 or device in seen:
-            what = "devices are numbered from 0" if device < 0 else f"device {device} comes twice"
+            what = "device numbers start at 0" if device < 0 else f"device {device} appears twice"
             raise ValueError(f"{_shown(mapping)}: {what}; {GRAMMAR}")
         seen.add(device)
     return devices
@@ -65,13 +65,13 @@ class _Parser:
         self._text = text
         self._depth = 0
         if len(text) > MAX_TEXT:
-            raise self._wrong("is too long")
+            raise self._wrong("too long")
         self._rest = self._tokens()
 
     def parse(self) -> tuple[int, ...]:
         devices = self._sum()
         if self._rest:
-            raise self._wrong(f"{self._rest[0]!r} is not expected")
+            raise self._wrong(f"unexpected {self._rest[0]!r}")
         return tuple(devices)
 
     def _tokens(self) -> list[str]:
@@ -80,7 +80,7 @@ class _Parser:
         while at < len(text):
             found = _TOKEN.match(text, at)
             if found is None:
-                raise self._wrong(f"{text[at:].strip()[:20]!r} is not in its grammar")
+                raise self._wrong(f"unexpected {text[at:].strip()[:20]!r}")
             tokens.append(found[0].strip())
             at = found.end()
         return tokens
@@ -88,7 +88,7 @@ class _Parser:
     def _sum(self) -> list[int]:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise self._wrong("has too many brackets within brackets")
+            raise self._wrong("brackets are nested too deeply")
         devices = self._term()
         while self._rest[:1] == ["+"]:
             self._take("+")
@@ -109,7 +109,7 @@ class _Parser:
                 return self._range()
             case ["["]:
                 return self._numbers("[", "]")
-        raise self._wrong(f"{self._rest[0]!r} is not expected" if self._rest else "ends too early")
+        raise self._wrong(f"unexpected {self._rest[0]!r}" if self._rest else "unexpected end")
 
     def _in_brackets(self) -> list[int]:
         self._take("(")
@@ -120,7 +120,7 @@ class _Parser:
     def _range(self) -> list[int]:
         bounds = self._numbers("(", ")")
         if not 1 <= len(bounds) <= 3 or (len(bounds) == 3 and bounds[2] == 0):
-            raise self._wrong("range takes an end, or a first number and an end, and a step that is not 0")
+            raise self._wrong("range() needs 1 to 3 numbers and a step other than 0")
         numbers = range(*bounds)
         self._check_count(len(numbers))
         return list(numbers)
@@ -137,17 +137,17 @@ class _Parser:
 
     def _number(self) -> int:
         if not self._rest or not re.fullmatch(r"-?\d+", self._rest[0]):
-            raise self._wrong(f"{self._rest[0]!r} is not a number" if self._rest else "ends too early")
+            raise self._wrong(f"{self._rest[0]!r} is not a number" if self._rest else "unexpected end")
         return int(self._rest.pop(0))
 
     def _take(self, token: str) -> None:
         if self._rest[:1] != [token]:
-            raise self._wrong(f"{token!r} is missing" + (f" before {self._rest[0]!r}" if self._rest else ""))
+            raise self._wrong(f"missing {token!r}" + (f" before {self._rest[0]!r}" if self._rest else ""))
         self._rest.pop(0)
 
     def _check_count(self, count: int) -> None:
         if count > MAX_DEVICES:
-            raise self._wrong(f"names {count} devices, more than {MAX_DEVICES}")
+            raise self._wrong(f"{count} devices, more than {MAX_DEVICES}")
 
     def _wrong(self, what: str) -> ValueError:
-        return ValueError(f"{_shown(self._text)} is no device mapping: {what}; {GRAMMAR}")
+        return ValueError(f"invalid device mapping {_shown(self._text)}: {what}; {GRAMMAR}")

@@ -146,7 +146,7 @@ def recognise(path: Path) -> Language:
     if len(best) > 1 and "native" in best:
         return "native"
     if len(best) > 1:
-        message = f"the file's keys fit {' and '.join(best)} alike; say which with --dialect"
+        message = f"the file could be a config of {' or '.join(best)}; choose with --dialect"
         raise ConfigError([Problem("config", message, path.name)])
     return best[0]  # pyright: ignore[reportReturnType]
 

@@ -71,12 +71,12 @@ FREE = nullable(TEXT)
 
 def _backend(value: str, source: Source) -> Any:
     if source.backend is not None:
-        return no_effect(f"--backend {source.backend} comes first")
+        return no_effect(f"overridden by --backend {source.backend}")
     return facts.file_backend(source) if value == "fsdp" else value
 
 
 def _strategy(_: str, source: Source) -> Any:
-    why = fsdp_file(source) or (f"--backend {source.backend} comes first" if source.backend else "")
+    why = fsdp_file(source) or (f"overridden by --backend {source.backend}" if source.backend else "")
     return no_effect(why) if why else facts.file_backend(source)
 
 
@@ -110,7 +110,7 @@ def _autocast(source: Source) -> str:
 
 def _scale_window(value: int, source: Source) -> Any:
     why = megatron_file(source) or (
-        "" if facts.precision(source) == "fp16" else "of fp16; actor.model.precision is not"
+        "" if facts.precision(source) == "fp16" else "for fp16 only; actor.model.precision is not fp16"
     )
     if why:
         return no_effect(why)
@@ -120,9 +120,9 @@ def _scale_window(value: int, source: Source) -> Any:
 
 def _loss_scale(value: float | None, source: Source) -> Any:
     why = megatron_file(source) or (
-        "" if facts.precision(source) == "fp16" else "of fp16; actor.model.precision is not"
+        "" if facts.precision(source) == "fp16" else "for fp16 only; actor.model.precision is not fp16"
     )
-    return no_effect(why or "null: the default") if why or value is None else float(value)
+    return no_effect(why or "null: default") if why or value is None else float(value)
 
 
 def _amp(_: Any, source: Source) -> Became:
@@ -158,7 +158,7 @@ def _ratio(name: str) -> Convert:
         lr = source.get("actor.optim.lr")
         if lr is None or value > lr:
             raise ValueError(
-                f"{value:g} is above the peak actor.optim.lr={lr if lr is None else f'{lr:g}'}; lower it"
+                f"{value:g} is above the peak learning rate actor.optim.lr={lr if lr is None else f'{lr:g}'}; lower it"
             )
         return Became({f"train.optimizer.schedule.{name}": value / lr})
 
@@ -167,12 +167,12 @@ def _ratio(name: str) -> Convert:
 
 def _floor(value: float, source: Source) -> Any:
     is_said = source.has("actor.lr_sched.min_lr")
-    return no_effect("actor.lr_sched.min_lr says it") if is_said else _ratio("min_ratio")(value, source)
+    return no_effect("overridden by actor.lr_sched.min_lr") if is_said else _ratio("min_ratio")(value, source)
 
 
 def _warmup(value: float | None, source: Source) -> Any:
     is_said = (source.get("actor.lr_sched.lr_warmup_iters") or 0) > 0
-    return no_effect("actor.lr_sched.lr_warmup_iters is above 0") if is_said else value or 0.0
+    return no_effect("overridden by actor.lr_sched.lr_warmup_iters") if is_said else value or 0.0
 
 
 def _split_sequence(value: bool, source: Source) -> Became:
@@ -191,7 +191,9 @@ def _granularity(value: str | None, source: Source) -> Any:
 def _conversion_devices(_: Any, source: Source) -> Became:
     index, count = (source.get(f"actor.megatron.ckpt.use_gpu_{name}") for name in ("index", "num"))
     if index is None and (count or 0) > MAX_DEVICES:
-        raise ValueError(f"{count} devices are more than there can be; 0 converts in host memory")
+        raise ValueError(
+            f"{count} is more than the maximum of {MAX_DEVICES} devices; lower it, or set it to 0 to convert in host memory"
+        )
     devices = list(range(count or 0)) if index is None else [index] if isinstance(index, int) else index
     return Became({"train.megatron.checkpoint.devices": devices})
 
@@ -202,14 +204,14 @@ def _all_devices(value: int, _: Source) -> int | None:
 
 def _hybrid_size(value: int, source: Source) -> Any:
     if source.get("actor.fsdp_config.sharding_strategy") != "hybrid_shard":
-        return no_effect("of sharding_strategy=hybrid_shard")
+        return no_effect("for sharding_strategy=hybrid_shard only")
     return _all_devices(value, source)
 
 
 def _decay_ramp(value: float | None, source: Source) -> Became:
     if value in (None, source.get("actor.optim.weight_decay")):
-        return implied("weight decay is actor.optim.weight_decay throughout")
-    return unsupported("the same value as actor.optim.weight_decay")
+        return implied("weight decay is always actor.optim.weight_decay")
+    return unsupported("set it to the value of actor.optim.weight_decay")
 
 
 def _trust(_: bool, source: Source) -> Became:
@@ -239,11 +241,11 @@ def _is_lora(value: bool, source: Source) -> Became:
 
 def _shares_weights(source: Source) -> str:
     is_one = source.backend == "single" and facts.engine(source) == "native"
-    return "in one process the engine samples with these very weights" if is_one else ""
+    return "in a single process the engine samples with the trainer's own weights" if is_one else ""
 
 
 def _frees_gradients(source: Source) -> str:
-    return "in one process gradients are freed after every step" if source.backend == "single" else ""
+    return "in a single process gradients are freed after every step" if source.backend == "single" else ""
 
 
 def _offload(value: bool, source: Source) -> Became:
@@ -253,9 +255,9 @@ def _offload(value: bool, source: Source) -> Became:
 
 def _mcore(value: bool, source: Source) -> Became:
     if not value:
-        return unsupported("true: Megatron-core is the Megatron that is left")
+        return unsupported("set it to true: only Megatron-core is supported")
     why = megatron(source)
-    return no_effect(why) if why else implied("Megatron-core is the only Megatron")
+    return no_effect(why) if why else implied("only Megatron-core is supported")
 
 
 def _steps_of_round(value: int, source: Source) -> Became:
@@ -308,8 +310,8 @@ RULES: tuple[Rule, ...] = (
           note="answers of the policy in one pass on a device; text has algorithm.training_batch_size_per_gpu"),
     Apply("actor.global_batch_size", "", COUNT, when(robots_only, then=_steps_of_round),
           note="train.steps_per_pass = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
-    Implied("actor.combine_reference_model", BOOL, "the reference is a copy of the policy's first weights"),
-    Unsupported("actor.sync_precision", "weights travel in the engine's type"),
+    Implied("actor.combine_reference_model", BOOL, "the reference is always a copy of the policy's initial weights"),
+    Unsupported("actor.sync_precision", "weights are sent in the engine's dtype"),
     Apply("actor.sync_bucket_capacity", "rollout.publish.bucket_bytes", COUNT, note="bytes"),
     # model
     Apply("actor.model.precision", "", nullable(PRECISION), _precision,
@@ -332,8 +334,8 @@ RULES: tuple[Rule, ...] = (
     _megatron("model.recompute_num_layers", "recompute_num_layers", nullable(COUNT)),
     _megatron("model.moe_token_dispatcher_type", "moe_token_dispatcher", choice("allgather", "alltoall", "flex")),
     _megatron("model.moe_grouped_gemm", "moe_grouped_gemm", either(BOOL, choice(None, "te")), lambda v, _: bool(v)),
-    Unsupported("actor.model.moe_aux_loss_coeff", "0: experts have no auxiliary loss", default=0.0),
-    *(NoEffect(f"actor.model.{key}", ANY, "the model's own config.json says it") for key in
+    Unsupported("actor.model.moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
+    *(NoEffect(f"actor.model.{key}", ANY, "set by the model's config.json") for key in
       ("moe_router_load_balancing_type", "moe_router_topk", "moe_router_pre_softmax", "init_method_std")),
     _layer("activation", "activation", choice(
         "swiglu", "gelu", "geglu", "reglu", "squared-relu", "fast-geglu", "fast-swiglu", "fast-reglu", "approx-gelu")),
@@ -350,7 +352,7 @@ RULES: tuple[Rule, ...] = (
     _layer("variable_seq_lengths", "variable_seq_lengths", BOOL, "true: packed rows; other backends always pack"),
     _layer("use_cpu_initialization", "cpu_initialization", BOOL),
     _layer("seq_length", "seq_length", COUNT),
-    NoEffect("actor.model.encoder_seq_length", COUNT, "decoders have no encoder; lengths are those of `runner` and `data`"),
+    NoEffect("actor.model.encoder_seq_length", COUNT, "decoders have no encoder; lengths are set in `runner` and `data`"),
     # adapters and loading
     Apply("actor.model.is_lora", "", BOOL, _is_lora, note="model.lora"),
     Apply("actor.model.lora_rank", "", COUNT, _lora("rank"), default=32),
@@ -361,8 +363,8 @@ RULES: tuple[Rule, ...] = (
     # optimizer
     Apply("actor.optim.optimizer", "train.optimizer.kind", choice("adam", "sgd"),
           mapped({"adam": "adamw", "sgd": "sgd"}), note="adam has decoupled weight decay (AdamW)"),
-    Implied("actor.optim.bf16", nullable(BOOL), "actor.model.precision says it, and must not say other"),
-    Implied("actor.optim.fp16", nullable(BOOL), "actor.model.precision says it, and must not say other"),
+    Implied("actor.optim.bf16", nullable(BOOL), "set by actor.model.precision, which must not contradict it"),
+    Implied("actor.optim.fp16", nullable(BOOL), "set by actor.model.precision, which must not contradict it"),
     Apply("actor.optim.lr", "train.optimizer.lr", POSITIVE),
     Apply("actor.optim.value_lr", "train.optimizer.value_lr", POSITIVE, note="of a value head in the policy"),
     Apply("actor.optim.adam_beta1", "train.optimizer.betas", number(0.0, 1.0, samples=(0.8, 0.85)), _betas, default=0.9),
@@ -380,7 +382,7 @@ RULES: tuple[Rule, ...] = (
     _megatron("optim.overlap_grad_reduce", "overlap_grad_reduce", BOOL),
     _megatron("optim.overlap_param_gather", "overlap_param_gather", BOOL),
     _megatron("optim.overlap_param_gather_with_optimizer_step", "overlap_param_gather_with_step", BOOL),
-    NoEffect("actor.optim.optimizer_enable_pin", BOOL, "what moves to the host is pinned there; unread by RLinf"),
+    NoEffect("actor.optim.optimizer_enable_pin", BOOL, "not read by RLinf; offloaded state is always pinned"),
     _schedule("optim.lr_scheduler", "decay", choice("constant", "cosine"), when(fsdp_file)),
     _schedule("optim.lr_warmup_steps", "warmup_steps", NATURAL, when(fsdp_file)),
     _schedule("optim.lr_warmup_steps_ratio", "warmup_fraction", SHARE, when(fsdp_file)),
@@ -390,7 +392,7 @@ RULES: tuple[Rule, ...] = (
               note="of all optimizer steps; lr_warmup_iters above 0 takes precedence"),
     _schedule("lr_sched.lr_warmup_init", "", NON_NEGATIVE, _ratio("start_ratio"), note="as a share of actor.optim.lr"),
     _schedule("lr_sched.lr_warmup_iters", "warmup_steps", NATURAL, note="optimizer steps"),
-    NoEffect("actor.lr_sched.max_lr", POSITIVE, "the peak is actor.optim.lr"),
+    NoEffect("actor.lr_sched.max_lr", POSITIVE, "the peak learning rate is actor.optim.lr"),
     _schedule("lr_sched.min_lr", "", NON_NEGATIVE, when(constant, then=_ratio("min_ratio")),
               note="as a share of actor.optim.lr; takes precedence over actor.optim.min_lr"),
     _schedule("lr_sched.lr_decay_style", "decay", choice(*_DECAYS), mapped(_DECAYS)),
@@ -399,10 +401,10 @@ RULES: tuple[Rule, ...] = (
     _schedule("lr_sched.end_weight_decay", "", nullable(NON_NEGATIVE), _decay_ramp),
     # tokenizer
     Apply("actor.tokenizer.tokenizer_model", "model.tokenizer", PATH),
-    NoEffect("actor.tokenizer.use_fast", BOOL, "the tokenizer is the folder's; unread by RLinf"),
+    NoEffect("actor.tokenizer.use_fast", BOOL, "not read by RLinf; the model folder determines the tokenizer"),
     Apply("actor.tokenizer.trust_remote_code", "", BOOL, _trust, note="here or for the model: model.trust_remote_code"),
     NoEffect("actor.tokenizer.padding_side", choice("left", "right"), "packed rows need no padding"),
-    NoEffect("actor.tokenizer.tokenizer_type", choice("HuggingFaceTokenizer"), "tokenizers are Hugging Face's"),
+    NoEffect("actor.tokenizer.tokenizer_type", choice("HuggingFaceTokenizer"), "only Hugging Face tokenizers are supported"),
     Apply("actor.tokenizer.extra_vocab_size", "model.vla.extra_vocab_size", NATURAL, when(robots_only)),
     # Megatron
     _megatron("megatron.ddp_bucket_size", "ddp_bucket_size", nullable(COUNT), note="in parameters"),
@@ -422,16 +424,16 @@ RULES: tuple[Rule, ...] = (
     _megatron("megatron.ckpt.process_num", "checkpoint.num_processes", COUNT),
     _megatron("megatron.ckpt.tensor_model_parallel_size", "checkpoint.tensor_parallel", COUNT),
     _megatron("megatron.ckpt.pipeline_model_parallel_size", "checkpoint.pipeline_parallel", COUNT),
-    *(NoEffect(f"actor.megatron.ckpt.{key}", ANY, "of RLinf's conversion; braid reads the Hugging Face folder itself") for key in
+    *(NoEffect(f"actor.megatron.ckpt.{key}", ANY, "for RLinf's checkpoint conversion only; braid reads the Hugging Face folder directly") for key in
       ("expert_model_parallel_size", "expert_tensor_parallel_size", "grouped_gemm", "te_ln_linear_qkv",
        "te_ln_linear_mlp_fc1", "te_ln_add_extra_state")),
-    NoEffect("actor.megatron.mbridge", BOOL, "the Hugging Face folder is read, without a conversion"),
-    Unsupported("actor.megatron.use_profiler", "profile the process from outside", default=False),
-    NoEffect("actor.megatron.profiler.*", ANY, "of actor.megatron.use_profiler"),
+    NoEffect("actor.megatron.mbridge", BOOL, "the Hugging Face folder is read directly, without conversion"),
+    Unsupported("actor.megatron.use_profiler", "use an external profiler", default=False),
+    NoEffect("actor.megatron.profiler.*", ANY, "for actor.megatron.use_profiler only"),
     # FSDP
     Apply(
         "actor.fsdp_config.strategy", "train.backend",
-        Takes("one of fsdp, fsdp2, in any case", lambda v: isinstance(v, str) and v.lower() in ("fsdp", "fsdp2"),
+        Takes("one of fsdp, fsdp2 (case-insensitive)", lambda v: isinstance(v, str) and v.lower() in ("fsdp", "fsdp2"),
               ("fsdp", "fsdp2", "FSDP2"), ("fsdp", "fsdp2")),
         _strategy,
     ),
@@ -450,7 +452,7 @@ RULES: tuple[Rule, ...] = (
     *(_fsdp(f"mixed_precision.{key}_dtype", f"{key}_dtype", nullable(DTYPE), idle, unless_null(why="null: fp32"))
       for key, idle in (("param", fsdp), ("reduce", fsdp), ("buffer", fsdp1))),
     _fsdp("hybrid_shard_size", "size", integer(-1, samples=(2, 4, -1)), fsdp, _hybrid_size),
-    NoEffect("actor.fsdp_config.gradient_checkpointing_use_reentrant", BOOL, "the gradients are the same"),
+    NoEffect("actor.fsdp_config.gradient_checkpointing_use_reentrant", BOOL, "it does not change gradients"),
     Apply("actor.fsdp_config.amp_autocast.enabled", "", BOOL, when(fsdp_file, then=_amp),
           note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
     Apply("actor.fsdp_config.amp_autocast.precision", "", DTYPE, when(fsdp_file, then=_amp_precision)),
@@ -459,7 +461,7 @@ RULES: tuple[Rule, ...] = (
           when(fsdp_file, then=_of_scaler)),
     Apply("actor.fsdp_config.grad_scaler.growth_interval", "train.grad_scaler.growth_interval", COUNT,
           when(fsdp_file, then=_of_scaler)),
-    NoEffect("actor.fsdp_config.amp_grad_scaler.enabled", BOOL, "RLinf reads grad_scaler.enabled in its place"),
-    NoEffect("actor.fsdp_config.wrap_policy.*", ANY, "each layer of the model is a unit"),
+    NoEffect("actor.fsdp_config.amp_grad_scaler.enabled", BOOL, "RLinf reads grad_scaler.enabled instead"),
+    NoEffect("actor.fsdp_config.wrap_policy.*", ANY, "each layer is always wrapped as a unit"),
 )
 # fmt: on

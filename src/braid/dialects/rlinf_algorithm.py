@@ -30,7 +30,7 @@ _AGGREGATIONS = {
     "seq-mean-token-mean": "sequence_mean_token_mean",
 }
 _LOSSES = ("ppo", "grpo", "actor", "actor_critic", "decoupled_actor_critic", "gspo")
-_BY_EPS = "null: algorithm.ratio_clip_eps says it"
+_BY_EPS = "null: set by algorithm.ratio_clip_eps"
 NO_TOP_K = 1_000_000
 """RLinf's value for no limit; larger than any vocabulary."""
 
@@ -38,7 +38,7 @@ NO_TOP_K = 1_000_000
 def _advantage(_: str, source: Source) -> Became:
     kind = facts.advantage(source)
     if kind not in _RECIPES:
-        return unsupported("grpo, gae or reinpp")
+        return unsupported("use grpo, gae or reinpp")
     native: dict[str, Any] = {"algorithm.recipe": _RECIPES[kind]}
     if kind in ("grpo", "grpo_dynamic"):
         native |= {"algorithm.advantage": "grpo", "algorithm.normalize_by_std": True}
@@ -52,18 +52,18 @@ def _advantage(_: str, source: Source) -> Became:
         native |= {"algorithm.gamma": 1.0}
         return Became(
             native,
-            note="no values are learned (critic.use_critic_model): the return of each token, undiscounted",
+            note="without a critic (critic.use_critic_model), the undiscounted return of each token",
         )
     return Became(native)
 
 
 def _loss(value: str, source: Source) -> Became:
     if value not in _LOSSES:
-        return unsupported(f"one of {', '.join(_LOSSES)}")
+        return unsupported(f"use one of {', '.join(_LOSSES)}")
     if value.endswith("actor_critic") and facts.advantage(source) != "gae":
         kind = source.get("algorithm.adv_type")
         raise ValueError(
-            f"{value} learns values, which algorithm.adv_type={kind} does not take; set adv_type to gae, or this to actor"
+            f"{value} learns values, but algorithm.adv_type={kind} does not use them; set adv_type to gae, or loss_type to actor"
         )
     native: dict[str, Any] = {"algorithm.policy_loss": "ppo_clip"}
     if value == "gspo":
@@ -85,7 +85,7 @@ def _correction(mode: str, high: float | None) -> dict[str, Any]:
 
 def _threshold(value: float, source: Source) -> Became:
     if source.get("algorithm.loss_type") != "decoupled_actor_critic":
-        return no_effect("of algorithm.loss_type=decoupled_actor_critic")
+        return no_effect("for algorithm.loss_type=decoupled_actor_critic only")
     return Became({"algorithm.corrections": _decoupled(value)})
 
 
@@ -102,7 +102,9 @@ def _clip(value: float, source: Source) -> Became:
         for side in ("low", "high")
         if source.get(f"algorithm.clip_ratio_{side}") is None
     }
-    return Became(native) if native else no_effect("algorithm.clip_ratio_low and clip_ratio_high say it")
+    return (
+        Became(native) if native else no_effect("overridden by algorithm.clip_ratio_low and clip_ratio_high")
+    )
 
 
 def _dual_clip(value: float | None, source: Source) -> Any:
@@ -122,13 +124,13 @@ def _entropy(value: float, source: Source) -> Any:
 def _calculate_entropy(value: bool, source: Source) -> Any:
     bonus = source.get("algorithm.entropy_bonus")
     if facts.is_robots(source) or not bonus:
-        return no_effect("entropy is always measured; without algorithm.entropy_bonus it has no gradient")
+        return no_effect("entropy is always measured, and only algorithm.entropy_bonus adds it to the loss")
     return Became({"algorithm.entropy_coef": bonus if value else 0.0})
 
 
 def _estimator(value: str, source: Source) -> Became:
     if value not in _ESTIMATORS:
-        return unsupported(f"one of {', '.join(_ESTIMATORS)}")
+        return unsupported(f"use one of {', '.join(_ESTIMATORS)}")
     if not source.get("algorithm.kl_beta") and not source.get("algorithm.reinpp_kl_beta"):
         return no_effect("algorithm.kl_beta is 0")
     estimator = _ESTIMATORS[value]
@@ -164,14 +166,14 @@ def _filtered(name: str) -> Any:
 def _resets(name: str) -> Any:
     def convert(value: bool, source: Source) -> Any:
         said = source.has(f"env.train.{name}")
-        return no_effect(f"env.train.{name} says it") if said else Became({f"env.{name}": value})
+        return no_effect(f"overridden by env.train.{name}") if said else Became({f"env.{name}": value})
 
     return convert
 
 
 def _kl_beta(value: float, source: Source) -> Became:
     if not value and facts.advantage(source) == "reinpp" and source.get("algorithm.reinpp_kl_beta"):
-        return no_effect("algorithm.reinpp_kl_beta says it")
+        return no_effect("overridden by algorithm.reinpp_kl_beta")
     return _reward_kl(value, source) if value else Became({"algorithm.kl_coef": value})
 
 
@@ -186,15 +188,15 @@ def _filter(value: bool, source: Source) -> Became:
 
 
 def _reinpp(source: Source) -> str:
-    return "" if facts.advantage(source) == "reinpp" else "of algorithm.adv_type=reinpp"
+    return "" if facts.advantage(source) == "reinpp" else "for algorithm.adv_type=reinpp only"
 
 
 def _grpo_dynamic(source: Source) -> str:
-    return "" if facts.advantage(source) == "grpo_dynamic" else "of algorithm.adv_type=grpo_dynamic"
+    return "" if facts.advantage(source) == "grpo_dynamic" else "for algorithm.adv_type=grpo_dynamic only"
 
 
 def _values(source: Source) -> str:
-    return "" if facts.has_critic(source) else "no values are learned: gamma = lambda = 1"
+    return "" if facts.has_critic(source) else "without a critic, gamma = lambda = 1"
 
 
 _SCALES = list_of(choice("group_level", "agent_level", "turn_level"))
@@ -221,7 +223,7 @@ def _loss_scales(value: list[str], source: Source) -> Any:
         return Became({"algorithm.turn_weighting": "tokens"})
     if tuple(value) not in _SCALED or source.get("algorithm.loss_agg_func") != "seq-mean-token-mean":
         return unsupported(
-            "[group_level], [group_level, agent_level] or [group_level, agent_level, turn_level], with "
+            "use [group_level], [group_level, agent_level] or [group_level, agent_level, turn_level], with "
             "algorithm.loss_agg_func=seq-mean-token-mean"
         )
     aggregation, weighting = _SCALED[tuple(value)]
@@ -230,13 +232,13 @@ def _loss_scales(value: list[str], source: Source) -> Any:
 
 def _whitened(value: bool, source: Source) -> Any:
     if not value and facts.advantage(source) == "reinpp":
-        return no_effect("algorithm.adv_type=reinpp whitens its advantages by itself")
+        return no_effect("algorithm.adv_type=reinpp always whitens advantages")
     return value
 
 
 def _without_decoupling(source: Source) -> str:
     is_so = source.get("algorithm.loss_type") == "decoupled_actor_critic"
-    return "algorithm.loss_type=decoupled_actor_critic does not read it" if is_so else ""
+    return "not used by algorithm.loss_type=decoupled_actor_critic" if is_so else ""
 
 
 def _level(value: str, _: Source) -> str:
@@ -244,7 +246,7 @@ def _level(value: str, _: Source) -> str:
 
 
 def _new_tokens(value: int | None, _: Source) -> Any:
-    return no_effect("null: as many as the actions need") if value is None else value
+    return no_effect("null: the number that the actions need") if value is None else value
 
 
 # fmt: off
@@ -311,7 +313,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Implied(
         "algorithm.use_valid_token_scale", BOOL,
-        "a token mean is over all valid tokens of the optimizer step, always (true in RLinf)",
+        "token means are always over all valid tokens of the optimizer step (true in RLinf)",
     ),
     Apply("algorithm.ratio_clip_eps", "", NON_NEGATIVE, _clip, default=0.2,
           note="ratios are clipped to [1 - eps, 1 + eps]"),
@@ -335,7 +337,7 @@ RULES: tuple[Rule, ...] = (
           "denominator here. null: weights without a bound"),
     Apply("algorithm.value_clip", "algorithm.value_clip", POSITIVE, when(_values)),
     Apply("algorithm.critic_warmup_steps", "critic.warmup_rounds", integer(0), when(_values)),
-    *(Unsupported(f"algorithm.drpo_{key}", "of algorithm.loss_type=drpo, which is not supported") for key in
+    *(Unsupported(f"algorithm.drpo_{key}", "for algorithm.loss_type=drpo only, which is not supported") for key in
         ("lambda", "tau", "beta", "delta", "kl_type")),
     Apply("algorithm.huber_delta", "algorithm.huber_delta", POSITIVE, when(_values),
           note="value errors beyond it count linearly"),
@@ -346,8 +348,8 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.loss_scales", "", _SCALES, _loss_scales,
           note="with seq-mean-token-mean. group_level: the turns of a trajectory are added up; with agent_level: agents "
           "count alike, and the turns of each; with turn_level: the tokens of each. KL and entropy are scaled too"),
-    Unsupported("algorithm.staleness_threshold", "rounds are sampled by the policy that they train"),
-    Unsupported("algorithm.on_policy_min_ratio", "rounds are sampled by the policy that they train"),
+    Unsupported("algorithm.staleness_threshold", "training is on-policy: each round is sampled with the current weights"),
+    Unsupported("algorithm.on_policy_min_ratio", "training is on-policy: each round is sampled with the current weights"),
     # KL and entropy
     Apply(
         "algorithm.kl_beta", "", NON_NEGATIVE, _kl_beta,
@@ -359,13 +361,13 @@ RULES: tuple[Rule, ...] = (
         "RLinf's FSDP actor swaps the two; braid does not",
     ),
     Apply("algorithm.reinpp_kl_beta", "", NON_NEGATIVE, when(_reinpp, then=_reward_kl)),
-    NoEffect("algorithm.kl_penalty", choice("kl", "kl_penalty"), "algorithm.kl_penalty_type names the estimator"),
+    NoEffect("algorithm.kl_penalty", choice("kl", "kl_penalty"), "the estimator is set by algorithm.kl_penalty_type"),
     Apply(
         "algorithm.entropy_bonus", "", NON_NEGATIVE, _entropy,
         note="loss - bonus * entropy; in text tasks only with calculate_entropy",
     ),
     Apply("algorithm.calculate_entropy", "", BOOL, _calculate_entropy),
-    NoEffect("algorithm.entropy_op_type", choice("flash_attn", "torch", "liger_kernel"), "it changes no number"),
+    NoEffect("algorithm.entropy_op_type", choice("flash_attn", "torch", "liger_kernel"), "it does not change results"),
     # which groups are trained on
     Apply(
         "algorithm.filter_rewards", "", BOOL, _filter,
@@ -374,7 +376,7 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.rewards_lower_bound", "", number(), _filtered("min_mean")),
     Apply("algorithm.rewards_upper_bound", "", number(), _filtered("max_mean")),
     Apply("algorithm.max_num_gen_batches", "rollout.filter.max_batches", COUNT),
-    Unsupported("algorithm.down_sampling", "braid.rollout.filter.min_std=0 leaves out groups of equal rewards"),
+    Unsupported("algorithm.down_sampling", "use braid.rollout.filter.min_std=0, which drops groups with equal rewards"),
     # sampling
     Apply("algorithm.sampling_params.do_sample", "rollout.sampling.greedy", BOOL, opposite,
           note="false: greedy decoding"),
@@ -413,6 +415,6 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.auto_reset", "env.auto_reset", BOOL, when(robots_only, then=_resets("auto_reset"))),
     Apply("algorithm.ignore_terminations", "env.ignore_terminations", BOOL,
           when(robots_only, then=_resets("ignore_terminations"))),
-    Unsupported("algorithm.bootstrap_type", "values past a time limit are always bootstrapped (standard)"),
+    Unsupported("algorithm.bootstrap_type", "values are always bootstrapped at time limits (standard)"),
 )
 # fmt: on

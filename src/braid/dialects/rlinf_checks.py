@@ -15,7 +15,7 @@ def _lengths(source: Source) -> _Found:
     if not facts.is_robots(source) and whole is not None and prompt is not None and whole <= prompt:
         yield (
             "runner.seq_length",
-            f"{whole} leaves no room for an answer after data.max_prompt_length={prompt}; raise it above {prompt}",
+            f"{whole} leaves no room for an answer with data.max_prompt_length={prompt}; raise it above {prompt}",
         )
     budget = source.get("runner.max_tokens_per_mbs")
     if (
@@ -26,7 +26,7 @@ def _lengths(source: Source) -> _Found:
     ):
         yield (
             "runner.max_tokens_per_mbs",
-            f"{budget} tokens do not hold the longest row, runner.seq_length={whole}; raise it to {whole} at least",
+            f"{budget} is below runner.seq_length={whole}, the length of the longest row; raise it to at least {whole}",
         )
 
 
@@ -39,13 +39,13 @@ def _batches(source: Source) -> _Found:
         if whole is not None and (whole < 1 or rows % parts):
             yield (
                 key,
-                f"{rows} rows of a round cannot be cut into {parts} equal mini-batches; give a divisor of {rows}",
+                f"{rows} rows per round cannot be split into {parts} equal mini-batches; set it to a divisor of {rows}",
             )
             return
     if whole is not None and micro is not None and whole % (micro * ranks):
         yield (
             key,
-            f"an optimizer step has {whole} rows, which is no multiple of {micro} rows per micro-batch * {ranks} data-parallel "
+            f"the {whole} rows of an optimizer step are not a multiple of {micro} rows per micro-batch * {ranks} data-parallel "
             f"ranks = {micro * ranks}",
         )
 
@@ -60,22 +60,22 @@ def _robots(source: Source) -> _Found:
         if total is not None and total % unit:
             yield (
                 f"env.{role}.total_num_envs",
-                f"{total} simulators are no multiple of rollout.pipeline_stage_num={stages}"
+                f"{total} simulators are not a multiple of rollout.pipeline_stage_num={stages}"
                 + (f" * algorithm.group_size={group}" if role == "train" else ""),
             )
     steps, chunk = source.get("env.train.max_episode_steps"), source.get("actor.model.num_action_chunks")
     if steps is not None and chunk is not None and steps < chunk:
         yield (
             "env.train.max_episode_steps",
-            f"{steps} env steps are fewer than one answer's actor.model.num_action_chunks={chunk}",
+            f"{steps} env steps are fewer than an action chunk, actor.model.num_action_chunks={chunk}",
         )
     if not source.has("env.train.env_type"):
         yield (
             "env.train.env_type",
-            "an embodied task needs a simulator: mount a preset, such as env/libero_10@env.train, or name it here",
+            "an embodied task needs a simulator: mount a preset, such as env/libero_10@env.train, or set this key",
         )
     if (source.get("runner.val_check_interval") or 0) > 0 and not source.has("env.eval"):
-        yield "runner.val_check_interval", "there is no env.eval to validate in; add it, or set this to -1"
+        yield "runner.val_check_interval", "validation needs env.eval; add it, or set this to -1"
 
 
 def _groups(source: Source) -> _Found:
@@ -95,19 +95,19 @@ def _logprobs(source: Source) -> _Found:
     if not recomputes and not returns:
         yield (
             "rollout.return_logprobs",
-            "without rollout.recompute_logprobs there would be no log-probs; set one to true",
+            "false, like rollout.recompute_logprobs, so there are no log-probs; set one of them to true",
         )
     if source.get("algorithm.importance_sampling_fix") and not recomputes:
         yield (
             "algorithm.importance_sampling_fix",
-            "compares the trainer's log-probs with the engine's; set rollout.recompute_logprobs to true",
+            "needs recomputed log-probs; set rollout.recompute_logprobs to true",
         )
 
 
 def _cadences(source: Source) -> _Found:
     save, validate = source.get("runner.save_interval"), source.get("runner.val_check_interval")
     if save is not None and validate is not None and save > 0 and validate > 0 and save % validate:
-        yield "runner.save_interval", f"{save} is no multiple of runner.val_check_interval={validate}"
+        yield "runner.save_interval", f"{save} is not a multiple of runner.val_check_interval={validate}"
 
 
 def _devices(source: Source) -> _Found:
@@ -118,14 +118,14 @@ def _devices(source: Source) -> _Found:
     if shared and actor.numbers != rollout.numbers:
         yield (
             "cluster.component_placement",
-            f"actor and rollout share the devices {', '.join(map(str, shared))} and not the others; give them the same "
-            "devices, or none in common",
+            f"actor and rollout share only the devices {', '.join(map(str, shared))}; place them on the same devices, or on "
+            "disjoint ones",
         )
     per_engine, num_devices = facts.engine_parallel(source), len(rollout.numbers)
     if num_devices % per_engine:
         yield (
             "rollout.tensor_parallel_size",
-            f"{num_devices} rollout devices are no multiple of the {per_engine} that an engine takes",
+            f"{num_devices} rollout devices are not a multiple of the {per_engine} devices per engine",
         )
     elif facts.file_backend(source) == "megatron":
         yield from _model_parallel(source, len(actor.numbers), is_shared=actor.numbers == rollout.numbers)
@@ -136,7 +136,7 @@ def _model_parallel(source: Source, num_devices: int, *, is_shared: bool) -> _Fo
     if num_devices % per_copy:
         yield (
             "actor.model.tensor_model_parallel_size",
-            f"{num_devices} actor devices are no multiple of the {per_copy} that one copy of the model takes",
+            f"{num_devices} actor devices are not a multiple of the {per_copy} devices per model replica",
         )
     trained, sampled = (
         source.get("actor.model.tensor_model_parallel_size") or 1,
@@ -145,7 +145,7 @@ def _model_parallel(source: Source, num_devices: int, *, is_shared: bool) -> _Fo
     if is_shared and trained % sampled:
         yield (
             "rollout.tensor_parallel_size",
-            f"on the actor's devices it must divide actor.model.tensor_model_parallel_size={trained}, and {sampled} does not",
+            f"{sampled} does not divide actor.model.tensor_model_parallel_size={trained}, as required on shared devices",
         )
 
 
@@ -157,8 +157,8 @@ def _pipelined(source: Source) -> _Found:
             if source.get(key):
                 yield (
                     key,
-                    "needs the whole round, and with actor and rollout on different devices rows come one by one; "
-                    "set it to false",
+                    "needs all rows of a round at once, but with actor and rollout on different devices rows arrive one by "
+                    "one; set it to false",
                 )
     lines = source.get("cluster.component_placement") or {}
     is_placed = any("inference" in line.split(",") for line in lines)
@@ -169,7 +169,7 @@ def _pipelined(source: Source) -> _Found:
     if is_apart and source.get("rollout.recompute_logprobs") is False:
         yield (
             "cluster.component_placement",
-            "inference has devices and nothing to do; set rollout.recompute_logprobs=true, or take it out",
+            "inference has devices but nothing to compute; set rollout.recompute_logprobs=true, or remove inference",
         )
 
 
@@ -179,7 +179,7 @@ def _precision(source: Source) -> _Found:
         if kind == "fp32" and source.has("actor.model.precision"):
             yield (
                 "actor.model.precision",
-                "Megatron trains in 16 bits; set fp16 or bf16, or actor.training_backend=fsdp",
+                "Megatron needs 16 bits; set it to fp16 or bf16, or set actor.training_backend=fsdp",
             )
         for flag in ("fp16", "bf16"):
             if source.values.get(f"actor.optim.{flag}") is True and kind != flag:
@@ -193,12 +193,12 @@ def _megatron_start(source: Source) -> _Found:
     if path is not None and converts is True:
         yield (
             "actor.model.megatron_checkpoint",
-            "and actor.megatron.use_hf_ckpt=true are two places to start from; keep one",
+            "conflicts with actor.megatron.use_hf_ckpt=true: both set the initial weights; remove one",
         )
     if path is None and converts is False:
         yield (
             "actor.megatron.use_hf_ckpt",
-            "false needs another place to start from: set actor.model.megatron_checkpoint",
+            "with false, set actor.model.megatron_checkpoint to the initial weights",
         )
 
 

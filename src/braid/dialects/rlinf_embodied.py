@@ -31,11 +31,11 @@ SIMULATORS = choice(
 
 def _simulator(value: str, source: Source) -> Became:
     if value not in ("maniskill", "libero"):
-        return unsupported("maniskill or libero")
+        return unsupported("use maniskill or libero")
     trained = source.get("env.train.env_type")
     if trained is not None and trained != value:
         raise ValueError(
-            f"evaluation is in the simulator of training, env.train.env_type={trained}; make them agree"
+            f"evaluation must use the simulator of training, env.train.env_type={trained}; make them agree"
         )
     return Became({"env.kind": value})
 
@@ -45,7 +45,7 @@ def _of_simulator(name: str) -> Any:
 
     def idle(source: Source) -> str:
         kind = source.get("env.train.env_type")
-        return "" if kind == name else f"of {name}; the simulator is {kind}"
+        return "" if kind == name else f"for {name} only; the simulator is {kind}"
 
     return idle
 
@@ -57,7 +57,7 @@ def _task(key: str) -> Convert:
         trained = source.values.get(f"env.train.{key}")
         if trained is not None and trained != value:
             raise ValueError(
-                f"evaluation is on the task of training, env.train.{key}={trained}; make them agree"
+                f"evaluation must use the task of training, env.train.{key}={trained}; make them agree"
             )
         return value
 
@@ -112,10 +112,10 @@ def _env_rules(role: str, native: str) -> Iterator[Rule]:
         yield Apply("env.train.rollout_epoch", "env.episodes_per_round", COUNT, when(robots_only))
     else:
         yield apply("total_num_envs", "num_envs", nullable(COUNT))
-        yield Unsupported("env.eval.rollout_epoch", "evaluation runs through its reset states once")
+        yield Unsupported("env.eval.rollout_epoch", "evaluation always runs each reset state once")
     yield Unsupported(
         f"env.{role}.max_steps_per_rollout_epoch",
-        f"env.{role}.max_episode_steps: the simulators run whole episodes",
+        f"use env.{role}.max_episode_steps: simulators always run whole episodes",
     )
     yield apply("auto_reset", "auto_reset", BOOL, note="at the end of an action chunk")
     yield apply("ignore_terminations", "ignore_terminations", BOOL)
@@ -144,7 +144,7 @@ def _vla(key: str, name: str, takes: Takes, then: Convert | None = None, note: s
 
 def _channels(section: str) -> Iterator[Rule]:
     """Rules of the named queue that a role reads from."""
-    why = "records go from role to role without named queues"
+    why = "data is passed between roles without named queues"
     yield NoEffect(f"{section}.channel.name", TEXT, why)
     yield NoEffect(f"{section}.channel.queue_name", TEXT, why)
     yield NoEffect(f"{section}.channel.queue_size", NATURAL, why)
@@ -176,8 +176,8 @@ RULES: tuple[Rule, ...] = (
     _vla("policy_setup", "policy_setup", TEXT),
     _vla("image_size", "image_size", list_of(COUNT, length=2), note="height and width"),
     _vla("num_images_in_input", "num_images", COUNT),
-    Implied("actor.model.add_value_head", BOOL, "there is a value head when values are learned"),
-    Implied("actor.model.implement_version", choice("rlinf", "official"), "one implementation reads both"),
-    Unsupported("actor.model.use_film", "a policy without FiLM"),
+    Implied("actor.model.add_value_head", BOOL, "there is a value head whenever values are learned"),
+    Implied("actor.model.implement_version", choice("rlinf", "official"), "one implementation supports both"),
+    Unsupported("actor.model.use_film", "use a policy without FiLM"),
 )
 # fmt: on

@@ -176,48 +176,48 @@ def rollout_epochs(source: Source) -> int:
 
 def text_only(source: Source) -> str:
     """Condition of keys for language models."""
-    return "runner.task_type is embodied, and this is of language models" if is_robots(source) else ""
+    return "for language models only; runner.task_type is embodied" if is_robots(source) else ""
 
 
 def robots_only(source: Source) -> str:
     """Condition of keys for robots."""
-    return "" if is_robots(source) else "of robots; runner.task_type is one of text"
+    return "" if is_robots(source) else "for robots only; runner.task_type is a text task"
 
 
 def megatron(source: Source) -> str:
     """Condition of Megatron keys."""
-    return _of_backend(source, ("megatron",), "Megatron's")
+    return _of_backend(source, ("megatron",), "for Megatron only")
 
 
 def fsdp(source: Source) -> str:
     """Condition of keys for both FSDP versions."""
-    return _of_backend(source, ("fsdp", "fsdp2"), "FSDP's")
+    return _of_backend(source, ("fsdp", "fsdp2"), "for FSDP only")
 
 
 def fsdp1(source: Source) -> str:
     """Condition of keys for FSDP 1."""
-    return _of_backend(source, ("fsdp",), "of FSDP 1")
+    return _of_backend(source, ("fsdp",), "for FSDP 1 only")
 
 
 def fsdp2(source: Source) -> str:
     """Condition of keys for FSDP 2."""
-    return _of_backend(source, ("fsdp2",), "of FSDP 2")
+    return _of_backend(source, ("fsdp2",), "for FSDP 2 only")
 
 
 def fsdp_file(source: Source) -> str:
     """Condition of FSDP keys that apply to any backend in use, provided that the file asks for FSDP."""
-    return "FSDP's; actor.training_backend is megatron" if file_backend(source) == "megatron" else ""
+    return "for FSDP only; actor.training_backend is megatron" if file_backend(source) == "megatron" else ""
 
 
 def megatron_file(source: Source) -> str:
     """Condition of Megatron keys that apply to any backend in use, provided that the file asks for
     Megatron."""
-    return "" if file_backend(source) == "megatron" else "Megatron's; actor.training_backend is fsdp"
+    return "" if file_backend(source) == "megatron" else "for Megatron only; actor.training_backend is fsdp"
 
 
 def cluster(source: Source) -> str:
     """Condition of keys for worker groups and devices."""
-    return "everything runs in one process (--backend single)" if source.backend == "single" else ""
+    return "a single process has no workers (--backend single)" if source.backend == "single" else ""
 
 
 def constant(source: Source) -> str:
@@ -225,28 +225,28 @@ def constant(source: Source) -> str:
     style = (
         source.get("actor.lr_sched.lr_decay_style") or source.get("actor.optim.lr_scheduler") or "constant"
     )
-    return "the learning rate does not decay" if style == "constant" else ""
+    return "the learning rate is constant" if style == "constant" else ""
 
 
 def sglang(source: Source) -> str:
     """Condition of SGLang keys."""
-    return _of_engine(source, ("sglang",), "SGLang's")
+    return _of_engine(source, ("sglang",), "for SGLang only")
 
 
 def vllm(source: Source) -> str:
     """Condition of vLLM keys."""
-    return _of_engine(source, ("vllm",), "vLLM's")
+    return _of_engine(source, ("vllm",), "for vLLM only")
 
 
 def served(source: Source) -> str:
     """Condition of keys that SGLang and vLLM have and the native engine lacks."""
-    return _of_engine(source, ("sglang", "vllm"), "of SGLang and vLLM")
+    return _of_engine(source, ("sglang", "vllm"), "for SGLang and vLLM only")
 
 
 def fixed_batches(source: Source) -> str:
     """Condition of keys for micro-batches with a fixed number of rows."""
     is_dynamic = source.get("runner.enable_dynamic_batch_size") is True
-    return "runner.enable_dynamic_batch_size: micro-batches are cut by tokens" if is_dynamic else ""
+    return "with runner.enable_dynamic_batch_size, micro-batches are formed by tokens" if is_dynamic else ""
 
 
 def _of_backend(source: Source, names: Sequence[str], whose: str) -> str:

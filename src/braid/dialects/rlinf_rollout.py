@@ -43,7 +43,9 @@ def model_type(value: str, source: Source) -> Became:
     if not facts.is_robots(source) and value in ARCHITECTURES:
         return Became({"model.architecture": ARCHITECTURES[value]})
     fitting = VLA_KINDS if facts.is_robots(source) else tuple(ARCHITECTURES)
-    return unsupported(f"one of {', '.join(fitting)} with runner.task_type={source.get('runner.task_type')}")
+    return unsupported(
+        f"use one of {', '.join(fitting)} with runner.task_type={source.get('runner.task_type')}"
+    )
 
 
 def _engine(name: str, then: Convert | None = None) -> Convert:
@@ -58,15 +60,15 @@ def _engine(name: str, then: Convert | None = None) -> Convert:
 
 def _engine_dtype(value: Any, source: Source) -> Became:
     if facts.engine(source) == "native":
-        return no_effect("braid's own engine samples with the trainer's weights, in its precision")
+        return no_effect("the native engine samples with the trainer's weights in their precision")
     if value is None:
-        return no_effect("null: that of actor.model.precision")
+        return no_effect("null: same as actor.model.precision")
     return Became({f"rollout.{facts.engine(source)}.dtype": facts.DTYPES[str(value)]})
 
 
 def _is_policy_elsewhere(source: Source) -> str:
     is_robots = facts.is_robots(source) and source.has("actor.model.model_path")
-    return "the robot's policy is actor.model.model_path" if is_robots else ""
+    return "the robot policy is set by actor.model.model_path" if is_robots else ""
 
 
 def _weights_dir(value: str | None, source: Source) -> Any:
@@ -103,9 +105,9 @@ def _huggingface(value: str, source: Source) -> Became:
     return Became({"rollout.engine": source.engine or native})
 
 
-_DERIVED = "follows from cluster.component_placement: roles on the same devices take turns"
-_AS_TRAINED = "log-probs before the update are those of the actor's model, in the actor's precision"
-_SHARED = "an engine shares the trainer's weights, or sleeps while others have its devices"
+_DERIVED = "determined by cluster.component_placement: roles on the same devices take turns"
+_AS_TRAINED = "log-probs before the update are always computed with the actor's model and precision"
+_SHARED = "an engine always shares the trainer's weights, or sleeps while other roles use its devices"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
@@ -157,8 +159,8 @@ RULES: tuple[Rule, ...] = (
     Apply("rollout.vllm.enable_prefix_caching", "rollout.vllm.prefix_caching", BOOL, when(vllm)),
     Apply("rollout.vllm.max_num_batched_tokens", "rollout.vllm.prefill_tokens", nullable(COUNT),
           when(vllm, then=unless_null())),
-    NoEffect("rollout.vllm.enable_flash_infer_sampler", BOOL, "a kernel of sampling, which draws from the same distribution"),
-    Unsupported("rollout.vllm.torch_profiler_dir", "profile the process from outside"),
+    NoEffect("rollout.vllm.enable_flash_infer_sampler", BOOL, "a sampling kernel, which does not change the distribution"),
+    Unsupported("rollout.vllm.torch_profiler_dir", "use an external profiler"),
     # log-probs, checks, output
     Apply(
         "rollout.recompute_logprobs", "algorithm.old_logprobs", BOOL, _recompute, default=True,
@@ -174,9 +176,9 @@ RULES: tuple[Rule, ...] = (
     Apply("rollout.pipeline_stage_num", "env.pipeline_stages", COUNT, when(robots_only)),
     Apply("rollout.sampling_params.temperature_train", "rollout.sampling.temperature", POSITIVE, when(robots_only)),
     Apply("rollout.sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, when(robots_only)),
-    Unsupported("rollout.sampling_params.temperature_eval", "evaluation decodes by actor.model.do_sample"),
-    Unsupported("rollout.enable_torch_compile", "braid.train.compile=true compiles the log-probs"),
-    NoEffect("rollout.collect_transitions", BOOL, "trajectories are always whole"),
-    NoEffect("rollout.collect_prev_infos", BOOL, "trajectories are always whole"),
+    Unsupported("rollout.sampling_params.temperature_eval", "use actor.model.do_sample for evaluation"),
+    Unsupported("rollout.enable_torch_compile", "use braid.train.compile=true"),
+    NoEffect("rollout.collect_transitions", BOOL, "trajectories are always complete"),
+    NoEffect("rollout.collect_prev_infos", BOOL, "trajectories are always complete"),
 )
 # fmt: on

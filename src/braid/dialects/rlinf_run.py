@@ -35,17 +35,17 @@ def _placement(value: Mapping[str, Any], source: Source) -> Any:
     native, seen = {}, set[str]()
     for line, text in value.items():
         if isinstance(text, dict):
-            return unsupported("node groups; number the devices through the nodes, such as actor: 0-7")
+            return unsupported("remove node groups and number the devices across nodes, such as actor: 0-7")
         parse_devices(str(text), facts.num_devices(source))
         names = split_roles(line)
         for name in names:
             if name not in facts.ROLES:
                 known = ", ".join(facts.ROLES)
                 raise ValueError(
-                    f"there is no component {name!r}{suggest(name, facts.ROLES)}; there are {known}"
+                    f"unknown component {name!r}{suggest(name, facts.ROLES)}; the components are {known}"
                 )
             if name in seen:
-                raise ValueError(f"{name} is placed twice; keep one line for it")
+                raise ValueError(f"{name} is placed twice; remove one of them")
             seen.add(name)
         native["cluster.placement." + ",".join(facts.ROLES[name] for name in names)] = str(text)
     why = cluster(source)
@@ -55,7 +55,7 @@ def _placement(value: Mapping[str, Any], source: Source) -> Any:
 def _task(value: str, source: Source) -> Became:
     if value in ("coding_online_rl", "sft", "offline"):
         return unsupported(
-            "math or embodied; supervised learning is `braid sft`, with a native `sft` section"
+            "use math or embodied; for supervised fine-tuning use `braid sft` with a native `sft` section"
         )
     native: dict[str, Any] = {"run.eval_only": True} if value.endswith("_eval") else {}
     kind = source.get("env.train.env_type") if facts.is_robots(source) else "single_turn"
@@ -93,7 +93,7 @@ def _of_sinks(name: str) -> Any:
         return (
             Became(native)
             if native
-            else no_effect("neither wandb nor swanlab is in runner.logger.logger_backends")
+            else no_effect("runner.logger.logger_backends has neither wandb nor swanlab")
         )
 
     return convert
@@ -116,14 +116,14 @@ def _epochs(value: int, source: Source) -> Became:
         return Became({"run.max_epochs": value})
     return Became(
         {"run.max_rounds": _robot_rounds(source)},
-        note="a simulator has no set of prompts: an epoch is a round",
+        note="a simulator has no prompts: an epoch is a round",
     )
 
 
 def _steps(value: int, source: Source) -> Became:
     if value == 0:
         raise ValueError(
-            "0 steps are no run; for an evaluation alone set runner.only_eval=true, for no limit -1"
+            "a run needs at least one step; to only evaluate set runner.only_eval=true, for no limit set it to -1"
         )
     if facts.is_robots(source):
         return Became({"run.max_rounds": _robot_rounds(source)})
@@ -152,7 +152,7 @@ def _seq_length(source: Source) -> int:
 def _dynamic(value: bool, source: Source) -> Became:
     """Bound micro-batches by tokens, or set a fixed number of rows."""
     if facts.is_robots(source):
-        return no_effect("robots: actor.micro_batch_size bounds a pass")
+        return no_effect("for text tasks only; robots use actor.micro_batch_size")
     if value:
         tokens = source.get("runner.max_tokens_per_mbs")
         return Became(
@@ -179,7 +179,7 @@ def _resume(value: str | None, _: Source) -> str:
 
 def _data_type(value: str, source: Source) -> Became:
     if value not in ("math", "reasoning"):
-        return unsupported("math: rows with a prompt and its solutions")
+        return unsupported("use math: rows with a prompt and its solutions")
     native = {"data.train[0].kind": "file"} if source.get("data.train_data_paths") else {}
     return Became(native, note="rows have a prompt and `solutions`, a list; any of them is accepted")
 
@@ -200,7 +200,7 @@ def _column(name: str) -> Any:
     def convert(value: Any, source: Source) -> Any:
         given = {"train": "data.train_data_paths", "eval": "data.val_data_paths"}
         native = {f"data.{role}[0].{name}": value for role, key in given.items() if source.get(key)}
-        return Became(native) if native else no_effect("there are no data.train_data_paths")
+        return Became(native) if native else no_effect("data.train_data_paths is not set")
 
     return convert
 
@@ -218,16 +218,16 @@ def _reward_model(value: bool, source: Source) -> Became:
     if not value:
         return Became({"reward.parts[0].kind": source.get("reward.reward_type")})
     if not source.has("reward.model.model_path"):
-        raise ValueError("true needs the model: set reward.model.model_path to its folder")
+        raise ValueError("with true, set reward.model.model_path to the folder of the reward model")
     return Became({"reward.parts[0].kind": "model"})
 
 
 def _reward_type(value: str, source: Source) -> Became:
     if source.get("reward.use_reward_model"):
-        return no_effect("reward.use_reward_model: a model scores")
+        return no_effect("overridden by reward.use_reward_model")
     if value != "math":
         return unsupported(
-            "math, or your own function: braid.reward.parts=[{kind: function, path: file.py:score}]"
+            "use math, or a custom function: braid.reward.parts=[{kind: function, path: file.py:score}]"
         )
     return Became({"reward.parts[0].kind": value})
 
@@ -246,9 +246,9 @@ def _critic(value: bool, source: Source) -> Any:
     if facts.advantage(source) != "gae":
         if value:
             raise ValueError(
-                f"algorithm.adv_type={source.get('algorithm.adv_type')} takes no values; set it to gae, or this to false"
+                f"algorithm.adv_type={source.get('algorithm.adv_type')} does not use values; set it to gae, or this to false"
             )
-        return no_effect("algorithm.adv_type takes no values")
+        return no_effect("algorithm.adv_type does not use values")
     return Became({"algorithm.advantage": "gae" if facts.has_critic(source) else "reinforce"})
 
 
@@ -271,34 +271,34 @@ def of_critic(native: Mapping[str, Any]) -> dict[str, Any]:
 def _as_actor(value: Any, source: Source) -> Became:
     """Convert a key that the actor has too, using the actor's rule."""
     if not facts.has_critic(source):
-        return no_effect("no values are learned")
+        return no_effect("there is no critic")
     key = f"actor{source.at.removeprefix('critic')}"
     name = source.dialect.aliases.get(key, key)
     rule = source.dialect.rule_of(name)
     if rule is None:
-        raise ValueError(f"the critic has the keys of the actor, and there is no {key}")
+        raise ValueError(f"the critic has the same keys as the actor, and {key} does not exist")
     if not rule.takes.accepts(value):
         raise ValueError(f"{value!r} is not {rule.takes.words}")
     made = become(rule, value, replace(critic_view(source), at=name))
     if made.disposition != "applied":
         return made
     native = of_critic(made.native)
-    return Became(native) if native else no_effect("the actor's counts for both models")
+    return Became(native) if native else no_effect("the actor's value applies to both models")
 
 
-_LOADED_ONCE = "prompts are read and tokenized once, before the run starts"
+_LOADED_ONCE = "prompts are always read and tokenized once, before the run starts"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
     # Hydra
-    Implied("defaults", LIST, "the presets' keys are in this list, with file and line"),
+    Implied("defaults", LIST, "the keys of the presets are listed here, with file and line"),
     Apply(
         "hydra.run.dir", "run.base_dir", PATH, lambda value, _: str(Path.cwd() / value), default=".",
         note="relative data paths start at the working directory, not at the file",
     ),
-    Implied("hydra.output_subdir", nullable(TEXT), "the config that ran is always kept in the run's folder"),
-    Implied("hydra.searchpath", LIST, "where the presets of `defaults` were looked for, after the file's own folder"),
-    NoEffect("hydra.job.*", ANY, "no Hydra job is started"),
+    Implied("hydra.output_subdir", nullable(TEXT), "the resolved config is always stored in the run folder"),
+    Implied("hydra.searchpath", LIST, "folders searched for the presets of `defaults`, after the file's own folder"),
+    NoEffect("hydra.job.*", ANY, "braid does not use Hydra jobs"),
     # cluster
     Apply("cluster.num_nodes", "cluster.num_nodes", COUNT, when(cluster)),
     Apply("cluster.num_gpus_per_node", "cluster.devices_per_node", COUNT, when(cluster)),
@@ -306,12 +306,12 @@ RULES: tuple[Rule, ...] = (
         "cluster.component_placement", "", PLACEMENT, _placement,
         note="cluster.placement.ROLES=DEVICES; actor is the policy. Roles on the same devices take turns",
     ),
-    Unsupported("cluster.node_groups", "number the devices through the nodes in cluster.component_placement"),
-    Unsupported("cluster.auto_scheduler", "place the components with cluster.component_placement", default=False),
-    *(NoEffect(f"cluster.{key}", ANY, "of cluster.auto_scheduler") for key in (
+    Unsupported("cluster.node_groups", "number the devices across nodes in cluster.component_placement"),
+    Unsupported("cluster.auto_scheduler", "set cluster.component_placement", default=False),
+    *(NoEffect(f"cluster.{key}", ANY, "for cluster.auto_scheduler only") for key in (
         "assign_policy", "use_pre_process_policy", "rollout_use_all_gpus", "monitor_interval", "preprocess_threshold",
         "migrate_out_max_bs", "use_wait_before_last_iter_policy", "fuse_rollout_inference_only", "recreate_nccl_groups")),
-    NoEffect("profile_data.*", ANY, "of RLinf's search for a placement"),
+    NoEffect("profile_data.*", ANY, "for RLinf's placement search only"),
     # runner
     Apply(
         "runner.task_type", "",
@@ -343,7 +343,7 @@ RULES: tuple[Rule, ...] = (
         "runner.logger.swanlab_mode", "", choice("cloud", "local", "offline"),
         lambda value, source: Became({"report.swanlab.mode": value})
         if "swanlab" in (source.get("runner.logger.logger_backends") or [])
-        else no_effect("swanlab is not in runner.logger.logger_backends"),
+        else no_effect("runner.logger.logger_backends does not have swanlab"),
     ),
     Unsupported("runner.logger.wandb_proxy", "set HTTPS_PROXY in the environment"),
     Unsupported("runner.logger.wandb_entity", "set WANDB_ENTITY in the environment"),
@@ -374,9 +374,9 @@ RULES: tuple[Rule, ...] = (
     Apply("runner.output_dir", "run.output_dir", PATH),
     Apply("runner.only_eval", "run.eval_only", BOOL),
     Apply("runner.max_prompt_length", "model.vla.max_prompt_tokens", COUNT, when(robots_only)),
-    Implied("runner.weight_sync_interval", choice(1), "weights are published after every round"),
-    Unsupported("runner.overlap_env_bootstrap", "env.pipeline_stages overlaps simulation and policy"),
-    Unsupported("runner.use_training_pipeline", "the update starts when the round is complete"),
+    Implied("runner.weight_sync_interval", choice(1), "weights are synced after every round"),
+    Unsupported("runner.overlap_env_bootstrap", "use env.pipeline_stages to overlap simulation and policy"),
+    Unsupported("runner.use_training_pipeline", "the update always starts when the round is complete"),
     # data
     Apply(
         "data.type", "", choice("math", "reasoning", "vision_language", "wideseek_r1", "rstar2", "searchr1"),
@@ -398,7 +398,7 @@ RULES: tuple[Rule, ...] = (
     NoEffect("data.num_workers", NATURAL, _LOADED_ONCE),
     NoEffect("data.process_workers", NATURAL, _LOADED_ONCE),
     NoEffect("data.process_batch_size", COUNT, _LOADED_ONCE),
-    NoEffect("data.dataset_name", nullable(TEXT), "data.type says how rows are read"),
+    NoEffect("data.dataset_name", nullable(TEXT), "data.type determines how rows are read"),
     Apply("data.prompt_key", "", TEXT, when(text_only, then=_column("prompt_key"))),
     Apply(
         "data.answer_key", "", TEXT, when(text_only, then=_column("answer_key")), default="solutions",
@@ -439,9 +439,9 @@ RULES: tuple[Rule, ...] = (
     Apply("reward.reward_min_val", "", number(), when(text_only, then=_reward_scale), default=-1.0),
     Apply("reward.reward_max_val", "", number(), when(text_only, then=_reward_scale), default=1.0),
     *(NoEffect(f"reward.{part}.*", ANY, why) for part, why in (
-        ("tokenizer", "rewards are given text; a reward model has a tokenizer of its own"),
-        ("reward_weights", "of reward.reward_type=vqa"))),
-    *(NoEffect(f"reward.{key}", ANY, "RLinf never reads it") for key in ("len_reward_penalty", "safe_length", "max_length")),
+        ("tokenizer", "rewards receive text; a reward model uses its own tokenizer"),
+        ("reward_weights", "for reward.reward_type=vqa only"))),
+    *(NoEffect(f"reward.{key}", ANY, "not read by RLinf") for key in ("len_reward_penalty", "safe_length", "max_length")),
     Apply("reward.group_name", "cluster.group_names.reward", TEXT, when(cluster)),
     # critic
     Apply(

@@ -87,7 +87,7 @@ def translate(
         if entry.disposition == "unsupported" and not _is_allowed(path, allowed):
             message = f"{show_value(value)} is not supported: {entry.note}"
             native.problems.append(
-                Problem(path, f"{message}; to run without it: --allow-unsupported {path}", entry.origin)
+                Problem(path, f"{message}; to ignore it: --allow-unsupported {path}", entry.origin)
             )
         writer.put(entry.native, f"{entry.origin} {path}")
         ledger.append(_without_secrets(entry, foreign, native))
@@ -207,9 +207,7 @@ def _by_name(
     for path, value in leaves:
         name = dialect.aliases.get(path, path)
         if name in spelled and values[name] != value:
-            message = (
-                f"is another spelling of {spelled[name]}, which is {show_value(values[name])} here; keep one"
-            )
+            message = f"is an alias of {spelled[name]}, which is {show_value(values[name])}; remove one"
             problems.append(Problem(path, message, _origin(foreign, path)))
         values[name] = value
         spelled[name] = path
@@ -272,12 +270,12 @@ def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
     rule = source.dialect.rule_of(name)
     if rule is None:
         if _is_section(path, source.dialect):
-            return Entry(path, value, "implied", {}, "an empty part: the defaults of its keys", origin)
-        return Entry(path, value, "no effect", {}, f"a variable of the file, for ${{{path}}}", origin)
+            return Entry(path, value, "implied", {}, "an empty section: its keys have their defaults", origin)
+        return Entry(path, value, "no effect", {}, f"a variable of the file, used as ${{{path}}}", origin)
     became = become(rule, value, replace(source, at=name))
     note = became.note or (rule.note if isinstance(rule, Apply) else "")
     if name != path:
-        note = f"another spelling of {name}" + (f"; {note}" if note else "")
+        note = f"alias of {name}" + (f"; {note}" if note else "")
     return Entry(path, value, became.disposition, became.native, note, origin)
 
 
@@ -289,7 +287,7 @@ def become(rule: Rule, value: Any, source: Source) -> Became:
         case NoEffect(why=why):
             return Became({}, "no effect", why)
         case Unsupported() if rule.asks_nothing(value):
-            return Became({}, "no effect", "its default, with which nothing is asked for")
+            return Became({}, "no effect", "the default value, which turns the feature off")
         case Unsupported(instead=instead):
             return Became({}, "unsupported", instead)
         case Apply(native=native, convert=convert):
@@ -309,13 +307,13 @@ def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Be
 
 def _unknown(path: str, value: Any, dialect: Dialect, *, is_section: bool) -> str:
     if is_section:
-        return f"{show_value(value)} is not a mapping of keys to values"
+        return f"{show_value(value)} is not a mapping"
     known = [*dialect.rules, *dialect.aliases]
     near = suggest(path, known)
     if not near:
         last = path.rpartition(".")[2]
         homes = [name for name in known if name.rpartition(".")[2] == last]
-        near = f"; there is {' and '.join(homes[:2])}" if homes else ""
+        near = f", did you mean {' or '.join(homes[:2])}?" if homes else ""
     return f"unknown key of {dialect.title}{near}"
 
 
@@ -344,7 +342,7 @@ class _Writer:
         for path, value in values.items():
             if path in self._put and self._put[path] != value:
                 where = self._native.origins[path]
-                message = f"{origin} makes it {show_value(value)}, and {where} {show_value(self._put[path])}; make them agree"
+                message = f"{origin} sets it to {show_value(value)}, but {where} sets it to {show_value(self._put[path])}; make them agree"
                 self._native.problems.append(Problem(path, message, origin))
                 continue
             self.replace(path, value, origin)
