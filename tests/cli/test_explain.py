@@ -99,7 +99,7 @@ def test_what_sets_native_keys_that_nothing_reads_is_shown_as_unused(
 def test_explain_shows_what_would_stop_a_run(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert main(["explain", str(file), "trainer.logger=mlflow"]) == 0
     out = capsys.readouterr().out
-    assert "unsupported: take tensorboard, wandb or swanlab, or read" in out
+    assert "unsupported: use tensorboard, wandb or swanlab, or read" in out
     assert out.splitlines()[-1] == "theirs.yaml (SkyRL): 4 keys, 3 applied, 1 unsupported"
 
 
@@ -163,7 +163,7 @@ def test_a_key_is_told_in_each_language_that_has_it() -> None:
         "  takes     a number >= 0\n"
         "  default   0.001\n"
         "  becomes   algorithm.kl_coef\n"
-        "  note      in the loss and in the reward alike\n"
+        "  note      for KL in the loss and in the reward\n"
         "  does      Weight of the KL penalty against the reference model; with 0 no reference is loaded.\n\n"
     )
     wide = console(200)

@@ -339,8 +339,10 @@ def test_gsm8k_answers_are_the_number_after_the_marks(seed: Read) -> None:
 
 def test_another_environment_is_named_with_what_there_is(file: Path) -> None:
     assert problems(file, "environment.env_class=text2sql") == [
-        "environment.env_class: 'text2sql' is not supported: braid has the environments of gsm8k, aime; score with "
-        "braid.reward.parts=[...]; to ignore it: --allow-unsupported environment.env_class"
+        (
+            "environment.env_class: 'text2sql' is not supported: use gsm8k or aime, or define the reward "
+            "with braid.reward.parts=[...]; to ignore it: --allow-unsupported environment.env_class"
+        )
     ]
     found = read(
         file,
@@ -518,58 +520,59 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
     [
         (("trainer.policy_mini_batch_size=0",), "trainer.policy_mini_batch_size: 0 is not an integer >= 1"),
         (("trainer.micro_train_batch_size_per_gpu=0",), "trainer.micro_train_batch_size_per_gpu: 0 is not an integer >= 1"),
-        (("trainer.train_batch_size=128",), "trainer.policy_mini_batch_size: 256 is more than trainer.train_batch_size=128; lower it"),
+        (("trainer.train_batch_size=128",), "trainer.policy_mini_batch_size: 256 is above trainer.train_batch_size=128; lower it"),
         (
             ("trainer.train_batch_size=1000", "trainer.policy_mini_batch_size=300"),
-            "trainer.policy_mini_batch_size: trainer.train_batch_size=1000 is not divisible by 300; 250 or 500 would do",
+            "trainer.policy_mini_batch_size: trainer.train_batch_size=1000 is not divisible by 300; set it to 250 or 500",
         ),
         (
             ("trainer.policy_mini_batch_size=1", "generator.n_samples_per_prompt=2"),
             "trainer.policy_mini_batch_size: the mini-batch of one rank is empty: policy_mini_batch_size * "
-            "n_samples_per_prompt // ranks = 1*2//4 = 0; raise it to 2 at least",
+            "n_samples_per_prompt // ranks = 1*2//4 = 0; raise it to at least 2",
         ),
         (
             ("trainer.micro_train_batch_size_per_gpu=3",),
-            "trainer.micro_train_batch_size_per_gpu: the mini-batch of one rank of the policy is not divisible by 3: "
-            "policy_mini_batch_size * n_samples_per_prompt // ranks = 256*5//4 = 320; 2 or 4 would do",
+            ("trainer.micro_train_batch_size_per_gpu: the mini-batch of one rank of the policy is not "
+"divisible by 3: policy_mini_batch_size * n_samples_per_prompt // ranks = 256*5//4 = 320; 2 "
+"or 4"),
         ),
         (
             (*GAE, "trainer.critic_mini_batch_size=2048"),
-            "trainer.critic_mini_batch_size: 2048 is more than trainer.train_batch_size=1024; lower it",
+            "trainer.critic_mini_batch_size: 2048 is above trainer.train_batch_size=1024; lower it",
         ),
         (
             ("generator.max_input_length=600",),
-            "generator.max_input_length: for a single turn it must be trainer.max_prompt_length=512, not 600",
+            "generator.max_input_length: for a single turn it must equal trainer.max_prompt_length=512, not 600",
         ),
         (
             ("generator.max_turns=2", "generator.max_input_length=100"),
-            "generator.max_input_length: 100 is less than trainer.max_prompt_length=512; raise it",
+            "generator.max_input_length: 100 is below trainer.max_prompt_length=512; raise it",
         ),
         (
             ("generator.run_engines_locally=false", "generator.num_inference_engines=2"),
-            "generator.num_inference_engines: 2 is not the number of generator.remote_inference_engine_urls, which is 1",
+            "generator.num_inference_engines: 2 differs from the number of generator.remote_inference_engine_urls, 1",
         ),
         (
             ("generator.async_engine=false", "generator.batched=false"),
-            "generator.batched: async_engine=false generates in batches only; set batched=true",
+            "generator.batched: async_engine=false can only generate in batches; set batched=true",
         ),
         (
             (f"{_A}.advantage_estimator=gae",),
-            "trainer.critic.model.path: advantage_estimator=gae needs a critic; give its path, for example the policy's",
+            "trainer.critic.model.path: advantage_estimator=gae needs a critic; set its path, for example to the policy's",
         ),
         (
             (f"{_A}.use_kl_in_reward=true",),
-            f"{_A}.use_kl_in_reward: use_kl_in_reward and use_kl_loss exclude each other; set one of them to false",
+            f"{_A}.use_kl_in_reward: use_kl_in_reward and use_kl_loss are mutually exclusive; set one of them to false",
         ),
         (
             ("trainer.strategy=fsdp", "trainer.policy.fsdp_config.cpu_offload=true"),
-            "trainer.policy.fsdp_config.cpu_offload: FSDP1 cannot offload a model that is trained; set it to false, or take "
-            "trainer.strategy=fsdp2",
+            ("trainer.policy.fsdp_config.cpu_offload: FSDP1 cannot offload a trained model; set it to "
+"false, or use trainer.strategy=fsdp2"),
         ),
         (
             ("trainer.strategy=deepspeed", "trainer.policy.optimizer_config.offload_after_step=false"),
-            "trainer.policy.optimizer_config.offload_after_step: DeepSpeed moves the optimizer after each step; set it to "
-            "true, or take another trainer.strategy",
+            ("trainer.policy.optimizer_config.offload_after_step: DeepSpeed always offloads the optimizer "
+"after a step; set it to true, or use another trainer.strategy"),
         ),
         (
             ("trainer.policy.deepspeed_config.zero_optimization.stage=2",),
@@ -577,32 +580,32 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             ("trainer.max_ckpts_to_keep=0",),
-            "trainer.max_ckpts_to_keep: 0 keeps no checkpoint; give -1 to keep all, or how many of the newest to keep",
+            "trainer.max_ckpts_to_keep: 0 would keep no checkpoint; set it to -1 to keep all, or to the number of checkpoints to keep",
         ),
         (
             ("trainer.resume_mode=from_path",),
-            "trainer.resume_path: resume_mode=from_path needs the folder of a checkpoint; give it, or take latest",
+            "trainer.resume_path: resume_mode=from_path needs the folder of a checkpoint; set it, or use latest",
         ),
         (
             ("trainer.resume_mode=from_path", "trainer.resume_path=a/b"),
-            "trainer.resume_path: a/b is no checkpoint: its last part must be step_N (or global_step_N)",
+            "trainer.resume_path: a/b is not a checkpoint: the folder's name must be step_N (or global_step_N)",
         ),
         (
             ("trainer.placement.policy_num_gpus_per_node=8",),
-            "generator.num_inference_engines: with colocate_all the engines have the policy's 8 GPUs, and "
-            "num_inference_engines times their parallel sizes is 4; make them equal, or set "
-            "trainer.placement.colocate_all=false",
+            ("generator.num_inference_engines: with colocate_all the engines use the policy's 8 GPUs, but "
+"num_inference_engines times their parallel sizes is 4; make them equal, or set "
+"trainer.placement.colocate_all=false"),
         ),
         (
             ("trainer.placement.ref_num_gpus_per_node=2",),
-            "trainer.placement.ref_num_gpus_per_node: with colocate_all the ref has the policy's 4 GPUs, not 2; make them "
+            "trainer.placement.ref_num_gpus_per_node: with colocate_all the ref uses the policy's 4 GPUs, not 2; make them "
             "equal, or set trainer.placement.colocate_all=false",
         ),
         (
             ("trainer.placement.colocate_all=false", "trainer.placement.ref_num_gpus_per_node=2"),
-            "trainer.placement.ref_num_gpus_per_node: with colocate_policy_ref it must be "
-            "trainer.placement.policy_num_gpus_per_node=4, not 2; make them equal, or set "
-            "trainer.placement.colocate_policy_ref=false",
+            ("trainer.placement.ref_num_gpus_per_node: with colocate_policy_ref it must equal "
+"trainer.placement.policy_num_gpus_per_node=4, not 2; make them equal, or set "
+"trainer.placement.colocate_policy_ref=false"),
         ),
         (
             ("trainer.policy.sequence_parallel_size=2", "trainer.use_sample_packing=false"),
@@ -610,25 +613,25 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             ("trainer.policy.sequence_parallel_size=3",),
-            "trainer.placement.policy_num_gpus_per_node: the policy's 4 GPUs cannot be cut into groups of 3 that share a "
-            "model; make them a multiple",
+            ("trainer.placement.policy_num_gpus_per_node: the policy's 4 GPUs are not a multiple of the 3 "
+"GPUs per model replica; change one of them"),
         ),
         (
             (f"{_A}.loss_reduction=seq_mean_token_sum_norm",),
-            f"{_A}.max_seq_len: loss_reduction=seq_mean_token_sum_norm divides by it; give it",
+            f"{_A}.max_seq_len: loss_reduction=seq_mean_token_sum_norm needs it; set it",
         ),
         (
             (f"{_A}.use_tis=true",),
-            f"{_A}.tis_imp_ratio_cap: use_tis needs a cap above 0; give it, or take off_policy_correction.tis_ratio_type",
+            f"{_A}.tis_imp_ratio_cap: use_tis needs a cap above 0; set it, or use off_policy_correction.tis_ratio_type",
         ),
         (
             (f"{_A}.policy_loss_type=kl_cov", f"{_A}.off_policy_correction.tis_ratio_type=token"),
-            f"{_A}.off_policy_correction: has no place in ppo_loss_type=kl_cov; turn it off",
+            f"{_A}.off_policy_correction: does not apply to ppo_loss_type=kl_cov; disable it",
         ),
         (
             ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=1"),
-            "trainer.train_batch_size: a batch has 2 samples, fewer than the 4 that the models' data-parallel ranks take at "
-            "a time; raise it",
+            ("trainer.train_batch_size: a batch has 2 samples, fewer than the 4 needed by the models' "
+"data-parallel ranks; raise it"),
         ),
     ],
 )  # fmt: skip
@@ -642,14 +645,14 @@ def test_rules_between_keys(file: Path, overrides: tuple[str, ...], expected: st
         ("trainer.strategy=ddp", "trainer.strategy: 'ddp' is not one of fsdp, fsdp2, deepspeed, megatron"),
         (f"{_A}.advantage_estimator=rlo", f"{_A}.advantage_estimator: 'rlo' is not one of grpo, gae, rloo, reinforce++, maxrl"),
         ("trainer.resume_mode=newest", "trainer.resume_mode: 'newest' is not one of null, none, latest, from_path"),
-        ("trainer.logger=mlflow", ("trainer.logger: 'mlflow' is not supported: take tensorboard, wandb or "
+        ("trainer.logger=mlflow", ("trainer.logger: 'mlflow' is not supported: use tensorboard, wandb or "
 "swanlab, or read metrics.jsonl; to ignore it: --allow-unsupported "
 "trainer.logger")),
         ("trainer.polcy_mini_batch_size=4", "trainer.polcy_mini_batch_size: unknown key of SkyRL, did you mean 'trainer.policy_mini_batch_size'?"),
-        ("trainer.fully_async.enabled=true", ("trainer.fully_async.enabled: true is not supported: train "
-"on-policy; to ignore it: --allow-unsupported "
-"trainer.fully_async.enabled")),
-        (f"{_A}.temperature=0.5", f"{_A}.temperature: log-probs are of the distribution sampled from; set it to sampling_params.temperature, or to null"),
+        ("trainer.fully_async.enabled=true", ("trainer.fully_async.enabled: true is not supported: set "
+"it to false; only on-policy training is supported; to "
+"ignore it: --allow-unsupported trainer.fully_async.enabled")),
+        (f"{_A}.temperature=0.5", f"{_A}.temperature: log-probs always use the sampling temperature; set it to sampling_params.temperature, or to null"),
     ],
 )  # fmt: skip
 def test_values_and_keys_that_are_refused(file: Path, override: str, expected: str) -> None:

@@ -59,7 +59,7 @@ def _estimator(value: str, source: Source) -> Became:
     if value == "grpo" and source.get("generator.n_samples_per_prompt") == 1:
         return Became(
             {"algorithm.advantage": "reinforce"},
-            note="of a group of one, GRPO there takes the reward itself, which is reinforce",
+            note="with groups of one, SkyRL's GRPO uses the reward itself as the advantage, like reinforce",
         )
     return Became({"algorithm.advantage": value}, note=_ESTIMATOR_NOTES[value])
 
@@ -67,7 +67,7 @@ def _estimator(value: str, source: Source) -> Became:
 def _batch_normalize(value: bool, source: Source) -> Became:
     estimator = source.get(f"{_AT}.advantage_estimator")
     if estimator in ("gae", "reinforce++"):
-        return no_effect(f"{estimator} whitens its advantages anyway")
+        return no_effect(f"{estimator} always whitens advantages")
     return Became({"algorithm.whiten_advantages": value})
 
 
@@ -95,7 +95,7 @@ def _flagged_estimator(source: Source) -> Became:
 
 def _named(source: Source) -> str:
     named = source.get(f"{_AT}.kl_estimator_type")
-    return f"kl_estimator_type={named} names the estimator" if named else ""
+    return f"overridden by kl_estimator_type={named}" if named else ""
 
 
 def _k3_idle(source: Source) -> str:
@@ -104,7 +104,7 @@ def _k3_idle(source: Source) -> str:
 
 def _kl_target(value: float, source: Source) -> Became:
     is_adaptive = source.get(f"{_AT}.kl_ctrl.type") == "adaptive" and source.get(f"{_AT}.use_kl_in_reward")
-    return Became({"algorithm.kl_target": value}) if is_adaptive else no_effect("the coefficient is fixed")
+    return Became({"algorithm.kl_target": value}) if is_adaptive else no_effect("the KL coefficient is fixed")
 
 
 def _kl_horizon(value: int, source: Source) -> Became:
@@ -114,7 +114,7 @@ def _kl_horizon(value: int, source: Source) -> Became:
 
 def _kl_control(value: str, source: Source) -> Became:
     if value == "adaptive" and not source.get(f"{_AT}.use_kl_in_reward"):
-        return no_effect("only KL in the reward has an adaptive coefficient there")
+        return no_effect("in SkyRL only KL in the reward has an adaptive coefficient")
     if value == "adaptive":
         return Became({"algorithm.kl_target": source.get(f"{_AT}.kl_ctrl.kl_target")})
     return Became({"algorithm.kl_target": "off"})
@@ -137,16 +137,16 @@ _LOSSES: dict[str, dict[str, Any]] = {
 }
 _LOSS_NOTES = {
     "regular": "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)",
-    "dual_clip": "as regular; where A < 0 at most -clip_ratio_c*A",
-    "gspo": "regular with r of the sequence: exp of the mean log-ratio",
+    "dual_clip": "like regular; at most -clip_ratio_c*A where A < 0",
+    "gspo": "like regular, with a sequence-level ratio: exp of the mean log-ratio",
     "cispo": "-A*sg(clamp(r, 1-low, 1+high))*logp",
     "sapo": "-A*sigmoid(tau*(r-1))*4/tau",
-    "clip_cov": "regular, without a random share of tokens of high covariance; SkyRL scales advantages before, so finds none",
-    "kl_cov": "-r*A, plus |logp - old logp| on the share of tokens of the highest covariance",
+    "clip_cov": "like regular, but drops a random fraction of the tokens with high covariance; SkyRL scales advantages before, so it drops none",
+    "kl_cov": "-r*A, plus |logp - old logp| for the fraction of tokens with the highest covariance",
     "dppo": "-r*A where the token's probability has not moved too far from the sampler's",
     "cross_entropy": "-logp",
     "rollout_is": "-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
-    "importance_sampling": "-r*A; a sum over tokens there, reduced by loss_reduction here",
+    "importance_sampling": "-r*A, reduced by loss_reduction; SkyRL sums over tokens",
 }  # fmt: skip
 
 
@@ -171,7 +171,7 @@ _REDUCTIONS = {
 
 
 def _reduction(value: str, _: Source) -> Became:
-    note = "the mean over micro-batches of their means is not copied: it depends on how rows are batched"
+    note = "a mean over all tokens; SkyRL's mean of micro-batch means depends on micro-batching"
     return Became(
         {"algorithm.aggregation": _REDUCTIONS[value]}, note=note if value == "token_mean_legacy" else ""
     )
@@ -179,22 +179,22 @@ def _reduction(value: str, _: Source) -> Became:
 
 def _max_seq_len(value: int | None, source: Source) -> Became:
     if source.get(f"{_AT}.loss_reduction") != "seq_mean_token_sum_norm" or value is None:
-        return no_effect("only loss_reduction=seq_mean_token_sum_norm divides by it")
+        return no_effect("for loss_reduction=seq_mean_token_sum_norm only")
     return Became({"algorithm.aggregation_constant": float(value)})
 
 
 def _entropy(value: float, source: Source) -> Became:
     if not source.get(f"{_AT}.use_entropy_loss"):
-        return no_effect("use_entropy_loss is off")
+        return no_effect("use_entropy_loss is false")
     return Became({"algorithm.entropy_coef": float(value)})
 
 
 def _temperature(value: float | None, source: Source) -> Became:
     if value not in (None, source.get("generator.sampling_params.temperature")):
         raise ValueError(
-            "log-probs are of the distribution sampled from; set it to sampling_params.temperature, or to null"
+            "log-probs always use the sampling temperature; set it to sampling_params.temperature, or to null"
         )
-    return implied("log-probs of policy, old and reference are of the distribution sampled from")
+    return implied("log-probs of policy, old policy and reference always use the sampling temperature")
 
 
 # --- off-policy correction ---------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def corrections(source: Source) -> list[dict[str, Any]]:
 def _corrected(_: Any, source: Source) -> Became:
     made = corrections(source)
     if not made:
-        return no_effect("no correction is on")
+        return no_effect("no correction is enabled")
     return Became({"algorithm.corrections": made, "algorithm.old_logprobs": "recompute"})
 
 
@@ -246,7 +246,7 @@ def _correction_read(name: str, *wanted: Any) -> Any:
 
 def _use_tis(value: Any, source: Source) -> Became:
     is_on = source.get(f"{_AT}.use_tis") and source.get(f"{_FIX}.tis_ratio_type") is None
-    return _corrected(value, source) if is_on else no_effect("off_policy_correction decides")
+    return _corrected(value, source) if is_on else no_effect("overridden by off_policy_correction")
 
 
 # --- filters -----------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def _use_tis(value: Any, source: Source) -> Became:
 
 def _dynamic(value: str | None, source: Source) -> Became:
     if value is None:
-        return implied("one batch of prompts a round")
+        return implied("one batch of prompts per round")
     keep = {"rollout.filter.min_std": _tolerance(source)}
     return Became({**keep, "rollout.filter.then": "resample" if value == "filter" else "replace"})
 
@@ -273,20 +273,20 @@ def _dynamic_is(kind: str) -> Any:
 
 def _max_batches(value: int, _: Source) -> Became:
     if value < 0:
-        return unsupported("a round must end: give a number of batches")
+        return unsupported("set a number of batches, so that a round ends")
     return Became({"rollout.filter.max_batches": value})
 
 
 def _zero_variance(value: bool, source: Source) -> Became:
     if not value:
-        return no_effect("groups with equal rewards stay; their advantages are 0")
+        return no_effect("groups with equal rewards are kept; their advantages are 0")
     if source.get("generator.n_samples_per_prompt") == 1:
-        return no_effect("groups of one are kept")
+        return no_effect("groups of one are always kept")
     return Became({"rollout.filter.min_std": _tolerance(source)})
 
 
 def _filter_idle(source: Source) -> str:
-    return "" if source.get(f"{_AT}.zero_variance_filter") else "zero_variance_filter is off"
+    return "" if source.get(f"{_AT}.zero_variance_filter") else "zero_variance_filter is false"
 
 
 def _penalty(value: float, source: Source) -> Became:
@@ -297,15 +297,13 @@ def _penalty(value: float, source: Source) -> Became:
 _ESTIMATORS = choice("grpo", "gae", "rloo", "reinforce++", "maxrl")
 _LOSS_NAMES = choice(*_LOSSES)
 _BOUND = nullable(POSITIVE)
-_K3 = (
-    "k3 = exp(-d) - 1 + d, false: k1 = d, with d = logp - ref logp; k3 is bounded at 10 as in later releases"
-)
+_K3 = "k3 = exp(-d) - 1 + d; false: k1 = d; d = logp - ref logp. k3 is clamped at 10, as in later releases"
 
 ALGORITHM: tuple[Rule, ...] = (
     # advantages
     Apply(f"{_AT}.advantage_estimator", "algorithm.advantage", _ESTIMATORS, _estimator, default="grpo",
         note="grpo: A = (r - mean) / (std + eps) of the group; gae: sum of (gamma*lambd)^k * delta; rloo: the mean of the "
-        "others as baseline; maxrl: (r - mean) / mean"),
+        "other samples as baseline; maxrl: (r - mean) / mean"),
     Apply(f"{_AT}.grpo_norm_by_std", "algorithm.normalize_by_std", BOOL, when(not_estimator("grpo")), default=True,
         note="(r - mean) / (std + eps), std unbiased; false: Dr. GRPO"),
     Apply(f"{_AT}.lambd", "algorithm.gae_lambda", SHARE, when(not_estimator("gae")), default=1.0),
@@ -318,37 +316,37 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply(f"{_AT}.use_kl_in_reward", "algorithm.kl_in", BOOL, _kl_place, default=False,
         note="reward_t - kl_loss_coef * KL_t at every token"),
     Apply(f"{_AT}.kl_loss_coef", "algorithm.kl_coef", NON_NEGATIVE, when(without_reference), default=0.001,
-        note="in the loss and in the reward alike"),
+        note="for KL in the loss and in the reward"),
     Apply(f"{_AT}.use_kl_estimator_k3", "algorithm.kl_estimator", BOOL,
         when(without_reference, _named, then=lambda _, source: _flagged_estimator(source)), default=True, note=_K3),
     Apply(f"{_AT}.use_abs_kl", "algorithm.kl_estimator", BOOL,
         when(without_reference, _named, _k3_idle, then=lambda _, source: _flagged_estimator(source)), default=False,
-        note="|k1|; in the loss too (SkyRL took it for the reward only)"),
+        note="|k1|; also in the loss (in SkyRL only in the reward)"),
     Apply(f"{_AT}.kl_estimator_type", "algorithm.kl_estimator", choice("k1", "k2", "k3", "abs"),
         when(without_reference, then=lambda v, _: _estimated(v)),
-        note="replaces use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2, the others as with these"),
+        note="replaces use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2"),
     Apply(f"{_AT}.kl_ctrl.type", "algorithm.kl_target", choice("fixed", "adaptive"),
         when(without_reference, then=_kl_control), default="fixed"),
     Apply(f"{_AT}.kl_ctrl.kl_target", "algorithm.kl_target", POSITIVE, when(without_reference, then=_kl_target),
         default=0.1, note="coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n / horizon"),
     Apply(f"{_AT}.kl_ctrl.horizon", "algorithm.kl_horizon", COUNT, when(without_reference, then=_kl_horizon),
         default=10_000, note="trajectories"),
-    NoEffect(f"{_AT}.kl_target", nullable(NUMBER), "SkyRL never reads it; kl_ctrl steers"),
-    NoEffect(f"{_AT}.init_kl_coef", NUMBER, "SkyRL never reads it; kl_loss_coef is the coefficient"),
+    NoEffect(f"{_AT}.kl_target", nullable(NUMBER), "not read by SkyRL; use kl_ctrl"),
+    NoEffect(f"{_AT}.init_kl_coef", NUMBER, "not read by SkyRL; the coefficient is kl_loss_coef"),
     # policy loss
     Apply(f"{_AT}.ppo_loss_type", "algorithm.policy_loss", _LOSS_NAMES, _loss, default="regular",
         note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A), r = exp(logp - old logp); dual_clip: at most "
         "-clip_ratio_c*A where A < 0; docs/algorithms.md has the others"),
     Apply(f"{_AT}.eps_clip_low", "algorithm.clip_low", NON_NEGATIVE, when(_CLIPPED), default=0.2,
-        note="ratios below 1 - it are clipped"),
+        note="ratios below 1 - eps_clip_low are clipped"),
     Apply(f"{_AT}.eps_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(_CLIPPED), default=0.2,
-        note="ratios above 1 + it are clipped"),
+        note="ratios above 1 + eps_clip_high are clipped"),
     Apply(f"{_AT}.clip_ratio_c", "algorithm.dual_clip", number(1.0, above=True, samples=(2.0, 4.0)),
         when(not_loss("dual_clip")), default=3.0, note="the loss is at most -c*A where A < 0"),
     Apply(f"{_AT}.loss_reduction", "algorithm.aggregation", choice(*_REDUCTIONS), _reduction,
         default="sequence_mean",
-        note="the first release has sequence_mean only; later ones default to token_mean. KL and entropy are reduced "
-        "likewise (there: sequence_mean)"),
+        note="the first release has sequence_mean only; later ones default to token_mean. KL and entropy are reduced in "
+        "the same way (in SkyRL by sequence_mean)"),
     Apply(f"{_AT}.max_seq_len", "algorithm.aggregation_constant", nullable(COUNT), _max_seq_len),
     Apply(f"{_AT}.use_entropy_loss", "algorithm.entropy_coef", BOOL, lambda v,
         source: Became({"algorithm.entropy_coef": float(source.get(f"{_AT}.entropy_loss_coef")) if v else 0.0}),
@@ -381,8 +379,8 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply(f"{_FIX}.sequence_tis_ratio_clip_high", "algorithm.corrections", POSITIVE,
         _correction_read("tis_ratio_type", "sequence"), default=5.0),
     Apply(f"{_FIX}.sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
-        default=None, note="sequences with w outside the bounds are masked; w is over the tokens that the outlier and token "
-        "masks kept"),
+        default=None, note="masks sequences with w outside the bounds; w is computed over the tokens that the outlier and "
+        "token masks keep"),
     Apply(f"{_FIX}.geo_mask_low", "algorithm.corrections", NON_NEGATIVE,
         _correction_read("sequence_mask_metric", "geometric"), default=0.99),
     Apply(f"{_FIX}.geo_mask_high", "algorithm.corrections", POSITIVE,
@@ -394,11 +392,11 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply(f"{_FIX}.token_mask_is_threshold_low", "algorithm.corrections", _BOUND, _corrected),
     Apply(f"{_FIX}.token_mask_is_threshold_high", "algorithm.corrections", _BOUND, _corrected),
     Apply(f"{_FIX}.outlier_token_is_threshold_low", "algorithm.corrections", _BOUND, _corrected,
-        note="sequences with a token of w below it are masked"),
+        note="masks sequences that have a token with w below it"),
     Apply(f"{_FIX}.outlier_token_is_threshold_high", "algorithm.corrections", _BOUND, _corrected,
-        note="sequences with a token of w above it are masked"),
+        note="masks sequences that have a token with w above it"),
     Apply(f"{_AT}.use_tis", "algorithm.corrections", BOOL, _use_tis, default=False,
-        note="older spelling of off_policy_correction.tis_ratio_type=token"),
+        note="older form of off_policy_correction.tis_ratio_type=token"),
     Apply(f"{_AT}.tis_imp_ratio_cap", "algorithm.corrections", either(POSITIVE, choice(-1.0, -1)), _use_tis,
         default=-1.0),
     # filters
@@ -423,6 +421,6 @@ ALGORITHM: tuple[Rule, ...] = (
         when(without_critic, then=null_as("off")), default=0.2,
         note="0.5 * max((clamped V - R)^2, (V - R)^2); null for no clipping"),
     Apply(f"{_AT}.normalize_reward", "critic.normalize_values", BOOL, when(without_critic), default=True,
-        note="values, not rewards: mean and deviation of returns are learned, as documented; SkyRL's stay at 0 "
-        "and 1"),
+        note="normalizes values, not rewards, by running mean and standard deviation of returns, as documented; "
+        "SkyRL's stay at 0 and 1"),
 )  # fmt: skip

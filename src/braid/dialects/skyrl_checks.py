@@ -44,12 +44,12 @@ def _batches(source: Source) -> Iterator[Finding]:
         key = f"trainer.{role}_mini_batch_size"
         mini, dp = source.get(key), ranks(source, role)
         if batch < mini:
-            yield key, f"{mini} is more than trainer.train_batch_size={batch}; lower it"
+            yield key, f"{mini} is above trainer.train_batch_size={batch}; lower it"
             continue
         if batch % mini:
             yield (
                 key,
-                f"trainer.train_batch_size={batch} is not divisible by {mini}; {_fitting(mini, batch)} would do",
+                f"trainer.train_batch_size={batch} is not divisible by {mini}; set it to {_fitting(mini, batch)}",
             )
             continue
         if dp == 0:
@@ -61,20 +61,20 @@ def _batches(source: Source) -> Iterator[Finding]:
         if per_rank == 0:
             yield (
                 key,
-                f"the mini-batch of one rank is empty: {arithmetic}; raise it to {math.ceil(dp / num)} at least",
+                f"the mini-batch of one rank is empty: {arithmetic}; raise it to at least {math.ceil(dp / num)}",
             )
             continue
         if per_rank % micro and not is_counted_in_tokens:
             yield (
                 "trainer.micro_train_batch_size_per_gpu",
                 f"the mini-batch of one rank of the {role} is not divisible by {micro}: {arithmetic}; "
-                f"{_fitting(micro, per_rank)} would do",
+                f"set it to {_fitting(micro, per_rank)}",
             )
         if (batch * num // dp) % per_rank:
             yield (
                 key,
-                f"a rank's samples of the whole batch, {batch}*{num}//{dp} = {batch * num // dp}, are not divisible by those "
-                f"of a mini-batch: {arithmetic}",
+                f"the samples per rank of a batch, {batch}*{num}//{dp} = {batch * num // dp}, are not divisible by those of a "
+                f"mini-batch: {arithmetic}",
             )
 
 
@@ -99,7 +99,7 @@ def _ranks(source: Source) -> Iterator[Finding]:
         if size % shared:
             yield (
                 f"trainer.placement.{role}_num_gpus_per_node",
-                f"the {role}'s {size} GPUs cannot be cut into groups of {shared} that share a model; make them a multiple",
+                f"the {role}'s {size} GPUs are not a multiple of the {shared} GPUs per model replica; change one of them",
             )
             return
     batch = source.get("trainer.train_batch_size") * source.get("generator.n_samples_per_prompt")
@@ -107,7 +107,7 @@ def _ranks(source: Source) -> Iterator[Finding]:
     if batch < least:
         yield (
             "trainer.train_batch_size",
-            f"a batch has {batch} samples, fewer than the {least} that the models' data-parallel ranks take at a time; raise it",
+            f"a batch has {batch} samples, fewer than the {least} needed by the models' data-parallel ranks; raise it",
         )
 
 
@@ -122,14 +122,14 @@ def _devices(source: Source) -> Iterator[Finding]:
         if not is_remote(source) and engines != policy:
             yield (
                 "generator.num_inference_engines",
-                f"with colocate_all the engines have the policy's {policy} GPUs, and num_inference_engines times their "
+                f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines times their "
                 f"parallel sizes is {engines}; make them equal, or set {at}.colocate_all=false",
             )
         for role in used:
             if world(source, role) != policy:
                 yield (
                     f"{at}.{role}_num_gpus_per_node",
-                    f"with colocate_all the {role} has the policy's {policy} GPUs, not {world(source, role)}; make them equal, "
+                    f"with colocate_all the {role} uses the policy's {policy} GPUs, not {world(source, role)}; make them equal, "
                     f"or set {at}.colocate_all=false",
                 )
     elif source.get(f"{at}.colocate_policy_ref") and uses_reference(source):
@@ -138,7 +138,7 @@ def _devices(source: Source) -> Iterator[Finding]:
             if policy != ref:
                 yield (
                     f"{at}.ref_{what}",
-                    f"with colocate_policy_ref it must be {at}.policy_{what}={policy}, not {ref}; make them equal, or set "
+                    f"with colocate_policy_ref it must equal {at}.policy_{what}={policy}, not {ref}; make them equal, or set "
                     f"{at}.colocate_policy_ref=false",
                 )
 
@@ -149,9 +149,9 @@ def _lengths(source: Source) -> Iterator[Finding]:
     if given is None:
         return
     if source.get("generator.max_turns") == 1 and given != prompt:
-        yield key, f"for a single turn it must be trainer.max_prompt_length={prompt}, not {given}"
+        yield key, f"for a single turn it must equal trainer.max_prompt_length={prompt}, not {given}"
     elif given < prompt:
-        yield key, f"{given} is less than trainer.max_prompt_length={prompt}; raise it"
+        yield key, f"{given} is below trainer.max_prompt_length={prompt}; raise it"
 
 
 def _engines(source: Source) -> Iterator[Finding]:
@@ -163,15 +163,15 @@ def _engines(source: Source) -> Iterator[Finding]:
         if not urls:
             yield (
                 "generator.remote_inference_engine_urls",
-                "run_engines_locally=false needs the URLs of running servers; list them",
+                "with run_engines_locally=false, list the URLs of running servers",
             )
         elif num != len(urls):
             yield (
                 "generator.num_inference_engines",
-                f"{num} is not the number of generator.remote_inference_engine_urls, which is {len(urls)}",
+                f"{num} differs from the number of generator.remote_inference_engine_urls, {len(urls)}",
             )
     if not source.get("generator.async_engine") and not source.get("generator.batched"):
-        yield "generator.batched", "async_engine=false generates in batches only; set batched=true"
+        yield "generator.batched", "async_engine=false can only generate in batches; set batched=true"
 
 
 def _algorithm(source: Source) -> Iterator[Finding]:
@@ -179,35 +179,35 @@ def _algorithm(source: Source) -> Iterator[Finding]:
     if uses_critic(source) and source.get("trainer.critic.model.path") is None:
         yield (
             "trainer.critic.model.path",
-            "advantage_estimator=gae needs a critic; give its path, for example the policy's",
+            "advantage_estimator=gae needs a critic; set its path, for example to the policy's",
         )
     if source.get(f"{at}.use_kl_in_reward") and source.get(f"{at}.use_kl_loss"):
         yield (
             f"{at}.use_kl_in_reward",
-            "use_kl_in_reward and use_kl_loss exclude each other; set one of them to false",
+            "use_kl_in_reward and use_kl_loss are mutually exclusive; set one of them to false",
         )
     if (
         source.get(f"{at}.loss_reduction") == "seq_mean_token_sum_norm"
         and source.get(f"{at}.max_seq_len") is None
     ):
-        yield f"{at}.max_seq_len", "loss_reduction=seq_mean_token_sum_norm divides by it; give it"
+        yield f"{at}.max_seq_len", "loss_reduction=seq_mean_token_sum_norm needs it; set it"
     if source.get(f"{at}.use_tis") and source.get(f"{at}.tis_imp_ratio_cap") <= 0:
         yield (
             f"{at}.tis_imp_ratio_cap",
-            "use_tis needs a cap above 0; give it, or take off_policy_correction.tis_ratio_type",
+            "use_tis needs a cap above 0; set it, or use off_policy_correction.tis_ratio_type",
         )
     fixes, loss = corrections(source), source.get(f"{at}.ppo_loss_type")
     if fixes and loss in ("clip_cov", "kl_cov"):
-        yield f"{at}.off_policy_correction", f"has no place in ppo_loss_type={loss}; turn it off"
+        yield f"{at}.off_policy_correction", f"does not apply to ppo_loss_type={loss}; disable it"
     if loss == "cispo" and source.get(f"{at}.cispo.cispo_anchor") == "rollout" and fixes:
         yield (
             f"{at}.off_policy_correction",
-            "cispo_anchor=rollout corrects already; turn the correction off, or set cispo_anchor=old",
+            "cispo_anchor=rollout already corrects; disable the correction, or set cispo_anchor=old",
         )
     for name in ("geo_mask", "product_mask", "token_mask_is_threshold"):
         low, high = (source.get(f"{at}.off_policy_correction.{name}_{end}") for end in ("low", "high"))
         if low is not None and high is not None and low > high:
-            yield f"{at}.off_policy_correction.{name}_low", f"{low} is more than {name}_high={high}; lower it"
+            yield f"{at}.off_policy_correction.{name}_low", f"{low} is above {name}_high={high}; lower it"
 
 
 def _backends(source: Source) -> Iterator[Finding]:
@@ -217,17 +217,17 @@ def _backends(source: Source) -> Iterator[Finding]:
         if chosen == "fsdp" and source.get(f"trainer.{role}.fsdp_config.cpu_offload"):
             yield (
                 f"trainer.{role}.fsdp_config.cpu_offload",
-                "FSDP1 cannot offload a model that is trained; set it to false, or take trainer.strategy=fsdp2",
+                "FSDP1 cannot offload a trained model; set it to false, or use trainer.strategy=fsdp2",
             )
         if chosen == "deepspeed" and not source.get(f"trainer.{role}.optimizer_config.offload_after_step"):
             yield (
                 f"trainer.{role}.optimizer_config.offload_after_step",
-                "DeepSpeed moves the optimizer after each step; set it to true, or take another trainer.strategy",
+                "DeepSpeed always offloads the optimizer after a step; set it to true, or use another trainer.strategy",
             )
     if chosen == "megatron" and uses_critic(source):
         yield (
             "trainer.strategy",
-            "a critic is not trained with megatron; take fsdp2, or another advantage_estimator",
+            "megatron does not support critics; use fsdp2, or another advantage_estimator",
         )
     packed: list[Role] = [*used, *(["ref"] if uses_reference(source) else [])]
     for role in packed:
@@ -244,7 +244,7 @@ def _resume(source: Source) -> Iterator[Finding]:
     if source.get("trainer.resume_mode") == "from_path" and source.get("trainer.resume_path") is None:
         yield (
             "trainer.resume_path",
-            "resume_mode=from_path needs the folder of a checkpoint; give it, or take latest",
+            "resume_mode=from_path needs the folder of a checkpoint; set it, or use latest",
         )
 
 

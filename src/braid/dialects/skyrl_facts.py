@@ -15,7 +15,7 @@ NATIVE_TRAIN: dict[Role, str] = {"policy": "train", "critic": "critic.train", "r
 """Role -> native path of its worker settings."""
 
 NO_REWARD_WORKERS = (
-    "models that score are reward parts (braid.reward.parts), not workers; SkyRL never built them"
+    "reward models are reward parts (braid.reward.parts), not workers; SkyRL did not implement them"
 )
 
 
@@ -127,7 +127,7 @@ def of_engine(key: str, then: Convert | None = None, *, only: tuple[str, ...] = 
     def convert(value: Any, source: Source) -> Any:
         chosen = engine(source)
         if only and chosen not in only:
-            return Became({}, "no effect", f"the engine is {chosen}; an option of {' and '.join(only)}")
+            return Became({}, "no effect", f"for {' and '.join(only)} only; the engine is {chosen}")
         made = value if then is None else then(value, source)
         return made if isinstance(made, Became) else Became({f"rollout.{chosen}.{key}": made})
 
@@ -146,11 +146,15 @@ def always(why: str) -> Convert:
 
 def without_critic(source: Source) -> str:
     estimator = source.get("trainer.algorithm.advantage_estimator")
-    return "" if uses_critic(source) else f"advantage_estimator={estimator} has no critic"
+    return "" if uses_critic(source) else f"advantage_estimator={estimator} uses no critic"
 
 
 def without_reference(source: Source) -> str:
-    return "" if uses_reference(source) else "neither use_kl_loss nor use_kl_in_reward is on, so no reference"
+    return (
+        ""
+        if uses_reference(source)
+        else "use_kl_loss and use_kl_in_reward are false, so there is no reference"
+    )
 
 
 def in_one_process(source: Source) -> str:
@@ -162,18 +166,18 @@ def not_backend(*names: str) -> Idle:
     return lambda source: (
         ""
         if backend(source) in names
-        else f"an option of {' and '.join(names)}; the backend is {backend(source)}"
+        else f"for {' and '.join(names)} only; the backend is {backend(source)}"
     )
 
 
 def not_loss(*names: str) -> Idle:
     """No effect unless the policy loss is one of `names`."""
-    return lambda source: "" if loss(source) in names else f"ppo_loss_type={loss(source)} does not read it"
+    return lambda source: "" if loss(source) in names else f"ppo_loss_type={loss(source)} does not use it"
 
 
 def not_estimator(*names: str) -> Idle:
     """No effect unless the advantage estimator is one of `names`."""
     key = "trainer.algorithm.advantage_estimator"
     return lambda source: (
-        "" if source.get(key) in names else f"advantage_estimator={source.get(key)} does not read it"
+        "" if source.get(key) in names else f"advantage_estimator={source.get(key)} does not use it"
     )

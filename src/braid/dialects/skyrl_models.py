@@ -55,7 +55,7 @@ _DTYPES = choice("bf16", "fp32", "fp16")
 
 def _strategy(value: str, source: Source) -> Became:
     if source.backend is not None:
-        return no_effect(f"the command line says --backend {source.backend}")
+        return no_effect(f"overridden by --backend {source.backend}")
     return everywhere("backend")(value, source)
 
 
@@ -80,7 +80,7 @@ def _schedule(native: str) -> Any:
                 }
             )
         if value not in names:
-            return unsupported("take constant_with_warmup, linear, cosine or inverse_sqrt")
+            return unsupported("use constant_with_warmup, linear, cosine or inverse_sqrt")
         return Became({f"{native}.optimizer.schedule.decay": names[value]})
 
     return convert
@@ -93,7 +93,7 @@ _SCHEDULES = choice("constant_with_warmup", "constant", "linear", "cosine", "inv
 def _offload(native: str) -> Any:
     def convert(value: bool, source: Source) -> Became:
         if is_distributed(source) and not is_colocated(source):
-            return no_effect("the optimizer has its devices to itself without colocate_all")
+            return no_effect("without colocate_all no other role uses the optimizer's devices")
         return Became({f"{native}.offload.optimizer": value})
 
     return convert
@@ -108,13 +108,13 @@ def _optimizer(role: Role, lr: float) -> tuple[Rule, ...]:
         Apply(f"{at}.adam_betas", f"{native}.optimizer.betas", list_of(SHARE, length=2), when(*idle),
             default=[0.9, 0.999]),
         Apply(f"{at}.weight_decay", f"{native}.optimizer.weight_decay", NON_NEGATIVE, when(*idle), default=0.01,
-            note="decoupled (AdamW), though SkyRL calls it L2; here without biases and norm weights"),
+            note="decoupled (AdamW), though SkyRL calls it L2; biases and norm weights are excluded"),
         Apply(f"{at}.max_grad_norm", f"{native}.max_grad_norm", NON_NEGATIVE, when(*idle, then=_clip), default=1.0,
-            note="0 for no clipping"),
+            note="0: no clipping"),
         Apply(f"{at}.offload_after_step", f"{native}.offload.optimizer", BOOL, when(*idle, then=_offload(native)),
             default=True, note="where training and generation share devices"),
         Apply(f"{at}.num_warmup_steps", f"{native}.optimizer.schedule.warmup_steps", NATURAL, when(*idle),
-            note="optimizer steps; trainer.num_warmup_steps sets both models'"),
+            note="optimizer steps; trainer.num_warmup_steps sets it for both models"),
         Apply(f"{at}.scheduler", f"{native}.optimizer.schedule.decay", _SCHEDULES,
             when(*idle, then=_schedule(native)), default="constant_with_warmup"),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def _fsdp(role: Role, *, cpu_offload: bool) -> tuple[Rule, ...]:
     both, second = (not_backend("fsdp", "fsdp2"), *_IDLE[role]), (not_backend("fsdp2"), *_IDLE[role])
     return (
         Apply(f"{at}.cpu_offload", f"{native}.cpu_offload", BOOL, when(*both), default=cpu_offload,
-            note="parameters and optimizer live on the CPU; unlike offload_after_step, which moves them after the "
+            note="parameters and optimizer live on the CPU; unlike offload_after_step, which moves them after each "
             "step"),
         Apply(f"{at}.reshard_after_forward", f"{native}.reshard_after_forward",
             either(BOOL, integer(1, samples=(1, 2))), when(*second), default=True),
@@ -142,7 +142,7 @@ def _fsdp(role: Role, *, cpu_offload: bool) -> tuple[Rule, ...]:
         Apply(f"{at}.mixed_precision.param_dtype", f"{native}.param_dtype", _DTYPES, when(*both), default="bf16"),
         Apply(f"{at}.mixed_precision.reduce_dtype", f"{native}.reduce_dtype", _DTYPES, when(*both), default="fp32"),
         Apply(f"{at}.mixed_precision.buffer_dtype", f"{native}.buffer_dtype", _DTYPES, when(*both), default="fp32"),
-        NoEffect(f"{at}.wrap_policy.*", ANY, "each layer is a unit"),
+        NoEffect(f"{at}.wrap_policy.*", ANY, "each layer is always wrapped as a unit"),
     )  # fmt: skip
 
 
@@ -161,12 +161,12 @@ _DEEPSPEED_SPEED = frozenset([
 def _deepspeed_own(value: Any, source: Source) -> Became:
     key = source.at.rpartition(".")[2]
     if key in _DEEPSPEED_SPEED or key.startswith("stage3_"):
-        return no_effect("memory and speed of DeepSpeed, which has its own value here")
+        return no_effect("it affects only DeepSpeed's memory and speed; braid sets its own value")
     if key == "torch_autocast":
-        return no_effect("trainer.bf16 says what products are computed in")
+        return no_effect("the dtype of matrix products is set by trainer.bf16")
     if value == "auto" or (key in _DEEPSPEED_USUAL and value == _DEEPSPEED_USUAL[key]):
-        return implied("what DeepSpeed does here")
-    return unsupported("of DeepSpeed, braid has the stage, zero_hpz_partition_size and offload to the CPU")
+        return implied("braid always configures DeepSpeed this way")
+    return unsupported("only the stage, zero_hpz_partition_size and CPU offload of DeepSpeed are supported")
 
 
 def _on_cpu(value: str, _: Source) -> bool:
@@ -184,10 +184,10 @@ def _deepspeed(role: Role) -> tuple[Rule, ...]:
             when(*idle, then=_on_cpu)),
         Apply(f"{zero}.offload_optimizer.device", f"{native}.cpu_offload", choice("none", "cpu"),
             when(*idle, then=_on_cpu)),
-        *(NoEffect(f"{zero}.offload_{what}.*", ANY, "speed of copies between CPU and GPU") for what in
+        *(NoEffect(f"{zero}.offload_{what}.*", ANY, "it affects only the speed of copies between CPU and GPU") for what in
             ("param", "optimizer")),
         Apply(f"{zero}.*", "", ANY, when(*idle, then=_deepspeed_own)),
-        NoEffect(f"{at}.gradient_clipping", ANY, "SkyRL puts optimizer_config.max_grad_norm in its place"),
+        NoEffect(f"{at}.gradient_clipping", ANY, "overridden by optimizer_config.max_grad_norm, as in SkyRL"),
         Apply(f"{at}.*", "", ANY, when(*idle, then=_deepspeed_own)),
     )  # fmt: skip
 
@@ -195,7 +195,7 @@ def _deepspeed(role: Role) -> tuple[Rule, ...]:
 def _groups() -> tuple[Rule, ...]:
     """The rules of `deepspeed_config.train` and `.eval`, which `${...}` interpolates into the model
     settings."""
-    why = "a template: it counts where ${deepspeed_config.train} or ${deepspeed_config.eval} names it"
+    why = "a template, used where ${deepspeed_config.train} or ${deepspeed_config.eval} refers to it"
     paths = [
         f"deepspeed_config.{group}{part}"
         for group in ("train", "eval")
@@ -231,8 +231,8 @@ _MEGATRON_PARTS = ("optimizer_config_kwargs", "model_config_kwargs", "torch_prof
 def _passed_on(value: Any, source: Source) -> Became:
     key = source.at.partition("megatron_config.")[2]
     if value in (None, {}, []) or (key in _MEGATRON_USUAL and value == _MEGATRON_USUAL[key]):
-        return no_effect("its default, with which nothing is asked for")
-    return unsupported("see the options of train.megatron in docs/config.md")
+        return no_effect("the default value, which turns the feature off")
+    return unsupported("use the options of train.megatron in docs/config.md")
 
 
 def _megatron(role: Role) -> tuple[Rule, ...]:
@@ -253,9 +253,9 @@ def _megatron(role: Role) -> tuple[Rule, ...]:
         Apply(f"{at}.moe_grouped_gemm", f"{native}.moe_grouped_gemm", BOOL, when(*idle), default=True),
         Apply(f"{ddp}.overlap_grad_reduce", f"{native}.overlap_grad_reduce", BOOL, when(*idle), default=False),
         Apply(f"{ddp}.overlap_param_gather", f"{native}.overlap_param_gather", BOOL, when(*idle), default=False),
-        NoEffect(f"{ddp}.grad_reduce_in_fp32", BOOL, "gradients are reduced in fp32"),
+        NoEffect(f"{ddp}.grad_reduce_in_fp32", BOOL, "gradients are always reduced in fp32"),
         NoEffect(f"{ddp}.average_in_collective", BOOL,
-            "denominators are global, so what is averaged where changes nothing"),
+            "denominators are global, so it does not change results"),
         Apply(f"{kwargs}.recompute_granularity", f"{native}.recompute_granularity", _RECOMPUTE,
             when(*idle, then=lambda v, _: v or "off"), default="full"),
         Apply(f"{kwargs}.recompute_method", f"{native}.recompute_method", nullable(choice("block", "uniform")),
@@ -264,9 +264,9 @@ def _megatron(role: Role) -> tuple[Rule, ...]:
             default=1),
         Apply(f"{kwargs}.gradient_accumulation_fusion", f"{native}.transformer.gradient_accumulation_fusion", BOOL,
             when(*idle), default=False),
-        NoEffect(f"{at}.empty_cuda_cache", BOOL, "memory is freed by the backend"),
-        NoEffect(f"{at}.torch_profiler_config.ranks", ANY, "of the profiler"),
-        NoEffect(f"{at}.torch_profiler_config.save_path", ANY, "of the profiler"),
+        NoEffect(f"{at}.empty_cuda_cache", BOOL, "the backend frees memory itself"),
+        NoEffect(f"{at}.torch_profiler_config.ranks", ANY, "for the profiler only"),
+        NoEffect(f"{at}.torch_profiler_config.save_path", ANY, "for the profiler only"),
         *(Apply(f"{at}.{part}*", "", ANY, when(*idle, then=_passed_on)) for part in
             ("", *(f"{part}." for part in _MEGATRON_PARTS))),
     )  # fmt: skip
@@ -282,7 +282,9 @@ def _targets(value: Any, _: Source) -> list[str]:
 
 def _older_targets(value: Any, source: Source) -> Any:
     return (
-        no_effect("policy.model.lora.target_modules names them") if value is None else _targets(value, source)
+        no_effect("null: set by policy.model.lora.target_modules")
+        if value is None
+        else _targets(value, source)
     )
 
 
@@ -290,11 +292,11 @@ _LORA = "trainer.policy.model.lora"
 MODELS: tuple[Rule, ...] = (
     Apply("trainer.strategy", "train.backend", choice("fsdp", "fsdp2", "deepspeed", "megatron"), _strategy,
         default="fsdp2", note="fsdp is FSDP1, as in the first release; in releases from 2026 it is FSDP2"),
-    Implied("trainer.sequence_parallel_backend", choice("ulysses"), "sequence parallelism is Ulysses"),
+    Implied("trainer.sequence_parallel_backend", choice("ulysses"), "sequence parallelism is always Ulysses"),
     Apply("trainer.policy.model.path", "model.path", TEXT, default="Qwen/Qwen2.5-1.5B-Instruct",
-        note="weights are trained in fp32, as there"),
+        note="trained weights are fp32, as in SkyRL"),
     Apply("trainer.critic.model.path", "critic.path", nullable(TEXT), when(without_critic),
-        note="its value head starts at random; needed by gae"),
+        note="the value head is initialized randomly; needed by gae"),
     Apply("trainer.ref.model.path", "reference.path", nullable(TEXT), when(without_reference),
         note="null: the initial policy"),
     *_optimizer("policy", 1e-6),
@@ -311,51 +313,51 @@ MODELS: tuple[Rule, ...] = (
     *(
         Apply(f"trainer.{role}.sequence_parallel_size", f"{NATIVE_TRAIN[role]}.sequence_parallel", COUNT,
             when(not_backend("fsdp", "fsdp2", "deepspeed"), *_IDLE[role]), default=1,
-            note="Ulysses; data-parallel ranks = GPUs / it")
+            note="Ulysses; data-parallel ranks = GPUs / sequence_parallel_size")
         for role in NATIVE_TRAIN
     ),
     Apply("trainer.policy.use_torch_compile", "train.compile", BOOL, default=False, note="log-probs and entropy"),
     Apply("trainer.policy.record_memory", "train.record_memory", BOOL, default=False,
-        note="memory/ of the run's folder"),
+        note="stored in memory/ of the run folder"),
     Apply("trainer.policy.use_liger_kernel", "train.liger_kernels", BOOL, default=False),
-    NoEffect("trainer.ref.use_liger_kernel", BOOL, "the policy's setting counts"),
+    NoEffect("trainer.ref.use_liger_kernel", BOOL, "the policy's setting applies"),
     Apply(f"{_LORA}.rank", "model.lora.rank", NATURAL, when(_has_adapters), default=0, note="0 trains all weights"),
     Apply(f"{_LORA}.alpha", "model.lora.alpha", POSITIVE, when(_has_adapters), default=16),
     Apply(f"{_LORA}.dropout", "", SHARE,
-        off_only("adapters have no dropout", "set 0: log-probs must be the same in rollout and in training")),
+        off_only("adapters have no dropout", "set it to 0: log-probs must be the same in rollout and training")),
     Apply(f"{_LORA}.target_modules", "model.lora.targets", either(TEXT, list_of(TEXT)),
         when(_has_adapters, then=_targets), default="all-linear"),
     Apply("trainer.target_modules", "model.lora.targets", nullable(either(TEXT, list_of(TEXT))),
-        when(_has_adapters, then=_older_targets), note="older spelling of policy.model.lora.target_modules"),
+        when(_has_adapters, then=_older_targets), note="older name of policy.model.lora.target_modules"),
     Apply("trainer.exclude_modules", "", nullable(TEXT),
-        off_only("nothing is excluded", "name the wanted layers in target_modules")),
+        off_only("no modules are excluded", "list the wanted layers in target_modules")),
     Apply(f"{_LORA}.exclude_modules", "", nullable(TEXT),
-        off_only("nothing is excluded", "name the wanted layers in target_modules")),
-    Apply(f"{_LORA}.init_method", "", TEXT, only("kaiming", "take kaiming", "adapters start as in peft"),
+        off_only("no modules are excluded", "list the wanted layers in target_modules")),
+    Apply(f"{_LORA}.init_method", "", TEXT, only("kaiming", "use kaiming", "adapters are always initialized as in peft"),
         default="kaiming"),
-    NoEffect(f"{_LORA}.lora_sync_path", TEXT, "engines get the merged weights"),
-    NoEffect(f"{_LORA}.max_loras", COUNT, "one adapter is trained"),
-    NoEffect(f"{_LORA}.max_cpu_loras", nullable(COUNT), "one adapter is trained"),
+    NoEffect(f"{_LORA}.lora_sync_path", TEXT, "engines always receive merged weights"),
+    NoEffect(f"{_LORA}.max_loras", COUNT, "only one adapter is trained"),
+    NoEffect(f"{_LORA}.max_cpu_loras", nullable(COUNT), "only one adapter is trained"),
     *(
         Apply(f"trainer.{role}.model.lora.rank", "", NATURAL,
-            off_only("no adapters", "adapters are the policy's only"))
+            off_only("no adapters", "only the policy has adapters"))
         for role in ("critic", "ref")
     ),
-    *(NoEffect(f"trainer.{role}.model.lora.*", ANY, "adapters are the policy's only") for role in ("critic", "ref")),
-    Unsupported("trainer.policy.model.fake_int4_qat.*", "train without quantisation"),
-    *(Unsupported(f"trainer.{key}", "change config.json of the model's folder") for key in
+    *(NoEffect(f"trainer.{role}.model.lora.*", ANY, "only the policy has adapters") for role in ("critic", "ref")),
+    Unsupported("trainer.policy.model.fake_int4_qat.*", "remove it; quantization-aware training is not supported"),
+    *(Unsupported(f"trainer.{key}", "set it in config.json of the model folder") for key in
         ("rope_scaling", "rope_theta")),
     *(
-        Unsupported(f"trainer.{role}.model_config_kwargs", "change config.json of the model's folder")
+        Unsupported(f"trainer.{role}.model_config_kwargs", "set it in config.json of the model folder")
         for role in NATIVE_TRAIN
     ),
-    Unsupported("trainer.policy.torch_profiler_config.enable", "record_memory, or a profiler around the command",
+    Unsupported("trainer.policy.torch_profiler_config.enable", "use record_memory, or an external profiler",
         default=False),
-    NoEffect("trainer.policy.torch_profiler_config.*", ANY, "of the profiler"),
-    NoEffect("trainer.policy.inference_only_init", BOOL, "an optimizer is made where something is trained"),
-    *(NoEffect(f"trainer.{role}.language_model_only", BOOL, "text models only") for role in ("policy", "ref")),
+    NoEffect("trainer.policy.torch_profiler_config.*", ANY, "for the profiler only"),
+    NoEffect("trainer.policy.inference_only_init", BOOL, "only trained models have an optimizer"),
+    *(NoEffect(f"trainer.{role}.language_model_only", BOOL, "only text models are supported") for role in ("policy", "ref")),
     Apply("trainer.reward.model.path", "", nullable(TEXT),
-        off_only("no reward model", "braid.reward.parts=[{kind: model, path: ...}]; SkyRL never built it"),
+        off_only("no reward model", "use braid.reward.parts=[{kind: model, path: ...}]; SkyRL did not implement it"),
         default=None),
     NoEffect("trainer.reward.*", ANY, NO_REWARD_WORKERS),
     *(

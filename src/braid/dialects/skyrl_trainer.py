@@ -133,7 +133,7 @@ def _colocate_all(value: bool, source: Source) -> Became:
 
 def _colocate_policy_ref(_: bool, source: Source) -> Became:
     if is_colocated(source):
-        return no_effect("colocate_all puts everything on the same devices")
+        return no_effect("colocate_all places all roles on the same devices")
     return Became({"cluster.placement": _placement(source)})
 
 
@@ -144,7 +144,7 @@ PLACEMENT: tuple[Rule, ...] = (
         BOOL,
         _colocate_all,
         default=True,
-        note="everything on the same devices, in turns; weights and gradients are offloaded meanwhile",
+        note="all roles share the same devices in turns; weights and gradients are offloaded meanwhile",
     ),
     Apply(
         "trainer.placement.colocate_policy_ref",
@@ -152,7 +152,7 @@ PLACEMENT: tuple[Rule, ...] = (
         BOOL,
         when(in_one_process, without_reference, then=_colocate_policy_ref),
         default=True,
-        note="where colocate_all is off",
+        note="if colocate_all is false",
     ),
     NoEffect("trainer.placement.colocate_critic_reward", BOOL, NO_REWARD_WORKERS),
     Apply(
@@ -198,7 +198,7 @@ def _micro_rows(key: str) -> Any:
 
     def convert(value: int, source: Source) -> Became:
         if source.get("trainer.max_tokens_per_microbatch") > 0:
-            return no_effect("max_tokens_per_microbatch counts tokens in place of samples")
+            return no_effect("overridden by max_tokens_per_microbatch")
         to = everywhere if key == "infer_batch" else shared
         rows = to(f"{key}_rows")(value, source).native
         tokens = to(f"{key}_tokens")(value * longest_row(source), source).native
@@ -209,7 +209,7 @@ def _micro_rows(key: str) -> Any:
 
 def _micro_tokens(value: int, source: Source) -> Became:
     if value <= 0:
-        return no_effect("micro batches are counted in samples")
+        return no_effect("micro-batches are counted in samples")
     return Became(
         {
             **shared("micro_batch_tokens")(value, source).native,
@@ -222,7 +222,7 @@ def _packing(value: bool, _: Source) -> Became:
     return (
         implied("rows are always packed")
         if value
-        else no_effect("rows are always packed; padding changes no number")
+        else no_effect("rows are always packed; padding would not change results")
     )
 
 
@@ -232,16 +232,16 @@ def _warmup(value: int, source: Source) -> Became:
 
 
 GENERAL: tuple[Rule, ...] = (
-    Implied("defaults", ANY, "the presets' keys are in this list, with file and line"),
-    Implied("hydra.searchpath", ANY, "where the presets of `defaults` were looked for"),
+    Implied("defaults", ANY, "the keys of the presets are listed here, with file and line"),
+    Implied("hydra.searchpath", ANY, "folders searched for the presets of `defaults`"),
     Apply("trainer.epochs", "run.max_epochs", COUNT, default=1,
         note="the last round of an epoch may include prompts of the next; SkyRL drops the rest of an epoch"),
     Apply("trainer.max_training_steps", "run.max_rounds", nullable(COUNT),
-        note="SkyRL's step is braid's round; with epochs the smaller limit applies"),
+        note="a step of SkyRL is a round of braid; the smaller of this and epochs applies"),
     Apply("trainer.update_epochs_per_batch", "train.passes_per_round", COUNT, shared("passes_per_round"),
         default=1),
     Apply("trainer.train_batch_size", "rollout.prompts_per_round", COUNT, default=1024,
-        note="prompts; samples are n_samples_per_prompt times as many"),
+        note="in prompts, each sampled n_samples_per_prompt times"),
     Apply("trainer.policy_mini_batch_size", "train.steps_per_pass", COUNT, _policy_steps, default=256,
         note="optimizer steps = train_batch_size / policy_mini_batch_size, in prompts over all ranks"),
     Apply("trainer.critic_mini_batch_size", "critic.train.steps_per_pass", COUNT,
@@ -254,41 +254,41 @@ GENERAL: tuple[Rule, ...] = (
     Apply("trainer.max_tokens_per_microbatch", "train.micro_batch_tokens", either(COUNT, choice(-1)), _micro_tokens,
         default=-1),
     Implied("trainer.recompute_old_logprobs_per_minibatch", BOOL,
-        "log-probs do not depend on how rows are batched, so when they are recomputed changes nothing"),
+        "log-probs do not depend on batching, so the time of recomputation does not change results"),
     Apply("trainer.update_ref_every_epoch", "reference.update_every_epochs", BOOL,
         when(without_reference, then=lambda v, _: int(v)), default=False),
     Apply("trainer.num_warmup_steps", "train.optimizer.schedule.warmup_steps", NATURAL, _warmup,
-        note="optimizer steps, for policy and critic; SkyRL's FSDP ignored it at first"),
+        note="optimizer steps, for policy and critic; early versions of SkyRL ignored it with FSDP"),
     Apply("trainer.use_sample_packing", "", BOOL, _packing, default=True),
     Apply("trainer.max_prompt_length", "data.max_prompt_tokens", COUNT, lambda v,
         _: Became({"data.max_prompt_tokens": v, "data.overlong": "truncate_left"}), default=512,
-        note="longer prompts are truncated at the beginning, as documented; SkyRL's code leaves such rows "
-        "out (braid.data.overlong=drop)"),
+        note="longer prompts are truncated on the left, as documented; SkyRL's code drops such rows "
+        "(braid.data.overlong=drop)"),
     Apply("trainer.gradient_checkpointing", "train.gradient_checkpointing", BOOL, shared("gradient_checkpointing"),
         default=True),
     NoEffect("trainer.gradient_checkpointing_use_reentrant", BOOL,
-        "layers are recomputed without reentrant autograd; the gradients are the same"),
+        "always non-reentrant; it does not change gradients"),
     Apply("trainer.seed", "run.seed", NATURAL, default=42,
-        note="also of the engine: one draw per (seed, prompt, sample, position)"),
+        note="also for the engine: random numbers depend on (seed, prompt, sample, position)"),
     Apply("trainer.bf16", "train.autocast", BOOL, everywhere("autocast", mapped({True: "auto", False: "none"})),
-        default=True, note="bf16 products over fp32 weights on CUDA; a CPU computes in fp32"),
+        default=True, note="matrix products in bf16 with fp32 weights on CUDA; fp32 on CPUs"),
     Apply("trainer.flash_attn", "model.attention", BOOL, mapped({True: "auto", False: "sdpa"}), default=True,
-        note="true: the fastest kernel for packed rows that is there"),
-    NoEffect("trainer.disable_fast_tokenizer", BOOL, "tokenizers are the fast ones of transformers"),
-    NoEffect("trainer.use_orm_score", BOOL, "SkyRL never reads it"),
+        note="true: the fastest available kernel for packed rows"),
+    NoEffect("trainer.disable_fast_tokenizer", BOOL, "transformers' fast tokenizers are always used"),
+    NoEffect("trainer.use_orm_score", BOOL, "not read by SkyRL"),
     NoEffect("trainer.use_expandable_segments", BOOL, "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
-    NoEffect("trainer.logprobs_chunk_size", INT, "log-probs are computed in pieces of train.logprob_chunk_bytes"),
-    NoEffect("trainer.vocab_entropy_chunk_size", INT, "entropy is computed in pieces of train.logprob_chunk_bytes"),
+    NoEffect("trainer.logprobs_chunk_size", INT, "log-probs are computed in chunks of train.logprob_chunk_bytes"),
+    NoEffect("trainer.vocab_entropy_chunk_size", INT, "entropy is computed in chunks of train.logprob_chunk_bytes"),
     NoEffect("trainer.vocab_entropy_chunk_memory_mb", INT,
-        "entropy is computed in pieces of train.logprob_chunk_bytes"),
-    NoEffect("trainer.fused_lm_head_logprob", BOOL, "logits exist for one piece of tokens at a time anyway"),
+        "entropy is computed in chunks of train.logprob_chunk_bytes"),
+    NoEffect("trainer.fused_lm_head_logprob", BOOL, "logits are always computed for one chunk of tokens at a time"),
     NoEffect("trainer.fused_lm_head_logprob_backend", TEXT,
-        "logits exist for one piece of tokens at a time anyway"),
-    Apply("trainer.mtp.enabled", "", BOOL, off_only("no draft heads", "train without draft heads"), default=False),
+        "logits are always computed for one chunk of tokens at a time"),
+    Apply("trainer.mtp.enabled", "", BOOL, off_only("no draft heads", "set it to false; draft heads are not supported"), default=False),
     NoEffect("trainer.mtp.*", ANY, "there are no draft heads"),
-    Apply("trainer.fully_async.enabled", "", BOOL, off_only("the loop is on-policy", "train on-policy"),
+    Apply("trainer.fully_async.enabled", "", BOOL, off_only("training is on-policy", "set it to false; only on-policy training is supported"),
         default=False),
-    NoEffect("trainer.fully_async.*", ANY, "the loop is on-policy"),
+    NoEffect("trainer.fully_async.*", ANY, "training is on-policy"),
 )  # fmt: skip
 
 
@@ -296,7 +296,7 @@ GENERAL: tuple[Rule, ...] = (
 
 
 def _evaluates(source: Source) -> str:
-    return "" if source.get("trainer.eval_interval") > 0 else "eval_interval turns evaluation off"
+    return "" if source.get("trainer.eval_interval") > 0 else "eval_interval disables evaluation"
 
 
 def _eval_interval(value: int, _: Source) -> Became:
@@ -316,13 +316,15 @@ def _resume_path(value: str | None, source: Source) -> Became:
     if source.get("trainer.resume_mode") != "from_path":
         return no_effect("resume_mode is not from_path")
     if value is not None and not _STEP_FOLDER.fullmatch(PurePath(value).name):
-        raise ValueError(f"{value} is no checkpoint: its last part must be step_N (or global_step_N)")
+        raise ValueError(f"{value} is not a checkpoint: the folder's name must be step_N (or global_step_N)")
     return Became({"run.resume": value or "none"})
 
 
 def _max_ckpts(value: int, _: Source) -> int | None:
     if value == 0:
-        raise ValueError("0 keeps no checkpoint; give -1 to keep all, or how many of the newest to keep")
+        raise ValueError(
+            "0 would keep no checkpoint; set it to -1 to keep all, or to the number of checkpoints to keep"
+        )
     return None if value < 0 else value
 
 
@@ -331,7 +333,7 @@ def _ckpt_interval(value: int, _: Source) -> Became:
 
 
 def _exports(source: Source) -> str:
-    return "" if source.get("trainer.hf_save_interval") > 0 else "hf_save_interval turns exports off"
+    return "" if source.get("trainer.hf_save_interval") > 0 else "hf_save_interval disables exports"
 
 
 _TRACKERS = ("wandb", "swanlab")
@@ -339,7 +341,7 @@ _TRACKERS = ("wandb", "swanlab")
 
 def _logger(value: str, _: Source) -> Became:
     if value in ("mlflow", "vemlp_wandb"):
-        return unsupported("take tensorboard, wandb or swanlab, or read metrics.jsonl")
+        return unsupported("use tensorboard, wandb or swanlab, or read metrics.jsonl")
     off = {"report.tensorboard": value == "tensorboard"}
     if value == "wandb":
         mode, why = wandb_mode()
@@ -375,33 +377,33 @@ REPORT: tuple[Rule, ...] = (
         note="latest starts a new run if there is no checkpoint; a resumed run ends at the same round as an uninterrupted one "
         "(SkyRL runs further epochs)"),
     Apply("trainer.resume_path", "run.resume", nullable(text("a/global_step_10", "b/step_20")), _resume_path,
-        note="a checkpoint of braid; SkyRL's sharded states cannot be read (start from its HF export instead)"),
+        note="a checkpoint of braid; SkyRL's sharded checkpoints cannot be read (start from its HF export instead)"),
     Apply("trainer.ckpt_path", "checkpoint.dir", PATH, _expanded,
-        note="folders step_N; in the run's own folder when absent"),
+        note="contains folders step_N; in the run folder by default"),
     Apply("trainer.max_ckpts_to_keep", "checkpoint.keep", integer(samples=(-1, 2, 5)), _max_ckpts, default=-1,
         note="-1 keeps all"),
     Apply("trainer.ckpt_interval", "checkpoint.every_rounds", _NEVER, _ckpt_interval, default=10,
         note="rounds, and after the last; -1 for never"),
     Apply("trainer.hf_save_interval", "checkpoint.export_every_rounds", _NEVER, _cadence, default=-1),
     Apply("trainer.export_path", "checkpoint.export_dir", PATH, when(_exports, then=_expanded),
-        note="Hugging Face folders; dumps lie in the run's folder (batches/, samples/)"),
-    NoEffect("trainer.log_path", TEXT, "logs go to the terminal"),
+        note="Hugging Face folders; dumps are in the run folder (batches/, samples/)"),
+    NoEffect("trainer.log_path", TEXT, "logs are written to the terminal"),
     Apply("trainer.logger", "report", choice("wandb", "console", "tensorboard", "swanlab", "mlflow", "vemlp_wandb"),
         _logger, default="wandb", note="the console and metrics.jsonl are always written"),
     Apply("trainer.project_name", "report.wandb.project", TEXT, _project, default="skyrl"),
-    Apply("trainer.run_name", "run.name", TEXT, _run_name, default="test_run", note="also the run's folder"),
-    NoEffect("trainer.tags", ANY, "trackers get the whole config"),
+    Apply("trainer.run_name", "run.name", TEXT, _run_name, default="test_run", note="also names the run folder"),
+    NoEffect("trainer.tags", ANY, "trackers always receive the whole config"),
     Apply("trainer.dump_data_batch", "report.batches_every_rounds", BOOL, lambda v, _: int(v), default=False,
-        note="batches/ of the run's folder, safetensors in place of pickles"),
+        note="in batches/ of the run folder, as safetensors instead of pickles"),
     Apply("trainer.dump_eval_results", "report.eval_samples", BOOL, when(_evaluates), default=True,
-        note="samples/eval_N.jsonl of the run's folder"),
-    NoEffect("trainer.print_example_interval", INT, "the console shows samples as they come"),
-    NoEffect("trainer.num_logger_eval_samples", INT, "every evaluated sample is stored"),
+        note="in samples/eval_N.jsonl of the run folder"),
+    NoEffect("trainer.print_example_interval", INT, "use braid.rollout.print_outputs to log samples"),
+    NoEffect("trainer.num_logger_eval_samples", INT, "all evaluated samples are stored"),
     NoEffect("trainer.num_logger_train_samples", INT,
-        "stored samples are chosen by braid.report.samples_every_rounds"),
-    NoEffect("trainer.enable_ray_gpu_monitor", BOOL, "no such monitor"),
+        "use braid.report.samples_every_rounds"),
+    NoEffect("trainer.enable_ray_gpu_monitor", BOOL, "braid has no GPU monitor"),
     Apply("trainer.s3_export.enabled", "", BOOL,
-        off_only("nothing is uploaded", "copy the export folder yourself")),
+        off_only("nothing is uploaded", "copy the export folder manually")),
     NoEffect("trainer.s3_export.*", ANY, "nothing is uploaded"),
 )  # fmt: skip
 
