@@ -123,9 +123,12 @@ def test_in_one_process_keys_of_devices_engines_and_megatron_have_no_effect() ->
     assert config.train.gradient_checkpointing
     why = {entry.path: entry for entry in found.ledger}
     placed = why["actor_infer.device_mapping"]
-    assert (placed.disposition, placed.note) == ("no effect", "the run has one process (--backend single)")
+    assert (placed.disposition, placed.note) == (
+        "no effect",
+        "the run has a single process (--backend single)",
+    )
     expert = why["actor_train.strategy_args.strategy_config.expert_model_parallel_size"]
-    assert (expert.disposition, expert.note) == ("no effect", "of megatron; actor_train runs on single")
+    assert (expert.disposition, expert.note) == ("no effect", "for megatron only; actor_train uses single")
 
 
 def test_the_page_s_file_takes_one_optimizer_step_a_round_with_a_horizon_of_500() -> None:
@@ -166,8 +169,9 @@ def test_steps_of_a_pass_follow_from_devices_and_accumulation(overrides: list[st
 def test_a_batch_that_does_not_fit_names_the_values_that_do(tmp_path: Path) -> None:
     changes = {"actor_train": {"training_args": {"gradient_accumulation_steps": 3}}}
     assert (
-        "actor_train.training_args.gradient_accumulation_steps: samples of a round (32) are no multiple of the global batch: "
-        "per_device_train_batch_size=4 * gradient_accumulation_steps=3 * dp=2 = 24; it fits with 1, 2, 4"
+        "actor_train.training_args.gradient_accumulation_steps: the 32 samples of a round are not a "
+        "multiple of the global batch: per_device_train_batch_size=4 * gradient_accumulation_steps=3 * "
+        "dp=2 = 24; values that fit: 1, 2, 4"
     ) in problems(tmp_path, changes)
 
 
@@ -175,37 +179,36 @@ def test_mini_batches_are_whole_prompts(tmp_path: Path) -> None:
     training = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     text = problems(tmp_path, {"actor_train": {"training_args": training}})
     assert (
-        "mini-batches are whole prompts with their 4 samples, and no whole number of them makes the global"
-        in text
+        "mini-batches consist of whole prompts with their 4 samples, which do not divide the global" in text
     )
-    assert "= 2; it fits with 2, 4, 8, 16" in text
+    assert "= 2; values that fit: 2, 4, 8, 16" in text
 
 
 def test_a_batch_that_nothing_fits_says_so(tmp_path: Path) -> None:
     training = {"per_device_train_batch_size": 7}
     text = problems(tmp_path, {"actor_train": {"training_args": training}})
-    assert "no value fits, as 14 rows (per_device_train_batch_size * dp) do not divide 32" in text
+    assert "no value fits, because 14 rows (per_device_train_batch_size * dp) do not divide 32" in text
 
 
 RULES: list[tuple[dict[str, Any], str]] = [
-    ({"response_length": None}, "response_length: give response_length, or sequence_length"),
-    ({"sequence_length": 64}, "sequence_length: 64 leaves no response beside prompt_length=64"),
+    ({"response_length": None}, "response_length: set response_length, or sequence_length"),
+    ({"sequence_length": 64}, "sequence_length: 64 leaves no room for a response with prompt_length=64"),
     (
         {"val_prompt_length": 64},
-        "val_prompt_length: give val_prompt_length and val_sequence_length together, or neither",
+        "val_prompt_length: set both val_prompt_length and val_sequence_length, or neither",
     ),
     (
         {"val_prompt_length": 64, "val_sequence_length": 32},
-        "val_sequence_length: 32 leaves no response beside val_prompt_length=64",
+        "val_sequence_length: 32 leaves no room for a response with val_prompt_length=64",
     ),
     (
         {"actor_train": {"data_args": {"messages": "messages"}}},
         "actor_train.data_args.messages: conflicts with data_args.prompt",
     ),
-    ({"actor_train": {"data_args": {"prompt": None}}}, "actor_train.data_args.prompt: name the column"),
+    ({"actor_train": {"data_args": {"prompt": None}}}, "actor_train.data_args.prompt: set the column"),
     (
         {"actor_train": {"device_mapping": "range(3)", "model_args": {"ulysses_size": 2}}},
-        "actor_train.device_mapping: 3 devices cannot be shared out among 2 that hold one row together",
+        "actor_train.device_mapping: 3 devices are not a multiple of 2, the devices per model replica",
     ),
     (
         {
@@ -215,11 +218,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
                 "strategy_args": {"strategy_config": {"fsdp_size": 2}},
             }
         },
-        "strategy_config.fsdp_size: 2 is less than ulysses_size=4",
+        "strategy_config.fsdp_size: 2 is below ulysses_size=4",
     ),
     (
         {"actor_infer": {"num_gpus_per_worker": 4}},
-        "actor_infer.device_mapping: 2 devices cannot be shared out among engines of 4",
+        "actor_infer.device_mapping: 2 devices are not a multiple of the 4 devices per engine",
     ),
     (
         {
@@ -230,7 +233,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
                 "training_args": {"gradient_accumulation_steps": 1},
             },
         },
-        "rollout_batch_size: 3 prompts cannot be shared out among dp=2 ranks; make it a multiple of 2",
+        "rollout_batch_size: 3 prompts cannot be divided among dp=2 ranks; set it to a multiple of 2",
     ),
     (
         {
@@ -241,7 +244,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
                 }
             }
         },
-        "moe_shared_expert_overlap: needs moe_token_dispatcher_type: alltoall, which is allgather",
+        "moe_shared_expert_overlap: needs moe_token_dispatcher_type=alltoall, not allgather",
     ),
     (
         {
@@ -256,24 +259,24 @@ RULES: list[tuple[dict[str, Any], str]] = [
                 },
             }
         },
-        "1 micro-batches are no multiple of pipeline_model_parallel_size=2",
+        "1 micro-batches are not a multiple of pipeline_model_parallel_size=2",
     ),
     (
         {"profiler_timeline": False, "use_kl_loss": True, "kl_loss_coef": 0.1, "add_token_level_kl": True},
-        "add_token_level_kl: there is one KL term here",
+        "add_token_level_kl: conflicts with use_kl_loss: braid has only one KL term",
     ),
     (
         {"enable_old_logprobs_recompute": True, "force_disable_old_logprobs_recompute": True},
-        "force_disable_old_logprobs_recompute: says the opposite",
+        "force_disable_old_logprobs_recompute: contradicts",
     ),
     (
         {"actor_infer": {"strategy_args": {"strategy_name": "sglang"}}},
-        "strategy_config.mem_fraction_static: sglang needs it",
+        "strategy_config.mem_fraction_static: required for sglang",
     ),
-    ({"rewards": {"mine": {"tag_included": ["a"]}}}, "rewards.mine.worker_cls: name the reward worker"),
+    ({"rewards": {"mine": {"tag_included": ["a"]}}}, "rewards.mine.worker_cls: set it to the reward worker"),
     (
         {"rewards": {"math_rule": {"world_size": 1}, "multiple_choice_boxed": {"tag_included": ["b"]}}},
-        "rewards.math_rule.tag_included: with several domains each lists the tags",
+        "rewards.math_rule.tag_included: with several domains, each must list the tags",
     ),
     (
         {
@@ -297,11 +300,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
                 }
             },
         },
-        "difficulty_mask: masks groups (mean reward up to 0.2, or from 1) that the query filter keeps",
+        "difficulty_mask: masks groups (mean reward <= 0.2, or >= 1) that the query filter keeps",
     ),
     (
         {"rewards": {"crossthinkqa": {"world_size": 1}}},
-        "rewards.crossthinkqa.reward_type: give one of loose, soft, strict",
+        "rewards.crossthinkqa.reward_type: set it to one of loose, soft, strict",
     ),
     (
         {"rewards": {"crossthinkqa": {"reward_type": "hard"}}},
@@ -654,7 +657,7 @@ def test_a_judge_is_asked_at_its_server(tmp_path: Path) -> None:
     assert isinstance(part, JudgeReward)
     assert (part.url, part.model) == ("http://localhost:8000/v1", "judge")
     del judge["judge_api_url"]
-    assert "rewards.llm_judge.judge_api_url: a judge needs it" in problems(
+    assert "rewards.llm_judge.judge_api_url: required for a judge" in problems(
         tmp_path, {"rewards": {"llm_judge": judge}}
     )
 
@@ -662,7 +665,7 @@ def test_a_judge_is_asked_at_its_server(tmp_path: Path) -> None:
 def test_a_domain_without_a_native_part_names_the_way_out(tmp_path: Path) -> None:
     text = problems(tmp_path, {"rewards": {"detection": {"worker_cls": "roll.x.DetectionRewardWorker"}}})
     assert "rewards.detection.worker_cls" in text
-    assert "write a function" in text
+    assert "use a function" in text
 
 
 def test_evaluation_has_its_own_sampling_and_length(tmp_path: Path) -> None:
@@ -723,7 +726,7 @@ def test_a_critic_with_settings_of_its_own_has_its_own_steps(tmp_path: Path) -> 
     without = read(tmp_path, {"critic": critic, "adv_estimator": "grpo"})
     assert without.loaded.config.critic.train is None
     row = next(entry for entry in without.ledger if entry.path == "critic.training_args.learning_rate")
-    assert row.note == "adv_estimator=grpo has no critic"
+    assert row.note == "adv_estimator=grpo uses no critic"
 
 
 def test_a_reference_counts_only_where_a_kl_term_needs_it(tmp_path: Path) -> None:
@@ -807,8 +810,11 @@ def test_keys_of_other_pipelines_are_known_and_not_supported(tmp_path: Path) -> 
         tmp_path, {"custom_envs": {"Sokoban": {"env_type": "sokoban"}}, "async_generation_ratio": 1}
     )
     assert "custom_envs.Sokoban" in text
-    assert "is of ROLL's agentic pipeline" in text
-    assert "async_generation_ratio: 1 is not supported: the pipelined loop is not built yet" in text
+    assert "it belongs to ROLL's agentic pipeline" in text
+    assert (
+        "async_generation_ratio: 1 is not supported: set it to 0; asynchronous training is not implemented"
+        in text
+    )
 
 
 def test_a_file_that_names_no_model_says_so_when_a_run_would_start(tmp_path: Path) -> None:
@@ -818,5 +824,5 @@ def test_a_file_that_names_no_model_says_so_when_a_run_would_start(tmp_path: Pat
     config = read(tmp_path, {"pretrain": "model"}).loaded.config
     assert config.model.path == "model"
     unnamed = read_config(SEED, dialect="roll").loaded.config
-    with pytest.raises(ModelError, match="give pretrain"):
+    with pytest.raises(ModelError, match="set pretrain"):
         load_tokenizer(unnamed.model)

@@ -533,8 +533,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         (
             ("trainer.micro_train_batch_size_per_gpu=3",),
             ("trainer.micro_train_batch_size_per_gpu: the mini-batch of one rank of the policy is not "
-"divisible by 3: policy_mini_batch_size * n_samples_per_prompt // ranks = 256*5//4 = 320; 2 "
-"or 4"),
+"divisible by 3: policy_mini_batch_size * n_samples_per_prompt // ranks = 256*5//4 = 320; "
+"set it to 2 or 4"),
         ),
         (
             (*GAE, "trainer.critic_mini_batch_size=2048"),

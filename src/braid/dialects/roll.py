@@ -35,7 +35,7 @@ from .roll_run import ALIASES, OTHER_PIPELINES, PIPELINE
 from .roll_workers import ACTOR_INFER, ACTOR_TRAIN, CRITIC, REFERENCE
 from .table import Dialect, Source, table
 
-NO_MODEL = "(none: give pretrain)"
+NO_MODEL = "(none: set pretrain)"
 """Placeholder for the model folder in a file that names none: the file can be explained, but not run."""
 
 
@@ -114,16 +114,19 @@ Findings = Iterator[tuple[str, str]]
 def _lengths(source: Source) -> Findings:
     whole, prompt = facts.sequence_length(source), source.get("prompt_length")
     if whole is None:
-        yield "response_length", "give response_length, or sequence_length for prompt and response together"
+        yield "response_length", "set response_length, or sequence_length (prompt plus response)"
     elif whole <= prompt:
-        yield "sequence_length", f"{whole} leaves no response beside prompt_length={prompt}; raise it"
+        yield (
+            "sequence_length",
+            f"{whole} leaves no room for a response with prompt_length={prompt}; raise it",
+        )
     given = [source.get(f"val_{name}_length") for name in ("prompt", "sequence")]
     if (given[0] is None) != (given[1] is None):
-        yield "val_prompt_length", "give val_prompt_length and val_sequence_length together, or neither"
+        yield "val_prompt_length", "set both val_prompt_length and val_sequence_length, or neither"
     elif given[0] is not None and given[1] <= given[0]:
         yield (
             "val_sequence_length",
-            f"{given[1]} leaves no response beside val_prompt_length={given[0]}; raise it",
+            f"{given[1]} leaves no room for a response with val_prompt_length={given[0]}; raise it",
         )
 
 
@@ -133,13 +136,13 @@ def _columns(source: Source) -> Findings:
         if source.get(f"{data}.prompt") and source.get(f"{data}.messages"):
             yield (
                 f"{data}.messages",
-                "conflicts with data_args.prompt; give one of them, and null for the other",
+                "conflicts with data_args.prompt; set one of them, and the other to null",
             )
     if source.get("actor_train.data_args.file_name") and column_of(source, "actor_train") is None:
         yield (
             "actor_train.data_args.prompt",
-            "name the column: prompt for plain text, or messages for chat messages (data sets of images, for which ROLL needs "
-            "neither, are not supported)",
+            "set the column: data_args.prompt for plain text, or data_args.messages for chat messages (image datasets, which "
+            "need neither in ROLL, are not supported)",
         )
 
 
@@ -153,8 +156,8 @@ def _devices(source: Source) -> Findings:
         if ranks % shared:
             yield (
                 f"{role}.device_mapping",
-                f"{ranks} devices cannot be shared out among {shared} that hold one row together "
-                "(TP * PP * CP, or ulysses_size); make their number a multiple",
+                f"{ranks} devices are not a multiple of {shared}, the devices per model replica (TP * PP * CP, or "
+                "ulysses_size); use a multiple",
             )
         size, ulysses = (
             source.get(f"{role}.{STRATEGY}.fsdp_size") or 1,
@@ -163,14 +166,14 @@ def _devices(source: Source) -> Findings:
         if facts.file_backend(source, role) == "fsdp2" and 1 < size < ulysses:
             yield (
                 f"{role}.{STRATEGY}.fsdp_size",
-                f"{size} is less than ulysses_size={ulysses}; raise it to that at least",
+                f"{size} is below ulysses_size={ulysses}; raise it to at least {ulysses}",
             )
     count, each = len(facts.devices(source, "actor_infer")), facts.devices_per_engine(source)
     if count % each:
         yield (
             "actor_infer.device_mapping",
-            f"{count} devices cannot be shared out among engines of {each} (num_gpus_per_worker, or tensor times pipeline "
-            "parallelism); make their number a multiple",
+            f"{count} devices are not a multiple of the {each} devices per engine (num_gpus_per_worker, or tensor times "
+            "pipeline parallelism); use a multiple",
         )
 
 
@@ -183,9 +186,9 @@ def _batches(source: Source) -> Findings:
         if whole % step == 0 and step % group == 0:
             continue
         what = (
-            f"samples of a round ({whole}) are no multiple of"
+            f"the {whole} samples of a round are not a multiple of"
             if whole % step
-            else f"mini-batches are whole prompts with their {group} samples, and no whole number of them makes"
+            else f"mini-batches consist of whole prompts with their {group} samples, which do not divide"
         )
         dp = facts.data_parallel(source, role)
         per_device = source.get(f"{role}.training_args.per_device_train_batch_size")
@@ -204,8 +207,8 @@ def _fitting(whole: int, group: int, unit: int) -> str:
     found = [n for n in range(1, whole // unit + 1) if whole % (n * unit) == 0 and n * unit % group == 0]
     if found:
         shown = [*found[:6], *(["..."] if len(found) > 7 else []), *found[6:][-1:]]
-        return f"it fits with {', '.join(map(str, shown))}"
-    return f"no value fits, as {unit} rows (per_device_train_batch_size * dp) do not divide {whole}; change rollout_batch_size"
+        return f"values that fit: {', '.join(map(str, shown))}"
+    return f"no value fits, because {unit} rows (per_device_train_batch_size * dp) do not divide {whole}; change rollout_batch_size"
 
 
 def _megatron(source: Source) -> Findings:
@@ -215,14 +218,14 @@ def _megatron(source: Source) -> Findings:
     if prompts % dp:
         yield (
             "rollout_batch_size",
-            f"{prompts} prompts cannot be shared out among dp={dp} ranks; make it a multiple of {dp}",
+            f"{prompts} prompts cannot be divided among dp={dp} ranks; set it to a multiple of {dp}",
         )
     config = f"actor_train.{STRATEGY}"
     dispatcher = source.get(f"{config}.moe_token_dispatcher_type")
     if source.get(f"{config}.moe_shared_expert_overlap") and dispatcher != "alltoall":
         yield (
             f"{config}.moe_shared_expert_overlap",
-            f"needs moe_token_dispatcher_type: alltoall, which is {dispatcher}",
+            f"needs moe_token_dispatcher_type=alltoall, not {dispatcher}",
         )
     stages, chunks = (
         source.get(f"{config}.{name}") or 1
@@ -232,28 +235,28 @@ def _megatron(source: Source) -> Findings:
     if chunks > 1 and accumulated % stages:
         yield (
             "actor_train.training_args.gradient_accumulation_steps",
-            f"{accumulated} micro-batches are no multiple of pipeline_model_parallel_size={stages}, which the interleaved "
-            f"schedule (virtual_pipeline_model_parallel_size={chunks}) needs",
+            f"{accumulated} micro-batches are not a multiple of pipeline_model_parallel_size={stages}, as required by the "
+            f"interleaved schedule (virtual_pipeline_model_parallel_size={chunks})",
         )
 
 
 def _exclusive(source: Source) -> Findings:
     if source.get("profiler_timeline") and source.get("profiler_memory"):
-        yield "profiler_timeline", "profiler_timeline and profiler_memory exclude each other; choose one"
+        yield "profiler_timeline", "profiler_timeline and profiler_memory are mutually exclusive; choose one"
     if source.get("use_kl_loss") and source.get("kl_loss_coef") > 0 and source.get("add_token_level_kl"):
         yield (
             "add_token_level_kl",
-            "there is one KL term here: in the loss (use_kl_loss) or in the reward; choose one",
+            "conflicts with use_kl_loss: braid has only one KL term, in the loss or in the reward; choose one",
         )
     if source.get("enable_old_logprobs_recompute") and source.get("force_disable_old_logprobs_recompute"):
         yield (
             "force_disable_old_logprobs_recompute",
-            "says the opposite of enable_old_logprobs_recompute; choose one",
+            "contradicts enable_old_logprobs_recompute; choose one",
         )
     if facts.engine(source) == "sglang" and source.get(f"actor_infer.{STRATEGY}.mem_fraction_static") is None:
         yield (
             f"actor_infer.{STRATEGY}.mem_fraction_static",
-            "sglang needs it: the share of memory for weights and cache, such as 0.6",
+            "required for sglang: the fraction of memory for weights and cache, such as 0.6",
         )
 
 
@@ -261,18 +264,18 @@ def _domains(source: Source) -> Findings:
     names = facts.domains(source)
     for name in names:
         if worker_of(source, name) not in PARTS and not source.get(f"rewards.{name}.worker_cls"):
-            yield f"rewards.{name}.worker_cls", "name the reward worker of the domain"
+            yield f"rewards.{name}.worker_cls", "set it to the reward worker of the domain"
         if name in scored(source) and worker_of(source, name) == "LLMJudgeRewardWorker":
             for key in ("judge_api_url", "judge_model_name"):
                 if not source.get(f"rewards.{name}.{key}"):
                     yield (
                         f"rewards.{name}.{key}",
-                        "a judge needs it: a model behind an OpenAI-compatible server",
+                        "required for a judge: a model on an OpenAI-compatible server",
                     )
         if is_choice(source, name) and not source.get(f"rewards.{name}.reward_type"):
-            yield f"rewards.{name}.reward_type", f"give one of {', '.join(CHOICE_SCORES)}"
+            yield f"rewards.{name}.reward_type", f"set it to one of {', '.join(CHOICE_SCORES)}"
         if len(names) > 1 and not source.get(f"rewards.{name}.tag_included"):
-            yield f"rewards.{name}.tag_included", "with several domains each lists the tags of its rows"
+            yield f"rewards.{name}.tag_included", "with several domains, each must list the tags of its rows"
 
 
 ROLL = Dialect(

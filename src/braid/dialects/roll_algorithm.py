@@ -58,13 +58,13 @@ def _advantage(value: str, source: Source) -> Became:
                 }
             )
     other = " (for gigpo: braid.algorithm.advantage=gigpo)" if value == "gigpo" else ""
-    return unsupported(f"{value} is of ROLL's agentic pipeline; use gae, reinforce or grpo{other}")
+    return unsupported(f"use gae, reinforce or grpo; {value} belongs to ROLL's agentic pipeline{other}")
 
 
 def _normalised(index: int) -> Any:
     def convert(_: Any, source: Source) -> Any:
         if source.get("adv_estimator") == "grpo":
-            return no_effect("adv_estimator=grpo takes mean and deviation of the group")
+            return no_effect("adv_estimator=grpo always normalizes by the group")
         return facts.normalisation(source)[index]
 
     return convert
@@ -74,7 +74,7 @@ def _reward_clip(value: float | None, source: Source) -> Became:
     """Clip the normalised reward of a response, and then the reward of each token, which differs only if it
     includes KL."""
     if value is None:
-        return implied("no bound")
+        return implied("null: no clipping")
     has_kl = facts.kl_place(source) == "reward"
     return Became(
         {"algorithm.reward_clip": value} | ({"algorithm.token_reward_clip": value} if has_kl else {})
@@ -96,16 +96,18 @@ def _dual_clip(source: Source) -> dict[str, Any]:
 
 def _ppo_only(source: Source) -> str:
     chosen = facts.variant(source)
-    return "" if chosen == "ppo" else f"pg_variant={chosen} has bounds of its own"
+    return "" if chosen == "ppo" else f"pg_variant={chosen} has fixed bounds"
 
 
 def _no_range(source: Source) -> str:
-    return _ppo_only(source) or ("" if source.get("use_pg_clip_range") else "use_pg_clip_range is off")
+    return _ppo_only(source) or ("" if source.get("use_pg_clip_range") else "use_pg_clip_range is false")
 
 
 def _pg_clip_unread(source: Source) -> str:
     is_read = not source.get("use_pg_clip_range") or source.get("dual_clip_loss")
-    return _ppo_only(source) or ("" if is_read else "use_pg_clip_range takes pg_clip_low and pg_clip_high")
+    return _ppo_only(source) or (
+        "" if is_read else "overridden by pg_clip_low and pg_clip_high (use_pg_clip_range)"
+    )
 
 
 def _kl(_: Any, source: Source) -> Became:
@@ -176,11 +178,11 @@ def _filters(value: list[dict[str, Any]], source: Source) -> Became:
     for filtered in value:
         if unknown := set(filtered) - _FILTER_KEYS:
             raise ValueError(
-                f"a filter has no key {min(unknown)!r}; it has {', '.join(sorted(_FILTER_KEYS))}"
+                f"unknown filter key {min(unknown)!r}; the keys are {', '.join(sorted(_FILTER_KEYS))}"
             )
         for name, takes in _FILTER_TAKES.items():
             if name in filtered and not takes.accepts(filtered[name]):
-                raise ValueError(f"{name}={filtered[name]!r} of a filter is not {takes.words}")
+                raise ValueError(f"filter key {name}: {filtered[name]!r} is not {takes.words}")
     return _corrections(value, source)
 
 
@@ -198,15 +200,15 @@ _FILTER_TAKES = {
 
 def _difficulty_mask(value: bool, source: Source) -> Became:
     if not value:
-        return implied("all groups count")
+        return implied("all groups are used")
     low, high = (source.get(f"difficulty_{name}_threshold") for name in ("low", "high"))
     if facts.filters_groups(source):
         bounds = [facts.query_filter(source, name) for name in facts.domains(source)]
         if all(b.get("min_mean", -inf) >= low and b.get("max_mean", inf) <= high for b in bounds):
             return implied("the query filter drops all groups that it masks")
         raise ValueError(
-            f"masks groups (mean reward up to {low:g}, or from {high:g}) that the query filter keeps, and there is one filter "
-            "for both; widen its thresholds to those of the query filter, or set it to false"
+            f"masks groups (mean reward <= {low:g}, or >= {high:g}) that the query filter keeps, but braid has a single "
+            "filter; widen its thresholds to those of the query filter, or set it to false"
         )
     bounds = {"rollout.filter.min_mean": low, "rollout.filter.max_mean": high}
     return Became({**bounds, "rollout.filter.then": "mask"})
@@ -220,7 +222,7 @@ def _long_failures(_: Any, source: Source) -> Became:
 
 def _no_difficulty_mask(source: Source) -> str:
     if not source.get("difficulty_mask"):
-        return "difficulty_mask is off"
+        return "difficulty_mask is false"
     return (
         "the query filter drops all groups that difficulty_mask masks" if facts.filters_groups(source) else ""
     )
@@ -232,23 +234,23 @@ ALGORITHM: tuple[Rule, ...] = (
         "adv_estimator", "algorithm.advantage",
         choice("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"), _advantage,
         default="gae",
-        note="gae needs a critic. grpo: (r - mean of the group) / (its deviation + 1e-6) on every token, which for gamma=1 "
-        "and no KL in the reward is the advantage grpo, and the return of normalised rewards (reinforce) else",
+        note="gae needs a critic. grpo: (r - mean of the group) / (std of the group + 1e-6) on every token: advantage grpo for "
+        "gamma=1 without KL in the reward, else reinforce with normalized rewards",
     ),
     Apply(
         "gamma", "algorithm.gamma", SHARE,
-        when(lambda s: "adv_estimator=grpo has one reward at the end" if facts.is_plain_grpo(s) else ""),
+        when(lambda s: "adv_estimator=grpo has a single reward, at the end" if facts.is_plain_grpo(s) else ""),
         default=1.0, note="discount per token, of gae and reinforce",
     ),
     Apply("lambd", "algorithm.gae_lambda", SHARE, when(facts.no_values), default=0.95),
     Apply(
         "norm_mean_type", "algorithm.reward_mean", nullable(choice("batch", "group", "running", "None")), _normalised(0),
-        default=None, note="statistics over the round; in ROLL over each domain. Any mean can be combined with any deviation, "
-        "while in ROLL std=group fails with another mean",
+        default=None, note="statistics over the round; in ROLL over each domain. Any mean can be combined with any standard "
+        "deviation; in ROLL std=group needs mean=group",
     ),
     Apply(
         "norm_std_type", "algorithm.reward_std", nullable(choice("batch", "group", "running", "None")), _normalised(1),
-        default=None, note="divides by the unbiased deviation + 1e-6",
+        default=None, note="divides by the unbiased standard deviation + 1e-6",
     ),
     Apply("reward_clip", "algorithm.reward_clip", nullable(POSITIVE), _reward_clip,
           note="clips a response's reward after normalisation, and each token's after subtracting KL"),
@@ -279,9 +281,9 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("pg_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(_no_range, then=_clip), default=0.2),
     Apply("dual_clip_loss", "algorithm.dual_clip", BOOL,
           when(_ppo_only, then=lambda _, s: Became(_dual_clip(s))), default=False,
-          note="where the advantage is negative the loss is at most -(1 + 2 pg_clip) A"),
+          note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
     Apply("importance_sampling", "algorithm.ratio_level", choice("token", "seq"),
-          when(lambda s: "pg_variant=vanilla has no ratio" if facts.variant(s) == "vanilla" else "",
+          when(lambda s: "pg_variant=vanilla uses no ratio" if facts.variant(s) == "vanilla" else "",
                then=mapped({"token": "token", "seq": "sequence"})), default="token",
           note="seq: exp(mean log-ratio of the response) for all its tokens, as in GSPO"),
     Apply("loss_agg_mode", "algorithm.aggregation", choice(*AGGREGATIONS), mapped(AGGREGATIONS),
@@ -295,20 +297,20 @@ ALGORITHM: tuple[Rule, ...] = (
           note="+ kl_loss_coef * k3(policy, reference), clamped to 10, in the loss"),
     Apply("kl_loss_coef", "algorithm.kl_coef", NON_NEGATIVE, when(facts.not_in_loss, then=_kl), default=0.0),
     Apply("add_token_level_kl", "algorithm.kl_coef", BOOL, _kl, default=False,
-          note="reward of a token - init_kl_coef * KL of it"),
+          note="reward_t - init_kl_coef * KL_t for each token"),
     Apply("init_kl_coef", "algorithm.kl_coef", NON_NEGATIVE, when(facts.not_in_reward, then=_kl), default=0.2,
           note="ROLL loads a reference and recomputes old log-probs whenever it is not 0; here only if KL is used"),
     Apply("kl_penalty", "algorithm.kl_estimator", choice("kl", "abs", "mse", "k3", "full"),
           when(facts.not_in_reward, then=_kl), default="kl",
           note="of the KL in the reward, with d = log policy - log reference: kl d, abs |d|, mse d^2/2, "
           "k3 exp(-d) + d - 1, full the sum of p d over the vocabulary (ROLL sums over positions by mistake, and fails on "
-          "most shapes). The KL in the loss is k3 always"),
+          "most shapes). The KL in the loss is always k3"),
     Apply("target_kl", "algorithm.kl_target", nullable(POSITIVE),
           when(facts.not_in_reward, then=null_as("off")), default=None,
           note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
     Apply("kl_horizon", "algorithm.kl_horizon", COUNT,
           when(facts.not_in_reward, lambda s: "" if s.get("target_kl") else "target_kl is null"), default=10000),
-    Implied("enable_reference", BOOL, "a reference is there when a KL term needs it"),
+    Implied("enable_reference", BOOL, "a reference model is loaded whenever a KL term needs it"),
     Apply("enable_old_logprobs_recompute", "algorithm.old_logprobs", BOOL, _old_logprobs, default=False,
           note="false: recomputed before the update only if a round has several steps or another feature needs them"),
     Apply("force_disable_old_logprobs_recompute", "algorithm.old_logprobs", BOOL, _old_logprobs, default=False,
@@ -320,7 +322,7 @@ ALGORITHM: tuple[Rule, ...] = (
     Apply("train_infer_correction.is_weight.upper_bound", "algorithm.corrections", POSITIVE,
           when(_no_weight, then=_corrections), default=1.2),
     Apply("train_infer_correction.is_weight.detach", "", BOOL,
-          only(True, "a weight has no gradient here", "a weight has no gradient")),
+          only(True, "set it to true; weights have no gradient", "weights have no gradient")),
     Apply("train_infer_correction.filters", "algorithm.corrections", list_of(_FILTERS), _filters,
           note="tokens with a ratio outside [ratio_low, ratio_high], or a difference of probabilities outside [diff_low, "
           "diff_high], are masked; with token-mean, ROLL's filters have no effect"),
@@ -334,12 +336,12 @@ ALGORITHM: tuple[Rule, ...] = (
           note="responses of at least error_max_len_threshold tokens with a score of 0 are masked in the loss. ROLL drops scores "
           "other than 0 and 1, too"),
     Apply("error_max_len_threshold", "algorithm.mask_long_failures", COUNT,
-          when(facts.only_where("error_max_len_clip", True, "error_max_len_clip is off"), then=_long_failures),
+          when(facts.only_where("error_max_len_clip", True, "error_max_len_clip is false"), then=_long_failures),
           default=9_999_999_999),
-    Apply("difficulty_loss_weight", "", BOOL, only(False, "weights of samples are not built; use difficulty_mask")),
-    Apply("length_loss_weight", "", BOOL, only(False, "weights of samples are not built; use loss_agg_mode")),
+    Apply("difficulty_loss_weight", "", BOOL, only(False, "sample weights are not implemented; use difficulty_mask")),
+    Apply("length_loss_weight", "", BOOL, only(False, "sample weights are not implemented; use loss_agg_mode")),
     Apply("max_grad_norm", "train.max_grad_norm", NON_NEGATIVE,
           lambda v, s: Became(dict.fromkeys(
               ["train.max_grad_norm", *([] if facts.no_critic(s) else ["critic.train.max_grad_norm"])], v or None)),
-          default=1.0, note="0 for no clipping"),
+          default=1.0, note="0: no clipping"),
 )  # fmt: skip

@@ -61,7 +61,7 @@ def _template(value: str, _: Source) -> Any:
         return Became({"data.use_chat_template": "auto"})
     if value in ("chatml", "empty"):
         return Became({"data.use_chat_template": "always", "model.chat_template": CHATML})
-    return unsupported("write the template as Jinja: braid.model.chat_template=file.jinja")
+    return unsupported("set the template as Jinja: braid.model.chat_template=file.jinja")
 
 
 def column_of(source: Source, role: str) -> str | None:
@@ -78,12 +78,12 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
 
     def column(value: str | None, source: Source) -> Any:
         if value is None:
-            return implied("the other of prompt and messages")
+            return implied("null: the other one of prompt and messages is used")
         return Became({f"{native}.prompt_key": column_of(source, role)})
 
     def interleave(value: dict[str, float], source: Source) -> Any:
         if role == "validation":
-            return no_effect("evaluation takes every prompt")
+            return no_effect("evaluation uses all prompts")
         if len(value) <= 1:
             return implied("one domain")
         trained = scored(source)
@@ -101,24 +101,24 @@ def _data(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
         Apply(f"{data}.file_name", f"{native}.path", either(TEXT, list_of(TEXT)), when(*idle),
               note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
         Apply(f"{data}.prompt", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column),
-              note="column of plain text. The "
-              "page puts the template around it, and so it is here; ROLL's code takes the text as it is (braid.data.use_chat_template=never)"),
+              note="column of plain text; the "
+              "chat template is applied, as documented. ROLL's code uses the text unchanged (braid.data.use_chat_template=never)"),
         Apply(f"{data}.messages", f"{native}.prompt_key", nullable(TEXT), when(*idle, then=column),
               note="column of chat messages"),
         Apply(f"{data}.tag", f"{native}.source_key", nullable(TEXT),
-              when(*idle, lambda s: "" if len(facts.domains(s)) > 1 else "there is one domain of rewards")),
+              when(*idle, lambda s: "" if len(facts.domains(s)) > 1 else "there is only one reward domain")),
         Apply(f"{data}.domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})),
               when(*idle, then=lambda v, s: interleave(v or {}, s)),
-              note="share of each domain's tags in the prompts, maintained throughout their order; other rows are left out. "
+              note="fraction of each domain's tags among the prompts, maintained throughout; other rows are dropped. "
               "ROLL rounds int(share * rollout_batch_size) down in each round, and gives the last domain the rest"),
-        Implied(f"{data}.dataset_type", either(TEXT, list_of(TEXT)), "the file's name ends with it"),
-        NoEffect(f"{data}.preprocessing_num_workers", nullable(COUNT), "tokenizers use all cores"),
-        NoEffect(f"{data}.id", TEXT, "a prompt is known by its source and row"),
-        NoEffect(f"{data}.response", TEXT, "of supervised learning"),
-        *(NoEffect(f"{data}.{name}", ANY, "ROLL does not read it") for name in ("dataset_dir", "interleave_probs",
+        Implied(f"{data}.dataset_type", either(TEXT, list_of(TEXT)), "determined by the file extension"),
+        NoEffect(f"{data}.preprocessing_num_workers", nullable(COUNT), "tokenizers always use all cores"),
+        NoEffect(f"{data}.id", TEXT, "prompts are identified by source and row"),
+        NoEffect(f"{data}.response", TEXT, "for supervised fine-tuning only"),
+        *(NoEffect(f"{data}.{name}", ANY, "not read by ROLL") for name in ("dataset_dir", "interleave_probs",
         "eval_file_name")),
         *(
-            Unsupported(f"{data}.{name}", "prompts are text")
+            Unsupported(f"{data}.{name}", "remove it; only text prompts are supported")
             for name in (
                 "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_total_pixels", "video_fps",
                 "video_max_frames", "video_resize_chunk_frames", "image_folder", "video_folder", "audio_folder",
@@ -177,8 +177,8 @@ def _generating(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
     return (
         Apply(f"{generating}.temperature", f"{native}.temperature", NON_NEGATIVE, sampled("temperature", "greedy"),
               default=0.95,
-              note="logits are divided by it in training too; ROLL's trainer does not, so its ratios compare two "
-              "distributions. 0 is greedy"),
+              note="also used in training; ROLL's trainer does not, so its ratios compare two different "
+              "distributions. 0: greedy"),
         Apply(f"{generating}.top_p", f"{native}.top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)),
               sampled("top_p"), default=0.7,
               note="0.7 if absent, which differs from the trained distribution; 1 disables it"),
@@ -189,17 +189,17 @@ def _generating(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
               sampled("repetition_penalty"), default=1.0),
         Apply(f"{generating}.stop_strings", f"{native}.stop_strings", nullable(list_of(TEXT)),
               sampled("stop_strings"), default=None),
-        Implied(f"{generating}.include_stop_str_in_output", nullable(BOOL), "the string stays in the text"),
-        Apply(f"{generating}.num_beams", "", COUNT, only(1, "set 1: beams are no samples", "one beam")),
-        NoEffect(f"{generating}.length_penalty", NUMBER, "of beam search"),
-        NoEffect(f"{generating}.max_length", COUNT, "response_length and max_new_tokens say it, in ROLL too"),
-        NoEffect(f"{generating}.logprobs", nullable(COUNT), "the log-prob of each token is always there"),
+        Implied(f"{generating}.include_stop_str_in_output", nullable(BOOL), "the stop string is always kept"),
+        Apply(f"{generating}.num_beams", "", COUNT, only(1, "set it to 1; beam search is not supported", "no beam search")),
+        NoEffect(f"{generating}.length_penalty", NUMBER, "for beam search only"),
+        NoEffect(f"{generating}.max_length", COUNT, "overridden by response_length and max_new_tokens, as in ROLL"),
+        NoEffect(f"{generating}.logprobs", nullable(COUNT), "log-probs of all tokens are always kept"),
     )  # fmt: skip
 
 
 def _no_own_sampling(source: Source) -> str:
     own = samples_for_itself(source)
-    return facts.no_validation(source) or ("" if own else "evaluation samples as training does")
+    return facts.no_validation(source) or ("" if own else "evaluation uses the sampling settings of training")
 
 
 def _eval_new(_: Any, source: Source) -> Became:
@@ -209,23 +209,19 @@ def _eval_new(_: Any, source: Source) -> Became:
 def _same_template(value: str, source: Source) -> Any:
     trained = source.get("actor_train.data_args.template")
     same = value == trained or {value, trained} <= set(OWN_TEMPLATES)
-    return (
-        implied("that of training")
-        if same
-        else unsupported(f"there is one template; training's is {trained}")
-    )
+    return implied("same as in training") if same else unsupported(f"use the template of training, {trained}")
 
 
 DATA: tuple[Rule, ...] = (
     Apply("actor_train.data_args.template", "data.use_chat_template",
           choice(*OWN_TEMPLATES, "chatml", "empty", *_OTHER_TEMPLATES), _template, default="native",
-          note="native, qwen2_5 and qwen3 are the tokenizer's own (apply_chat_template); without one, plain text stays as it is"),
+          note="native, qwen2_5 and qwen3 are the tokenizer's own (apply_chat_template); without one, plain text is unchanged"),
     *_data("actor_train", "data.train[0]"),
     *_generating("actor_infer", "rollout.sampling"),
     Apply("actor_infer.generating_args.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, max_new_tokens,
           note="at most sequence_length - prompt_length; ROLL overwrites it with that"),
     NoEffect("actor_infer.generating_args.num_return_sequences", COUNT,
-          "num_return_sequences_in_group says it, in ROLL too"),
+          "overridden by num_return_sequences_in_group, as in ROLL"),
     # Evaluation
     Apply("validation.data_args.template", "", TEXT, when(facts.no_validation, then=_same_template)),
     *_data("validation", "data.eval[0]", facts.no_validation),
@@ -234,14 +230,14 @@ DATA: tuple[Rule, ...] = (
           when(facts.no_validation, then=_eval_new)),
     Apply("validation.generating_args.num_return_sequences", "eval.samples_per_prompt", COUNT,
           when(facts.no_validation), default=1),
-    NoEffect("validation.worker_cls", TEXT, "the parts of training score evaluation too"),
-    NoEffect("validation.strategy_args.*", ANY, "the engine of training samples"),
-    NoEffect("validation.device_mapping", ANY, "the engine of training samples"),
-    NoEffect("validation.world_size", COUNT, "the engine of training samples"),
-    NoEffect("validation.num_gpus_per_worker", COUNT, "the engine of training samples"),
-    NoEffect("validation.infer_batch_size", COUNT, "the engine takes requests as they come"),
-    NoEffect("validation.model_args.*", ANY, "the policy is evaluated"),
-    NoEffect("validation.eval_steps", COUNT, "ROLL does not read it here; see eval_steps"),
+    NoEffect("validation.worker_cls", TEXT, "evaluation uses the same reward parts as training"),
+    NoEffect("validation.strategy_args.*", ANY, "evaluation uses the engine of training"),
+    NoEffect("validation.device_mapping", ANY, "evaluation uses the engine of training"),
+    NoEffect("validation.world_size", COUNT, "evaluation uses the engine of training"),
+    NoEffect("validation.num_gpus_per_worker", COUNT, "evaluation uses the engine of training"),
+    NoEffect("validation.infer_batch_size", COUNT, "the engine schedules requests itself"),
+    NoEffect("validation.model_args.*", ANY, "evaluation uses the policy's model"),
+    NoEffect("validation.eval_steps", COUNT, "not read by ROLL; use eval_steps"),
 )  # fmt: skip
 
 
@@ -277,7 +273,7 @@ _BY_NAME = {
 """Domain -> its default reward worker."""
 ANSWER = "ground_truth"
 """Column of the reference answer in ROLL's rows."""
-_UNSCORED = "the domain's worker is unsupported, so its rows are left out"
+_UNSCORED = "the domain's worker is unsupported, so its rows are dropped"
 
 
 def worker_of(source: Source, domain: str) -> str:
@@ -338,15 +334,17 @@ def _domain(source: Source) -> str:
 
 def _worker_class(value: str, source: Source) -> Any:
     if value.rpartition(".")[2] not in PARTS:
-        return unsupported(f"write a function (braid.reward.parts, kind function){_left_out(source)}")
+        return unsupported(f"use a function (braid.reward.parts, kind function){_left_out(source)}")
     native = part(source, _domain(source))
     return (
-        Became(native) if native else no_effect("judge_model_type is unsupported, so the domain has no score")
+        Became(native)
+        if native
+        else no_effect("judge_model_type is unsupported, so the domain has no reward")
     )
 
 
 def _left_out(source: Source) -> str:
-    return "; if allowed, rows of this domain are left out" if len(facts.domains(source)) > 1 else ""
+    return "; if ignored, rows of this domain are dropped" if len(facts.domains(source)) > 1 else ""
 
 
 def sources_of(source: Source, domain: str) -> list[str]:
@@ -357,7 +355,7 @@ def sources_of(source: Source, domain: str) -> list[str]:
 
 def _tags(_: list[str], source: Source) -> Any:
     if len(facts.domains(source)) == 1:
-        return no_effect("one domain scores every row")
+        return no_effect("a single domain scores all rows")
     if (domain := _domain(source)) not in scored(source):
         return no_effect(_UNSCORED)
     names = sources_of(source, domain)
@@ -370,7 +368,7 @@ def _judge(name: str) -> Convert:
     def convert(value: str, source: Source) -> Any:
         domain = _domain(source)
         if worker_of(source, domain) != "LLMJudgeRewardWorker" or domain not in scored(source):
-            return no_effect("of a judge behind a server (judge_model_type: api)")
+            return no_effect("for judges on a server only (judge_model_type: api)")
         return Became({f"{_paths(source, domain)[0]}.{name}": value})
 
     return convert
@@ -384,21 +382,21 @@ def _reward_type(value: str, source: Source) -> Any:
         return Became({f"{_paths(source, domain)[0]}.scores": CHOICE_SCORES[value]})
     if domain not in scored(source):
         return no_effect(_UNSCORED)
-    return unsupported("write a function: braid.reward.parts (kind function)")
+    return unsupported("use a function: braid.reward.parts (kind function)")
 
 
 def _query_filter(_: Any, source: Source) -> Any:
     filters = [facts.query_filter(source, domain) for domain in facts.domains(source)]
     if any(other != filters[0] for other in filters):
-        raise ValueError("the domains have different filters, and braid has one for all; make them the same")
+        raise ValueError("the domains have different filters, but braid has a single filter; make them equal")
     if not facts.filters_groups(source):
-        return implied("every group counts")
+        return implied("all groups are used")
     bounds = {f"rollout.filter.{name}": value for name, value in filters[0].items()}
     return Became({"rollout.filter.then": "resample"} | bounds)
 
 
 _LOCAL_JUDGE = (
-    "start a server for the judge, and give judge_model_type: api, judge_api_url and judge_model_name"
+    "start a server for the judge, and set judge_model_type: api, judge_api_url and judge_model_name"
 )
 
 REWARDS: tuple[Rule, ...] = (
@@ -416,7 +414,7 @@ REWARDS: tuple[Rule, ...] = (
     Apply("rewards.*.query_filter_config.filter_args", "rollout.filter.min_mean",
           mapping_of(NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}), _query_filter),
     Apply("rewards.*.response_filter_config.type", "", choice("no_filter"),
-          only("no_filter", "", "every answer counts")),
+          only("no_filter", "", "all answers are used")),
     Apply("rewards.*.response_length_penalty_coef", "", NON_NEGATIVE,
           only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
     Apply("rewards.*.judge_api_url", "", TEXT, _judge("url"), note="base URL of an OpenAI-compatible server"),

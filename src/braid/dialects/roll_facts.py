@@ -148,7 +148,7 @@ def engine_tensor_parallel(source: Source) -> int:
 def own_tensor_parallel(source: Source) -> str:
     """Why num_gpus_per_worker is unused."""
     is_set = _engine_config(source, "tensor_parallel_size", "tp_size", absent=0)
-    return "the engine's own tensor-parallel size comes before it, in ROLL too" if is_set else ""
+    return "overridden by the engine's tensor-parallel size, as in ROLL" if is_set else ""
 
 
 def _engine_config(source: Source, *names: str, absent: int = 1) -> int:
@@ -247,7 +247,7 @@ def validates(source: Source) -> bool:
 
 def one_process(source: Source) -> str:
     """Why keys of devices and processes are unused."""
-    return "the run has one process (--backend single)" if source.backend == "single" else ""
+    return "the run has a single process (--backend single)" if source.backend == "single" else ""
 
 
 def of_backend(name: str, role: str) -> Idle:
@@ -255,7 +255,7 @@ def of_backend(name: str, role: str) -> Idle:
 
     def idle(source: Source) -> str:
         chosen = backend(source, role)
-        return "" if chosen == name else f"of {name}; {role} runs on {chosen}"
+        return "" if chosen == name else f"for {name} only; {role} uses {chosen}"
 
     return idle
 
@@ -265,7 +265,7 @@ def of_engine(*names: str) -> Idle:
 
     def idle(source: Source) -> str:
         chosen = engine(source)
-        return "" if chosen in names else f"of {' and '.join(names)}; the engine is {chosen}"
+        return "" if chosen in names else f"for {' and '.join(names)} only; the engine is {chosen}"
 
     return idle
 
@@ -273,19 +273,19 @@ def of_engine(*names: str) -> Idle:
 def no_critic(source: Source) -> str:
     """Why keys of the critic are unused."""
     if not has_critic(source):
-        return f"adv_estimator={source.get('adv_estimator')} has no critic"
-    return "" if source.has("critic") else "the critic has the policy's settings"
+        return f"adv_estimator={source.get('adv_estimator')} uses no critic"
+    return "" if source.has("critic") else "the critic uses the policy's settings"
 
 
 def no_values(source: Source) -> str:
     """Why keys of GAE are unused."""
-    return "" if has_critic(source) else f"adv_estimator={source.get('adv_estimator')} has no values"
+    return "" if has_critic(source) else f"adv_estimator={source.get('adv_estimator')} uses no values"
 
 
 def no_reference(source: Source) -> str:
     """Why keys of the reference are unused. Only KL terms need its model; ROLL loads it whenever init_kl_coef
     is not 0."""
-    return "" if kl_place(source) else "no KL term needs a reference"
+    return "" if kl_place(source) else "there is no KL term, so no reference"
 
 
 def not_in_loss(source: Source) -> str:

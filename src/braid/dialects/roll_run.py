@@ -35,8 +35,8 @@ from .values import (
 )
 
 _BYTES_PER_MB = 2**20
-_DEAD = "ROLL has the key and never reads it"
-_OTHER_PIPELINE = "is of ROLL's {0}; a config here is of RLVR"
+_DEAD = "not read by ROLL"
+_OTHER_PIPELINE = "remove it; it belongs to ROLL's {0}, and only RLVR configs are supported"
 
 
 def _prompts(value: int, source: Source) -> Became:
@@ -59,7 +59,7 @@ def max_new_tokens(_: Any, source: Source) -> Became:
 
 def _response_length(value: int | None, source: Source) -> Became:
     if source.get("sequence_length") is not None:
-        return no_effect("sequence_length comes before it")
+        return no_effect("overridden by sequence_length")
     return max_new_tokens(value, source)
 
 
@@ -86,7 +86,7 @@ def _tracker_name(field: str) -> Any:
     def convert(value: str, source: Source) -> Any:
         tracker = source.get("track_with")
         if tracker not in ("wandb", "swanlab"):
-            return no_effect(f"track_with={tracker} has no such thing")
+            return no_effect(f"not used with track_with={tracker}")
         return Became({f"report.{tracker}.{field}": value})
 
     return convert
@@ -94,7 +94,9 @@ def _tracker_name(field: str) -> Any:
 
 def _profiler(value: bool, _: Source) -> Any:
     return (
-        unsupported("use profiler_memory, or a sampling profiler such as py-spy") if value else implied("off")
+        unsupported("use profiler_memory, or a sampling profiler such as py-spy")
+        if value
+        else implied("no profiler")
     )
 
 
@@ -108,11 +110,9 @@ def _max_running(value: int, source: Source) -> Became:
 def _eval_length(_: Any, source: Source) -> Any:
     prompt, whole = source.get("val_prompt_length"), source.get("val_sequence_length")
     if prompt is None or whole is None:
-        return implied("evaluation has the lengths of training")
+        return implied("evaluation uses the lengths of training")
     if prompt != source.get("prompt_length"):
-        return unsupported(
-            "evaluation has the prompt_length of training; give val_prompt_length the same value"
-        )
+        return unsupported("set it to prompt_length; evaluation uses the prompt length of training")
     return Became({"eval.sampling.max_new_tokens": max(1, whole - prompt)})
 
 
@@ -120,7 +120,7 @@ PIPELINE: tuple[Rule, ...] = (
     # The run
     Apply("exp_name", "run.name", TEXT, _run_name, note="characters other than letters, digits, _ . - become -"),
     Apply("seed", "run.seed", NATURAL, default=42),
-    Apply("output_dir", "run.output_dir", PATH, default="./output", note="the run's folder is made in it"),
+    Apply("output_dir", "run.output_dir", PATH, default="./output", note="parent of the run folder"),
     Apply(
         "max_steps", "run.max_rounds", COUNT, default=500,
         note="a step of the pipeline is a round: one rollout batch with its optimizer steps",
@@ -134,51 +134,51 @@ PIPELINE: tuple[Rule, ...] = (
         "checkpoint_config.output_dir", "checkpoint.dir", PATH,
         note="used unchanged; ROLL appends the time, so that a resume uses another folder",
     ),
-    NoEffect("checkpoint_config.async_upload", BOOL, "checkpoints are written where they stay"),
-    NoEffect("checkpoint_config.use_hard_links", BOOL, "checkpoints are written where they stay"),
-    NoEffect("checkpoint_config.keep_local_file", BOOL, "checkpoints are written where they stay"),
+    NoEffect("checkpoint_config.async_upload", BOOL, "checkpoints are written directly to their final location"),
+    NoEffect("checkpoint_config.use_hard_links", BOOL, "checkpoints are written directly to their final location"),
+    NoEffect("checkpoint_config.keep_local_file", BOOL, "checkpoints are written directly to their final location"),
     Apply("resume_from_checkpoint", "run.resume", either(BOOL, PATH), _resume, default=False),
     Apply(
         "track_with", "report.tensorboard", choice("tensorboard", "wandb", "swanlab", "trackio", "stdout", "ml_tracker"),
-        _tracker, default="tensorboard", note="metrics.jsonl and the console are always there",
+        _tracker, default="tensorboard", note="metrics.jsonl and the console are always written",
     ),
     Apply(
         "tracker_kwargs.log_dir", "report.dir", PATH,
-        when(facts.only_where("track_with", "tensorboard", "only TensorBoard has it")),
+        when(facts.only_where("track_with", "tensorboard", "for TensorBoard only")),
     ),
     Apply("tracker_kwargs.project", "", TEXT, _tracker_name("project")),
     Apply("tracker_kwargs.name", "", TEXT, _tracker_name("name")),
-    Unsupported("tracker_kwargs.api_key", "put it into the environment variable WANDB_API_KEY or SWANLAB_API_KEY"),
-    Unsupported("tracker_kwargs.*", "set it in the tracker's own settings"),
-    Implied("logging_steps", COUNT, "metrics of every round are written"),
-    NoEffect("logging_dir", PATH, "logs are in the run's folder"),
-    NoEffect("base_dir", PATH, "the run's folder is below output_dir"),
+    Unsupported("tracker_kwargs.api_key", "set the environment variable WANDB_API_KEY or SWANLAB_API_KEY"),
+    Unsupported("tracker_kwargs.*", "configure it in the tracker itself"),
+    Implied("logging_steps", COUNT, "metrics are written every round"),
+    NoEffect("logging_dir", PATH, "logs are in the run folder"),
+    NoEffect("base_dir", PATH, "the run folder is in output_dir"),
     Apply(
         "rollout_dump_dir", "", nullable(PATH),
         lambda v, _: Became({} if v is None else {"report.samples_every_rounds": 1}, "implied",
-                            "trajectories are stored in samples/ of the run's folder"),
+                            "trajectories are stored in samples/ of the run folder"),
     ),
     Apply(
         "profiler_memory", "train.record_memory", BOOL, default=False,
-        note="snapshots are in memory/ of the run's folder",
+        note="snapshots are stored in memory/ of the run folder",
     ),
     Apply("profiler_timeline", "", BOOL, _profiler),
-    NoEffect("profiler_output_dir", PATH, "snapshots are in memory/ of the run's folder"),
-    NoEffect("otlp_output_dir", PATH, "there is no OpenTelemetry export"),
+    NoEffect("profiler_output_dir", PATH, "snapshots are stored in memory/ of the run folder"),
+    NoEffect("otlp_output_dir", PATH, "braid has no OpenTelemetry export"),
     Apply("rpc_timeout", "cluster.call_timeout_s", COUNT, when(facts.one_process), default=3600),
     Apply(
         "system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
         note="set before workers start",
     ),
-    NoEffect("num_nodes", COUNT, "found out at the start, as ROLL does; braid.cluster.num_nodes sets it"),
+    NoEffect("num_nodes", COUNT, "detected at the start, as in ROLL; braid.cluster.num_nodes sets it"),
     NoEffect(
         "num_gpus_per_node", COUNT,
-        "found out at the start, as ROLL does; braid.cluster.devices_per_node sets it",
+        "detected at the start, as in ROLL; braid.cluster.devices_per_node sets it",
     ),
     Apply(
         "model_download_type", "", nullable(choice("HUGGINGFACE_HUB", "MODELSCOPE")),
-        lambda v, _: unsupported("download the folder and give its path") if v == "MODELSCOPE" else implied(
-            "hub names are those of Hugging Face"),
+        lambda v, _: unsupported("download the model and set the path of its folder") if v == "MODELSCOPE" else implied(
+            "models are always loaded from the Hugging Face hub"),
     ),
     Apply(
         "model_update_buffer_size_mb", "rollout.publish.bucket_bytes", COUNT,
@@ -189,7 +189,7 @@ PIPELINE: tuple[Rule, ...] = (
         "pretrain", "model.path", PATH,
         when(
             lambda s: "" if s.get("actor_train.model_args.model_name_or_path") in (None, s.get("pretrain"))
-            else "actor_train.model_args.model_name_or_path comes before it; ROLL's pretrain overwrites that of every role"
+            else "overridden by actor_train.model_args.model_name_or_path; in ROLL pretrain overrides that of every role"
         ),
         note="the policy; reference and critic are initialised from it by default",
     ),
@@ -197,11 +197,11 @@ PIPELINE: tuple[Rule, ...] = (
     # Sizes
     Apply(
         "rollout_batch_size", "rollout.prompts_per_round", COUNT, _prompts, default=128,
-        note="prompts of a round; S = rollout_batch_size * num_return_sequences_in_group trajectories are trained on",
+        note="prompts per round; S = rollout_batch_size * num_return_sequences_in_group trajectories are used in training",
     ),
     Apply(
         "num_return_sequences_in_group", "rollout.group_size", COUNT, _group, default=1,
-        note="samples per prompt; a mini-batch here has whole prompts with all their samples",
+        note="samples per prompt; in braid a mini-batch contains all samples of its prompts",
     ),
     Apply(
         "prompt_length", "data.max_prompt_tokens", COUNT, _prompt_length, default=1024,
@@ -217,29 +217,29 @@ PIPELINE: tuple[Rule, ...] = (
         note="prompt plus response, of which prompt_length is for the prompt",
     ),
     # How rollouts run
-    Apply("async_generation_ratio", "", NON_NEGATIVE, only(0, "the pipelined loop is not built yet; set 0")),
-    Implied("generate_opt_level", choice(0, 1), "requests are batched continuously"),
-    Implied("is_num_return_sequences_expand", BOOL, "every sample is a request; its prompt is read once"),
+    Apply("async_generation_ratio", "", NON_NEGATIVE, only(0, "set it to 0; asynchronous training is not implemented")),
+    Implied("generate_opt_level", choice(0, 1), "continuous batching is always used"),
+    Implied("is_num_return_sequences_expand", BOOL, "each sample is a separate request; the prefill of a prompt is shared"),
     Apply(
         "is_use_additional_prompts", "", BOOL,
-        only(False, "keeping the first answers to end favours short ones; use a query_filter, which draws until the batch "
-             "is full"),
+        only(False, "set it to false: keeping the first finished answers favors short ones; use a query_filter, which samples until "
+             "the batch is full"),
     ),
-    NoEffect("max_additional_running_prompts", COUNT, "is_use_additional_prompts is not built"),
+    NoEffect("max_additional_running_prompts", COUNT, "for is_use_additional_prompts only, which is not supported"),
     Apply("max_running_requests", "", COUNT, _max_running, default=128,
-          note="sequences decoded together by an engine"),
+          note="sequences decoded concurrently by an engine"),
     NoEffect(
-        "router_args.router_name", TEXT, "requests go to the least loaded engine, those of a group together"
+        "router_args.router_name", TEXT, "requests of a group always go together to the least loaded engine"
     ),
-    NoEffect("router_args.router_config", ANY, "requests go to the least loaded engine"),
+    NoEffect("router_args.router_config", ANY, "requests always go to the least loaded engine"),
     Apply("reward_system_config.skip_special_tokens", "", BOOL,
-          only(True, "rewards read the text without special tokens", "rewards read the text without special tokens")),
-    Unsupported("user_defined_rollout_loop_cls", "write an environment or a reward function"),
-    Apply("rollout_mock.enable", "", BOOL, only(False, "samples/ of a run's folder has its rollouts")),
-    NoEffect("rollout_mock.mode", choice("dump", "mock"), "rollout_mock is not built"),
-    NoEffect("rollout_mock.dump_dir", PATH, "rollout_mock is not built"),
-    Apply("transfer_backend.backend_name", "", nullable(TEXT), only(None, "rows travel through the object store")),
-    NoEffect("transfer_backend.backend_config", ANY, "rows travel through the object store"),
+          only(True, "set it to true; rewards read text without special tokens", "rewards read text without special tokens")),
+    Unsupported("user_defined_rollout_loop_cls", "use an environment or a reward function"),
+    Apply("rollout_mock.enable", "", BOOL, only(False, "set it to false; trajectories are stored in samples/ of the run folder")),
+    NoEffect("rollout_mock.mode", choice("dump", "mock"), "for rollout_mock only, which is not supported"),
+    NoEffect("rollout_mock.dump_dir", PATH, "for rollout_mock only, which is not supported"),
+    Apply("transfer_backend.backend_name", "", nullable(TEXT), only(None, "remove it; rows are transferred by Ray's object store")),
+    NoEffect("transfer_backend.backend_config", ANY, "rows are transferred by Ray's object store"),
     # Evaluation
     Apply("eval_steps", "eval.every_rounds", NATURAL, when(facts.no_validation), default=10,
           note="and before the first round"),
@@ -248,17 +248,17 @@ PIPELINE: tuple[Rule, ...] = (
           when(facts.no_validation, then=_eval_length)),
     Apply("val_sequence_length", "eval.sampling.max_new_tokens", nullable(integer(2)),
           when(facts.no_validation, then=_eval_length),
-          note="val_sequence_length - val_prompt_length tokens are written"),
+          note="at most val_sequence_length - val_prompt_length new tokens"),
     # Templates
     Apply("tag_to_template", "", mapping_of(TEXT),
-          only({}, "there is one template for all rows; set data_args.template")),
+          only({}, "use a single template for all rows: data_args.template")),
     # On-policy distillation
     *(
-        Apply(name, "", BOOL, only(False, "distillation from a teacher is not built"))
+        Apply(name, "", BOOL, only(False, "distillation from a teacher is not implemented"))
         for name in ("is_pure_opd", "use_opd")
     ),
     *(
-        Unsupported(f"{name}.*", "distillation from a teacher is not built")
+        Unsupported(f"{name}.*", "distillation from a teacher is not implemented")
         for name in ("teacher", "student_train", "student_infer")
     ),
     # Keys that ROLL itself does not read or overrides
@@ -273,11 +273,11 @@ PIPELINE: tuple[Rule, ...] = (
         )
     ),
     NoEffect("dataset_filter.*", ANY, _DEAD),
-    NoEffect("offload_backend", TEXT, "roles that share devices take turns"),
-    NoEffect("is_offload_states", BOOL, "roles that share devices take turns"),
-    NoEffect("is_offload_optimizer_states_in_train_step", BOOL, "roles that share devices take turns"),
-    NoEffect("hydra.*", ANY, "of Hydra's own working folder"),
-    NoEffect("defaults", ANY, "the presets it names are part of the file"),
+    NoEffect("offload_backend", TEXT, "roles on the same devices always take turns"),
+    NoEffect("is_offload_states", BOOL, "roles on the same devices always take turns"),
+    NoEffect("is_offload_optimizer_states_in_train_step", BOOL, "roles on the same devices always take turns"),
+    NoEffect("hydra.*", ANY, "for Hydra's working directory only"),
+    NoEffect("defaults", ANY, "the listed presets are merged into the file"),
 )  # fmt: skip
 
 OTHER_PIPELINES: tuple[Rule, ...] = tuple(

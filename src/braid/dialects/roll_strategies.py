@@ -25,7 +25,7 @@ TORCH_DTYPES = {
     "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"
 }  # fmt: skip
 _FRACTION = number(0.0, 1.0, above=True, samples=(0.4, 0.7))
-_LAYER_NOTE = "of Megatron's layers; see braid.train.megatron.transformer"
+_LAYER_NOTE = "use braid.train.megatron.transformer"
 
 
 def of_batch(native: str = "", *idle: Idle) -> Convert:
@@ -44,9 +44,7 @@ def of_batch(native: str = "", *idle: Idle) -> Convert:
 def _strategy(role: str) -> Convert:
     def convert(_: str, source: Source) -> Any:
         if source.backend is not None:
-            return no_effect(
-                "the command line's --backend comes before it; batches are counted as in the file"
-            )
+            return no_effect("overridden by --backend; batch sizes are computed as for the file's strategy")
         made: dict[str, Any] = {f"{facts.NATIVE_TRAIN[role]}.backend": facts.file_backend(source, role)}
         return Became(made | ({} if role == "reference" else facts.batches(source)))
 
@@ -62,12 +60,12 @@ def strategies(role: str, *idle: Idle) -> tuple[Rule, ...]:
         Apply(f"{role}.strategy_args.strategy_name", f"{native}.backend", choice(*names),
               when(*idle, then=_strategy(role)), default=f"fsdp2_{kind}"),
         Implied(f"{role}.num_gpus_per_worker", COUNT,
-              "a worker with a training strategy has one device, in ROLL too"),
+              "training workers always have one device, as in ROLL"),
         Apply(f"{role}.backend_timeout", f"{native}.megatron.timeout_minutes", COUNT,
               when(*idle, of_backend("megatron", role)), default=30),
         *_megatron(role, *idle),
         *_fsdp2(role, *idle),
-        Implied(f"{role}.router_replay.mode", choice("disable"), "experts are routed anew"),
+        Implied(f"{role}.router_replay.mode", choice("disable"), "no router replay"),
     )  # fmt: skip
 
 
@@ -107,12 +105,12 @@ def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
         plain("expert_tensor_parallel_size", "expert_tensor_parallel", nullable(COUNT)),
         plain("virtual_pipeline_model_parallel_size", "virtual_pipeline", nullable(COUNT)),
         plain("sequence_parallel", "sequence_parallel", convert=_sequence_parallel(role),
-              note="on with TP > 1 and EP > 1, whatever it says: Megatron needs it so"),
+              note="always on with TP > 1 and EP > 1, as required by Megatron"),
         plain("recompute_granularity", "recompute_granularity", nullable(choice("full", "selective")),
               _recompute(role, native),
-              note="full alone: each layer separately (uniform, 1)"),
+              note="only full set: recompute each layer separately (uniform, 1)"),
         plain("recompute_method", "recompute_method", nullable(choice("uniform", "block", "recompute")),
-              lambda v, _: "block" if v == "recompute" else v, note="recompute, which ROLL's own list has, is block"),
+              lambda v, _: "block" if v == "recompute" else v, note="recompute, as in ROLL's list, is block"),
         plain("recompute_num_layers", "recompute_num_layers", nullable(COUNT)),
         plain("moe_layer_recompute", "moe_layer_recompute"),
         plain("moe_token_dispatcher_type", "moe_token_dispatcher", choice("allgather", "alltoall"),
@@ -120,7 +118,7 @@ def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
         plain("moe_grouped_gemm", "moe_grouped_gemm", nullable(BOOL), null_as(False)),
         plain("moe_shared_expert_overlap", "moe_shared_expert_overlap"),
         plain("overlap_grad_reduce", "overlap_grad_reduce"),
-        plain("overlap_param_gather", "overlap_param_gather", note="ROLL refuses it"),
+        plain("overlap_param_gather", "overlap_param_gather", note="not supported by ROLL"),
         plain("use_distributed_optimizer", "distributed_optimizer", default=False),
         plain("ddp_bucket_size", "ddp_bucket_size", nullable(COUNT)),
         plain("ckpt_format", "checkpoint.format", choice("legacy", "torch_dist"),
@@ -131,26 +129,26 @@ def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
         *(
             NoEffect(f"{config}.{name}", ANY, why)
             for name, why in {
-                "delay_grad_reduce": "gradients are reduced after the last micro-batch",
-                "accumulate_allreduce_grads_in_fp32": "gradients are fp32",
-                "check_for_nan_in_loss_and_grad": "every step is checked, and skipped when not finite",
-                "calculate_per_token_loss": "loss_agg_mode says it",
-                "use_flash_attn": "ROLL does not read it; see attn_implementation",
+                "delay_grad_reduce": "gradients are always reduced after the last micro-batch",
+                "accumulate_allreduce_grads_in_fp32": "gradients are always fp32",
+                "check_for_nan_in_loss_and_grad": "every step is checked, and skipped if not finite",
+                "calculate_per_token_loss": "set by loss_agg_mode",
+                "use_flash_attn": "not read by ROLL; use attn_implementation",
                 "overlap_p2p_comm": _LAYER_NOTE,
                 "sequence_packing": "rows are always packed",
-                "save_hf_model": "training_args.save_hf_model says it",
-                "save_merged_model": "braid export writes merged weights",
-                "async_save_ckpt": "checkpoints are written where they stay",
-                "ckpt_d2h_non_blocking": "checkpoints are written where they stay",
-                "compile_warmup": "see braid.train.compile",
-                "moe_router_dtype": "the router computes in fp32",
-                "cross_entropy_loss_fusion": "of Megatron's own loss; log-probs are computed from the logits",
-                "bf16": "model_args.dtype says it, in ROLL too",
-                "use_batched_model_update": "weights travel in buckets of model_update_buffer_size_mb",
+                "save_hf_model": "use training_args.save_hf_model",
+                "save_merged_model": "braid export always writes merged weights",
+                "async_save_ckpt": "checkpoints are written directly to their final location",
+                "ckpt_d2h_non_blocking": "checkpoints are written directly to their final location",
+                "compile_warmup": "use braid.train.compile",
+                "moe_router_dtype": "the router always computes in fp32",
+                "cross_entropy_loss_fusion": "for Megatron's loss only; log-probs are computed from logits",
+                "bf16": "overridden by model_args.dtype, as in ROLL",
+                "use_batched_model_update": "weights are always sent in buckets of model_update_buffer_size_mb",
             }.items()
         ),
         *(
-            Unsupported(f"{config}.{name}", "remove it, or set Megatron's keys below braid.train.megatron", default=False)
+            Unsupported(f"{config}.{name}", "remove it, or use the keys of braid.train.megatron", default=False)
             for name in (
                 "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
                 "recompute_modules", "moe_aux_loss_coeff", "moe_router_load_balancing_type",
@@ -166,7 +164,9 @@ def _megatron(role: str, *idle: Idle) -> tuple[Rule, ...]:
 
 def _not_file_megatron(role: str) -> Idle:
     return lambda source: (
-        "" if facts.file_backend(source, role) == "megatron" else "of megatron; the file's strategy is fsdp2"
+        ""
+        if facts.file_backend(source, role) == "megatron"
+        else "for Megatron only; the file's strategy is fsdp2"
     )
 
 
@@ -177,7 +177,7 @@ def _sequence_parallel(role: str) -> Convert:
             source.get(f"{config}.{name}_model_parallel_size") or 1 for name in ("tensor", "expert")
         )
         if tensor == 1:
-            return no_effect("with tensor_model_parallel_size=1 no device shares a layer")
+            return no_effect("for tensor_model_parallel_size above 1 only")
         return value or expert > 1
 
     return convert
@@ -208,22 +208,22 @@ def _fsdp2(role: str, *idle: Idle) -> tuple[Rule, ...]:
 
     return (
         Apply(f"{config}.fsdp_size", f"{native}.size", INT, when(*chosen, then=size),
-              note="at most 1, or all devices: one shard group"),
+              note="values up to 1 mean all devices: a single shard group"),
         Apply(f"{config}.param_dtype", f"{native}.param_dtype", dtype, when(*chosen, then=mapped(TORCH_DTYPES)),
-              note="type of gathered weights and computation; ROLL then trains weights of that type, here they stay fp32"),
+              note="dtype of gathered weights and computation; trained weights stay fp32, while ROLL trains them in this dtype"),
         Apply(f"{config}.reduce_dtype", f"{native}.reduce_dtype", dtype, when(*chosen, then=mapped(TORCH_DTYPES))),
         Apply(f"{config}.reshard_after_forward", f"{native}.reshard_after_forward", nullable(BOOL),
               when(*chosen, then=null_as(True))),
         Apply(f"{config}.offload_policy", f"{native}.cpu_offload", BOOL, when(*chosen, then=offload)),
         Apply(f"{config}.reduce_scatter_during_grad_accumulation", f"{native}.sync_last_micro_batch_only", BOOL,
               when(*chosen, then=opposite), default=True),
-        NoEffect(f"{config}.wrap_policy", ANY, "every decoder layer is a unit"),
-        NoEffect(f"{config}.save_only_model", BOOL, "a checkpoint has the whole state"),
+        NoEffect(f"{config}.wrap_policy", ANY, "each decoder layer is always wrapped as a unit"),
+        NoEffect(f"{config}.save_only_model", BOOL, "checkpoints always contain the whole state"),
         *(
-            Unsupported(f"{config}.{name}", "remove it: experts are sharded as other weights are", default=default)
+            Unsupported(f"{config}.{name}", "remove it; experts are sharded like other weights", default=default)
             for name, default in {"ep_size": 1, "efsdp_size": 1, "moe_use_grouped_mm": False, "apply_expert_patch": False}.items()
         ),
-        *(Unsupported(f"{config}.{name}", "lower braid.train.micro_batch_tokens") for name in ("apply_tiled_mlp",
+        *(Unsupported(f"{config}.{name}", "use a lower braid.train.micro_batch_tokens") for name in ("apply_tiled_mlp",
         "tiled_num_shards")),
     )  # fmt: skip
 
@@ -270,7 +270,7 @@ ENGINES: tuple[Rule, ...] = (
     # strategy_config of both engines
     Apply(f"{_CONFIG}.load_format", "rollout.vllm.load_weights", choice("dummy", "auto", "safetensors", "pt"),
           _served("load_weights", lambda v, _: v != "dummy"), default="dummy",
-          note="dummy: random weights until the first publication, which comes before the first answer"),
+          note="dummy: random weights until the first weight sync, which precedes sampling"),
     # vLLM
     *_engine_keys("vllm", {
         "gpu_memory_utilization": ("memory_fraction", _FRACTION, None),
@@ -286,26 +286,26 @@ ENGINES: tuple[Rule, ...] = (
         "distributed_executor_backend": ("executor", choice("mp", "ray", "uni"), None),
     }),
     Apply(f"{_CONFIG}.max_num_seqs", "rollout.vllm.max_running", COUNT, when(of_engine("vllm"), _running_said := (
-        lambda s: "max_running_requests says it" if "max_running_requests" in s.values else "")),
-        note="comes after max_running_requests"),
+        lambda s: "overridden by max_running_requests" if "max_running_requests" in s.values else "")),
+        note="max_running_requests takes precedence"),
     *(
         NoEffect(f"{_CONFIG}.{name}", ANY, why)
         for name, why in {
-            "disable_custom_all_reduce": "vLLM's own choice",
-            "sleep_level": "a sleeping engine gives up weights and cache",
-            "logprobs_mode": "log-probs are those of the distribution sampled from",
-            "swap_space": "vLLM's own choice",
-            "optimization_level": "how vLLM compiles its graphs; see enforce_eager",
-            "cuda_graph_sizes": "vLLM's own choice; see enforce_eager",
-            "cudagraph_capture_sizes": "vLLM's own choice; see enforce_eager",
-            "disable_mm_preprocessor_cache": "prompts are text",
-            "seed": "the run's seed",
-            "enable_memory_saver": "a sleeping engine gives up weights and cache",
-            "grpc_mode": "the engine is a part of the run",
+            "disable_custom_all_reduce": "vLLM's default is used",
+            "sleep_level": "a sleeping engine always releases weights and cache",
+            "logprobs_mode": "log-probs are always those of the sampling distribution",
+            "swap_space": "vLLM's default is used",
+            "optimization_level": "vLLM's default is used; see enforce_eager",
+            "cuda_graph_sizes": "vLLM's default is used; see enforce_eager",
+            "cudagraph_capture_sizes": "vLLM's default is used; see enforce_eager",
+            "disable_mm_preprocessor_cache": "prompts are text only",
+            "seed": "the run's seed is used",
+            "enable_memory_saver": "a sleeping engine always releases weights and cache",
+            "grpc_mode": "the engine runs inside the run",
         }.items()
     ),
     *(
-        Unsupported(f"{_CONFIG}.{name}", "remove it, or start servers and name them in braid.rollout.vllm.servers")
+        Unsupported(f"{_CONFIG}.{name}", "remove it, or start servers and list them in braid.rollout.vllm.servers")
         for name in ("data_parallel_size", "quantization", "online_quantization", "online_quantization_config.*", "speculative_config", "dp_size", "ep_size", "enable_expert_parallel")
     ),
     # SGLang

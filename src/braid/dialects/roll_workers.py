@@ -89,19 +89,19 @@ def _schedule(value: str, _: Source) -> Any:
 
 def _warmup_ratio(role: str) -> Idle:
     path = f"{role}.training_args.warmup_steps"
-    return lambda source: "warmup_steps comes before it" if source.get(path) else ""
+    return lambda source: "overridden by warmup_steps" if source.get(path) else ""
 
 
 def _checkpointing(role: str) -> Idle:
     def idle(source: Source) -> str:
         is_megatron = facts.backend(source, role) == "megatron"
-        return "Megatron has recompute_granularity in its place" if is_megatron else ""
+        return "Megatron uses recompute_granularity instead" if is_megatron else ""
 
     return idle
 
 
 def _fixed(flag: str) -> Idle:
-    return lambda source: "" if source.get(flag) else f"{flag} is off"
+    return lambda source: "" if source.get(flag) else f"{flag} is false"
 
 
 def _names(value: str | list[str], _: Source) -> list[str]:
@@ -123,12 +123,12 @@ def _model(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
             f"{model}.disable_gradient_checkpointing", f"{native}.gradient_checkpointing", BOOL,
             when(*idle, _checkpointing(role), then=opposite), default=False,
         ),
-        NoEffect(f"{model}.gradient_checkpointing_use_reentrant", nullable(BOOL), "never re-entrant"),
+        NoEffect(f"{model}.gradient_checkpointing_use_reentrant", nullable(BOOL), "always non-reentrant"),
         Apply(
             f"{model}.ulysses_size", f"{native}.sequence_parallel", nullable(COUNT),
             when(
                 *idle,
-                lambda s: "of FSDP2; the file's strategy is Megatron" if facts.file_backend(s,
+                lambda s: "for FSDP2 only; the file's strategy is Megatron" if facts.file_backend(s,
                 role) == "megatron" else "",
                 then=of_batch(f"{native}.sequence_parallel", of_backend("fsdp2", role)),
             ),
@@ -142,16 +142,16 @@ def _any_model(role: str) -> tuple[Rule, ...]:
     model = f"{role}.model_args"
     return (
         Apply(f"{model}.moe_aux_loss_coef", "", nullable(NON_NEGATIVE),
-              only(None, "remove it: the router has no loss of its own")),
-        NoEffect(f"{model}.model_type", nullable(TEXT), "the role says it"),
-        NoEffect(f"{model}.num_labels", COUNT, "the role says it"),
-        Apply(f"{model}.model_config_kwargs", "", mapping_of(ANY), only({}, "edit config.json of the model folder")),
+              only(None, "remove it; there is no auxiliary router loss")),
+        NoEffect(f"{model}.model_type", nullable(TEXT), "determined by the role"),
+        NoEffect(f"{model}.num_labels", COUNT, "determined by the role"),
+        Apply(f"{model}.model_config_kwargs", "", mapping_of(ANY), only({}, "set it in config.json of the model folder")),
         Apply(f"{model}.freeze_module_prefix", "", nullable(TEXT),
-              only(None, "train adapters (lora_target) in place of some weights")),
-        NoEffect(f"{model}.device_map", nullable(TEXT), "the placement says it"),
-        NoEffect(f"{model}.flash_attn", nullable(TEXT), "ROLL does not read it; see attn_implementation"),
-        NoEffect(f"{model}.autocast_adapter_dtype", BOOL, "adapters are held in the type of the weights"),
-        Apply(f"{model}.additional_target", "", nullable(TEXT), only(None, "name the layers in lora_target")),
+              only(None, "use adapters (lora_target) instead of training some weights")),
+        NoEffect(f"{model}.device_map", nullable(TEXT), "determined by the placement"),
+        NoEffect(f"{model}.flash_attn", nullable(TEXT), "not read by ROLL; use attn_implementation"),
+        NoEffect(f"{model}.autocast_adapter_dtype", BOOL, "adapters always have the dtype of the weights"),
+        Apply(f"{model}.additional_target", "", nullable(TEXT), only(None, "list the layers in lora_target")),
     )  # fmt: skip
 
 
@@ -160,13 +160,13 @@ def _lora() -> tuple[Rule, ...]:
     return (
         Apply(f"{model}.lora_target", "model.lora.targets", nullable(TEXT),
               lambda v, s: implied("all weights are trained") if v is None else _names(v, s),
-              note="names of layers, with commas between them, or all-linear"),
+              note="comma-separated layer names, or all-linear"),
         Apply(f"{model}.lora_rank", "model.lora.rank", nullable(COUNT), when(facts.no_lora), default=8),
         Apply(f"{model}.lora_alpha", "model.lora.alpha", nullable(POSITIVE),
               when(facts.no_lora, then=lambda v, s: v or 2 * s.get(f"{model}.lora_rank")), default=None,
               note="null: 2 * lora_rank"),
         Apply(f"{model}.lora_dropout", "", number(0.0, 0.9),
-              only(0, "set 0: log-probs must be the same in rollout and in training", "adapters have no dropout")),
+              only(0, "set it to 0: log-probs must be the same in rollout and training", "adapters have no dropout")),
         Apply(f"{model}.adapter_name_or_path", "model.lora.path", nullable(PATH), when(facts.no_lora)),
     )  # fmt: skip
 
@@ -196,16 +196,16 @@ def _trainer(role: str, *idle: Idle) -> tuple[Rule, ...]:
               when(*idle, _warmup_ratio(role)), default=0.0),
         Apply(f"{arguments}.per_device_train_batch_size", f"{native}.micro_batch_rows", COUNT,
               when(*idle, then=of_batch(f"{native}.micro_batch_rows", _dynamic(role, "train"))), default=8,
-              note="rows of a micro-batch; global batch = it * gradient_accumulation_steps * dp"),
+              note="rows per micro-batch; global batch = per_device_train_batch_size * gradient_accumulation_steps * dp"),
         Apply(f"{arguments}.gradient_accumulation_steps", f"{native}.steps_per_pass", COUNT,
               when(*idle, then=of_batch()), default=1,
-              note="micro-batches of an optimizer step; steps_per_pass = S / (per_device_train_batch_size * it * dp)"),
+              note="micro-batches per optimizer step; steps_per_pass = S / global batch"),
         *(
-            NoEffect(f"{arguments}.{name}", ANY, "the pipeline's own keys say it, in ROLL too")
+            NoEffect(f"{arguments}.{name}", ANY, "set by keys of the pipeline, as in ROLL")
             for name in ("max_steps", "num_train_epochs", "output_dir", "seed", "bf16", "fp16", "logging_steps", "save_steps", "eval_steps")
         ),
         *(
-            NoEffect(f"{arguments}.{name}", ANY, "ROLL never reads it for reinforcement learning")
+            NoEffect(f"{arguments}.{name}", ANY, "not read by ROLL in reinforcement learning")
             for name in ("tf32", "data_seed", "dataloader_num_workers")
         ),
         # Micro-batches by tokens
@@ -213,16 +213,16 @@ def _trainer(role: str, *idle: Idle) -> tuple[Rule, ...]:
         *_by_tokens(role, "infer", f"{native}.infer_batch", f"{packing}.max_packed_sequence_length_forward", *idle),
         Apply(f"{role}.infer_batch_size", f"{native}.infer_batch_rows", COUNT, when(*idle, _dynamic(role, "infer")),
               default=16,
-              note="rows of one forward pass without gradients"),
+              note="rows per forward pass without gradients"),
         *_packing(role),
         Implied(f"{role}.apply_loss_scale", BOOL, "denominators count the whole optimizer step"),
         Implied(f"{role}.logits_in_fp32", BOOL, "log-probs are computed in fp32"),
         Apply(f"{role}.mtp_training_mode", "", nullable(choice("disabled", "standalone", "joint")),
-              only("disabled", "multi-token heads are not trained; set disabled")),
+              only("disabled", "set it to disabled; multi-token prediction is not supported")),
         Apply(f"{role}.world_size", f"{native}.steps_per_pass", nullable(COUNT),
-              when(*idle, lambda s: "device_mapping gives the number of ranks" if facts.devices(s, role) else "",
-                   then=lambda v, s: implied("one rank") if v is None else of_batch()(v, s)),
-              note="ranks without devices, for the batch arithmetic"),
+              when(*idle, lambda s: "overridden by device_mapping" if facts.devices(s, role) else "",
+                   then=lambda v, s: implied("null: one rank") if v is None else of_batch()(v, s)),
+              note="number of ranks without devices, for the batch sizes"),
         *strategies(role, *idle),
     )  # fmt: skip
 
@@ -235,14 +235,14 @@ def _packing(role: str) -> tuple[Rule, ...]:
         NoEffect(
             f"{packing}.algorithm", choice("none", "load_balance"), "rows are always packed and balanced"
         ),
-        NoEffect(f"{packing}.min_num_micro_batches_train", COUNT, "results do not depend on the cut"),
-        NoEffect(f"{packing}.min_num_micro_batches_forward", COUNT, "results do not depend on the cut"),
+        NoEffect(f"{packing}.min_num_micro_batches_train", COUNT, "results do not depend on micro-batches"),
+        NoEffect(f"{packing}.min_num_micro_batches_forward", COUNT, "results do not depend on micro-batches"),
     )
 
 
 def _dynamic(role: str, what: str) -> Idle:
     return lambda source: (
-        f"use_dynamic_batching_in_{what} counts tokens"
+        f"overridden by use_dynamic_batching_in_{what}"
         if source.get(f"{role}.use_dynamic_batching_in_{what}")
         else ""
     )
@@ -254,7 +254,7 @@ def _by_tokens(role: str, what: str, native: str, packed: str, *idle: Idle) -> t
 
     def convert(_: Any, source: Source) -> Any:
         if not source.get(flag):
-            return implied("micro-batches have a number of rows")
+            return implied("micro-batches have a fixed number of rows")
         return Became({f"{native}_tokens": source.get(limit) or 8192})
 
     return (
@@ -264,7 +264,7 @@ def _by_tokens(role: str, what: str, native: str, packed: str, *idle: Idle) -> t
         NoEffect(f"{role}.sequence_length_round_in_{what}", COUNT, "rows are packed without padding"),
         Apply(packed, f"{native}_tokens", nullable(COUNT),
               when(*idle, _fixed(f"{role}.use_sequence_packing"), then=lambda v,
-              _: implied("no limit of its own") if v is None else v)),
+              _: implied("null: no separate limit") if v is None else v)),
     )  # fmt: skip
 
 
@@ -276,24 +276,24 @@ def _worker(role: str) -> tuple[Rule, ...]:
         Apply(f"{role}.name", f"cluster.group_names.{native}", TEXT, when(*idle, facts.one_process)),
         Apply(f"{role}.device_mapping", f"cluster.placement.{native}", nullable(DEVICES),
               when(*idle, then=lambda v,
-              s: implied("processes without a device") if v is None else _mapping(role)(v, s)),
+              s: implied("null: processes without a device") if v is None else _mapping(role)(v, s)),
               note="parsed, never evaluated. Roles on the same devices take turns"),
         Apply(f"{role}.system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
               lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
               note="applies to every worker; roles cannot have different values"),
-        NoEffect(f"{role}.max_concurrency", COUNT, "workers answer one call at a time, engines many"),
-        NoEffect(f"{role}.offload_nccl", BOOL, "ROLL itself forces it off"),
-        NoEffect(f"{role}.use_remove_padding", BOOL, "ROLL does not read it; rows are always packed"),
+        NoEffect(f"{role}.max_concurrency", COUNT, "workers process one call at a time, engines many"),
+        NoEffect(f"{role}.offload_nccl", BOOL, "always disabled, as in ROLL"),
+        NoEffect(f"{role}.use_remove_padding", BOOL, "not read by ROLL; rows are always packed"),
     )  # fmt: skip
 
 
 def _data_of(role: str) -> tuple[Rule, ...]:
-    return (NoEffect(f"{role}.data_args.*", ANY, "data_args count under actor_train and validation"),)
+    return (NoEffect(f"{role}.data_args.*", ANY, "data_args are read only under actor_train and validation"),)
 
 
 def _variant(value: str, source: Source) -> Any:
     if facts.variant(source) != value:
-        return no_effect("it needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, in ROLL too")
+        return no_effect("needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL")
     losses = {
         "vanilla": "policy_gradient",
         "ppo": "ppo_clip",
@@ -315,9 +315,7 @@ def _worker_class(value: str, source: Source) -> Any:
             return implied("PPO's loss")
         case "ActorPGWorker":
             return _variant(facts.variant(source), source)
-    return unsupported(
-        "write a reward, an environment or a loss of braid's own; the actor is ActorWorker or ActorPGWorker"
-    )
+    return unsupported("use ActorWorker or ActorPGWorker; other workers are not supported")
 
 
 def _no_topr(source: Source) -> str:
@@ -327,7 +325,7 @@ def _no_topr(source: Source) -> str:
 ACTOR_TRAIN: tuple[Rule, ...] = (
     *_worker("actor_train"),
     *_trainer("actor_train"),
-    Apply("actor_train.model_args.model_name_or_path", "model.path", PATH, note="comes before pretrain"),
+    Apply("actor_train.model_args.model_name_or_path", "model.path", PATH, note="takes precedence over pretrain"),
     Apply("actor_train.model_args.attn_implementation", "model.attention", nullable(choice("sdpa", "fa2", "auto")),
           mapped({"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"})),
     *_lora(),
@@ -343,8 +341,8 @@ ACTOR_TRAIN: tuple[Rule, ...] = (
     Apply("actor_train.topr_negative_weight", "algorithm.topr_negative_weight", NON_NEGATIVE, when(_no_topr),
           default=1.0),
     Apply("actor_train.model_update_frequency", "", COUNT,
-          only(1, "weights are published in every round", "weights are published in every round")),
-    Unsupported("actor_train.opd_kl_coef", "distillation from a teacher is not built"),
+          only(1, "set it to 1; weights are synced every round", "weights are synced every round")),
+    Unsupported("actor_train.opd_kl_coef", "distillation from a teacher is not implemented"),
 )  # fmt: skip
 
 CRITIC: tuple[Rule, ...] = (
@@ -353,9 +351,9 @@ CRITIC: tuple[Rule, ...] = (
     *_data_of("critic"),
     Apply("critic.model_args.model_name_or_path", "critic.path", PATH, when(facts.no_critic),
           note="comes before reward_pretrain"),
-    Implied("critic.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "the policy's"),
-    NoEffect("critic.training_args.save_hf_model", BOOL, "braid export writes a critic"),
-    NoEffect("critic.worker_cls", TEXT, "there is one kind of critic"),
+    Implied("critic.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "same as the policy's"),
+    NoEffect("critic.training_args.save_hf_model", BOOL, "only the policy is exported"),
+    NoEffect("critic.worker_cls", TEXT, "there is only one kind of critic"),
 )  # fmt: skip
 
 REFERENCE: tuple[Rule, ...] = (
@@ -366,8 +364,8 @@ REFERENCE: tuple[Rule, ...] = (
     Apply("reference.model_args.model_name_or_path", "reference.path", PATH, when(facts.no_reference)),
     Apply("reference.model_args.dtype", "reference.train.autocast", nullable(choice("fp32", "bf16", "fp16")),
           when(facts.no_reference, then=lambda v, _: {None: "auto", "fp32": "none"}.get(v, v)), default="bf16"),
-    Implied("reference.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "the policy's"),
-    NoEffect("reference.model_args.disable_gradient_checkpointing", BOOL, "a reference has no backward pass"),
+    Implied("reference.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "same as the policy's"),
+    NoEffect("reference.model_args.disable_gradient_checkpointing", BOOL, "the reference model has no backward pass"),
     Apply("reference.model_args.ulysses_size", "reference.train.sequence_parallel", nullable(COUNT),
           when(facts.no_reference, of_backend("fsdp2", "reference"), then=null_as(1))),
     Apply("reference.infer_batch_size", "reference.train.infer_batch_rows", COUNT, when(facts.no_reference),
@@ -376,9 +374,9 @@ REFERENCE: tuple[Rule, ...] = (
                 facts.no_reference),
     *_packing("reference"),
     NoEffect("reference.sequence_packing_args.max_packed_sequence_length_train", nullable(COUNT),
-             "a reference is not trained"),
-    NoEffect("reference.world_size", COUNT, "device_mapping says it"),
-    NoEffect("reference.worker_cls", TEXT, "there is one kind of reference"),
+             "the reference model is not trained"),
+    NoEffect("reference.world_size", COUNT, "determined by device_mapping"),
+    NoEffect("reference.worker_cls", TEXT, "there is only one kind of reference"),
 )  # fmt: skip
 
 
@@ -390,20 +388,20 @@ ACTOR_INFER: tuple[Rule, ...] = (
           when(of_engine("vllm", "sglang"), facts.own_tensor_parallel, then=per_worker), default=1,
           note="devices per engine: its tensor-parallel size unless the engine's own key sets it"),
     Apply("actor_infer.strategy_args.strategy_name", "rollout.engine", choice(*facts.ENGINES),
-          when(lambda s: "the command line's --engine comes before it" if s.engine else "",
+          when(lambda s: "overridden by --engine" if s.engine else "",
           then=mapped(facts.ENGINES)),
-          default="vllm", note="hf_infer is the native engine, over the very weights that are trained"),
+          default="vllm", note="hf_infer is the native engine, which shares the trainer's weights"),
     Apply("actor_infer.model_args.dtype", "rollout.native.dtype", nullable(choice("fp32", "bf16", "fp16")),
           lambda v, s: Became({f"rollout.{facts.engine(s)}.dtype": v or "auto"}),
-          note="of the engine's weights; absent, the native engine shares the trainer's"),
-    Implied("actor_infer.model_args.model_name_or_path", PATH, "the engine has the policy's weights"),
+          note="dtype of the engine's weights; without it, the native engine shares the trainer's"),
+    Implied("actor_infer.model_args.model_name_or_path", PATH, "the engine always uses the policy's weights"),
     NoEffect("actor_infer.model_args.disable_gradient_checkpointing", BOOL, "an engine has no backward pass"),
-    NoEffect("actor_infer.model_args.attn_implementation", nullable(TEXT), "the engine chooses"),
-    *(NoEffect(f"actor_infer.model_args.{name}", ANY, "the engine has the policy's adapters")
+    NoEffect("actor_infer.model_args.attn_implementation", nullable(TEXT), "chosen by the engine"),
+    *(NoEffect(f"actor_infer.model_args.{name}", ANY, "the engine always uses the policy's adapters")
       for name in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "adapter_name_or_path")),
-    NoEffect("actor_infer.infer_batch_size", COUNT, "an engine takes requests as they come, in ROLL too"),
-    NoEffect("actor_infer.world_size", COUNT, "device_mapping says it"),
-    NoEffect("actor_infer.backend_timeout", COUNT, "rpc_timeout limits a call"),
-    NoEffect("actor_infer.worker_cls", TEXT, "strategy_name says which engine"),
+    NoEffect("actor_infer.infer_batch_size", COUNT, "the engine schedules requests itself, as in ROLL"),
+    NoEffect("actor_infer.world_size", COUNT, "determined by device_mapping"),
+    NoEffect("actor_infer.backend_timeout", COUNT, "use rpc_timeout"),
+    NoEffect("actor_infer.worker_cls", TEXT, "determined by strategy_name"),
     *ENGINES,
 )  # fmt: skip
