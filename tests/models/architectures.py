@@ -76,7 +76,7 @@ def verdict(name: str) -> str:
     try:
         return _tried(model, None)
     except ModelError as error:
-        found = re.search(r"once a row is longer than \d+ tokens, its (\w+)", str(error))
+        found = re.search(r"for rows longer than its (\w+) of \d+ tokens", str(error))
         if found is None:
             return _refusal(str(error))
     return f"{_tried(tiny_model(kind, config, frozenset()), _LONG)}, rows up to its {found[1]}"
