@@ -29,8 +29,9 @@ SIMULATOR = [
 
 FULL_KL = ["algorithm.kl_estimator=full", "algorithm.kl_coef=0.1"]
 SAME = (
-    "which must run in the same processes: set train.backend and reference.train.backend to the same of single, fsdp, fsdp2 "
-    "and deepspeed, and give both the same devices in cluster.placement; or choose k1, k2 or k3"
+    "which must run in the same processes: set train.backend and reference.train.backend to the same "
+    "value (single, fsdp, fsdp2 or deepspeed), and place both on the same devices in cluster.placement; "
+    "or use k1, k2 or k3"
 )
 
 
@@ -157,8 +158,10 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
         ),
         (
             ["algorithm.recipe=gspo", "algorithm.logprob_level=chunk"],
-            "algorithm.ratio_level: algorithm.logprob_level=chunk makes every ratio that of a turn; set it to token, or "
-            "logprob_level to token",
+            (
+                "algorithm.ratio_level: algorithm.logprob_level=chunk already makes ratios turn-level; set "
+                "it to token, or logprob_level to token"
+            ),
         ),
         (
             ["algorithm.recipe=kl_cov", "algorithm.logprob_level=action"],
@@ -351,7 +354,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["algorithm.logprob_level=chunk", "algorithm.turn_weighting=turns"],
-            "algorithm.turn_weighting: has no effect: algorithm.logprob_level counts every turn once",
+            "algorithm.turn_weighting: has no effect: algorithm.logprob_level is not token, so every turn counts once",
         ),
         (
             ["rollout.check_weights_dir=x"],

@@ -269,7 +269,7 @@ def test_weights_are_not_taken_while_requests_run(tiny_lm: TinyLM) -> None:
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate(Request((2,), Sampling(max_new_tokens=9), (0,))))
         await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="cannot publish version 1 while 1 requests run"):
+        with pytest.raises(EngineError, match="cannot sync version 1 while 1 requests run"):
             engine.publish(1)
         await task
 

@@ -121,9 +121,9 @@ def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"])
     Meant for rewards of 0 and 1, whose mean estimates the pass rate p of a prompt: the expected gradient for
     groups of G is that of the first G - 1 terms of log p = -sum_k (1 - p)^k / k, whereas the plain policy
     gradient has only the first. Prompts that are rarely solved therefore weigh more, as under maximum
-    likelihood. Rewards between 0 and 1 act as partial success. With negative rewards the mean is no pass
-    rate: it may be close to 0 or flip the sign of the gradient. A group whose mean is not positive therefore
-    gets 0. SkyRL: the plain formula, and the raw reward for a group of one.
+    likelihood. Rewards between 0 and 1 act as partial success. With negative rewards the mean is not a
+    pass rate: it may be close to 0 or flip the sign of the gradient. A group whose mean is not positive
+    therefore gets 0. SkyRL: the plain formula, and the raw reward for a group of one.
     """
     of = grouped(rewards, groups)
     relative = of.centered / (of.mean + MEAN_EPSILON)

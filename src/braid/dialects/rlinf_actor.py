@@ -315,8 +315,8 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.sync_bucket_capacity", "rollout.publish.bucket_bytes", COUNT, note="bytes"),
     # model
     Apply("actor.model.precision", "", nullable(PRECISION), _precision,
-          note="the type of matrix products. Weights are held in fp32, as Megatron's optimizer holds them: in 16 bits small "
-          "updates round to nothing. fp16 scales the loss"),
+          note="dtype of matrix products. Weights are kept in fp32, as in Megatron's optimizer: in 16 bits small updates would be "
+          "lost to rounding. fp16 uses loss scaling"),
     Apply("actor.model.model_path", "model.path", PATH),
     Apply("actor.model.model_type", "", MODEL_TYPE, model_type),
     _megatron("model.megatron_checkpoint", "checkpoint.load_path", nullable(PATH)),
@@ -359,7 +359,7 @@ RULES: tuple[Rule, ...] = (
     Apply("actor.model.lora_path", "", nullable(PATH), _lora("path")),
     Apply("actor.model.attn_implementation", "model.attention", choice("flash_attention_2", "sdpa", "eager")),
     Apply("actor.model.low_cpu_mem_usage", "model.low_memory_load", BOOL),
-    Apply("actor.model.trust_remote_code", "", BOOL, _trust, note="here or for the tokenizer: model.trust_remote_code"),
+    Apply("actor.model.trust_remote_code", "", BOOL, _trust, note="model.trust_remote_code, if set here or for the tokenizer"),
     # optimizer
     Apply("actor.optim.optimizer", "train.optimizer.kind", choice("adam", "sgd"),
           mapped({"adam": "adamw", "sgd": "sgd"}), note="adam has decoupled weight decay (AdamW)"),
@@ -402,7 +402,7 @@ RULES: tuple[Rule, ...] = (
     # tokenizer
     Apply("actor.tokenizer.tokenizer_model", "model.tokenizer", PATH),
     NoEffect("actor.tokenizer.use_fast", BOOL, "not read by RLinf; the model folder determines the tokenizer"),
-    Apply("actor.tokenizer.trust_remote_code", "", BOOL, _trust, note="here or for the model: model.trust_remote_code"),
+    Apply("actor.tokenizer.trust_remote_code", "", BOOL, _trust, note="model.trust_remote_code, if set here or for the model"),
     NoEffect("actor.tokenizer.padding_side", choice("left", "right"), "packed rows need no padding"),
     NoEffect("actor.tokenizer.tokenizer_type", choice("HuggingFaceTokenizer"), "only Hugging Face tokenizers are supported"),
     Apply("actor.tokenizer.extra_vocab_size", "model.vla.extra_vocab_size", NATURAL, when(robots_only)),

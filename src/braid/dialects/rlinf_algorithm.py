@@ -255,8 +255,8 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.group_size", "rollout.group_size", COUNT),
     Apply(
         "algorithm.n_minibatches", "train.steps_per_pass", COUNT, when(text_only), default=1,
-        note="optimizer steps of a round; a step has rollout_batch_size * group_size // n_minibatches rows, of whole "
-        "groups. ROLL and SkyRL give the size of a step instead",
+        note="optimizer steps per round; a step has rollout_batch_size * group_size // n_minibatches rows, in whole "
+        "groups. ROLL and SkyRL set the size of a step instead",
     ),
     Apply("algorithm.update_epoch", "train.passes_per_round", COUNT, note="passes over a round's rows"),
     Apply("algorithm.shuffle_rollout", "train.shuffle", BOOL, note="by whole groups"),
@@ -266,16 +266,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply(
         "algorithm.rollout_batch_size_per_gpu", "rollout.request_batch", nullable(COUNT),
-        when(text_only, then=_request_batch), note="times the rollout's devices; null: all prompts of a round at once",
+        when(text_only, then=_request_batch), note="multiplied by the number of rollout devices; null: all prompts of a round at once",
     ),
     Apply(
         "algorithm.logprob_forward_micro_batch_size", "", COUNT, when(text_only, fixed_batches, then=logprob_rows),
-        default=1, note="train.infer_batch_rows: rows of one pass without gradients. Results do not depend on it",
+        default=1, note="train.infer_batch_rows: rows per forward pass without gradients. Results do not depend on it",
     ),
     Apply(
         "algorithm.val_rollout_batch_size_per_gpu", "", nullable(COUNT), when(text_only, then=eval_prompts),
-        note="times the rollout's devices: prompts evaluated together, at most data.val_rollout_batch_size. Unread by "
-        "RLinf",
+        note="prompts evaluated at once: multiplied by the number of rollout devices, at most "
+        "data.val_rollout_batch_size. Not read by RLinf",
     ),
     # advantages
     Apply(
@@ -294,8 +294,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Apply(
         "algorithm.normalize_advantages", "algorithm.whiten_advantages", BOOL, _whitened, default=True,
-        note="(A - mean) / std over all valid tokens of the round, after adv_type's own; once, where RLinf's Megatron "
-        "actor does it twice. reinpp whitens by itself, whatever this says",
+        note="(A - mean) / std over all valid tokens of the round, after the normalization of adv_type; RLinf's "
+        "Megatron actor does it twice. reinpp always whitens",
     ),
     Apply("algorithm.gamma", "algorithm.gamma", SHARE, when(_values)),
     Apply("algorithm.gae_lambda", "algorithm.gae_lambda", SHARE, when(_values),
@@ -333,8 +333,8 @@ RULES: tuple[Rule, ...] = (
           note="the loss times min(exp(recomputed - engine's log-prob), importance_sampling_clip)"),
     Apply("algorithm.importance_sampling_clip", "", POSITIVE, _importance_fix),
     Apply("algorithm.behave_weight_threshold", "", nullable(POSITIVE), _threshold, default=None,
-          note="of decoupled_actor_critic: tokens with exp(old - engine's log-prob) above it are left out; they stay in the "
-          "denominator here. null: weights without a bound"),
+          note="for decoupled_actor_critic: tokens with exp(old - engine's log-prob) above it are masked, but in braid still "
+          "count in the denominator. null: weights without a bound"),
     Apply("algorithm.value_clip", "algorithm.value_clip", POSITIVE, when(_values)),
     Apply("algorithm.critic_warmup_steps", "critic.warmup_rounds", integer(0), when(_values)),
     *(Unsupported(f"algorithm.drpo_{key}", "for algorithm.loss_type=drpo only, which is not supported") for key in
@@ -371,7 +371,7 @@ RULES: tuple[Rule, ...] = (
     # which groups are trained on
     Apply(
         "algorithm.filter_rewards", "", BOOL, _filter,
-        note="groups whose mean reward is not between the bounds are left out",
+        note="groups whose mean reward is not between the bounds are dropped",
     ),
     Apply("algorithm.rewards_lower_bound", "", number(), _filtered("min_mean")),
     Apply("algorithm.rewards_upper_bound", "", number(), _filtered("max_mean")),
@@ -392,7 +392,7 @@ RULES: tuple[Rule, ...] = (
     Apply("algorithm.sampling_params.repetition_penalty", "rollout.sampling.repetition_penalty", POSITIVE),
     Apply("algorithm.sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, when(text_only)),
     Apply("algorithm.sampling_params.min_new_tokens", "rollout.sampling.min_new_tokens", integer(0),
-          when(text_only), note="unread by RLinf"),
+          when(text_only), note="not read by RLinf"),
     # robots
     Apply("algorithm.rollout_epoch", "env.episodes_per_round", COUNT, when(robots_only)),
     Apply("algorithm.reward_type", "algorithm.reward_level", choice("chunk_level", "action_level"),

@@ -107,7 +107,7 @@ def _env_rules(role: str, native: str) -> Iterator[Rule]:
     if is_train:
         yield Apply(
             "env.train.total_num_envs", "", nullable(COUNT), when(robots_only, then=_number_of_prompts),
-            note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: as many as make one optimizer batch",
+            note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: as many as one optimizer batch needs",
         )  # fmt: skip
         yield Apply("env.train.rollout_epoch", "env.episodes_per_round", COUNT, when(robots_only))
     else:
@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
     _vla("unnorm_key", "unnorm_key", nullable(TEXT)),
     _vla("value_type", "value_level", choice("chunk_level", "action_level"),
          mapped({"chunk_level": "chunk", "action_level": "action"})),
-    _vla("val_micro_batch_size", "eval_batch_rows", COUNT, note="unread by RLinf"),
+    _vla("val_micro_batch_size", "eval_batch_rows", COUNT, note="not read by RLinf"),
     _vla("center_crop", "center_crop", BOOL),
     _vla("do_sample", "greedy", BOOL, opposite, note="in evaluation; training always samples"),
     _vla("add_qkv_bias", "qkv_bias", BOOL, note="checked against the folder"),

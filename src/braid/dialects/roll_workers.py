@@ -350,7 +350,7 @@ CRITIC: tuple[Rule, ...] = (
     *_trainer("critic", facts.no_critic),
     *_data_of("critic"),
     Apply("critic.model_args.model_name_or_path", "critic.path", PATH, when(facts.no_critic),
-          note="comes before reward_pretrain"),
+          note="takes precedence over reward_pretrain"),
     Implied("critic.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "same as the policy's"),
     NoEffect("critic.training_args.save_hf_model", BOOL, "only the policy is exported"),
     NoEffect("critic.worker_cls", TEXT, "there is only one kind of critic"),

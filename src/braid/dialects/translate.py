@@ -253,7 +253,7 @@ def _heads(paths: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
 
 def _is_variable(path: str, dialect: Dialect, foreign: Written) -> bool:
     """Whether a leaf that the dialect does not know is the file's own variable: at the top level or in a
-    section of its own, with an interpolation that refers to it."""
+    separate section, with an interpolation that refers to it."""
     parts = path.split(".")
     above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return not _is_section(parts[0], dialect) and not foreign.variables.isdisjoint(above)

@@ -3,7 +3,7 @@
 A model set to the attention implementation "braid" calls `_attend` in each attention layer, which passes
 queries, keys and values to the context of the forward pass: `with attending(context): model(input_ids,
 position_ids=...)`. Training and prefill use `PackedAttention`; the native engine has contexts with a KV
-cache. No architecture needs code of its own; when a model is loaded, `models.selfcheck` detects layers that
+cache. No architecture needs its own code; when a model is loaded, `models.selfcheck` detects layers that
 bypass this interface.
 """
 

@@ -192,7 +192,7 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSS_KEYS[recipe.policy_loss]:
             yield (
                 "algorithm.ratio_level",
-                f"{level} makes every ratio that of a turn; set it to token, or logprob_level to token",
+                f"{level} already makes ratios turn-level; set it to token, or logprob_level to token",
             )
         if recipe.policy_loss in CHOOSING_LOSSES:
             yield (
@@ -213,8 +213,8 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield (
             "algorithm.kl_estimator",
             f"full compares all logits of policy ({here}) and reference ({there}), which must run in the same processes: set "
-            "train.backend and reference.train.backend to the same of single, fsdp, fsdp2 and deepspeed, and give both the "
-            "same devices in cluster.placement; or choose k1, k2 or k3",
+            "train.backend and reference.train.backend to the same value (single, fsdp, fsdp2 or deepspeed), and place both on "
+            "the same devices in cluster.placement; or use k1, k2 or k3",
         )
 
 
@@ -510,7 +510,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ("algorithm.logprob_level", "algorithm.entropy_level"),
     ),
     (
-        "algorithm.logprob_level counts every turn once",
+        "algorithm.logprob_level is not token, so every turn counts once",
         lambda _, plan: plan.recipe.logprob_level != "token",
         ("algorithm.turn_weighting",),
     ),
@@ -621,7 +621,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
         ("rollout.max_sequence_tokens",),
     ),
     (
-        "rollout.sampling.greedy takes the likeliest token",
+        "rollout.sampling.greedy always takes the most likely token",
         lambda config, _: config.rollout.sampling.greedy,
         ("rollout.sampling.top_p", "rollout.sampling.top_k", "rollout.sampling.min_p"),
     ),

@@ -3,7 +3,7 @@ train.
 
     rollout workers ─rows─> Experience ─shares of rows─> ranks ─log-probs, values─> Experience ─mini-batches─> ranks
 
-A plain object in a worker group of one: in the controller's process, or in a process of its own, in which
+A plain object in a worker group of one: in the controller's process, or in a separate process, in which
 case the controller handles only references and RowFacts. Owns the arrays; mini-batches and shares are chosen
 from metadata alone (controller.steps, training.group).
 """

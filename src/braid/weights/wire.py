@@ -254,7 +254,7 @@ class Caller:
 
     def hear(self, secret: str) -> tuple[str, Wire] | None:
         """Read what has arrived. Returns the engine's name and its wire once the first line is complete, None
-        before that; also None for a peer that is no engine or too slow, whose connection is closed."""
+        before that; also None for a peer that is not an engine or too slow, whose connection is closed."""
         try:
             data = self.connection.recv(_HELLO_BYTES - len(self.said))
         except BlockingIOError:

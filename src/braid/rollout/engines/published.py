@@ -91,7 +91,7 @@ class RemoteEngine(PublishedEngine):
     def start_receiving(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
         """Start to receive `version` from a sender in any process (weights.open_sender with `receivers`). The
         engine has no usable weights until `finish_receiving`. Raises EngineError while requests run."""
-        self.check_idle(f"publish version {version}")
+        self.check_idle(f"sync version {version}")
         self._version = None
         if "weights" in self._gone:  # the cache's memory is still in use by others
             self._regain(("weights",))
@@ -146,7 +146,7 @@ def send_to(
     """Send `weights` to all `engines` in parallel; `sender` is open to the receivers of all of them. Raises
     EngineError if an engine did not receive them intact, or while requests run."""
     for engine in engines:
-        engine.check_idle(f"publish version {version}")
+        engine.check_idle(f"sync version {version}")
     receiving = [engine.start_receiving(version, sender.ticket.as_dict()) for engine in engines]
     try:
         sender.send(version, weights)

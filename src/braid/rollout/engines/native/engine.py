@@ -157,9 +157,7 @@ class NativeEngine:
         """See RolloutEngine. Copies nothing if the engine shares the trainer's tensors."""
         if self._waiting or self._running:
             pending = len(self._waiting) + len(self._running)
-            raise EngineError(
-                f"cannot publish version {version} while {pending} requests run; await them first"
-            )
+            raise EngineError(f"cannot sync version {version} while {pending} requests run; await them first")
         self._version = version
         if self._lm is not self._source:
             _copy_weights(self._source, self._lm)
