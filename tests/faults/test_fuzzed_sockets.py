@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
 import socket
 import struct
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from tests.faults.test_worker_deaths import assert_equal, run_config, weights
 
 from braid.config.load import load_config
 from braid.controller import commands
 from braid.report.reporter import Reporter
 
-from .test_worker_deaths import _config, _weights
-
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
+Address = tuple[str, int]
+
 NUM_FRAMES = 10_000
+"""For each socket."""
+AT_ONCE, PER_CONNECTION = 4, 100
+"""A connection gets four frames at a time until the peer drops it. It is not for more than a hundred, since a socket
+that is not accepted from for a while has room for 128 connections."""
 _FRAMES = [
     b'{"word":[]}\n',
     b'{"level": 30, "text": "x"}\n',
@@ -44,9 +51,9 @@ def _frame(numbers: random.Random) -> bytes:
     return bytes(frame)
 
 
-def _listening() -> set[tuple[str, int]]:
+def _listening() -> set[Address]:
     """The addresses that this process and all that it has started listen at."""
-    found: set[tuple[str, int]] = set()
+    found: set[Address] = set()
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.Error):
@@ -56,61 +63,87 @@ def _listening() -> set[tuple[str, int]]:
     return found
 
 
-class _Fuzz(threading.Thread):
-    """Sends frames to whatever listens, in turn, until enough have been sent."""
+class _Fuzz:
+    """Sends frames to everything that has begun to listen since, from a thread of its own."""
 
     def __init__(self) -> None:
-        super().__init__(daemon=True)
         self._others = _listening()
-        self.num_sent, self.addresses = 0, set[tuple[str, int]]()
+        self._sending: dict[Address, Future[int]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
 
-    def run(self) -> None:
-        numbers = random.Random(0)
-        while self.num_sent < NUM_FRAMES:
-            self.addresses |= (found := _listening() - self._others)
-            busy: set[tuple[str, int]] = set()
-            for address in sorted(found) * 50:
-                if address in busy:
-                    continue
-                host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(address[0], address[0])
-                try:
-                    with socket.create_connection((host, address[1]), 0.2) as peer:
-                        peer.sendall(_frame(numbers))
-                        self.num_sent += 1
-                except TimeoutError:  # connections wait to be accepted
-                    busy.add(address)
-                except OSError:  # it drops us
-                    continue
+    def find(self) -> None:
+        """Begin with the sockets that are new."""
+        for address in _listening() - self._others - self._sending.keys():
+            self._sending[address] = asyncio.run_coroutine_threadsafe(_send(address), self._loop)
+
+    def finish(self) -> dict[Address, int]:
+        """Number of frames that each socket got until it had them all, or was closed."""
+        self.find()
+        return {address: sending.result() for address, sending in self._sending.items()}
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _send(address: Address) -> int:
+    """Send frames to a socket until it has got them all or is closed. Returns their number."""
+    host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(address[0], address[0])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    numbers, num_sent, loop = random.Random(0), 0, asyncio.get_running_loop()
+    while num_sent < NUM_FRAMES:
+        with socket.socket(family) as peer:
+            peer.setblocking(False)
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError, TimeoutError):
+                async with asyncio.timeout(1.0):  # for peers that do not accept, or read, while they work
+                    try:
+                        await loop.sock_connect(peer, (host, address[1]))
+                    except ConnectionRefusedError:
+                        return num_sent
+                    for _ in range(PER_CONNECTION // AT_ONCE):
+                        frames = [_frame(numbers) for _ in range(AT_ONCE)]
+                        await loop.sock_sendall(peer, b"".join(frames))
+                        num_sent += AT_ONCE
+                        await asyncio.sleep(0)
+                        if num_sent == NUM_FRAMES or _is_dropped(peer):
+                            break
+    return num_sent
+
+
+def _is_dropped(peer: socket.socket) -> bool:
+    try:
+        return not peer.recv(1 << 16)
+    except BlockingIOError:
+        return False
 
 
 def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: list[dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = {
-        "run": {"max_rounds": 2},
-        "rollout": {"publish": {"transport": "gloo"}},
-        "algorithm": {"advantage": "grpo", "kl_coef": 0.0},
-        "cluster": {"placement": {"policy": "0-1", "rollout": "2"}},
-    }
-    commands.train(load_config(_config(tmp_path / "quiet", **sections)))
-
-    fuzz, phase, saves = _Fuzz(), Reporter.phase, []
+    begun: list[str] = []
+    sent: dict[Address, int] = {}
+    listening: set[Address] = set()
+    phase = Reporter.phase
 
     def phased(reporter: Reporter, verb: str) -> contextlib.AbstractContextManager[None]:
-        if verb == "collect" and not fuzz.ident:
-            fuzz.start()
-        if verb == "save":
-            saves.append(verb)
-            if len(saves) == 2:
-                fuzz.join()
+        begun.append(verb)
+        if verb != "build":
+            fuzz.find()
+        if verb == "collect" and begun.count(verb) == 2:  # a whole round is left for what they have broken
+            sent.update(fuzz.finish())
+            listening.update(_listening())
         return phase(reporter, verb)
 
     monkeypatch.setattr(Reporter, "phase", phased)
-    commands.train(load_config(_config(tmp_path / "fuzzed", **sections)))
+    sections = {"run": {"max_rounds": 2}, "rollout": {"publish": {"transport": "gloo"}}}
+    with contextlib.closing(_Fuzz()) as fuzz:
+        commands.train(load_config(run_config(tmp_path, **sections)))
 
-    assert fuzz.num_sent >= NUM_FRAMES
-    assert any(ip == "127.0.0.1" for ip, _ in fuzz.addresses)
-    quiet, fuzzed = _weights(tmp_path / "quiet"), _weights(tmp_path / "fuzzed")
-    assert fuzzed.keys() == quiet.keys()
-    for name, tensor in quiet.items():
-        assert torch.equal(fuzzed[name], tensor), name
+    own = {address for address in sent if address[0] == "127.0.0.1"}  # Ray's are at all addresses
+    assert len(own) > 5
+    for address in own | (listening & sent.keys()):
+        assert sent[address] == NUM_FRAMES, address
+    assert_equal(weights(tmp_path), unbroken[1])
