@@ -132,6 +132,19 @@ def test_a_refused_file_is_explained_whole_with_the_refused_keys_among_it(
     assert len(rows) == 6
 
 
+def test_keys_that_do_not_go_together_are_refused_in_the_ledger(
+    capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    assert main(["explain", str(file), "trainer.policy_mini_batch_size=100000", "--json"]) == 2
+    out, err = capsys.readouterr()
+    rows = json.loads(out)
+    (row,) = [row for row in rows if row["disposition"] == "refused"]
+    assert row["path"] == "trainer.policy_mini_batch_size"
+    assert not row["native"]
+    assert row["note"] in err
+    assert len(rows) == 4
+
+
 def test_a_native_value_that_the_config_refuses_is_refused_in_the_ledger(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:

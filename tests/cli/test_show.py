@@ -149,6 +149,12 @@ def test_the_recipes_parts_say_what_the_config_changed_and_what_is_not_used(tmp_
     assert line(algorithm, "kl_clamp") == "kl_clamp off override, unused"
 
 
+def test_an_unused_key_of_a_list_is_marked(tmp_path: Path) -> None:
+    text = show(tmp_path, "data.train=[{kind: file, path: x.jsonl, response_key: best}]")
+    assert line(text, "response_key") == "response_key best override, unused"
+    assert line(text, "path") == "path x.jsonl override"
+
+
 def test_memory_adds_up(tmp_path: Path) -> None:
     text = show(tmp_path, "algorithm.kl_coef=0.1", "algorithm.kl_in=loss")
     assert line(text, "policy 2") == "policy 2.98 M 11.4 MiB 11.4 MiB 22.7 MiB 45.4 MiB"

@@ -1,117 +1,314 @@
-"""No key that is said to be applied is without effect.
+"""Every key that a ledger calls applied has an effect.
 
-Two halves. A change of an applied key changes the native config, in the parts that the run's backend and engine read (or is
-refused by name). And every native key that any rule sets is read by code, or belongs to a part that says it is missing.
+A key has an effect if another value changes what the run hands to its parts and to libraries (the plan; the arguments of vLLM,
+SGLang, FSDP, DeepSpeed and Megatron-core), or makes the plan refuse the run; or if code of the run reads the key (tests.live_keys).
+Changed arguments prove the options of engines and sharded backends and the layout. Reads, recorded by full path in tiny runs, prove
+the rest. A key without an effect must be unused according to the plan, with a reason.
+
+    RUNS       tiny runs; each key is compared with what that very run reads
+    LAYOUTS    configs for engines and devices that a test machine lacks; compared with what any of RUNS reads
+    seeds      files of the dialects; likewise, for the keys that the ledger calls applied
 """
 
 from __future__ import annotations
 
-import ast
 import copy
-import json
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.live_keys import Effects, keys_of, observed
+from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 
-import braid
-from braid.config.load import load_config, plain_data, validate
+from braid.config.backends import MegatronCheckpointConfig
+from braid.config.load import load_config, validate
+from braid.config.rollout import GymnasiumEnv, LiberoEnv, ManiskillEnv, ToolEnv
 from braid.config.schema import RunConfig
-from braid.config.shape import fields_of
+from braid.config.shape import fields_of, shape_of
 from braid.config.source import Written, parse_path, place
+from braid.config.train import OptimizerConfig
 from braid.dialects.load import DIALECTS, read_foreign
-from braid.dialects.table import Apply, Dialect, Rule
-from braid.dialects.translate import Translation, translate
+from braid.dialects.table import Apply, Rule
+from braid.dialects.translate import translate
 from braid.dialects.values import Takes
 from braid.errors import ConfigError
-from braid.plan import derive, idle_keys, resolve
+from braid.plan import resolve
 
-from .conftest import ALL_SEEDS, IN_ONE_PROCESS, TEXT_SEEDS, Reader, Seed
+from .conftest import ALL_SEEDS, IN_ONE_PROCESS, Reader, Seed
 
-SRC = Path(braid.__file__).parent
+pytestmark = pytest.mark.xdist_group("liveness")
 
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A page's file under a choice of the command line."""
-
-    seed: Seed
-    backend: str | None = None
-    engine: str | None = None
-
-    def __str__(self) -> str:
-        return "-".join([self.seed.name, *(name for name in (self.backend, self.engine) if name)])
-
-
-_WHOLE = ("rlinf-math-003", "skyrl-004", "roll-rlvr-002-prose")
-"""The fullest file of each language."""
-_CHOICES = (("fsdp", "vllm"), ("fsdp2", "native"), ("megatron", "vllm"), ("deepspeed", "native"))
-VARIANTS = (
-    *(Variant(seed) for seed in ALL_SEEDS),
-    *(Variant(seed, **IN_ONE_PROCESS) for seed in TEXT_SEEDS if seed.name in _WHOLE),
-    *(
-        pytest.param(variant, marks=pytest.mark.slow)
-        for seed in TEXT_SEEDS
-        for variant in (
-            *(Variant(seed, *chosen) for chosen in _CHOICES if seed.name in _WHOLE),
-            *((Variant(seed, **IN_ONE_PROCESS),) if seed.name not in _WHOLE else ()),
-        )
+LATE = ("run.max_restarts", "train.max_skipped_steps", "critic.train.max_skipped_steps")
+"""Keys that are read only after a failure; BROKEN runs read them."""
+KINDS = ("env.kind", *(f"{key}[].kind" for key in ("data.train", "data.eval", "sft.data", "reward.parts")))
+"""Keys that determine which other keys their section has."""
+ELSEWHERE = (*LATE, *KINDS, "run.base_dir")
+"""Keys without an effect in RUNS and LAYOUTS. The loader reads the last one."""
+TRIED: dict[str, tuple[str, ...]] = {
+    "resumed": ("run.",),
+    "sources": ("data.", "sft.", "reward."),
+    **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
+    **dict.fromkeys(LOSSES, ("algorithm.",)),
+    **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.native.", "rollout.publish.")),
+    **{name: ("rollout.",) for name in LAYOUTS if name.startswith(("vllm", "sglang"))},
+    **{
+        name: ("critic.train.", "reference.train.", "train.megatron.")
+        for name in LAYOUTS
+        if name.startswith("roles")
+    },
+}
+"""Run or layout -> the sections whose keys are tried in it; all sections in the other runs."""
+VALUES: dict[str, tuple[Any, ...]] = {
+    "cluster.group_names": ({"policy": "mine"},),
+    "cluster.placement": ({"policy": "0-15", "rollout": "0-15"}, {"policy": "0-7"}, {"policy": "0"}),
+    "reward.parts[].letters": ("ABC",),
+    "rollout.max_sequence_tokens": (63,),
+}
+"""Values to try where the type does not tell which are valid."""
+MISSING = (
+    "model.vla.",
+    *sorted(
+        {path for env in (ManiskillEnv, LiberoEnv) for path, _ in fields_of(env, "env.")}
+        - {path for env in (ToolEnv, GymnasiumEnv) for path, _ in fields_of(env, "env.")}
     ),
 )
+"""Keys of parts that this version lacks. A run with one of these parts is refused (see below)."""
+_TRAINS = ("train", "critic.train", "reference.train")
+NEVER = {
+    # documented as without effect
+    "algorithm.reward_level",
+    "model.lora.dropout",
+    "inference.load_from_policy",
+    "rollout.sglang.detokenize",
+    *(f"{train}.fsdp.use_orig_params" for train in _TRAINS),
+    # keys of prompts in sources of examples, and the reverse
+    *(f"data.{use}[].response_{name}" for use in ("train", "eval") for name in ("function", "key")),
+    *(f"sft.data[].{name}_key" for name in ("answer", "source")),
+    # critics compute no log-probs, references are not trained
+    *(f"critic.train.{name}" for name in ("compile", "logprob_chunk_bytes", "record_memory")),
+    "sft.optimizer.value_lr",
+    *(
+        f"reference.train.{name}"
+        for name in (
+            "gradient_checkpointing", "grad_scaler.growth_interval", "grad_scaler.init_scale", "max_grad_norm",
+            "max_skipped_steps", "micro_batch_rows", "offload.gradients", "offload.optimizer", "passes_per_round",
+            "record_memory", "shuffle", "steps_per_pass",
+        )
+    ),
+    *(path for path, field in fields_of(OptimizerConfig, "reference.train.optimizer.") if not shape_of(field).sections),
+    # Megatron: unused; from layer_spec on all values but one are refused
+    *(
+        f"{train}.megatron.{name}"
+        for train in _TRAINS
+        for name in (
+            "distributed_backend", "moe_shared_expert_overlap", "tp_comm_bootstrap",
+            *(f"checkpoint.{name}" for name in MegatronCheckpointConfig.model_fields),
+            *(f"transformer.{name}" for name in ("attention_softmax_fp32", "cpu_initialization", "persist_layer_norm")),
+            *(f"transformer.{name}" for name in ("seq_length", "variable_seq_lengths")),
+            *(["transformer.apply_rope_fusion"] if find_spec("transformer_engine") is None else []),
+            *(f"transformer.{name}" for name in ("layer_spec", "activation", "normalization", "position_embedding")),
+            "transformer.add_bias_linear", "overlap_param_gather_with_step", "tp_comm_overlap_file",
+        )
+    ),
+    # only one valid value
+    *(f"rollout.{engine}.replicas" for engine in ("vllm", "sglang")),
+    *(f"{train}.deepspeed.stage" for train in _TRAINS),
+}  # fmt: skip
+"""Keys of the schema without an effect in all of RUNS and LAYOUTS: unused, or refused with another value."""
+
+Reads = dict[str, set[str]]
+"""Run -> the keys that it reads."""
+Found = dict[str, dict[str, str]]
+"""Run or layout -> key -> its effect (Effects.of)."""
 
 
-class Changes:
-    """A variant, and what becomes of it when one key has another value."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of RUNS."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_files(folder)
+    return folder
 
-    def __init__(self, reader: Reader, variant: Variant) -> None:
-        self._variant = variant
-        self._path = reader.path(variant.seed)
-        self.dialect: Dialect = DIALECTS[variant.seed.dialect]
+
+@pytest.fixture(scope="module")
+def reads(folder: Path) -> Reads:
+    return run_all(folder)
+
+
+@pytest.fixture(scope="module")
+def in_runs(folder: Path, reads: Reads) -> Found:
+    """Effects of the keys of RUNS."""
+    return {
+        name: _effects(_config(folder, overrides), TRIED.get(name, ("",)), reads[name], num_prompts=4)
+        for name, overrides in RUNS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def in_layouts(folder: Path, reads: Reads) -> Found:
+    """Effects of the keys of LAYOUTS."""
+    return {
+        name: _effects(_config(folder, ["train.backend=fsdp2", *overrides]), TRIED[name], _union(reads))
+        for name, overrides in LAYOUTS.items()
+    }
+
+
+def _config(folder: Path, overrides: Iterable[str]) -> RunConfig:
+    given = [text.replace("SERVER", "http://localhost:1") for text in overrides]
+    return load_config(folder / "tiny.yaml", given).config
+
+
+def _union(reads: Reads) -> set[str]:
+    return set().union(*reads.values())
+
+
+def _effects(
+    config: RunConfig, sections: tuple[str, ...], reads: set[str], num_prompts: int = 10**6
+) -> dict[str, str]:
+    effects = Effects(config, reads, num_prompts)
+    return {key: effects.of(key, VALUES.get(key, ())) for key in keys_of(config) if key.startswith(sections)}
+
+
+def _without_effect(found: dict[str, str]) -> list[str]:
+    return [key for key, effect in found.items() if not effect and key not in ELSEWHERE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_each_key_of_a_run_has_an_effect_or_is_unused(in_runs: Found, name: str) -> None:
+    assert _without_effect(in_runs[name]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_key_of_a_layout_has_an_effect_or_is_unused(in_layouts: Found, name: str) -> None:
+    assert _without_effect(in_layouts[name]) == []
+
+
+@pytest.mark.slow
+def test_each_key_of_the_schema_has_an_effect_somewhere_or_is_known_to_have_none(
+    in_runs: Found, in_layouts: Found, reads: Reads
+) -> None:
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for effects in (*in_runs.values(), *in_layouts.values()):
+        for key, effect in effects.items():
+            found[key].add(effect.partition(":")[0])
+    read = _union(reads)
+    schema = {path for path, field in fields_of(RunConfig) if not shape_of(field).sections}
+    schema = {key for key in schema if not key.startswith(MISSING) and key not in ELSEWHERE}
+    is_refused = {key for key in read if "refused" in found[key]}
+    without = {key for key in schema if not found[key] & {"changed", "read"} and key not in is_refused}
+    assert sorted(without ^ NEVER) == []
+    assert read.issuperset(LATE)
+
+
+def test_the_loader_reads_the_base_folder() -> None:
+    loaded = load_config(None, ["model.build={}", "run.base_dir=elsewhere"])
+    assert loaded.base_dir == Path.cwd() / "elsewhere"
+
+
+# The dialects
+
+
+_CHOSEN: tuple[dict[str, str], ...] = (
+    {},
+    IN_ONE_PROCESS,
+    {"backend": "fsdp", "engine": "vllm"},
+    {"backend": "megatron", "engine": "vllm"},
+    {"backend": "deepspeed", "engine": "native"},
+)
+_WHOLE = ("rlinf-math-003", "skyrl-004", "roll-rlvr-002-prose")
+"""The fullest file of each language."""
+VARIANTS = [(seed, chosen) for chosen in _CHOSEN for seed in ALL_SEEDS if not chosen or seed.name in _WHOLE]
+"""Files, and what the command line chooses."""
+
+
+class File:
+    """A dialect's file, and what its run depends on if one key has another value."""
+
+    def __init__(self, reader: Reader, seed: Seed, chosen: dict[str, str], reads: set[str]) -> None:
+        self.dialect, self._reads, self._path = DIALECTS[seed.dialect], reads, reader.path(seed)
+        self._chosen = chosen
         self._foreign = read_foreign(self._path, (), self.dialect)
-        self.baseline = self.outcome(self._foreign)
-        read = reader.read(variant.seed, backend=variant.backend, engine=variant.engine)
-        self.applied = [(row.path, row.value) for row in read.ledger if row.disposition == "applied"]
+        self.baseline = self._outcome(self._foreign)
 
-    def translated(self, foreign: Written) -> Translation:
-        return translate(foreign, self.dialect, backend=self._variant.backend, engine=self._variant.engine)
-
-    def with_value(self, path: str, value: Any) -> object:
+    def with_value(self, path: str, value: Any) -> str:
         """The outcome with another value at a key."""
         foreign = copy.deepcopy(self._foreign)
         assert place(foreign.tree, parse_path(path), value) is None
-        return self.outcome(foreign)
+        return self._outcome(foreign)
 
-    def outcome(self, foreign: Written) -> object:
-        """What a run would read: the config without the keys that nothing reads in it, or the problems by their keys."""
-        translation = self.translated(foreign)
-        if translation.written.problems:
-            return sorted((problem.key, problem.message) for problem in translation.written.problems)
+    def _outcome(self, foreign: Written) -> str:
+        """What the run depends on, or the problems and their keys."""
+        written = translate(foreign, self.dialect, **self._chosen).written
         try:
-            config = validate(translation.written, self._path).config
+            config = validate(written, self._path).config
         except ConfigError as error:
-            return sorted((problem.key, problem.message) for problem in error.problems)
-        return json.dumps(read_part(config), sort_keys=True)
-
-    def rule(self, path: str) -> Rule:
-        found = self.dialect.rule_of(self.dialect.aliases.get(path, path))
-        assert found is not None
-        return found
+            return str(sorted((problem.key, problem.message) for problem in error.problems))
+        return observed(config, self._reads)
 
 
-def read_part(config: RunConfig) -> dict[str, Any]:
-    """The config without what nothing reads in its run."""
-    data = plain_data(config)
-    for path in idle_keys(config, derive(config, None, "train")):
-        *parents, name = path.split(".")
-        section = data
-        for parent in parents:
-            section = section.get(parent) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section.pop(name, None)
-    return data
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_a_change_of_an_applied_key_changes_what_the_run_depends_on(
+    reader: Reader, reads: Reads, name: str
+) -> None:
+    """A key that sets the same native keys in several variants is tried in the first of them."""
+    tried: set[tuple[str, ...]] = set()
+    without = []
+    for seed, chosen in VARIANTS:
+        if seed.dialect != name:
+            continue
+        file = File(reader, seed, chosen, _union(reads))
+        for entry in reader.read(seed, **chosen).ledger:
+            if entry.disposition != "applied" or (row := (entry.path, *entry.native)) in tried:
+                continue
+            tried.add(row)
+            rule = file.dialect.rule_of(file.dialect.aliases.get(entry.path, entry.path))
+            assert isinstance(rule, Apply)
+            without += [
+                f"{seed.name} {chosen} {entry.path}: {entry.value!r} -> {value!r}"
+                for value in others(name, entry.path, rule.takes, entry.value)
+                if file.with_value(entry.path, value) == file.baseline
+            ]
+    assert without == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "chosen"),
+    VARIANTS,
+    ids=lambda given: given.name if isinstance(given, Seed) else "-".join(given.values()) or "as it is",
+)
+def test_a_key_that_a_ledger_calls_applied_has_an_effect(
+    reader: Reader, reads: Reads, seed: Seed, chosen: dict[str, str]
+) -> None:
+    read = reader.read(seed, **chosen)
+    effects, keys = Effects(read.loaded.config, _union(reads)), keys_of(read.loaded.config)
+    applied = [entry for entry in read.ledger if entry.disposition == "applied"]
+    assert [
+        entry.path
+        for entry in applied
+        if not any(_has_effect(key, effects) for key in keys if _is_set_by(key, entry.native))
+    ] == []
+
+
+def _is_set_by(key: str, native: Iterable[str]) -> bool:
+    """Whether one of the native paths is the key, a section that contains it, or an item in it."""
+    paths = (re.sub(r"\[\d+\]", "[]", path) for path in native)
+    return any(
+        f"{key}.".startswith((f"{p}.", f"{p}[]")) or p.startswith((f"{key}.", f"{key}[]")) for p in paths
+    )
+
+
+def _has_effect(key: str, effects: Effects) -> bool:
+    if key in ELSEWHERE or key.endswith("deepspeed.stage"):  # the stage has only one value
+        return True
+    return effects.of(key, VALUES.get(key, ())) in ("changed", "read", "refused")
 
 
 EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
@@ -158,36 +355,6 @@ def _is_in(value: Any, values: Iterable[Any]) -> bool:
     return any(type(value) is type(other) and value == other for other in values)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_change_of_an_applied_key_changes_what_the_run_reads(reader: Reader, variant: Variant) -> None:
-    changes = Changes(reader, variant)
-    assert isinstance(changes.baseline, str), changes.baseline
-    dead = []
-    for path, value in changes.applied:
-        rule = changes.rule(path)
-        assert isinstance(rule, Apply)
-        for sample in others(variant.seed.dialect, path, rule.takes, value):
-            is_dead = changes.with_value(path, sample) == changes.baseline
-            dead += [f"{path}: {value!r} -> {sample!r}"] if is_dead else []
-    assert dead == []
-
-
-MISSING: dict[str, tuple[str, ...]] = {
-    "env.kind": ("env",),
-    "model.vla": ("model.vla", "algorithm.reward_level"),
-}
-"""The key whose choice is refused, by the name of the part that is missing -> sections and keys that only that part reads."""
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "train.backend=fsdp": ("train.fsdp",),
-    "train.backend=deepspeed": ("train.deepspeed",),
-    "train.backend=megatron": ("train.megatron", "inference"),
-    "rollout.engine=vllm": ("rollout.vllm", "rollout.publish", "cluster"),
-    "rollout.engine=sglang": ("rollout.sglang",),
-}
-"""What chooses a part of runs on workers -> the sections of its options."""
-
 OF_THE_MODEL = {
     "train.megatron.transformer.layer_spec": "mine",
     "train.megatron.transformer.normalization": "layernorm",
@@ -195,64 +362,6 @@ OF_THE_MODEL = {
     "train.megatron.transformer.add_bias_linear": "true",
 }
 """Keys that have to say what the model is -> a value that is refused."""
-
-
-def native_paths() -> set[str]:
-    """Every native key that a rule names."""
-    rules = [rule for dialect in DIALECTS.values() for rule in dialect.rules.values()]
-    return {rule.native for rule in rules if isinstance(rule, Apply) and rule.native}
-
-
-@cache
-def names_read() -> frozenset[str]:
-    """Names of attributes that code outside of the config and the dialects reads, and of recipe parts, which code reads from the
-    recipe."""
-    found: set[str] = set()
-    for path in SRC.rglob("*.py"):
-        part = path.relative_to(SRC).parts
-        if part[0] in ("config", "dialects") or part in (("plan", "checks.py"), ("plan", "available.py")):
-            continue
-        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
-        found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return frozenset(found)
-
-
-def is_read(path: str) -> bool:
-    return path.rpartition(".")[2].split("[")[0] in names_read()
-
-
-def idle_with(choice: str) -> dict[str, str]:
-    """What nothing reads in a run on several workers that has chosen so."""
-    placement = "cluster.placement={policy: 0-1, inference: 2-3, rollout: 4-5}"
-    config = load_config(
-        None, ["model.build={}", "algorithm.old_logprobs=recompute", placement, choice]
-    ).config
-    return idle_keys(config, derive(config, None, "train"))
-
-
-def test_every_native_key_that_a_rule_sets_is_read_or_idle_or_belongs_to_a_part_that_is_refused() -> None:
-    missing = tuple(prefix for prefixes in MISSING.values() for prefix in prefixes)
-    options = tuple(prefix for prefixes in CHOICES.values() for prefix in prefixes)
-    unread = [
-        path
-        for path in sorted(native_paths())
-        if not is_read(path)
-        and not any(f"{path}.".startswith(f"{prefix}.") for prefix in missing)
-        and not any(f"{prefix}." in f"{path}." for prefix in options)  # the next test's, a critic's too
-    ]
-    assert unread == []
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_option_of_a_part_that_is_chosen_is_read_or_idle_with_a_reason_or_refused(choice: str) -> None:
-    known = [path for path, _ in fields_of(RunConfig)]
-    idle = idle_with(choice)
-    for section in CHOICES[choice]:
-        options = [path for path in known if path.startswith(f"{section}.")]
-        leaves = [path for path in options if not any(of.startswith(f"{path}.") for of in options)]
-        assert leaves
-        unread = {path for path in leaves if not is_read(path) and path not in idle}
-        assert unread <= OF_THE_MODEL.keys()
 
 
 @pytest.mark.parametrize("key", OF_THE_MODEL)

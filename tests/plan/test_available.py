@@ -182,7 +182,7 @@ def test_flash_attention_wants_half_precision() -> None:
         (["rollout.publish.transport=nccl"], "rollout.publish.transport", "in place"),
         (["cluster.call_timeout_s=5"], "cluster.call_timeout_s", "one process"),
         (["train.balance_ranks=false"], "train.balance_ranks", "one process"),
-        (["train.offload.gradients=true"], "train.offload.gradients", "frees gradients"),
+        (["train.offload.gradients=true"], "train.offload.gradients", "always frees"),
         (
             ["train.offload.optimizer=true", "run.device=cpu"],
             "train.offload.optimizer",
@@ -217,6 +217,12 @@ def test_flash_attention_wants_half_precision() -> None:
         (["model.lora={dropout: 0.1}"], "model.lora.dropout", "the same in rollout and training"),
         (["model.lora={path: adapter, rank: 4}"], "model.lora.rank", "determine it"),
         (["model.low_memory_load=false"], "model.low_memory_load", "no files"),
+        (["cluster.devices_per_node=8"], "cluster.devices_per_node", "the first device"),
+        (
+            ["run.device=cpu", "rollout.native.cuda_graphs=false"],
+            "rollout.native.cuda_graphs",
+            "no CUDA graphs",
+        ),
     ],
 )
 def test_an_option_of_a_part_that_is_not_chosen_has_no_effect_and_says_why(

@@ -386,6 +386,10 @@ def test_each_verb_needs_its_own_parts() -> None:
             "eval.every_rounds: has no effect: there are no data.eval sources",
         ),
         (
+            ["data.train=[{kind: file, path: x.jsonl, response_key: best}]"],
+            "data.train[0].response_key: has no effect: only sft.data has target responses",
+        ),
+        (
             ["data.use_chat_template=never", "model.chat_template=x"],
             "model.chat_template: has no effect: data.use_chat_template=never",
         ),

@@ -1,7 +1,7 @@
-"""Every option of DeepSpeed, Megatron-core and vLLM reaches the library's own settings. (Those of FSDP: test_fsdp_settings.)
+"""Options of DeepSpeed, Megatron-core and vLLM in the library's own settings. (Those of FSDP: test_fsdp_settings; that no option is
+without effect: dialects/test_liveness.)
 
-A table for each: option -> what is in the settings then. An option that is in no table is one that the plan calls idle, or that is
-shown to work where its part is tested.
+A table for each library: option -> what is in the settings then.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from transformers import AutoConfig
 from braid.config.backends import DeepSpeedConfig, MegatronConfig
 from braid.config.load import load_config
 from braid.config.rollout import VllmConfig
-from braid.config.schema import RunConfig
-from braid.config.shape import fields_of
 from braid.config.train import TrainConfig
-from braid.plan import derive, idle_keys
+from braid.plan import derive
 from braid.rollout.engines.vllm.options import engine_arguments, environment
 from braid.training.backends.deepspeed import _settings
 
@@ -44,9 +42,6 @@ VLLM: dict[str, tuple[Any, Settings]] = {
     "log_stats": (False, {"disable_log_stats": True}),
     "in_process": (False, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
 }
-OF_ENGINES = {"replicas", "servers", "detokenize"}
-"""The layout's, the adapter's, and that of each request."""
-
 DEEPSPEED: dict[str, tuple[Any, Settings]] = {
     "stage": (3, {"stage": 3}),
     "hpz_partition_size": (2, {"zero_hpz_partition_size": 2}),
@@ -74,39 +69,6 @@ BESIDE: dict[str, Settings] = {
     "transformer.batch_p2p_comm": {"virtual_pipeline": 2, "pipeline_parallel": 2},
 }
 """What an option needs to count."""
-OF_MEGATRON = {
-    # groups of ranks: plan/test_layout.py, contracts/test_megatron.py
-    "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel", "timeout_minutes",
-    # gradients, optimizer and loss scale: contracts/test_megatron.py, resume/test_layouts.py
-    "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "dynamic_loss_scale_window",
-    # Transformer Engine's, on a GPU
-    "transformer.apply_rope_fusion",
-    # the one value that runs, others are refused: training/test_megatron_checks.py, plan/test_megatron.py
-    "moe_grouped_gemm", "overlap_param_gather_with_step", "tp_comm_overlap_file", "checkpoint.from_hf", "checkpoint.load_path",
-    "transformer.layer_spec", "transformer.activation", "transformer.normalization", "transformer.position_embedding",
-    "transformer.add_bias_linear",
-}  # fmt: skip
-
-
-def options(section: str) -> set[str]:
-    """The options of a section, below it."""
-    known = [
-        path.removeprefix(f"{section}.") for path, _ in fields_of(RunConfig) if path.startswith(f"{section}.")
-    ]
-    return {path for path in known if not any(other.startswith(f"{path}.") for other in known)}
-
-
-def idle(section: str, *choice: str) -> set[str]:
-    """Those of them that nothing reads, whatever else is set."""
-    overrides = [
-        "model.build={}",
-        "model.dtype=fp16",
-        "cluster.placement={policy: 0-7, rollout: 8-15}",
-        *choice,
-    ]
-    config = load_config(None, overrides).config
-    keys = idle_keys(config, derive(config, None, "train"))
-    return {key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")}
 
 
 def vllm_settings(**given: Any) -> Settings:
@@ -133,19 +95,11 @@ def test_an_option_of_vllm_is_in_its_arguments(option: str) -> None:
     assert any(before.get(name) != after[name] for name in expected)
 
 
-def test_every_option_of_vllm_is_in_the_table() -> None:
-    assert options("rollout.vllm") == VLLM.keys() | OF_ENGINES
-
-
 @pytest.mark.parametrize("option", DEEPSPEED)
 def test_an_option_of_deepspeed_is_in_its_settings(option: str) -> None:
     value, expected = DEEPSPEED[option]
     settings = _settings(nn.Linear(2, 2), DeepSpeedConfig(**{option: value}), torch.device("cpu"))
     assert {name: settings["zero_optimization"][name] for name in expected} == expected
-
-
-def test_every_option_of_deepspeed_is_in_the_table() -> None:
-    assert options("train.deepspeed") == DEEPSPEED.keys()
 
 
 @pytest.mark.slow
@@ -170,20 +124,6 @@ def test_an_option_of_megatron_is_in_what_its_layers_are_made_of(option: str) ->
     before, after = made(beside), made({**beside, option: value})
     assert {name: after[name] for name in expected} == expected
     assert any(before.get(name) != after[name] for name in expected)
-
-
-def test_every_option_of_megatron_is_in_the_table_or_idle() -> None:
-    choice = [
-        "train.backend=megatron",
-        "train.megatron={tensor_parallel: 2, pipeline_parallel: 2, overlap_grad_reduce: true, "
-        "recompute_granularity: full}",
-    ]
-    always = idle("train.megatron", *choice) & idle(
-        "train.megatron", *choice, "train.megatron.recompute_granularity=off"
-    )
-    shown = MEGATRON.keys() | OF_MEGATRON
-    assert options("train.megatron") == shown | always
-    assert not shown & always
 
 
 @pytest.mark.parametrize("option", ["tensor_parallel", "pipeline_parallel", "sequence_parallel"])

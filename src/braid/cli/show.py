@@ -18,7 +18,7 @@ from braid.config.load import DEFAULT, Loaded, leaves, path_text
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.config.source import OVERRIDE, KeyPath
-from braid.plan import Plan, idle_keys, merge_recipe
+from braid.plan import Plan, idle_keys, merge_recipe, why_unused
 
 from .figures import figures, human_bytes, human_count
 from .seats import seats_table, seats_title
@@ -83,7 +83,7 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Rend
             (Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text(), False)
             for depth in range(common, len(path) - 1)
         ]
-        is_unused = any(path_text(path[:end]) in unused for end in range(1, len(path) + 1))
+        is_unused = bool(why_unused(unused, path_text(path)))
         dim = "dim" if origin == DEFAULT or is_unused else ""
         key = Text(f"{'  ' * (len(path) - 1)}{_key(path[-1])}", style=dim)
         style = "yellow" if origin == OVERRIDE else "dim"

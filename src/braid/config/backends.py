@@ -82,7 +82,7 @@ class MegatronTransformerConfig(Section):
     add_bias_linear: bool = False
     """Linear layers have biases; must match the model."""
     apply_rope_fusion: bool = True
-    """Use the fused rotary embedding kernel (GPU)."""
+    """Use Transformer Engine's fused rotary embedding kernel, if it is installed (GPU)."""
     bias_dropout_fusion: bool = False
     """Fuse bias and dropout (GPU)."""
     bias_activation_fusion: bool = False

@@ -4,7 +4,7 @@ the ledger."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.config.source import OVERRIDE, Written, read_file
 from braid.errors import ConfigError, Problem
-from braid.plan import derive, idle_keys
+from braid.plan import derive, idle_keys, why_unused
 from braid.plan.available import missing_sections
 
 from .compose import compose
@@ -76,7 +76,7 @@ def read_config(
     if translation.written.problems:
         secrets = distinct(translation.written.secrets)
         problems = [replace(p, message=hidden(p.message, secrets)) for p in translation.written.problems]
-        raise Refused(problems, language, translation.ledger)
+        raise Refused(problems, language, _with_refused(translation.ledger, problems))
     try:
         loaded = validate(translation.written, path)
     except ConfigError as error:
@@ -87,11 +87,13 @@ def read_config(
 
 
 def _with_refused(ledger: Sequence[Entry], problems: Sequence[Problem]) -> tuple[Entry, ...]:
-    """Mark the ledger rows whose native values are invalid as refused."""
+    """Mark the ledger rows that problems name, by their key or a native one, as refused."""
 
     def marked(entry: Entry) -> Entry:
+        if entry.disposition in ("refused", "unsupported"):
+            return entry
         for problem in problems:
-            if any(overlap(key, problem.key) for key in entry.native):
+            if problem.key == entry.path or any(overlap(key, problem.key) for key in entry.native):
                 return replace(entry, disposition="refused", native={}, note=problem.message)
         return entry
 
@@ -105,19 +107,12 @@ def _with_unused(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
     for entry in ledger:
         if entry.disposition != "applied":
             yield entry
-        elif all(reasons := [_reason(missing, native) for native in entry.native]):
+        elif all(reasons := [why_unused(missing, native) for native in entry.native]):
             yield replace(entry, disposition="unsupported", note=reasons[0])
-        elif all(reasons := [_reason(missing | unused, native) for native in entry.native]):
+        elif all(reasons := [why_unused(missing | unused, native) for native in entry.native]):
             yield replace(entry, disposition="unused", note=reasons[0])
         else:
             yield entry
-
-
-def _reason(reasons: Mapping[str, str], native: str) -> str:
-    """Return the reason given for a native key or a section that contains it; empty if there is none."""
-    parts = native.split(".")
-    above = (".".join(parts[: i + 1]) for i in range(len(parts)))
-    return next((reasons[key] for key in above if key in reasons), "")
 
 
 def ledger_text(ledger: Sequence[Entry]) -> str:

@@ -1,7 +1,7 @@
 """Everything derived from a config: numbers, checks across keys, the layout, memory. Does not import
 torch."""
 
-from .checks import idle_keys
+from .checks import idle_keys, why_unused
 from .lengths import longest_row, rotary_problem
 from .plan import Memory, Plan, Verb
 from .resolve import derive, merge_recipe, resolve
@@ -18,4 +18,5 @@ __all__ = [
     "policy_size",
     "resolve",
     "rotary_problem",
+    "why_unused",
 ]

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from pydantic import BaseModel
 
 from braid.config.backends import DeepSpeedConfig, FsdpConfig, MegatronConfig
 from braid.config.cluster import InferenceConfig
 from braid.config.reward import ModelReward
+from braid.config.roles import train_config
 from braid.config.rollout import GymnasiumEnv, NativeEngineConfig, PublishConfig, SglangConfig, VllmConfig
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
-from .megatron import IDLE_IN_MEGATRON, missing_in_megatron
+from .megatron import idle_in_megatron, missing_in_megatron
 from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
@@ -211,16 +213,83 @@ def _weights_stay(config: RunConfig, plan: Plan) -> bool:
     return shares and not plan.needs_critic and not plan.needs_reference
 
 
-def _infers_nothing(_: RunConfig, plan: Plan) -> bool:
-    return plan.old_logprobs != "recompute" and not plan.needs_critic and not plan.needs_reference
+def _infers_nothing(config: RunConfig, plan: Plan) -> bool:
+    """Whether no role with the settings `train` runs a forward pass without gradients."""
+    has_critic = plan.needs_critic and config.critic.train is None
+    has_reference = plan.needs_reference and config.reference.train is None
+    return plan.old_logprobs != "recompute" and not has_critic and not has_reference
 
 
-def _has_fp16(config: RunConfig) -> bool:
-    return config.model.dtype == "fp16" or config.train.autocast == "fp16"
-
-
-Idle = tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]
+_When = Callable[[RunConfig, Plan], bool]
+Idle = tuple[str, _When, tuple[str, ...]]
 """(why, when, keys)."""
+
+
+def _idle_options(at: str) -> Iterator[Idle]:
+    """Unused options of the training backend in section `at`."""
+
+    def train_of(config: RunConfig) -> TrainConfig | None:
+        return _value(config, at)
+
+    def on(*backends: str, where: Callable[[TrainConfig], bool] = lambda _: True) -> _When:
+        def is_idle(config: RunConfig, _: Plan) -> bool:
+            train = train_of(config)
+            return train is not None and train.backend in backends and where(train)
+
+        return is_idle
+
+    yield from idle_in_megatron(at, train_of)
+    yield (
+        f"{at}.backend=fsdp2 does not have this option",
+        on("fsdp2"),
+        _each((f"{at}.fsdp",), "forward_prefetch", "backward_prefetch", "limit_all_gathers", "buffer_dtype"),
+    )
+    yield (
+        f"{at}.backend=fsdp does not have this option",
+        on("fsdp"),
+        _each((f"{at}.fsdp",), "pin_memory", "reshard_after_forward"),
+    )
+    yield (
+        "original parameters are always used, for parameter groups and adapters",
+        on("fsdp", "fsdp2"),
+        (f"{at}.fsdp.use_orig_params",),
+    )
+    yield (
+        f"{at}.backend always frees gradients after a step",
+        on("single", "fsdp", "fsdp2"),
+        (f"{at}.offload.gradients",),
+    )
+    yield (
+        f"{at}.fsdp.cpu_offload already keeps everything in host memory",
+        on("fsdp", "fsdp2", where=lambda train: train.fsdp.cpu_offload),
+        _each((f"{at}.offload",), "weights", "optimizer"),
+    )
+    yield (
+        f"{at}.deepspeed.cpu_offload already keeps everything in host memory",
+        on("deepspeed", where=lambda train: train.deepspeed.cpu_offload),
+        _each((f"{at}.offload",), "weights", "gradients", "optimizer"),
+    )
+    yield (
+        f"{at}.fsdp.cpu_offload is false",
+        on("fsdp2", where=lambda train: not train.fsdp.cpu_offload),
+        (f"{at}.fsdp.pin_memory",),
+    )
+    yield (
+        f"{at}.fsdp.sharding=grad_op keeps weights gathered",
+        on("fsdp2", where=lambda train: train.fsdp.sharding == "grad_op"),
+        (f"{at}.fsdp.reshard_after_forward",),
+    )
+    yield (
+        f"{at}.fsdp.sharding=none shards nothing",
+        on("fsdp", "fsdp2", where=lambda train: train.fsdp.sharding == "none"),
+        (f"{at}.fsdp.size",),
+    )
+    yield (
+        "fp16 is not used",
+        lambda config, _: config.model.dtype != "fp16" and _value(config, f"{at}.autocast") != "fp16",
+        (f"{at}.grad_scaler",),
+    )
+
 
 IDLE: tuple[Idle, ...] = (
     (
@@ -241,30 +310,7 @@ IDLE: tuple[Idle, ...] = (
             ("megatron", MegatronConfig, ("megatron",)),
         )
     ),
-    *IDLE_IN_MEGATRON,
-    (
-        "train.backend=fsdp2 does not have this option",
-        lambda config, _: config.train.backend == "fsdp2",
-        tuple(
-            f"train.fsdp.{name}"
-            for name in ("forward_prefetch", "backward_prefetch", "limit_all_gathers", "buffer_dtype")
-        ),
-    ),
-    (
-        "train.backend=fsdp does not have this option",
-        lambda config, _: config.train.backend == "fsdp",
-        ("train.fsdp.pin_memory", "train.fsdp.reshard_after_forward"),
-    ),
-    (
-        "original parameters are always used, for parameter groups and adapters",
-        lambda config, _: config.train.backend in ("fsdp", "fsdp2"),
-        ("train.fsdp.use_orig_params",),
-    ),
-    (
-        "train.fsdp.cpu_offload already keeps everything in host memory",
-        lambda config, _: config.train.backend in ("fsdp", "fsdp2") and config.train.fsdp.cpu_offload,
-        ("train.offload.weights", "train.offload.optimizer"),
-    ),
+    *(row for at in _TRAINS for row in _idle_options(at)),
     *(
         (
             f"rollout.engine is not {name}",
@@ -332,6 +378,11 @@ IDLE: tuple[Idle, ...] = (
         _each(("inference",), "tensor_parallel", "pipeline_parallel", "sequence_parallel"),
     ),
     (
+        "inference has no tensor parallelism",
+        lambda config, _: train_config(config, "inference").megatron.tensor_parallel == 1,
+        ("inference.sequence_parallel",),
+    ),
+    (
         "everything runs in one process",
         _is_in_process,
         (
@@ -342,25 +393,36 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     (
-        "train.backend=single always frees gradients after a step",
-        lambda config, _: config.train.backend == "single",
-        _each(_TRAINS, "offload.gradients"),
+        "everything runs in one process, on the first device",
+        lambda config, plan: _is_in_process(config, plan) and not config.cluster.placement,
+        ("cluster.num_nodes", "cluster.devices_per_node"),
     ),
     (
         "with run.device=cpu everything is in host memory",
         _is_on_cpu,
         _each(_TRAINS, "offload.weights", "offload.optimizer"),
     ),
+    (
+        "there are no CUDA graphs with run.device=cpu",
+        _is_on_cpu,
+        (
+            "rollout.native.cuda_graphs",
+            *_each(("rollout.vllm", "rollout.sglang"), "cuda_graphs", "cuda_graph_max_batch"),
+        ),
+    ),
+    *(
+        (f"{key} is false", lambda config, _, key=key: not _value(config, key), (of,))
+        for key, of in (
+            ("rollout.vllm.cuda_graphs", "rollout.vllm.cuda_graph_max_batch"),
+            ("rollout.sglang.cuda_graphs", "rollout.sglang.cuda_graph_max_batch"),
+            ("rollout.sglang.torch_compile", "rollout.sglang.torch_compile_max_batch"),
+        )
+    ),
     ("the engine samples with the trainer's own weights", _weights_stay, ("train.offload.weights",)),
     (
         "this run has no inference passes (log-probs or values before the update)",
         _infers_nothing,
         ("train.infer_batch_tokens", "train.infer_batch_rows"),
-    ),
-    (
-        "fp16 is not used",
-        lambda config, _: not _has_fp16(config),
-        ("train.grad_scaler",),
     ),
     *(
         (f"{key}.{name}={value}", when, _each((key,), *keys))
@@ -397,9 +459,36 @@ IDLE: tuple[Idle, ...] = (
         ("critic.normalize_values", "critic.head_name"),
     ),
     (
-        "only the policy's train.compile is used",
+        "a critic computes no log-probs",
         lambda *_: True,
-        ("critic.train.compile", "reference.train.compile"),
+        ("critic.train.compile", "critic.train.logprob_chunk_bytes"),
+    ),
+    (
+        "train.record_memory records all roles",
+        lambda *_: True,
+        ("critic.train.record_memory", "reference.train.record_memory"),
+    ),
+    (
+        "without critic.path the critic's layers are a copy of the policy's",
+        lambda config, _: config.critic.path is None,
+        ("critic.train.liger_kernels",),
+    ),
+    (
+        "without reference.path the reference is a copy of the policy",
+        lambda config, _: config.reference.path is None,
+        ("reference.train.liger_kernels",),
+    ),
+    (
+        "the reference is the policy's model with the initial adapters",
+        lambda config, plan: (
+            config.model.lora is not None and config.reference.path is None and _is_in_process(config, plan)
+        ),
+        ("reference.train.compile", "reference.train.logprob_chunk_bytes"),
+    ),
+    (
+        "reference.train.infer_batch_tokens is used instead",
+        lambda config, _: _value(config, "reference.train.infer_batch_tokens") is not None,
+        ("reference.train.micro_batch_tokens",),
     ),
     (
         "dropout is disabled: log-probs must be the same in rollout and training",
@@ -417,22 +506,39 @@ IDLE: tuple[Idle, ...] = (
         ("model.low_memory_load",),
     ),
     (
+        "neither the model nor the tokenizer comes from a folder",
+        lambda config, _: config.model.path is None and config.model.tokenizer is None,
+        ("model.trust_remote_code",),
+    ),
+    (
+        "the character tokenizer has no chat template",
+        lambda config, _: (
+            config.model.build is not None and not (config.model.tokenizer or config.model.chat_template)
+        ),
+        ("data.chat_template_kwargs",),
+    ),
+    (
         "an MLP is not a transformer",
         lambda config, _: config.model.mlp is not None,
         (
-            "model.architecture",
-            "model.attention",
-            "model.lora",
-            "train.compile",
-            "train.liger_kernels",
+            *_each(
+                ("model",),
+                "architecture",
+                "attention",
+                "dtype",
+                "eos_token_id",
+                "lora",
+                "pad_token_id",
+            ),
+            *_each(_TRAINS, "compile", "gradient_checkpointing", "liger_kernels", "logprob_chunk_bytes"),
         ),
     ),
 )
 
 
-def _value(config: RunConfig, path: str) -> object:
+def _value(config: RunConfig, path: str) -> Any:
     """The value at a dotted path; None if a section on the path is null."""
-    value: object = config
+    value: Any = config
     for name in path.split("."):
         value = getattr(value, name, None)
     return value

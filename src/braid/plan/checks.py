@@ -8,10 +8,12 @@ reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
+from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
 from braid.config.schema import RunConfig
@@ -418,24 +420,41 @@ def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     for because, is_idle, keys in _IDLE:
         if is_idle(config, plan):
             for key in keys:
-                if _is_set(config, key):
-                    yield key, f"has no effect: {because}"
+                for given in _set_keys(config, key):
+                    yield given, f"has no effect: {because}"
 
 
 def idle_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """Unused key or section -> the reason, whether or not it is set."""
+    """Unused key or section -> the reason, whether or not it is set. `key[]` stands for all items of a
+    list."""
     return {key: why for why, is_idle, keys in reversed(_IDLE) if is_idle(config, plan) for key in keys}
 
 
+def why_unused(reasons: Mapping[str, str], key: str) -> str:
+    """The reason that `idle_keys` gives for a key or a section that contains it; empty if there is none."""
+    parts = re.sub(r"\[\d+\]", "[]", key).split(".")
+    above = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    return next((reasons[name] for name in above if name in reasons), "")
+
+
 def _is_set(section: Any, key: str) -> bool:
-    """Whether the value at `key` differs from its default."""
-    *parents, name = key.split(".")
-    for parent in parents:
-        section = getattr(section, parent, None)
-        if section is None:
-            return False
+    return any(_set_keys(section, key))
+
+
+def _set_keys(section: Any, key: str, at: str = "") -> Iterator[str]:
+    """The keys that `key` stands for whose values differ from their defaults."""
+    name, _, rest = key.partition(".")
+    is_list, name = name.endswith("[]"), name.removesuffix("[]")
     field = type(section).model_fields.get(name)
-    return field is not None and getattr(section, name) != field.get_default(call_default_factory=True)
+    value = None if field is None else getattr(section, name)
+    if not rest:
+        if field is not None and value != field.get_default(call_default_factory=True):
+            yield f"{at}{name}"
+    elif is_list:
+        for i, item in enumerate(value or ()):
+            yield from _set_keys(item, rest, f"{at}{name}[{i}].")
+    elif value is not None:
+        yield from _set_keys(value, rest, f"{at}{name}.")
 
 
 def _has_tokens(config: RunConfig, _: Plan) -> bool:
@@ -483,6 +502,9 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
                 "max_skipped_steps",
                 "gradient_checkpointing",
                 "grad_scaler",
+                "micro_batch_rows",
+                "offload.gradients",
+                "offload.optimizer",
             )
         ),
     ),
@@ -558,8 +580,6 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
             "data.overlong",
             "data.use_chat_template",
             "data.chat_template_kwargs",
-            "train.logprob_chunk_bytes",
-            "train.gradient_checkpointing",
             "model.tokenizer",
             "model.chat_template",
         ),
@@ -583,6 +603,46 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...
             _is_of_text(config) and not config.data.eval and plan.recipe.supervised_coef == 0
         ),
         ("eval.success_reward",),
+    ),
+    (
+        "run.resume is none",
+        lambda config, _: config.run.resume == "none",
+        ("run.allow_changes",),
+    ),
+    (
+        "checkpoint.every_rounds is set",
+        lambda config, _: config.checkpoint.every_rounds > 0,
+        ("checkpoint.every_s",),
+    ),
+    (
+        "only sft.data has target responses",
+        lambda *_: True,
+        tuple(f"data.{use}[].response_{name}" for use in ("train", "eval") for name in ("key", "function")),
+    ),
+    (
+        "supervised examples are not scored",
+        lambda *_: True,
+        ("sft.data[].answer_key", "sft.data[].source_key"),
+    ),
+    (
+        "there are no reward parts",
+        lambda config, _: not config.reward.parts,
+        ("reward.timeout_s", "reward.retries", "reward.concurrency"),
+    ),
+    (
+        "judges have their own retries",
+        lambda config, _: all(isinstance(part, JudgeReward) for part in config.reward.parts),
+        ("reward.retries",),
+    ),
+    (
+        "no reward part runs programs",
+        lambda config, _: not any(isinstance(part, CodeReward) for part in config.reward.parts),
+        ("reward.code",),
+    ),
+    (
+        "token-level weights depend on a single token",
+        lambda config, _: all(of.level == "token" for of in config.algorithm.corrections or ()),
+        ("algorithm.corrections[].tokens",),
     ),
     (
         "rollout.check_weights is false",

@@ -4,6 +4,7 @@ made when it is built (training/backends/megatron)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 from braid.config.backends import MegatronConfig
 from braid.config.schema import RunConfig
@@ -73,40 +74,67 @@ def _unknown_schedules(own: MegatronConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _option(*names: str) -> tuple[str, ...]:
-    return tuple(f"train.megatron.{name}" for name in names)
+def idle_in_megatron(
+    key: str, train_of: Callable[[RunConfig], TrainConfig | None]
+) -> Iterator[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]]:
+    """(why, when, keys), as in plan.available.IDLE, of the training settings at section `key`, which
+    `train_of` returns."""
+
+    def when(condition: Callable[[RunConfig, Plan, TrainConfig], bool]) -> Callable[[RunConfig, Plan], bool]:
+        def is_idle(config: RunConfig, plan: Plan) -> bool:
+            train = train_of(config)
+            return train is not None and train.backend == "megatron" and condition(config, plan, train)
+
+        return is_idle
+
+    for why, condition, names in _IDLE:
+        yield why.format(key=key), when(condition), tuple(f"{key}.{name}" for name in names)
 
 
-def _when(condition: Callable[[RunConfig], bool]) -> Callable[[RunConfig, Plan], bool]:
-    """Condition that also requires megatron as the backend."""
-    return lambda config, _: config.train.backend == "megatron" and condition(config)
+def _own(*names: str) -> tuple[str, ...]:
+    return tuple(f"megatron.{name}" for name in names)
 
 
-IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
+_IDLE: tuple[tuple[str, Callable[[RunConfig, Plan, TrainConfig], bool], tuple[str, ...]], ...] = (
     (
         "rows are packed without padding",
-        _when(lambda _: True),
-        _option("transformer.variable_seq_lengths", "transformer.seq_length"),
+        lambda *_: True,
+        _own("transformer.variable_seq_lengths", "transformer.seq_length"),
     ),
     (
         "norms are computed in float32 by torch's kernels, and the softmax of attention always in float32",
-        _when(lambda _: True),
-        _option("transformer.persist_layer_norm", "transformer.attention_softmax_fp32"),
+        lambda *_: True,
+        _own("transformer.persist_layer_norm", "transformer.attention_softmax_fp32"),
+    ),
+    (
+        "the fused kernel needs Transformer Engine, which is not installed",
+        lambda *_: find_spec("transformer_engine") is None,
+        _own("transformer.apply_rope_fusion"),
     ),
     (
         "collectives use NCCL on GPUs and gloo on CPUs",
-        _when(lambda _: True),
-        _option("distributed_backend", "tp_comm_bootstrap"),
+        lambda *_: True,
+        _own("distributed_backend", "tp_comm_bootstrap"),
     ),
     (
         "no supported model has shared experts",
-        _when(lambda _: True),
-        _option("moe_shared_expert_overlap"),
+        lambda *_: True,
+        _own("moe_shared_expert_overlap"),
+    ),
+    (
+        "the model has no experts",
+        lambda config, plan, _: (
+            plan.model_size is not None
+            and not plan.model_size.num_experts
+            and config.critic.path is None
+            and config.reference.path is None
+        ),
+        _own("moe_grouped_gemm", "moe_layer_recompute", "moe_token_dispatcher"),
     ),
     (
         "weights are converted in memory when loaded from model.path, and all backends share one checkpoint format",
-        _when(lambda _: True),
-        _option(
+        lambda *_: True,
+        _own(
             "transformer.cpu_initialization",
             *(
                 f"checkpoint.{name}"
@@ -126,53 +154,53 @@ IDLE_IN_MEGATRON: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str,
         ),
     ),
     (
-        "train.megatron.recompute_granularity is not full",
-        _when(lambda config: config.train.megatron.recompute_granularity != "full"),
-        _option("recompute_method", "recompute_num_layers"),
+        "{key}.megatron.recompute_granularity is not full",
+        lambda _, __, train: train.megatron.recompute_granularity != "full",
+        _own("recompute_method", "recompute_num_layers"),
     ),
     (
         "recompute_granularity=full recomputes whole layers",
-        _when(lambda config: config.train.megatron.recompute_granularity == "full"),
-        _option("moe_layer_recompute"),
+        lambda _, __, train: train.megatron.recompute_granularity == "full",
+        _own("moe_layer_recompute"),
     ),
     (
-        "train.megatron.tensor_parallel is 1",
-        _when(lambda config: config.train.megatron.tensor_parallel == 1),
-        _option("sequence_parallel"),
+        "{key}.megatron.recompute_granularity is used instead",
+        lambda _, __, train: train.megatron.recompute_granularity != "off",
+        ("gradient_checkpointing",),
     ),
     (
-        "train.megatron.pipeline_parallel is 1",
-        _when(lambda config: config.train.megatron.pipeline_parallel == 1),
-        _option("transformer.batch_p2p_comm"),
+        "{key}.megatron.tensor_parallel is 1",
+        lambda _, __, train: train.megatron.tensor_parallel == 1,
+        _own("sequence_parallel"),
     ),
     (
-        "with train.megatron.overlap_grad_reduce=false all gradients form one bucket",
-        _when(lambda config: not config.train.megatron.overlap_grad_reduce),
-        _option("ddp_bucket_size"),
+        "{key}.megatron.pipeline_parallel is 1",
+        lambda _, __, train: train.megatron.pipeline_parallel == 1,
+        _own("transformer.batch_p2p_comm"),
+    ),
+    (
+        "with {key}.megatron.overlap_grad_reduce=false all gradients form one bucket",
+        lambda _, __, train: not train.megatron.overlap_grad_reduce,
+        _own("ddp_bucket_size"),
     ),
     (
         "optimizer states are not sharded",
-        _when(
-            lambda config: (
-                not config.train.megatron.distributed_optimizer or config.train.optimizer.kind == "sgd"
-            )
-        ),
-        _option("overlap_param_gather"),
+        lambda _, __, train: not train.megatron.distributed_optimizer or train.optimizer.kind == "sgd",
+        _own("overlap_param_gather"),
     ),
     (
         "SGD has no optimizer states",
-        _when(lambda config: config.train.optimizer.kind == "sgd"),
-        _option("distributed_optimizer"),
+        lambda _, __, train: train.optimizer.kind == "sgd",
+        _own("distributed_optimizer"),
     ),
     (
         "fp16 is not used",
-        _when(lambda config: config.model.dtype != "fp16" and config.train.autocast != "fp16"),
-        _option("dynamic_loss_scale_window"),
+        lambda config, _, train: config.model.dtype != "fp16" and train.autocast != "fp16",
+        _own("dynamic_loss_scale_window"),
     ),
     (
-        "the backend megatron uses train.megatron.dynamic_loss_scale_window",
-        _when(lambda _: True),
-        ("train.grad_scaler.growth_interval",),
+        "the backend megatron uses {key}.megatron.dynamic_loss_scale_window",
+        lambda *_: True,
+        ("grad_scaler.growth_interval",),
     ),
 )
-"""(why, when, keys), as in plan.available.IDLE."""

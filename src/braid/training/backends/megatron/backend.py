@@ -99,10 +99,7 @@ class MegatronBackend(PartBackend):
         if config.megatron.overlap_grad_reduce:
             self._layers.no_sync_func = _of_stages([stage.no_sync for stage in self._stages])
             self._layers.grad_sync_func = _of_stages([stage.start_grad_sync for stage in self._stages])
-        if "fp16" in (config.autocast, _short(dtype)):
-            scaler = config.grad_scaler or GradScalerConfig()
-            window = config.megatron.dynamic_loss_scale_window
-            self._scale = LossScale(scaler.model_copy(update={"growth_interval": window}))
+        self._scale = _loss_scale(config, dtype)
 
     def _build_optimizer(self) -> None:
         """Build Megatron's optimizer instead of torch's."""
@@ -580,5 +577,9 @@ def _no_tokens() -> Tensor:
     return torch.zeros((), dtype=torch.int)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return "fp16" if dtype == torch.float16 else ""
+def _loss_scale(config: TrainConfig, dtype: torch.dtype) -> LossScale | None:
+    """The loss scale of fp16, with Megatron's own window; None in other precisions."""
+    if config.autocast != "fp16" and dtype != torch.float16:
+        return None
+    scaler, window = config.grad_scaler or GradScalerConfig(), config.megatron.dynamic_loss_scale_window
+    return LossScale(scaler.model_copy(update={"growth_interval": window}))

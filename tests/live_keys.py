@@ -1,0 +1,419 @@
+"""Observes which keys of a config a run depends on.
+
+`settings` is what a run hands on: its plan, and the arguments that FSDP, DeepSpeed, Megatron-core, vLLM and SGLang get. `recorded`
+collects the keys that running code reads, by their full paths. Reads by validation, serialisation, the plan, checks and warnings do
+not count. Reads of the plan's recipe count as reads of `algorithm`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, get_args, get_origin
+from unittest.mock import patch
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+from transformers import AutoConfig
+
+from braid.algorithms.recipes import Correction, Recipe
+from braid.config.base import Section
+from braid.config.load import Loaded, _replaced, leaves, plain_data
+from braid.config.roles import TrainingRole, train_config
+from braid.config.rollout import SamplingConfig
+from braid.config.schema import RunConfig
+from braid.config.shape import _members
+from braid.config.source import parse_path, path_text
+from braid.config.train import TrainConfig
+from braid.controller import commands
+from braid.controller.publication import send_options
+from braid.errors import ConfigError, ModelError
+from braid.plan import Plan, derive, idle_keys, why_unused
+from braid.plan.checks import find_problems
+from braid.rollout.engine import Sampling
+from braid.rollout.engines.sglang.options import server_arguments
+from braid.rollout.engines.vllm.options import engine_arguments, environment
+from braid.training.backends import fsdp
+from braid.training.backends.deepspeed import _settings
+from braid.training.backends.megatron.checks import check_model
+
+CPU = torch.device("cpu")
+
+# Reads
+
+
+_READING_FOR_OTHERS = (__name__, "braid.config.cluster", "braid.config.data", "braid.config.roles")
+"""Modules whose functions read keys on behalf of their caller."""
+_NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.controller.preflight", "braid.controller.watch")
+_ALGORITHM = {Recipe: "algorithm", Correction: "algorithm.corrections[]"}
+
+
+def _is_part_of_a_run(frame: Any) -> bool:
+    while (name := frame.f_globals.get("__name__", "")) in _READING_FOR_OTHERS:
+        frame = frame.f_back
+    return name.startswith("braid.") and not name.startswith(_NOT_PART_OF_A_RUN)
+
+
+@contextmanager
+def recorded() -> Iterator[set[str]]:
+    """The keys that runs in this block read, complete when it ends. `key[]` stands for the items of a list."""
+    reads: set[str] = set()
+    dumped: set[str] = set()  # keys of sampling settings that were converted to a Sampling
+    used: set[str] = set()  # fields that were read from a Sampling
+    original = commands.with_absolute_paths
+
+    def read(section: Any, name: str) -> Any:
+        value = object.__getattribute__(section, name)
+        at = section_path(section)
+        if at is not None and name in type(section).model_fields and _is_part_of_a_run(sys._getframe(1)):
+            reads.add(f"{at}{name}")
+        return value
+
+    def dump(section: Any, **options: Any) -> dict[str, Any]:
+        at = section_path(section)
+        if at is not None and _is_part_of_a_run(sys._getframe(1)):
+            (dumped if isinstance(section, SamplingConfig) else reads).update(
+                f"{at}{name}" for name in type(section).model_fields
+            )
+        return plain_dump(section, **options)
+
+    def read_recipe(recipe: Any, name: str) -> Any:
+        if _is_part_of_a_run(sys._getframe(1)):
+            reads.add(f"{_ALGORITHM[type(recipe)]}.{name}")
+        return object.__getattribute__(recipe, name)
+
+    def read_sampling(sampling: Any, name: str) -> Any:
+        used.add(name)
+        return object.__getattribute__(sampling, name)
+
+    def prepared(loaded: Loaded) -> Loaded:
+        loaded = original(loaded)
+        config = RunConfig.model_validate(plain_data(loaded.config))  # no section is shared
+        _tag(config, "")
+        return replace(loaded, config=config)
+
+    plain_dump = Section.model_dump
+    with ExitStack() as patched:
+        for owner, name, by in (
+            (Section, "__getattribute__", read),
+            (Section, "model_dump", dump),
+            (Recipe, "__getattribute__", read_recipe),
+            (Correction, "__getattribute__", read_recipe),
+            (Sampling, "__getattribute__", read_sampling),
+            (commands, "with_absolute_paths", prepared),
+        ):
+            patched.enter_context(patch.object(owner, name, by))
+        yield reads
+    reads |= {key for key in dumped if key.rpartition(".")[2] in used}
+
+
+def section_path(section: Section) -> str | None:
+    """Path of a section in the config of a recorded run, with a dot at its end; None for other sections."""
+    return object.__getattribute__(section, "__dict__").get("_at")
+
+
+def _tag(value: Any, at: str) -> None:
+    """Store its path in each section; copies of the section keep it."""
+    if isinstance(value, Section):
+        value.__dict__["_at"] = at
+        for name in type(value).model_fields:
+            inner = value.__dict__[name]
+            _tag(inner, f"{at}{name}{'[]' if isinstance(inner, tuple) else ''}.")
+    elif isinstance(value, tuple):
+        for item in value:
+            _tag(item, at)
+
+
+# Settings
+
+
+_ONLY_SHOWN = (
+    "warnings", "num_prompts", "trajectories_per_round", "steps_per_round", "rows_per_step", "max_output_tokens",
+    "max_tokens_per_round", "max_tokens_per_step", "kv_bytes_per_token", "kv_budget_bytes", "max_concurrent", "model_size",
+    "memory", "total_bytes",
+)  # fmt: skip
+"""Fields of a plan that no run reads."""
+
+
+def settings(config: RunConfig, plan: Plan) -> str:
+    """What a run of the config hands to its parts and to libraries, as text. Excludes fields of the plan that are only shown, or
+    that only repeat keys."""
+    told = {name: value for name, value in plan.to_json().items() if name not in (*_ONLY_SHOWN, "recipe")}
+    for role in told["layout"]["roles"]:
+        if role["kind"] not in ("deepspeed", "megatron"):  # `recorded` sees what the others offload
+            role["offload"] = None
+    if plan.layout.mode == "in_process":
+        told["layout"] |= {"num_nodes": None, "devices_per_node": None}
+    given: dict[str, Any] = {"plan": told}
+    given["engine"] = _engine(config, plan)
+    for role in get_args(TrainingRole):
+        if plan.layout.role(role):
+            given[role] = _backend(train_config(config, role), plan)
+    if plan.layout.role("policy") and (plan.layout.mode != "in_process" or config.rollout.engine != "native"):
+        try:
+            given["sync"] = send_options(
+                config, plan.layout, "", torch.device("cpu" if config.run.device == "cpu" else "cuda")
+            )
+        except ConfigError as error:
+            given["sync"] = str(error)
+    return json.dumps(_plain(given), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return type(value).__name__ if "0x" in str(value) else str(value)
+
+
+def _engine(config: RunConfig, plan: Plan) -> Any:
+    if config.rollout.engine == "native":
+        return None
+    of = config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang
+    longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
+    if of.servers:
+        return of.servers, of.max_model_tokens or longest
+    given: dict[str, Any] = {
+        "model": "", "tokenizer": "", "dtype": config.model.dtype, "longest": longest, "seed": config.run.seed,
+        "trust_remote_code": config.model.trust_remote_code, "sleeps": bool(plan.layout.engines_in_turns),
+    }  # fmt: skip
+    if config.rollout.engine == "sglang":
+        return server_arguments(config.rollout.sglang, **given)
+    on_gpu = config.run.device != "cpu"
+    made = engine_arguments(config.rollout.vllm, on_gpu=on_gpu, **given)
+    return made, environment(config.rollout.vllm), config.rollout.vllm.detokenize
+
+
+def _backend(train: TrainConfig, plan: Plan) -> Any:
+    match train.backend:
+        case "single":
+            return None
+        case "deepspeed":
+            return _settings(nn.Linear(2, 2), train.deepspeed, CPU)
+        case "megatron":
+            mixtures = (False, True) if plan.model_size is None else (plan.model_size.num_experts > 0,)
+            return [_megatron(train, is_mixture=is_one) for is_one in mixtures]
+        case _:
+            return _fsdp(train)
+
+
+class _Mesh(SimpleNamespace):
+    """Replaces a device mesh."""
+
+    shape: tuple[int, ...]
+
+    def size(self, dim: int | None = None) -> int:
+        return torch.Size(self.shape).numel() if dim is None else self.shape[dim]
+
+    def __getitem__(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return name, self.shape
+
+
+def _fsdp(train: TrainConfig) -> list[Any]:
+    """Arguments of torch's sharding functions, on two machines with four devices each."""
+    calls: list[Any] = [train.fsdp.sync_last_micro_batch_only]
+
+    def take(module: nn.Module, **options: Any) -> None:
+        calls.append(
+            {name: vars(value) if name == "offload_policy" else value for name, value in options.items()}
+        )
+
+    def gather(out: list[str], _: str) -> None:
+        out[:] = ["one"] * 4 + ["other"] * 4
+
+    net = nn.Module()
+    net.layers = nn.ModuleList([nn.Linear(2, 2)])
+    with ExitStack() as patched:
+        for owner, name, by in (
+            (fsdp, "init_device_mesh", lambda _, shape, **__: _Mesh(shape=shape)),
+            (fsdp, "fully_shard", take),
+            (fsdp, "FullyShardedDataParallel", take),
+            (fsdp.dist, "get_world_size", lambda *_: 8),
+            (fsdp.dist, "all_gather_object", gather),
+        ):
+            patched.enter_context(patch.object(owner, name, by))
+        mesh = fsdp._mesh(train.fsdp, CPU)
+        if train.backend == "fsdp2":
+            fsdp._shard(net, train.fsdp, mesh, None)
+        else:
+            fsdp._wrap(net, train.fsdp, mesh, CPU, None)
+    return calls
+
+
+def _megatron(train: TrainConfig, *, is_mixture: bool) -> list[Any]:
+    """Arguments of Megatron-core's layers, process groups, gradient buffers and optimizer, or why it cannot run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron-core's own
+        pytest.importorskip("megatron.core")
+        from braid.training.backends.megatron import backend, ranks
+        from braid.training.backends.megatron.model import layer_options
+
+    sizes = AutoConfig.for_model(
+        "qwen3_moe" if is_mixture else "qwen3", num_hidden_layers=16, num_key_value_heads=8
+    )
+    try:
+        check_model(sizes, train.megatron)
+    except ModelError as error:
+        return [str(error)]
+    scale = backend._loss_scale(train, torch.float16)
+    calls: list[Any] = [layer_options(sizes, train, torch.float16), None if scale is None else vars(scale)]
+
+    def take(*args: Any, **options: Any) -> Any:
+        calls.append((args, options))
+        return SimpleNamespace(param_groups=[], ddp_config=args[1] if len(args) > 1 else None)
+
+    parallel = SimpleNamespace(model_parallel_is_initialized=lambda: False, initialize_model_parallel=take)
+    for name in (
+        "tensor_model_parallel_rank",
+        "context_parallel_rank",
+        "data_parallel_rank",
+        "data_parallel_world_size",
+    ):
+        setattr(parallel, f"get_{name}", lambda: 0)
+    with ExitStack() as patched:
+        for owner, name, by in (
+            (backend, "DistributedDataParallel", take),
+            (backend, "get_megatron_optimizer", take),
+            (ranks, "_check_device", lambda: None),
+            (ranks, "dist", SimpleNamespace(get_world_size=lambda: 64)),
+            (ranks, "groups", parallel),
+            (ranks, "model_parallel_cuda_manual_seed", lambda _: None),
+            (ranks, "_set_up_with", {}),
+        ):
+            patched.enter_context(patch.object(owner, name, by))
+        ranks.join(train.megatron)
+        wrapped: Any = backend._wrapped(None, 0, train, None)  # pyright: ignore[reportArgumentType]
+        own: Any = SimpleNamespace(_config=train, _dtype=torch.float16, _stages=[wrapped])
+        backend.MegatronBackend._build_optimizer(own)
+    return calls
+
+
+# Changes
+
+
+def keys_of(config: RunConfig) -> list[str]:
+    """All keys that have a value in the config; items of lists as `key[]`."""
+    found: dict[str, None] = {}
+
+    def walk(value: Any, at: str) -> None:
+        if isinstance(value, Section):
+            for name in type(value).model_fields:
+                walk(getattr(value, name), f"{at}.{name}" if at else name)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            for item in value:
+                walk(item, f"{at}[]")
+        else:
+            found[at] = None
+
+    walk(config, "")
+    return list(found)
+
+
+def _placed(config: Any, key: str) -> tuple[str, Any, Any]:
+    """(path, annotation, value) of a key; of lists the first item that has it."""
+    *parents, name = key.split(".")
+    section, path = config, ""
+    for parent in parents:
+        section, path = getattr(section, parent.removesuffix("[]")), f"{path}{parent.removesuffix('[]')}"
+        if parent.endswith("[]"):
+            index = next(i for i, item in enumerate(section) if name in type(item).model_fields)
+            section, path = section[index], f"{path}[{index}]"
+        path += "."
+    return path + name, type(section).model_fields[name].annotation, getattr(section, name)
+
+
+def others(annotation: Any, value: Any) -> list[Any]:
+    """Other values of the annotated type, as in a file; the schema may refuse some."""
+    members, is_nullable = _members(annotation)
+    found: list[Any] = []
+    for member in members:
+        while get_origin(member) is Annotated:
+            member = get_args(member)[0]
+        inner = get_args(member)
+        match get_origin(member) or member:
+            case origin if origin is Literal:
+                found += inner
+            case kind if kind is bool:
+                found += [True, False]
+            case kind if kind is int:
+                found += [value + 1, value * 2, max(1, value // 2)] if type(value) is int else [1, 2, 3]
+            case kind if kind is float:
+                found += [value / 2, value + 0.1, 2 * value + 1] if type(value) is float else [0.5, 1.5]
+            case kind if kind is str:
+                found.append(f"{value or ''}x")
+            case kind if kind is dict:
+                found += [{"x": "1"}, {"x": 1}]
+            case kind if kind is tuple and inner[-1] is Ellipsis:
+                found += [[], *([item] for item in others(inner[0], None)[:1])]
+            case kind if kind is tuple:
+                found.append([item / 2 if value else number for number, item in enumerate(value or inner)])
+            case _:
+                found.append({})  # a section with its defaults
+    return [item for item in (*found, *[None] * is_nullable) if item != plain_data(value)]
+
+
+def observed(config: RunConfig, reads: Collection[str]) -> str:
+    """What a run depends on, as text: its settings, the values of the keys in `reads` unless they are unused, and the plan's
+    problems."""
+    plan = derive(config, None, "train")
+    idle = idle_keys(config, plan)
+
+    def is_read(name: str) -> bool:
+        parts = re.sub(r"\[\d+\]", "[]", name).split(".")
+        heads = (".".join(parts[: i + 1]) for i in range(len(parts)))
+        return any(head in reads or head.removesuffix("[]") in reads for head in heads)
+
+    values = {
+        name: value
+        for path, value in leaves(plain_data(config))
+        if is_read(name := path_text(path)) and not why_unused(idle, name)
+    }
+    return json.dumps([values, find_problems(config, plan)]) + settings(config, plan)
+
+
+class Effects:
+    """Effects of the keys of a config."""
+
+    def __init__(self, config: RunConfig, reads: Iterable[str], num_prompts: int = 10**6) -> None:
+        """`reads` are the keys that such a run reads, `num_prompts` its number of training prompts."""
+        self._config, self._tree = config, plain_data(config)
+        self._reads, self._num_prompts = frozenset(reads), num_prompts
+        plan = derive(config, num_prompts, "train")
+        self._settings, self._problems = settings(config, plan), find_problems(config, plan)
+
+    def of(self, key: str, values: Sequence[Any] = ()) -> str:
+        """Effect of other values of a key (`values`, by default some of its type): `changed` if one changes the settings, `read` if
+        the run reads the key, `refused` if the plan refuses them, `fixed` if the schema does, `unused: WHY` if the plan says so;
+        empty if there is none."""
+        found = "fixed"
+        path, annotation, value = _placed(self._config, key)
+        for other in values or others(annotation, value):
+            try:
+                config = RunConfig.model_validate(_replaced(self._tree, parse_path(path), other))
+            except ValidationError:
+                continue
+            plan = derive(config, self._num_prompts, "train")
+            if why := why_unused(idle_keys(config, plan), key):
+                return f"unused: {why}"
+            if find_problems(config, plan) != self._problems:
+                found = "refused"
+            elif settings(config, plan) != self._settings:
+                return "changed"
+            elif key in self._reads:
+                return "read"
+            elif found == "fixed":
+                found = ""
+        return found

@@ -1,0 +1,238 @@
+"""Configs with which tests/dialects/test_liveness.py tries every key: tiny runs that run in this process, and configs for engines and
+devices that a test machine lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from tests.controller.conftest import BASE
+from tests.live_keys import recorded
+from tests.rewards.server import completion, serving
+from tests.rewards.test_runs import reward_model
+
+import braid.runtime.machines
+import braid.runtime.ray
+from braid.config.load import load_config
+from braid.config.model import BuildSpec
+from braid.controller import commands
+from braid.errors import RolloutError
+from braid.models.build import build_model
+from braid.models.causal_lm import CausalLM
+from braid.models.loading import save_pretrained
+from braid.models.tokenizer import character_tokenizer
+from braid.runtime.workers import InProcessGroup, Place
+
+RUNS: dict[str, list[str]] = {
+    "plain": [],
+    "resumed": ["run={name: plain, resume: latest, max_rounds: 4, device: cpu}"],
+    "everything": [
+        "run.max_rounds=2",
+        "cluster.env={BRAID_TEST: '1'}",
+        "data.mix=[{sources: [letters], share: 1}]",
+        "reward.overlong={buffer_tokens: 1}",
+        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 2}, request_batch: 2, check_weights: true, "
+        "filter: {min_std: 0.0, then: resample, max_batches: 2}}",
+        "algorithm={recipe: ppo, kl_coef: 0.01, kl_target: 0.1, corrections: [{level: sequence, mode: mask}], "
+        "aggregation: token_sum_constant, supervised_coef: 0.1, entropy_coef: 0.01}",
+        "train={steps_per_pass: 2, record_memory: true, optimizer: {schedule: {decay: cosine, warmup_steps: 1}}}",
+        "critic.train={}",
+        "reference={train: {}, update_every_epochs: 1}",
+        "sft={data: [{kind: file, path: letters.jsonl, response_key: answer}], steps: 2, rows_per_step: 2, "
+        "optimizer: {schedule: {decay: linear, warmup_steps: 1}}}",
+        "eval={sampling: {max_new_tokens: 2}, every_rounds: 1, target: {min_final: 0}}",
+        "checkpoint={every_rounds: 1, export_every_rounds: 1}",
+        "report={console: none, samples_every_rounds: 1, batches_every_rounds: 1, wandb: {}, swanlab: {}}",
+    ],
+    "fp16 adapters": [
+        "model.lora={rank: 2}",
+        "algorithm.kl_coef=0.01",
+        "train={autocast: fp16, grad_scaler: {}}",
+        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 2}, filter: {min_std: 0, then: replace}}",
+        "reference.train={infer_batch_tokens: 64}",
+    ],
+    "folders": [
+        "model={build: null, path: model, chat_template: '{{ messages[-1].content }}'}",
+        "data.max_prompt_tokens=60",
+        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 4}, max_sequence_tokens: 62}",
+        "algorithm={recipe: ppo, kl_coef: 0.1}",
+        "reference={path: model, train: {grad_scaler: {}}}",
+        "critic={path: model, train: {autocast: fp16, grad_scaler: {}, optimizer: {schedule: {decay: linear, warmup_steps: 1}}}}",
+    ],
+    "gymnasium": [
+        "model={build: null, mlp: {}}", "data={}", "reward={}", "env={kind: gymnasium, id: CartPole-v1, eval_episodes: 2}",
+        "algorithm.recipe=ppo", "critic.train={}",
+    ],
+    "tools": [
+        "env={kind: tools, max_turns: 2, max_context_tokens: 64}", "data.max_prompt_tokens=8", "rollout.sampling.max_new_tokens=4",
+    ],
+    "sources": [
+        "model.build.characters=' 0123456789+-=?.abcdefghijklmnopqrstuvwxyzISTW'",
+        "data.train=[{kind: procedural, generator: chain_sum, size: 4}, {kind: hub, path: rows}]",
+        "data.eval=[{kind: procedural, generator: chain_sum, size: 4, seed: 9}, {kind: hub, path: rows}]",
+        "sft={data: [{kind: procedural, generator: chain_sum, size: 4, seed: 20, response_key: answer}, "
+        "{kind: hub, path: rows, response_key: answer}], steps: 1, rows_per_step: 2}",
+        "reward.parts=[{kind: reasoning_gym, sources: [chain_sum]}, {kind: exact, sources: [rows]}]",
+    ],
+    "rewards": [
+        "reward.parts=[{kind: math}, {kind: exact}, {kind: pattern, pattern: a}, {kind: choice}, {kind: length, end: 4}, {kind: repetition}, "
+        "{kind: function, path: 'rewards.py:one'}, {kind: model, path: classifier, max_tokens: 2, overlong: left}]",
+    ],
+    "programs": ["reward={parts: [{kind: code, pattern: '(.*)'}], code: {isolation: process}}", "rollout.group_size=2"],
+    "judge": [
+        "reward.parts=[{kind: judge, url: SERVER, model: some, prompt: '{response}', api_key_env: HOME, backoff_s: 1e-3}]"
+    ],
+    "fsdp2": ["train.backend=fsdp2", "cluster={runtime: ray}", "algorithm.recipe=ppo", "critic.train={backend: fsdp2}"],
+    "fsdp": ["train.backend=fsdp", "cluster={runtime: ray}", "algorithm={recipe: ppo, kl_coef: 0.1}", "reference.train={backend: fsdp}"],
+}  # fmt: skip
+LOSSES = {
+    "policy_gradient": "rloo", "importance_sampling": "remax", "masked_is": "raft", "cispo": "maxrl", "sapo": "reinforce",
+    "topr": "grpo", "kimi": "gigpo", "clip_cov": "grpo", "kl_cov": "grpo", "dppo": "grpo", "cross_entropy": "grpo",
+}  # fmt: skip
+"""Policy loss -> advantage estimator; together they cover all of both."""
+RUNS |= {
+    loss: [
+        f"algorithm={{policy_loss: {loss}, advantage: {advantage}, old_logprobs: recompute}}",
+        "run.max_rounds=1",
+        "eval={before: false, at_end: false}",
+        "checkpoint.at_end=false",
+    ]
+    for loss, advantage in LOSSES.items()
+}
+BROKEN: dict[str, list[str]] = {
+    "skipped steps": [
+        "algorithm={recipe: ppo, policy_loss_coef: 1e300, value_loss_coef: 1e300}", "critic.train={}", "run.max_rounds=1",
+    ],
+    "failing": ["reward={parts: [{kind: function, path: 'rewards.py:picky'}], retries: 0}", "rollout.max_invalid_fraction=0"],
+}  # fmt: skip
+"""Runs in which something goes wrong."""
+_APART = "cluster.placement={policy: 0-7, rollout: 8-15}"
+_GPU = "run.device=cuda"
+_MEGATRON = [
+    "train.backend=megatron",
+    "algorithm.old_logprobs=recompute",
+    "cluster.placement={policy: 0-7, inference: 8-15, rollout: 16-23}",
+]
+LAYOUTS: dict[str, list[str]] = {
+    "vllm": ["rollout.engine=vllm", _APART],
+    "vllm on GPUs": [_GPU, "rollout={engine: vllm, vllm: {tensor_parallel: 2}}", _APART],
+    "vllm servers": ["rollout={engine: vllm, vllm: {servers: ['http://localhost:1']}}", "cluster.placement={policy: 0-7}"],
+    "sglang": ["rollout.engine=sglang", _APART],
+    "sglang on GPUs": [_GPU, "rollout={engine: sglang, sglang: {torch_compile: true}}", _APART],
+    "sglang servers": ["rollout={engine: sglang, sglang: {servers: ['http://localhost:1']}}", "cluster.placement={policy: 0-7}"],
+    "one GPU": [_GPU, "train={backend: single, offload: {weights: true}}"],
+    "fsdp2": [_APART],
+    "fsdp2 on hosts": [_GPU, "train.fsdp.cpu_offload=true", _APART],
+    "fsdp": ["train.backend=fsdp", _GPU, _APART],
+    "deepspeed": ["train.backend=deepspeed", _APART],
+    **{
+        f"roles on {name}": [
+            f"model={{build: null, path: other, dtype: {'fp16' if 'scaler' in options else 'fp32'}}}",
+            *(f"{role}={{backend: {name.partition(' ')[0]}{options}}}" for role in ("train", "critic.train", "reference.train")),
+            "algorithm={recipe: ppo, kl_coef: 0.1}",
+            "cluster.placement={policy: 0-7}",
+            _GPU,
+        ]
+        for name, options in {
+            "fsdp": "",
+            "fsdp2": ", fsdp: {cpu_offload: true}",
+            "deepspeed": "",
+            "megatron": ", megatron: {tensor_parallel: 2, sequence_parallel: true, pipeline_parallel: 2}, grad_scaler: {}",
+            "megatron with recomputation": ", megatron: {recompute_granularity: full, overlap_grad_reduce: true}",
+        }.items()
+    },
+    "dense megatron": _MEGATRON,
+    "megatron": [*_MEGATRON, "model={build: null, path: other}", "inference.tensor_parallel=2"],
+}  # fmt: skip
+"""Overrides of tiny.yaml on top of train.backend=fsdp2."""
+
+
+def write_files(folder: Path) -> None:
+    """Write tiny.yaml, and the data, models and functions that RUNS name."""
+    rows = "".join(f'{{"prompt": "{x}", "answer": "{x}", "tests": "assert 1"}}\n' for x in "abcd")
+    (folder / "letters.jsonl").write_text(rows)
+    (folder / "rows").mkdir()
+    (folder / "rows/train.jsonl").write_text(rows)
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(BASE))
+    (folder / "rewards.py").write_text(
+        "def one():\n    return 1.0\n\ndef picky(text, answer):\n    return {answer: 1.0}[text]\n"
+    )
+    spec = BuildSpec.model_validate(BASE["model"]["build"])
+    tokenizer = character_tokenizer(spec.characters)
+    model = build_model(spec, tokenizer, dtype=torch.float32, seed=0)
+    save_pretrained(CausalLM(model), tokenizer, folder / "model")
+    reward_model(folder / "classifier")
+
+
+def run_all(folder: Path) -> dict[str, set[str]]:
+    """Run RUNS and BROKEN in `folder`. Returns the keys that each of them reads."""
+    found = {}
+    with _in_one_process(folder), serving(lambda number, _: completion("1" if number else "?")) as server:
+        for name, overrides in (RUNS | BROKEN).items():
+            given = [f"run.name={name.replace(' ', '-')}", *overrides]
+            loaded = load_config("tiny.yaml", [text.replace("SERVER", server.url) for text in given])
+            with recorded() as found[name], suppress(*([RolloutError] if name == "failing" else [])):
+                commands.train(loaded)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return found
+
+
+@contextmanager
+def _in_one_process(folder: Path) -> Iterator[None]:
+    """Run workers as threads instead of Ray's processes, and no trackers."""
+    build_sinks = commands.build_sinks
+
+    def without_trackers(*args: Any, **given: Any) -> Any:
+        return build_sinks(*args, **{**given, "wandb": None, "swanlab": None})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(commands, "build_sinks", without_trackers)
+        patch.setattr(braid.runtime.ray, "RayGroup", Threads)
+        patch.setattr(braid.runtime.ray, "Machines", lambda *_: SimpleNamespace(close=lambda: None))
+        patch.setattr(braid.runtime.ray, "disconnect", lambda: None)
+        patch.setattr(braid.runtime.machines, "_start", lambda *_: None)
+        yield
+
+
+class Threads(InProcessGroup):
+    """Replaces RayGroup: one worker, in a thread of this process."""
+
+    def __init__(self, role: str, *_: Any, **__: Any) -> None:
+        self.role, self._loop, self._is_closed = role, None, False
+        self._pool = ThreadPoolExecutor(1)
+
+    def make(self, factory: Callable[[Place], Any], logs: Path) -> None:
+        self._worker = self._pool.submit(factory, Place(0, 1)).result()
+
+    def start(self, method: str, *args: Any) -> Doing:  # type: ignore[override]
+        return Doing(self._pool.submit(super().call, method, *args))
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.start(method, *args).wait()
+
+    def close(self) -> None:
+        super().close()
+        self._pool.shutdown()
+
+
+@dataclass
+class Doing:
+    """A call of Threads."""
+
+    values: Future[list[Any]]
+
+    def wait(self) -> list[Any]:
+        return self.values.result()
+
+    refs = property(wait)
