@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 
@@ -475,10 +475,7 @@ def _save(parts: Parts, at: Mapping[str, Any]) -> None:
 def stop_if_asked(parts: Parts) -> None:
     """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt."""
     if parts.stop.is_requested:
-        at = counters(parts)
-        if at["progress"] != parts.saved:
-            _save(parts, at)
-        parts.stop.end()
+        _end(parts, counters(parts))
 
 
 @contextmanager
@@ -493,9 +490,14 @@ def given_up_when_late(parts: Parts) -> Iterator[None]:
             raise
         if not isinstance(error, RoundCut):
             logger.warning("round %d is abandoned: %s", parts.progress.round, error)
-        if at["progress"] != parts.saved:
-            _save(parts, at)
-        parts.stop.end()
+        _end(parts, at)
+
+
+def _end(parts: Parts, at: Mapping[str, Any]) -> NoReturn:
+    """Write a checkpoint as `_save` does, unless there is one of `at` already, and end the run."""
+    if at["progress"] != parts.saved:
+        _save(parts, at)
+    parts.stop.end()
 
 
 @contextmanager

@@ -5,6 +5,8 @@ With `rank`, the model stays in host memory, to be sharded over the role's ranks
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from braid.config.roles import train_config
@@ -43,17 +45,7 @@ def make_critic(
     if config.critic.path is None:
         of = policy or make_policy(config, device, rank=rank)
     else:
-        model = config.model.model_copy(update={"path": config.critic.path, "build": None, "lora": None})
-        of = load_policy(
-            model,
-            temperature=1.0,
-            seed=0,
-            device=device,
-            train=train,
-            key="critic",
-            rank=rank,
-            longest=longest_row(config),
-        )
+        of = _load_folder(config, "critic", config.critic.path, device, rank)
     if of is policy or of.has_adapters:
         critic = ValueModel.copy_of(of, **head)
     else:  # the backbone is not used elsewhere
@@ -76,16 +68,22 @@ def make_reference(
         reference = policy.frozen_copy() if is_shared else policy
         reference.chunk_bytes, reference.compiles = train.logprob_chunk_bytes, train.compile
     else:
-        model = config.model.model_copy(update={"path": config.reference.path, "build": None, "lora": None})
-        reference = load_policy(
-            model,
-            temperature=config.rollout.sampling.temperature,
-            seed=0,
-            device=device,
-            train=train,
-            key="reference",
-            rank=rank,
-            longest=longest_row(config),
-        )
+        reference = _load_folder(config, "reference", config.reference.path, device, rank)
     reference.module.requires_grad_(False)
     return reference
+
+
+def _load_folder(
+    config: RunConfig, role: Literal["critic", "reference"], path: str, device: torch.device, rank: int | None
+) -> CausalLM:
+    """Load the language model in a role's own folder."""
+    return load_policy(
+        config.model.model_copy(update={"path": path, "build": None, "lora": None}),
+        temperature=config.rollout.sampling.temperature,
+        seed=0,
+        device=device,
+        train=train_config(config, role),
+        key=role,
+        rank=rank,
+        longest=longest_row(config),
+    )

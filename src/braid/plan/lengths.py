@@ -1,4 +1,4 @@
-"""Bounds on the length of trajectories and rows, and the length up to which a model's rotary embedding is fixed."""
+"""Bounds on the length of trajectories and rows, and the length up to which rotary frequencies are fixed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | Non
 
 
 def longest_row(config: RunConfig) -> int | None:
-    """Maximum tokens of a row in training or evaluation; None if unbounded. Supervised examples are bounded by
-    the model's positions."""
+    """Maximum tokens of a row in training or evaluation; None if unbounded. Supervised examples are bounded
+    by the model's positions."""
     samplings = (config.rollout.sampling, config.eval.sampling or config.rollout.sampling)
     totals = [token_bounds(config, sampling)[1] for sampling in samplings]
     bounds = [total for total in totals if total is not None]
@@ -43,9 +43,9 @@ def longest_row(config: RunConfig) -> int | None:
 
 
 def rotary_problem(model: Mapping[str, Any], longest: int | None) -> str | None:
-    """Error message if rows of up to `longest` tokens (None: any length) exceed the length beyond which rotary
-    frequencies depend on the longest row of a batch (dynamic NTK, LongRoPE); None if they do not, or if the
-    config does not contain that length. `model` is the content of a config.json."""
+    """Error message if rows of up to `longest` tokens (None: any length) exceed the length beyond which
+    rotary frequencies depend on the longest row of a batch (dynamic NTK, LongRoPE); None if they do not, or
+    if the config does not contain that length. `model` is the content of a config.json."""
     text = model.get("text_config") or model
     settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for rope in (settings, *(value for value in settings.values() if isinstance(value, dict))):

@@ -20,7 +20,6 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from braid.errors import ConfigError, Problem
+from braid.processes import descendants, kill
 
 from . import seccomp
 
@@ -355,23 +355,11 @@ def kill_children() -> None:
     """Kill all descendants of this process and reap them, within _KILL_S seconds."""
     deadline = time.monotonic() + _KILL_S
     while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill(pids)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(1e-3)
-
-
-def descendants(pid: int) -> list[int]:
-    """Ids of all descendants of `pid`."""
-    found = [pid]
-    for one in found:
-        for file in Path(f"/proc/{one}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, file.read_text().split())
-    return found[1:]
 
 
 def _is_over(limits: Limits, folder: str) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +13,9 @@ import weakref
 from typing import Any
 
 from braid.errors import RewardError
+from braid.processes import descendants, kill
 
 from .isolated import HEADER
-from .isolation import descendants
 
 START_LIMIT_S = 120.0
 """Time limit for a new process to import its scorer."""
@@ -82,9 +80,7 @@ class _Process:
         """Kill the process and all its descendants."""
         started = descendants(self._process.pid)
         self._process.kill()
-        for pid in started:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill(started)
         self._process.wait()
         self._socket.close()
 

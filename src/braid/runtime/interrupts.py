@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class StopSignals:
         elif time.monotonic() - self._since_s > _SAME_S:
             self.end()
 
-    def end(self) -> None:
+    def end(self) -> NoReturn:
         """Raise KeyboardInterrupt, and ignore further signals."""
         self._is_ending = True
         raise KeyboardInterrupt

@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from braid.processes import descendants, kill
+
 from .oom import KillCount
-from .processes import descendants, kill
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +375,8 @@ class Lifeline:
         for handle in () if said == _BYE else self._beside:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-        kill(descendants(os.getpid()))
+        for _ in range(2):  # the second time those that the first has missed
+            kill(descendants(os.getpid()))
         if said == _BYE:  # the driver stops this process through Ray
             self._socket.close()
             time.sleep(_END_S)

@@ -32,10 +32,10 @@ from ray.exceptions import (  # noqa: TID251
 
 from braid.config.cluster import ClusterConfig
 from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
+from braid.processes import children_of, kill_stopped
 
 from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
 from .machines import Machines, connect, interface_of, is_joined, leave, num_cluster_gpus
-from .processes import children_of, kill_stopped
 from .workers import Factory, Place, Seat
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]

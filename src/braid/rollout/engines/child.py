@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from braid.processes import kill_group
 from braid.runtime.lifeline import at_end, give_up
-from braid.runtime.processes import kill_group
 
 from .guard import FOLDER
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 
-from braid.runtime.processes import kill_group
+from braid.processes import kill_group
 
 FOLDER = "BRAID_ENGINE_FOLDER"
 """Environment variable with the folder of an engine's process, which is removed with the process."""

@@ -22,10 +22,13 @@ def children_of() -> dict[int, list[int]]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The descendants of `pid`, as long as their parents are alive."""
-    children, found = children_of(), [pid]
+    """The descendants of `pid` whose parents are alive. While some exit, others may be missing
+    (proc_pid_children(5)). Does not read the files of other processes, of which there may be thousands."""
+    found = [pid]
     for one in found:
-        found += children.get(one, [])
+        for file in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, file.read_text().split())
     return found[1:]
 
 
