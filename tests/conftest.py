@@ -1,4 +1,4 @@
-"""One thread, fixed seeds, a patient Ray and a Ctrl-C that counts, for every test."""
+"""For every test: one thread, fixed seeds, long timeouts of Ray, and a working Ctrl-C."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest) -> None:
-    """Tests with workers or engines, and all that are about processes; see tests.leftovers."""
+    """For tests with workers or engines, and all tests of processes; see tests.leftovers."""
     about_processes = request.path.parent.name in ("faults", "runtime", "weights")
     if about_processes or request.node.get_closest_marker("xdist_group") is not None:
         request.getfixturevalue("nothing_is_left")

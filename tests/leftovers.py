@@ -1,6 +1,6 @@
-"""What a test of processes may leave behind: nothing.
+"""Tests of processes must leave nothing behind.
 
-`nothing_is_left` is taken by every test in tests/faults, tests/runtime and tests/weights, and by all with workers or vLLM.
+`nothing_is_left` is used by every test in tests/faults, tests/runtime and tests/weights, and by all with workers or vLLM.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 LIMIT_S = 300.0
-"""For anything that a test waits for. Only a failure reaches it; a loaded machine can take a hundred times as
-long as an idle one."""
+"""Limit for anything that a test waits for. Only failures reach it; a loaded machine can be a hundred times
+slower than an idle one."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def await_end(processes: Iterable[psutil.Process]) -> None:
-    """Those that still run after the limit are named."""
+    """Fails with the names of those that still run after the limit."""
     _await_none(lambda: [process for process in processes if runs(process)])
 
 
@@ -111,7 +111,7 @@ def _maps() -> Iterator[str]:
 
 
 def _ports() -> set[int]:
-    """Those that this process listens at."""
+    """Ports on which this process listens."""
     connections = psutil.Process().net_connections("inet")
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 

@@ -1,4 +1,4 @@
-"""How far apart two correct computations of one number may be.
+"""Bounds on the difference of two correct computations of one number.
 
 A sum of n terms, in whatever order it is computed, is off by at most n * eps / 2 of the sum of their sizes
 (Higham, Accuracy and Stability of Numerical Algorithms, 4.2), so two orders differ by at most n * eps. Typical

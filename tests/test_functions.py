@@ -59,7 +59,7 @@ def test_a_file_path_is_relative_to_the_config_and_runs_once(folder: Path) -> No
         ("raising.py:f", "raising.py raised ZeroDivisionError: division by zero"),
     ],
 )  # fmt: skip
-def test_a_path_that_leads_nowhere_is_told_with_its_key(folder: Path, path: str, fault: str) -> None:
+def test_an_invalid_path_is_reported_with_its_key(folder: Path, path: str, fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_function(path, base_dir=folder, key="reward.parts[0].path")
     assert str(caught.value).startswith("reward.parts[0].path: ")

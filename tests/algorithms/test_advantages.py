@@ -1,4 +1,4 @@
-"""What advantages and whitening hold to, whatever the numbers."""
+"""Properties of advantages and whitening for any numbers."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ finite = st.floats(-100, 100, width=32)
 
 
 def _gae_by_definition(rewards, values, mask, lengths, bootstrap, gamma, lam):
-    """The recursion as the paper has it, a position at a time."""
+    """The paper's recursion, one position at a time."""
     advantages, returns, start = [0.0] * len(rewards), [0.0] * len(rewards), 0
     for length, last_value in zip(lengths, bootstrap, strict=True):
         advantage, next_value = 0.0, last_value
@@ -71,7 +71,7 @@ def test_gae_over_environment_tokens_equals_gae_without_them():
         assert torch.equal(with_gaps[~mask], torch.zeros(4))
 
 
-def test_a_row_does_not_feel_its_neighbours():
+def test_a_row_is_independent_of_its_neighbours():
     def run(first_row):
         rewards = torch.tensor([*first_row, 1.0, 2.0])
         return gae(
@@ -130,7 +130,7 @@ def test_groups_of_one_and_groups_of_equal_rewards_get_exactly_zero(normalize_by
     ids=lambda f: f.__name__,
 )
 @given(rewards=st.lists(finite, min_size=1, max_size=12), data=st.data())
-def test_comparisons_within_groups_follow_the_rows_and_feel_no_other_group(advantages_of, rewards, data):
+def test_comparisons_within_groups_follow_the_rows_and_ignore_other_groups(advantages_of, rewards, data):
     groups = data.draw(st.lists(st.integers(-3, 3), min_size=len(rewards), max_size=len(rewards)))
     order = data.draw(st.permutations(range(len(rewards))))
     r, g, permuted = torch.tensor(rewards).double(), torch.tensor(groups), torch.tensor(order)
@@ -149,7 +149,7 @@ def test_comparisons_within_groups_follow_the_rows_and_feel_no_other_group(advan
 
 
 @given(rewards=st.lists(finite, min_size=2, max_size=9))
-def test_leaving_one_out_is_the_reward_less_the_mean_of_the_others(rewards):
+def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others(rewards):
     r = torch.tensor(rewards).double()
     others = torch.stack([torch.cat([r[:i], r[i + 1 :]]).mean() for i in range(len(r))])
     advantages = leave_one_out_advantages(r, torch.zeros(len(r)).long())
@@ -176,7 +176,7 @@ def test_returns_are_gae_without_values(data, gamma):
 
 
 @given(values=st.lists(finite, max_size=12), data=st.data())
-def test_whitening_does_not_depend_on_order_or_on_what_lies_outside_the_mask(values, data):
+def test_whitening_does_not_depend_on_order_or_on_masked_values(values, data):
     mask = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
     order = torch.tensor(data.draw(st.permutations(range(len(values)))), dtype=torch.long)
     a, m = torch.tensor(values).double(), torch.tensor(mask, dtype=torch.bool)

@@ -1,4 +1,7 @@
-"""Advantages and reward statistics against numbers worked out by hand. tests/golden has those of grpo, gae and whitening."""
+"""Advantages and reward statistics against numbers worked out by hand.
+
+Those of grpo, gae and whitening are in tests/golden.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def _close(got: torch.Tensor, *expected: float) -> None:
     torch.testing.assert_close(got.float(), torch.tensor(expected, dtype=torch.float32), **CLOSE)
 
 
-def test_rloo_takes_the_mean_of_the_others_off() -> None:
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
     # 6 - 3, 3 - 6; 9 - 12, 12 - 9; nobody else
     advantages = leave_one_out_advantages(
         torch.tensor([6.0, 3.0, 9.0, 12.0, 1.0]), torch.tensor([0, 0, 1, 1, 2])
@@ -37,7 +40,7 @@ def test_rloo_takes_the_mean_of_the_others_off() -> None:
     _close(leave_one_out_advantages(torch.tensor([1.0, 0.0, 5.0]), torch.zeros(3).long()), -1.5, -3.0, 4.5)
 
 
-def test_remax_takes_the_greedy_answers_reward_off() -> None:
+def test_remax_subtracts_the_reward_of_the_greedy_answer() -> None:
     advantages = baseline_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.5, 0.5, 1.0]))
     _close(advantages, 0.5, -0.5, -0.5)
 
@@ -58,7 +61,7 @@ def test_maxrl_divides_by_the_pass_rate() -> None:
     torch.testing.assert_close(advantages, expected, atol=2e-5, rtol=0)  # 1e-6 beside 1/4, times 3
 
 
-def test_maxrl_learns_nothing_where_the_mean_reward_is_no_rate() -> None:
+def test_maxrl_learns_nothing_if_the_mean_reward_is_not_a_rate() -> None:
     advantages = likelihood_advantages(torch.tensor([1.0, -1.0, -2.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     _close(advantages, 0, 0, 0, 0)
 
@@ -72,7 +75,7 @@ def test_maxrl_learns_nothing_where_the_mean_reward_is_no_rate() -> None:
         (0.0, (1, 1, 1), [1.0, 2.0, 3.0]),
     ],
 )
-def test_returns_are_discounted_sums_of_what_comes_after(
+def test_returns_are_discounted_sums_of_later_rewards(
     gamma: float, mask: tuple[int, ...], expected: list[float]
 ) -> None:
     rewards, of_policy = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(mask, dtype=torch.bool)
@@ -99,7 +102,7 @@ def test_gae_gives_the_returns_of_its_recursion(gamma: float, lam: float, expect
     _close(returns, *expected)
 
 
-def test_whitening_what_remains_of_a_row_leaves_the_gap_alone() -> None:
+def test_whitening_leaves_masked_gaps_unchanged() -> None:
     # over 5.5 and 1.5 (gae of 1, -, 3 against .5, -, 1.5): mean 3.5, variance 8
     mask = torch.tensor([True, False, True])
     _close(whiten(torch.tensor([5.5, 4.0, 1.5]), mask), 0.707107, 0.0, -0.707107)
@@ -112,7 +115,7 @@ def _normalized(mean: str, std: str, running: RunningMoments | None = None) -> t
     return (REWARDS - center) / scale
 
 
-def test_a_groups_mean_and_deviation_are_grpo() -> None:
+def test_group_mean_and_deviation_give_grpo() -> None:
     # group 0: mean 1/2, std sqrt(1/3) = 0.577350; group 1: equal
     normalized = _normalized("group", "group")
     _close(normalized, 0.866024, -0.866024, -0.866024, 0.866024, 0, 0, 0, 0)
@@ -121,7 +124,7 @@ def test_a_groups_mean_and_deviation_are_grpo() -> None:
     )
 
 
-def test_a_groups_mean_and_the_batchs_deviation_are_lite_ppo() -> None:
+def test_group_mean_and_batch_deviation_give_lite_ppo() -> None:
     # batch: mean 3/4, variance (6/16 + 2 * 9/16) / 7 = 0.214286, std 0.462910; 0.5 / 0.462911
     _close(_normalized("group", "batch"), 1.080121, -1.080121, -1.080121, 1.080121, 0, 0, 0, 0)
 
@@ -158,7 +161,7 @@ def test_running_moments_are_those_of_all_rounds() -> None:
         (0.2, 0.0, 0.1, 1000, 100.0, 0.0),  # 1 - 0.2 * 10 would turn its sign around
     ],
 )
-def test_the_kl_coefficient_is_steered_to_its_target(
+def test_the_kl_coefficient_adapts_to_its_target(
     coef: float, kl: float, target: float, n: int, horizon: float, expected: float
 ) -> None:
     got = steered_coefficient(coef, kl, target=target, num_trajectories=n, horizon=horizon)

@@ -1,4 +1,4 @@
-"""Reductions do not depend on how a step is cut, ordered or filled up."""
+"""Reductions do not depend on micro-batching, order or padding."""
 
 import itertools
 from dataclasses import dataclass
@@ -87,11 +87,11 @@ def test_means_of_a_constant_are_that_constant(mode, step):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_without_any_token_weighs_nothing(mode):
+def test_a_step_without_tokens_has_no_weight(mode):
     assert row_weights([0, 0], [0, 1], mode=mode, constant=16.0) == [0.0, 0.0]
 
 
-def test_nothing_outside_the_mask_reaches_loss_or_gradient():
+def test_masked_values_reach_neither_loss_nor_gradient():
     values = torch.tensor([1.0, torch.nan, torch.inf], requires_grad=True)
     loss = aggregate(values, torch.tensor([True, False, False]), torch.full((3,), 0.5))
     loss.backward()

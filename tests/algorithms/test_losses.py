@@ -81,7 +81,7 @@ def test_tokens_that_are_certain_give_a_finite_loss_and_gradient(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_diagnostics_carry_no_gradient(name):
+def test_diagnostics_have_no_gradient(name):
     recipe = replace(RECIPES["grpo"], policy_loss=name, dual_clip=3.0)
     loss, diagnostics = _loss(recipe, torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1))
     assert loss.requires_grad
@@ -89,7 +89,7 @@ def test_diagnostics_carry_no_gradient(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy", "kimi"}))
-def test_tokens_without_advantage_are_not_moved(name):
+def test_tokens_with_zero_advantage_have_no_gradient(name):
     logprobs = torch.tensor([-0.5, -3.0], requires_grad=True)
     recipe = replace(RECIPES["grpo"], policy_loss=name)
     loss, _ = _loss(recipe, logprobs, torch.tensor([-1.0, -1.0]), torch.zeros(2))
@@ -112,7 +112,7 @@ OTHER_VALUES = {
     "dppo_divergence": "kl",
 }
 BEFORE_THE_LOSS = {"ratio_level", "log_ratio_min", "log_ratio_max", "cov_fraction", "cov_low", "cov_high"}
-"""Read where the ratio is taken and the tokens are chosen."""
+"""Keys used where ratios are computed and tokens are selected."""
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -152,7 +152,7 @@ def test_cispo_learns_where_ppo_has_stopped():
     torch.testing.assert_close(of_cispo, torch.tensor([-1.2, 0.8]))
 
 
-def test_each_token_of_a_sequence_keeps_a_gradient_of_its_own():
+def test_each_token_of_a_sequence_has_its_own_gradient():
     mask = torch.tensor([False, True, True, True])
     over = segments(mask, torch.zeros(4, dtype=torch.long))
     logprobs = torch.tensor([7.0, 0.2, 0.4, 0.0], requires_grad=True)

@@ -1,4 +1,4 @@
-"""Segments of packed batches, and the choice of tokens: the same whatever stands beside them."""
+"""Segments of packed batches and the selection of tokens do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _segments(mask: Tensor, row: Tensor, level: str) -> Segments:
 
 
 def _by_hand(values: list[float], mask: list[bool], level: str) -> list[tuple[float, float]]:
-    """(sum, mean) at each masked position, by looking at one row alone."""
+    """(sum, mean) at each masked position, computed from its row alone."""
     runs: list[list[int]] = []
     for place, is_in in enumerate(mask):
         if is_in:
@@ -66,7 +66,7 @@ def test_sums_and_means_are_those_of_each_row_alone(level, rows):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_stands_outside_the_mask_is_not_read(level):
+def test_masked_values_are_not_read(level):
     mask, row = torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1])
     over = _segments(mask, row, level)
     values = torch.tensor([torch.nan, 1.0, 2.0, torch.inf, 5.0])

@@ -1,4 +1,4 @@
-"""What reward statistics hold to, whatever the numbers."""
+"""Properties of reward statistics for any numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_running_moments_do_not_depend_on_how_values_are_cut_into_rounds(values,
     assert running.squares == pytest.approx(at_once.squares, abs=1e-7)
 
 
-def test_running_moments_go_on_from_their_state():
+def test_running_moments_resume_from_their_state():
     running, other = RunningMoments(), RunningMoments()
     running.update(torch.tensor([0.1, 0.7]))
     other.load(running.state())

@@ -1,4 +1,4 @@
-"""What must stay light does: in a fresh interpreter, none of the heavy packages comes along."""
+"""Light modules import none of the heavy packages, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_light_module_imports_nothing_heavy(module: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["explain", "convert", "show"])
 @pytest.mark.parametrize("name", ["rlinf-math-003", "rlinf-embodied-003", "roll-rlvr-002", "skyrl-004"])
-def test_a_look_at_a_foreign_config_imports_nothing_heavy(verb: str, name: str) -> None:
+def test_inspecting_a_foreign_config_imports_nothing_heavy(verb: str, name: str) -> None:
     command = [verb, str(SEEDS / f"{name}.yaml")]
     if verb == "show":
         command += ["--backend", "single", "--engine", "native"]

@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write together: whole or not there, checked file by file."""
+"""Checkpoints written by several processes are complete or absent, and verified file by file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from braid.training.shards import Boxes, boxes_of_range, read_weights, stored_mo
 
 
 def fill(value: float) -> Any:
-    """Writes a model of one weight, as the only rank."""
+    """Write a model with one weight, as the only rank."""
 
     def write(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         weight = torch.full((300, 7), value)
@@ -71,7 +71,7 @@ def test_damage_to_a_workers_file_leads_to_the_checkpoint_before(
 
 
 class _Call:
-    """Pickled, it is a call of os.mkdir when it is read."""
+    """Unpickling it calls os.mkdir."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ def test_an_index_that_names_a_function_is_damaged_and_runs_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({"a": 1}), b"no pickle"])
-def test_an_index_that_is_none_is_damaged(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_index_counts_as_damaged(tmp_path: Path, content: bytes) -> None:
     folder = CheckpointStore(tmp_path / "checkpoints").save(1, fill(1.0)) / "policy"
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"is damaged: .metadata"):
@@ -112,7 +112,7 @@ def test_a_full_disk_of_a_worker_leaves_everything_as_it_was(store: CheckpointSt
     assert os.listdir(store.folder) == ["step_1"]
 
 
-def test_files_that_the_first_process_cannot_see_are_told(store: CheckpointStore) -> None:
+def test_files_that_the_driver_cannot_see_are_reported(store: CheckpointStore) -> None:
     def elsewhere(_: Path) -> Any:
         return {}, {"policy/__1_0.distcp": {"bytes": 10, "sha256": ""}}
 
@@ -202,7 +202,7 @@ KILLS = textwrap.dedent(
 
 @pytest.mark.slow
 def test_ranks_killed_at_any_moment_leave_a_whole_newest_checkpoint(tmp_path: Path) -> None:
-    """As of one writer (test_store): of two that write together, either may be the first to go."""
+    """Like the test of one writer in test_store; either of the two may be killed first."""
     folder = tmp_path / "checkpoints"
     done = subprocess.run(
         [sys.executable, "-c", KILLS, str(folder)], capture_output=True, text=True, check=False

@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
-def test_the_newest_checkpoint_comes_back(store: CheckpointStore) -> None:
+def test_the_newest_checkpoint_is_loaded(store: CheckpointStore) -> None:
     for step in (2, 10):
         assert store.save(step, state(step)) == store.folder / f"step_{step}"
     step, back = store.load()
@@ -62,14 +62,14 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
     assert os.listdir(store.folder) == ["step_3"]
 
 
-def test_a_save_removes_the_checkpoints_of_a_future_given_up(store: CheckpointStore) -> None:
+def test_a_save_removes_checkpoints_of_later_steps(store: CheckpointStore) -> None:
     for step in (10, 20):
         store.save(step, state(step))
     store.save(12, state(12))
     assert store.steps() == [10, 12]
 
 
-def test_going_on_from_a_step_can_forget_the_later_ones(store: CheckpointStore) -> None:
+def test_resuming_from_a_step_can_remove_later_checkpoints(store: CheckpointStore) -> None:
     for step in (10, 20):
         store.save(step, state(step))
     store.forget_after(10)
@@ -163,7 +163,7 @@ def test_two_runs_cannot_write_to_one_folder_at_the_same_time(store: CheckpointS
         assert store.steps() == [1]
 
 
-def test_when_all_are_damaged_each_is_told(store: CheckpointStore) -> None:
+def test_if_all_are_damaged_each_is_reported(store: CheckpointStore) -> None:
     for step in (10, 20):
         store.save(step, state(step))
     cut(store.path(20) / "tensors.safetensors")
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_format_is_told_apart_from_a_damaged_one(store: 
         store.load(store.path(1))
 
 
-def test_what_cannot_be_saved_leaves_everything_as_it_was(store: CheckpointStore) -> None:
+def test_a_state_that_cannot_be_saved_changes_nothing(store: CheckpointStore) -> None:
     store.save(1, state(1))
     with pytest.raises(CheckpointError, match="policy contains a set"):
         store.save(2, {"policy": {1}})
@@ -191,7 +191,7 @@ def test_what_cannot_be_saved_leaves_everything_as_it_was(store: CheckpointStore
     assert os.listdir(store.folder) == ["step_1"]
 
 
-def test_leftovers_of_killed_saves_are_cleared_and_a_replaced_checkpoint_is_put_back(
+def test_leftovers_of_killed_saves_are_removed_and_a_replaced_checkpoint_is_restored(
     store: CheckpointStore,
 ) -> None:
     store.save(1, state(1))
@@ -296,7 +296,7 @@ KILLS = textwrap.dedent(
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 0], ids=["next_steps", "the_same_step_again"])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_newest_checkpoint(tmp_path: Path, stride: int) -> None:
-    """What loads is the last step that the writer reported as saved, or the one after it. In a process of its own,
+    """The last step that the writer reported as saved is loaded, or the one after it. In a separate process,
     which forks the writers, so that the libraries are imported once."""
     folder = tmp_path / "checkpoints"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a state may hold, and that it comes back exactly."""
+"""Allowed values of a state, and exact restoration."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_plain_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -0.0, 5e-324, 1.7976931348623157e308])
-def test_odd_floats_come_back(value: float) -> None:
+def test_special_floats_are_restored(value: float) -> None:
     assert repr(round_trip(value)) == repr(value)
 
 
-def test_keys_that_look_like_marks_of_the_format_come_back() -> None:
+def test_keys_that_look_like_tags_of_the_format_are_restored() -> None:
     for value in ({"$tuple": [1]}, {"$x": 1, "y": 2}, {"a": {"$dict": {}}}):
         assert round_trip(value) == value
 
@@ -68,7 +68,7 @@ def test_keys_that_look_like_marks_of_the_format_come_back() -> None:
         hnp.array_shapes(min_dims=0, min_side=0),
     )
 )
-def test_arrays_come_back_with_type_and_bits(value: np.ndarray) -> None:
+def test_arrays_are_restored_with_type_and_bits(value: np.ndarray) -> None:
     back = round_trip(value)
     assert back.dtype == value.dtype
     assert back.shape == value.shape
@@ -90,7 +90,7 @@ def test_numpy_scalars_and_subclasses_come_back_as_plain_values() -> None:
     assert type(round_trip(OrderedDict(a=1))) is dict
 
 
-def test_states_of_random_generators_go_on_to_the_bit() -> None:
+def test_states_of_random_generators_resume_bit_exactly() -> None:
     rng, py, gen = np.random.default_rng(1), random.Random(1), torch.Generator().manual_seed(1)
     state = (rng.bit_generator.state, py.getstate(), gen.get_state(), np.random.MT19937(3).state)
     expected = (rng.random(), py.random(), torch.rand(3, generator=gen))
@@ -104,7 +104,7 @@ def test_states_of_random_generators_go_on_to_the_bit() -> None:
     assert np.array_equal(back[3]["state"]["key"], state[3]["state"]["key"])
 
 
-def test_a_tensor_that_stands_twice_is_stored_once_and_comes_back_as_one() -> None:
+def test_a_shared_tensor_is_stored_once_and_restored_as_one() -> None:
     tied = torch.ones(3, 4)
     data, tensors = pack({"embed": tied, "head": torch.nn.Parameter(tied)})
     assert len(tensors) == 1
@@ -122,7 +122,7 @@ def test_different_views_of_one_memory_keep_their_values() -> None:
         assert torch.equal(tensor, views[name])
 
 
-def test_two_paths_that_read_the_same_keep_their_own_tensors() -> None:
+def test_two_paths_with_the_same_text_keep_separate_tensors() -> None:
     state = {"a": {"b": torch.ones(1)}, "a/b": torch.zeros(1), "__metadata__": torch.ones(2)}
     data, tensors = pack(state)
     assert "__metadata__" not in tensors
@@ -141,7 +141,7 @@ def test_two_paths_that_read_the_same_keep_their_own_tensors() -> None:
         (torch.empty(2, device="meta"), "meta"),
     ],
 )
-def test_what_cannot_be_saved_is_named_with_its_place(value: Any, named: str) -> None:
+def test_a_value_that_cannot_be_saved_is_named_with_its_path(value: Any, named: str) -> None:
     with pytest.raises(CheckpointError, match=r"policy/0/x") as caught:
         pack({"policy": [{"x": value}]})
     assert named in str(caught.value)

@@ -1,4 +1,4 @@
-"""`braid explain` and `braid convert`, as a user of another system types them, and what a run of such a file keeps."""
+"""`braid explain` and `braid convert`, and the files that a run of a foreign config stores."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_json_has_a_row_for_every_key(capsys: pytest.CaptureFixture[str], file: 
     assert {row["disposition"] for row in rows} == {"applied"}
 
 
-def test_what_sets_native_keys_that_nothing_reads_is_shown_as_unused(
+def test_keys_whose_native_keys_are_not_read_are_shown_as_unused(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
     assert main(["explain", str(file), "generator.gpu_memory_utilization=0.5", "--engine", "vllm"]) == 0
@@ -103,7 +103,7 @@ def test_explain_shows_what_would_stop_a_run(capsys: pytest.CaptureFixture[str],
     assert out.splitlines()[-1] == "theirs.yaml (SkyRL): 4 keys, 3 applied, 1 unsupported"
 
 
-def test_all_problems_are_told_at_once_with_their_lines(
+def test_all_problems_are_reported_at_once_with_their_lines(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.yaml"
@@ -119,7 +119,7 @@ def test_all_problems_are_told_at_once_with_their_lines(
     )
 
 
-def test_a_refused_file_is_explained_whole_with_the_refused_keys_among_it(
+def test_a_refused_file_is_explained_completely_including_refused_keys(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
     wrong = ["trainer.epoch=3", "trainer.train_batch_size=lots", "trainer.project_name=mine"]
@@ -168,7 +168,7 @@ def test_a_native_config_has_nothing_to_explain(capsys: pytest.CaptureFixture[st
     assert "pass a config to explain, or --key KEY" in capsys.readouterr().err
 
 
-def test_a_key_is_told_in_each_language_that_has_it() -> None:
+def test_a_key_is_explained_in_each_dialect_that_has_it() -> None:
     wide = console(200)
     print_key("trainer.algorithm.kl_loss_coef", wide)
     assert text_of(wide) == (
@@ -195,7 +195,7 @@ def test_rlinfs_kl_coefficient_comes_with_its_formula() -> None:
     assert "  note " in text_of(wide)
 
 
-def test_an_unknown_key_is_told_with_near_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_is_reported_with_similar_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--key", "trainer.algorithm.kl_los_coef"]) == 2
     err = capsys.readouterr().err
     assert err == (
@@ -253,7 +253,7 @@ def test_a_converted_file_where_relative_paths_start_needs_no_base_dir(
     assert "base_dir" not in (file.parent / "ours.yaml").read_text()
 
 
-def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert main(["convert", str(file), "--output", str(file.parent / "no/such/folder.yaml")]) == 2
     assert "No such file or directory; choose another --output" in capsys.readouterr().err
 
@@ -270,7 +270,7 @@ def test_show_names_the_foreign_key_of_each_value(capsys: pytest.CaptureFixture[
     assert origins["train.backend"] == "command line"
 
 
-def test_the_language_can_be_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_dialect_can_be_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "few.yaml"
     path.write_text("data: {train_data: [a.parquet]}\n")
     assert main(["explain", str(path), "--dialect", "skyrl", "--json"]) == 0
@@ -278,9 +278,7 @@ def test_the_language_can_be_given(capsys: pytest.CaptureFixture[str], tmp_path:
     assert row["native"]["data.train"][0]["path"] == ["a.parquet"]
 
 
-def test_a_run_keeps_the_file_it_was_begun_with_and_its_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stores_its_source_file_and_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny = ModelConfig(
         build=BuildSpec(

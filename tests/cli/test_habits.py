@@ -1,4 +1,4 @@
-"""What people type out of habit, and where they start braid from: the right message, never a traceback."""
+"""Habits from other frameworks, and unusual ways to start braid: a helpful message, never a traceback."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def complaints(*overrides: str) -> list[str]:
         ("model.dtype=torch.float16", "model.dtype: 'torch.float16' is not one of fp32, bf16, fp16; write fp16"),
     ],
 )  # fmt: skip
-def test_a_key_or_value_of_another_framework_is_answered_with_the_one_here(
-    override: str, message: str
-) -> None:
+def test_a_key_of_another_framework_is_answered_with_its_equivalent(override: str, message: str) -> None:
     (found,) = complaints(override)
     assert found.startswith(message)
 

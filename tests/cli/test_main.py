@@ -1,4 +1,4 @@
-"""Arguments, exit codes, and what is said."""
+"""Arguments, exit codes and messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def raising(error: BaseException) -> Callable[[], NoReturn]:
     return action
 
 
-def test_help_teaches_verbs_a_first_command_and_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands_a_first_example_and_the_documentation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for verb in ("train", "sft", "eval", "show", "explain", "convert", "export", "schema"):
@@ -75,7 +77,7 @@ def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None
     assert "getting started:" in capsys.readouterr().out
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("braid 0.")
 
@@ -110,27 +112,27 @@ def test_a_wrong_command_says_what_to_type(
     assert capsys.readouterr().err == message
 
 
-def test_config_problems_end_with_2_before_anything_runs(
+def test_config_problems_exit_with_2_before_anything_runs(
     capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
     assert main(["train", config, "run.sed=1"]) == 2
     assert capsys.readouterr().err == "braid: run.sed: unknown key, did you mean 'seed'? [override]\n"
 
 
-def test_cross_key_problems_end_with_2_too(capsys: pytest.CaptureFixture[str], config: str) -> None:
+def test_cross_key_problems_exit_with_2(capsys: pytest.CaptureFixture[str], config: str) -> None:
     assert main(["train", config, "run.max_rounds=null"]) == 2
     assert capsys.readouterr().err == (
         "braid: run.max_rounds: the run never ends; set run.max_rounds or run.max_epochs [override]\n"
     )
 
 
-def test_overrides_may_stand_after_options(capsys: pytest.CaptureFixture[str], config: str) -> None:
+def test_overrides_may_follow_options(capsys: pytest.CaptureFixture[str], config: str) -> None:
     assert main(["show", config, "run.seed=1", "--json", "run.max_rounds=9"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["config"]["run"]["seed"], shown["plan"]["planned_rounds"]) == (1, 9)
 
 
-def test_a_failed_run_ends_with_1_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_exits_with_1_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(raising(TrainingError("no valid rows")), args()) == 1
     assert capsys.readouterr().err == "braid: TrainingError: no valid rows\n"
 
@@ -140,12 +142,12 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
-def test_config_errors_of_a_run_under_way_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_errors_during_a_run_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(raising(ConfigError([Problem("run.name", "is taken")])), args()) == 2
     assert capsys.readouterr().err == "braid: run.name: is taken\n"
 
 
-def test_config_errors_of_a_run_are_placed_where_the_key_was_written(
+def test_config_errors_of_a_run_have_the_origin_of_the_key(
     capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
     found = args(loaded=load_config(config, ["run.name=a"]))
@@ -164,12 +166,12 @@ def test_a_bug_keeps_its_traceback() -> None:
         guarded(raising(ZeroDivisionError()), args())
 
 
-def test_ctrl_c_before_a_run_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_before_a_run_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(raising(KeyboardInterrupt()), args()) == 130
     assert capsys.readouterr().err == "braid: interrupted before the run began; nothing was written\n"
 
 
-def test_ctrl_c_while_a_class_is_being_made_is_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_during_class_creation_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     wrapped = RuntimeError("Error calling __set_name__")  # as Python 3.11 has it
     wrapped.__cause__ = KeyboardInterrupt()
     assert guarded(raising(wrapped), args()) == 130
@@ -178,7 +180,9 @@ def test_ctrl_c_while_a_class_is_being_made_is_ctrl_c(capsys: pytest.CaptureFixt
         guarded(raising(RuntimeError("a bug")), args())
 
 
-def test_an_interrupted_run_says_where_it_stands_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_prints_its_folder_and_the_resume_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     stop = RunInterrupted(Path("runs/a-2"), Path("runs/a-2/checkpoints/step_40"))
     assert guarded(raising(stop), args(overrides=["run.seed=1", "run.name=a", "data.train=[ ]"])) == 130
     assert capsys.readouterr().err == (
@@ -187,7 +191,7 @@ def test_an_interrupted_run_says_where_it_stands_and_how_to_go_on(capsys: pytest
     )
 
 
-def test_a_run_of_another_systems_config_goes_on_with_its_options_and_native_keys(
+def test_the_resume_command_of_a_foreign_config_has_its_options_and_native_keys(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stop = RunInterrupted(Path("runs/a"), Path("runs/a/checkpoints/step_4"))
@@ -205,7 +209,7 @@ def test_a_run_of_another_systems_config_goes_on_with_its_options_and_native_key
     )
 
 
-def test_an_interrupted_run_without_a_checkpoint_begins_again_in_its_folder(
+def test_an_interrupted_run_without_a_checkpoint_restarts_in_its_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert guarded(raising(RunInterrupted(Path("runs/a"), None)), args()) == 130
@@ -235,13 +239,13 @@ def test_sigterm_counts_as_ctrl_c() -> None:
     assert err == "braid: interrupted before the run began; nothing was written\n"
 
 
-def test_handlers_of_signals_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     guarded(lambda: 0, args())
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_is_no_run_cannot_be_exported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_only_run_folders_can_be_exported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["export", str(tmp_path)]) == 2
     assert "has no config.yaml, so it is not a run; pass the folder of a run" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nope")]) == 2
@@ -258,7 +262,7 @@ def test_the_schema_and_the_reference_are_printed(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     "argv", [["--help"], ["show", QUICKSTART], ["schema"]], ids=["help", "show", "schema"]
 )
-def test_looking_around_imports_no_torch(argv: list[str]) -> None:
+def test_inspection_commands_do_not_import_torch(argv: list[str]) -> None:
     code = (
         "import sys; from braid.cli.main import main; main(sys.argv[1:]); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
@@ -268,7 +272,7 @@ def test_looking_around_imports_no_torch(argv: list[str]) -> None:
     assert done.stdout
 
 
-def test_a_reader_that_leaves_early_is_no_error(config: str) -> None:
+def test_a_closed_pipe_is_not_an_error(config: str) -> None:
     command = f"{sys.executable} -m braid.cli.main show {config} --all | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("config")

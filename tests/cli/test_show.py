@@ -52,7 +52,7 @@ def test_values_come_with_their_origin_and_defaults_are_hidden(tmp_path: Path) -
     assert "output_dir" not in text
 
 
-def test_end_tokens_are_listed_with_where_each_is_named(tmp_path: Path) -> None:
+def test_end_tokens_are_listed_with_their_origin(tmp_path: Path) -> None:
     assert line(show(tmp_path), "end token") == "end token <eos> (1) model.build"
     assert line(show(tmp_path, "model.eos_token_id=4"), "end token") == "end token 4 model.eos_token_id"
     folder = tmp_path / "model"
@@ -103,7 +103,7 @@ def test_derived_numbers_come_with_their_arithmetic(tmp_path: Path) -> None:
     )
 
 
-def test_the_placement_says_which_rank_sits_where_and_with_whom(tmp_path: Path) -> None:
+def test_the_placement_shows_devices_and_groups_of_ranks(tmp_path: Path) -> None:
     assert line(show(tmp_path), "placement") == "placement in_process: all roles in the driver process"
     text = show(
         tmp_path,
@@ -127,21 +127,21 @@ def test_uneven_mini_batches_say_up_to(tmp_path: Path) -> None:
     assert line(text, "rows per step") == "rows per step up to 24 16 prompts / 3 = up to 6 prompts x 4"
 
 
-def test_rounds_that_hang_on_unread_data_say_so(tmp_path: Path) -> None:
+def test_rounds_that_depend_on_unread_data_are_unknown(tmp_path: Path) -> None:
     text = show(tmp_path, "run={max_epochs: 2}", "data.train=[{kind: file, path: x.jsonl}]")
     assert line(text, "rounds") == (
         "rounds unknown run.max_epochs=2 x training prompts / 16, known once the data is read"
     )
 
 
-def test_the_critics_warm_up_is_taken_off_the_policys_steps(tmp_path: Path) -> None:
+def test_critic_warm_up_is_subtracted_from_the_policys_steps(tmp_path: Path) -> None:
     text = show(tmp_path, "algorithm.recipe=ppo", "critic.warmup_rounds=4", width=160)
     assert line(text, "optimizer steps 6") == (
         "optimizer steps 6 6 rounds x 1 (4 rounds of critic warm-up; 10 critic steps)"
     )
 
 
-def test_the_recipes_parts_say_what_the_config_changed_and_what_is_not_used(tmp_path: Path) -> None:
+def test_the_recipe_shows_what_the_config_changed_and_what_is_unused(tmp_path: Path) -> None:
     text = show(tmp_path, "algorithm.clip_high=0.3", "algorithm.kl_clamp=off")
     algorithm = text[text.index("algorithm  recipe grpo") :]
     assert line(algorithm, "clip_high") == "clip_high 0.3 override"
@@ -176,7 +176,7 @@ def test_a_simulator_shows_no_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["sft", "eval"])
-def test_other_verbs_show_what_concerns_them(tmp_path: Path, verb: Verb) -> None:
+def test_other_commands_show_only_their_values(tmp_path: Path, verb: Verb) -> None:
     sources = ["sft.data=[{kind: file, path: x, response_key: y}]", "data.eval=[{kind: file, path: x}]"]
     text = show(tmp_path, *sources, verb=verb)
     assert f"derived  braid {verb}" in text

@@ -1,4 +1,4 @@
-"""Verbs that run, as a user types them, on a model of a few thousand weights."""
+"""Commands that run something, on a model with a few thousand weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_a_run_trains_evaluates_and_exports(
     assert (tmp_path / "model/config.json").exists()
 
 
-def test_a_missed_target_ends_with_3(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_target_exits_with_3(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", config, "eval.target.min_final=2"]) == 3  # a reward is 1 at most
     summary = tmp_path / "runs/tiny/summary.json"
     assert capsys.readouterr().err.endswith(f"braid: eval.target was not reached; see {summary}\n")
@@ -68,7 +70,9 @@ def test_a_run_that_only_evaluates_needs_no_training_data(config: str, tmp_path:
     )
 
 
-def test_missing_data_ends_with_2_and_names_the_file(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_exits_with_2_and_names_the_file(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", config, "data.train=[{kind: file, path: nope.jsonl}]"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("braid: data.train[0]")
@@ -77,7 +81,7 @@ def test_missing_data_ends_with_2_and_names_the_file(config: str, capsys: pytest
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("target", ["/dev/full", "summary.json"])
-def test_a_run_whose_lines_cannot_be_written_ends_with_its_result(
+def test_a_run_whose_output_cannot_be_written_keeps_its_exit_code(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     run = tmp_path / "runs/tiny"
@@ -108,7 +112,7 @@ def test_what_a_reward_prints_is_in_the_runs_log_and_not_on_the_console(
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(config: str, tmp_path: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(config: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

@@ -18,7 +18,7 @@ from braid.config.changes import Change
         "sft.data[0].path",
     ],
 )
-def test_a_change_of_what_is_trained_is_guarded(key: str) -> None:
+def test_changes_of_the_training_task_are_guarded(key: str) -> None:
     assert Change(key, "a", "b").is_guarded
 
 

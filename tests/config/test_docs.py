@@ -1,4 +1,4 @@
-"""The reference page and the schema of docs/ are those of the code; examples name the schema and load."""
+"""The reference page and the schema in docs/ are current; examples name the schema and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a config file holds: a config or an error of ours, soon. Never a traceback, never a hang."""
+"""Any config file loads or raises a ConfigError, quickly: never another exception, never a hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from braid.errors import BraidError, ConfigError
 from braid.plan import resolve
 
 MAX_CPU_S = 2.0
-"""Processor time for one file: a bound on hangs, of which reading takes under a hundredth."""
+"""Limit of CPU time per file, to detect hangs; reading takes less than a hundredth of it."""
 NATIVE = """\
 run: {max_rounds: 2, name: mine, seed: 7}
 model: {build: {hidden_size: 32}}
@@ -49,7 +49,7 @@ TOKENS = (
 
 @contextmanager
 def no_longer_than(seconds: float) -> Iterator[None]:
-    """AssertionError after so much processor time, however loaded the machine is."""
+    """Raise AssertionError after that much CPU time, independent of the machine's load."""
 
     def stop(_: int, __: FrameType | None) -> None:
         raise AssertionError(f"took more than {seconds} s of processor time")
@@ -85,7 +85,7 @@ def read(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_thousand_mutated_files_are_configs_or_errors_of_ours(tmp_path: Path) -> None:
+def test_ten_thousand_mutated_files_load_or_raise_a_config_error(tmp_path: Path) -> None:
     draw, path = random.Random(0), tmp_path / "file.yaml"
     for number in range(10_000):
         text = mutated(NATIVE if number % 2 else draw.choice(FOREIGN), draw)
@@ -128,7 +128,7 @@ def test_a_hostile_file_is_a_clear_error_at_once(tmp_path: Path, name: str) -> N
     assert len(str(caught.value)) < 20_000
 
 
-def test_thousands_of_unknown_keys_of_another_system_are_told_at_once(tmp_path: Path) -> None:
+def test_thousands_of_unknown_keys_are_reported_quickly(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text("generator: {}\ntrainer:\n" + "".join(f"  epochs{i}: 1\n" for i in range(5000)))
     with no_longer_than(MAX_CPU_S), pytest.raises(ConfigError, match="5000 problems") as caught:
@@ -137,7 +137,7 @@ def test_thousands_of_unknown_keys_of_another_system_are_told_at_once(tmp_path: 
 
 
 @pytest.mark.parametrize("dialect", ["rlinf", "roll", "skyrl"])
-def test_what_is_no_interpolation_is_told_beside_a_search_path_too(tmp_path: Path, dialect: str) -> None:
+def test_an_invalid_interpolation_is_reported_with_a_search_path_too(tmp_path: Path, dialect: str) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(
         "trainer: {epochs: '${}'}\nseed: '${.}'\nhydra: {searchpath: ['${.}', '${}', '${seed}']}\ndefaults: [env/none@env]\n"

@@ -1,4 +1,4 @@
-"""Loading: interpolation, validation, origins, and every complaint with its text."""
+"""Loading: interpolation, validation, origins, and the text of every problem."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_origins_cover_every_leaf_of_the_config(tmp_path: Path) -> None:
     assert set(loaded.origins) == {path_text(path) for path, _ in leaves(plain_data(loaded.config))}
 
 
-def test_a_part_has_the_origin_of_what_the_user_wrote_in_it(tmp_path: Path) -> None:
+def test_a_section_has_the_origin_of_what_the_user_wrote_in_it(tmp_path: Path) -> None:
     loaded = load(tmp_path)
     assert loaded.origin("data.train") == "c.yaml:6"
     assert loaded.origin("rollout") == "default"
@@ -112,7 +112,7 @@ def test_resolvers_compute(tmp_path: Path, text: str, value: float) -> None:
     assert load(tmp_path, BASE, f"eval.success_reward={text}").config.eval.success_reward == value
 
 
-def test_not_turns_a_flag_around_and_now_is_one_time_for_the_whole_process(tmp_path: Path) -> None:
+def test_not_negates_and_now_is_one_time_for_the_whole_process(tmp_path: Path) -> None:
     text = BASE + "eval: {before: true, at_end: '${not:${eval.before}}'}\n"
     config = load(tmp_path, text, "run.name=${now:%Y%m%d_%H%M%S_%f}").config
     assert config.eval.at_end is False
@@ -120,7 +120,7 @@ def test_not_turns_a_flag_around_and_now_is_one_time_for_the_whole_process(tmp_p
     assert load(tmp_path, text, "run.name=${now:%Y%m%d_%H%M%S_%f}").config.run.name == config.run.name
 
 
-def test_the_environment_gives_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_can_come_from_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRAID_TEST_SEED", "12")
     assert load(tmp_path, BASE, "run.seed=${oc.env:BRAID_TEST_SEED}").config.run.seed == 12
     assert load(tmp_path, BASE, "run.seed=${oc.env:BRAID_TEST_UNSET,4}").config.run.seed == 4
@@ -167,7 +167,7 @@ def test_an_interpolation_that_fails_says_why(tmp_path: Path, override: str, mes
     assert complaint.startswith(message)
 
 
-def test_circles_of_several_keys_are_told_for_each(tmp_path: Path) -> None:
+def test_circular_references_are_reported_for_each_key(tmp_path: Path) -> None:
     found = complaints(tmp_path, BASE, "run.seed=${eval.every_rounds}", "eval.every_rounds=${run.seed}")
     assert found == [
         "run.seed: ${eval.every_rounds} is a circular reference; remove one of its links [override]",
@@ -175,7 +175,7 @@ def test_circles_of_several_keys_are_told_for_each(tmp_path: Path) -> None:
     ]
 
 
-def test_a_value_that_must_be_given_can_be_given(tmp_path: Path) -> None:
+def test_a_mandatory_value_can_be_set(tmp_path: Path) -> None:
     text = BASE.replace("max_rounds: 5", 'max_rounds: "???"')
     assert complaints(tmp_path, text) == [
         "run.max_rounds: required; set it on the command line: run.max_rounds=VALUE [c.yaml:1]"
@@ -334,7 +334,7 @@ def test_a_config_without_a_model_says_what_is_missing() -> None:
         load_config(None)
 
 
-def test_all_problems_are_told_together_from_top_to_bottom(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together_in_order(tmp_path: Path) -> None:
     text = "run: {seed: -1}\nmodle: {}\nmodel: {path: x}\nmodel: {path: y}\neval:\n  every_rounds: ${nope}\n"
     with pytest.raises(ConfigError) as error:
         load(tmp_path, text, "train.steps_per_pass=no", "oops")
@@ -349,7 +349,7 @@ def test_all_problems_are_told_together_from_top_to_bottom(tmp_path: Path) -> No
     )
 
 
-def test_numbers_may_be_quoted_and_whole_floats_count_as_whole(tmp_path: Path) -> None:
+def test_numbers_may_be_quoted_and_integral_floats_are_integers(tmp_path: Path) -> None:
     run = load(tmp_path, BASE, "run.seed='7'", "run.max_rounds=3.0").config.run
     assert (run.seed, run.max_rounds) == (7, 3)
 

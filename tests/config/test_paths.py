@@ -1,4 +1,4 @@
-"""Paths of a config mean the same wherever a command is run."""
+"""Paths of a config do not depend on the working directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from braid.config.paths import with_absolute_paths
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a config; the working directory is another one."""
+    """Folder of a config; the working directory is another one."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     folder = tmp_path / "project"
@@ -59,7 +59,7 @@ def test_every_path_in_a_file_starts_from_its_folder(folder: Path) -> None:
     assert config.report.dir == str(folder / "reports")
 
 
-def test_what_is_no_path_stays(folder: Path) -> None:
+def test_values_that_are_not_paths_are_unchanged(folder: Path) -> None:
     tree = {
         "model": {"path": "Qwen/Qwen3-0.6B", "chat_template": "{{ messages }}"},
         "data": {"train": [{"kind": "hub", "path": "openai/gsm8k"}]},

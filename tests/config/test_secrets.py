@@ -68,7 +68,7 @@ def test_show_has_references(file: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert "oc.env:MY_SECRET" in "".join(out.split())
 
 
-def test_an_error_names_the_reference_in_place_of_the_value(
+def test_an_error_shows_the_reference_instead_of_the_value(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(file), "run.seed=${oc.env:MY_SECRET}"]) == 2
@@ -83,12 +83,12 @@ def test_an_error_names_the_reference_in_place_of_the_value(
         "{kind: judge, url: 'http://x/v1', model: m, prompt: '{response}', body: {access_token: abc}}",
     ],
 )
-def test_a_judges_secret_that_stands_in_the_config_is_refused(file: Path, part: str) -> None:
+def test_a_judges_secret_in_the_config_is_refused(file: Path, part: str) -> None:
     with pytest.raises(ConfigError, match=r"looks like a secret.*write \$\{oc\.env:NAME\} instead"):
         load_config(file, [f"reward.parts=[{part}]"])
 
 
-def test_the_files_of_a_run_hold_no_value_and_are_the_owners_alone(file: Path) -> None:
+def test_the_files_of_a_run_contain_no_secret_and_are_private(file: Path) -> None:
     overrides = ["reward.parts=[{kind: exact}]", "report.console=none", "data.train.0.system=null"]
     overrides += ["rollout.sampling.stop_strings=['${oc.env:MY_SECRET}']", "rollout.prompts_per_round=1"]
     overrides += ["rollout.group_size=2", "rollout.sampling.max_new_tokens=2", "checkpoint.every_rounds=1"]
@@ -125,7 +125,7 @@ def test_a_foreign_files_ledger_and_config_have_references(
     assert read.loaded.config.run.name.endswith(SECRET)
 
 
-def test_what_came_from_no_variable_is_written_as_it_is(file: Path) -> None:
+def test_values_not_from_variables_are_written_unchanged(file: Path) -> None:
     loaded = load_config(file, ["run.output_dir=\\${oc.env:HOME}"])
     assert loaded.config.run.output_dir == "${oc.env:HOME}"
     assert "output_dir: \\${oc.env:HOME}" in to_yaml(loaded)

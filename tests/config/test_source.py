@@ -1,4 +1,4 @@
-"""Reading YAML with places, and overrides."""
+"""Reading YAML with origins, and overrides."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_quoted_scalars_are_text(tmp_path: Path) -> None:
     assert read(tmp_path, "a: '1'\nb: \"true\"\nc: |\n  5\n").tree == {"a": "1", "b": "true", "c": "5\n"}
 
 
-def test_merged_keys_give_way_to_own_ones_and_keep_their_line(tmp_path: Path) -> None:
+def test_own_keys_override_merged_ones_which_keep_their_line(tmp_path: Path) -> None:
     written = read(tmp_path, "base: &b\n  x: 1\n  y: 2\nother:\n  <<: *b\n  y: 3\n")
     assert written.tree["other"] == {"x": 1, "y": 3}
     assert written.origins["other.x"] == "c.yaml:2"
@@ -108,7 +108,7 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
         ("a: {<<: 3}\n", "a: << needs a mapping, or a list of mappings, that does not contain it [c.yaml:1]"),
     ],
 )
-def test_unusable_parts_are_told_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+def test_unusable_values_are_reported_with_their_line(tmp_path: Path, text: str, message: str) -> None:
     (problem,) = read(tmp_path, text).problems
     assert message in str(problem)
 
@@ -152,7 +152,7 @@ def test_a_folder_in_place_of_a_file_lists_its_configs(tmp_path: Path) -> None:
         read_file(tmp_path)
 
 
-def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_reported(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"the file is not UTF-8 text \(invalid start byte\) \[b\.yaml\]"):
         read_file(tmp_path / "b.yaml")

@@ -141,7 +141,7 @@ ENGINES: dict[str, Callable[[CausalLM, Path], AbstractContextManager[RolloutEngi
     "vllm_server": vllm_server,
     "sglang_server": sglang_server,
 }
-"""Makers from the trainer's model, whose weights publications bring, and a folder to write to."""
+"""Factories; they take the trainer's model, whose weights are synced later, and a folder to write to."""
 
 
 def engine_params() -> list[Any]:

@@ -1,4 +1,4 @@
-"""A server with the part of SGLang's documented interface that braid uses, over a native engine of its own."""
+"""A server with the part of SGLang's documented API that braid uses, on a native engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SglangLike:
         }
 
     def move(self, path: str, parts: list[str]) -> bool:
-        """Whether these parts were where they are to leave: SGLang fails where they were not."""
+        """Whether these parts were where they are to be moved from; otherwise SGLang fails."""
         is_release = path == "/release_memory_occupation"
         source, target = (self._here, self._gone) if is_release else (self._gone, self._here)
         is_right = source.issuperset(parts)

@@ -1,4 +1,4 @@
-"""What every training backend must do, on a perceptron and on a language model."""
+"""The contract of training backends, on an MLP and on a language model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[Callable[..., TrainableModel], Callable[..., dict[str, A
 
 @dataclass
 class Case:
-    """A backend to make and rows to feed it."""
+    """A backend factory, and rows for it."""
 
     new_backend: Callable[..., TrainingBackend]
     new_model: Callable[..., TrainableModel]
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def weights(self) -> list[float]:
-        """Every written position alike."""
+        """Equal weights for all policy tokens."""
         return [1.0 / sum(row.num_tokens for row in self.rows)] * len(self.rows)
 
     def make(self, *, total_steps: int = 10, seed: int = 0, width: int = 16, **train: Any) -> TrainingBackend:
@@ -174,7 +174,7 @@ def test_inference_over_no_rows_is_empty(case: Case) -> None:
     assert case.make().infer([], LOGPROBS) == []
 
 
-def test_rows_without_a_written_position_change_no_step(case: Case) -> None:
+def test_rows_without_policy_tokens_do_not_change_a_step(case: Case) -> None:
     backend, other = case.make(micro_batch_tokens=8), case.make(micro_batch_tokens=8)
     silent = copy.deepcopy(case.rows[2])
     silent.mask[:] = False
@@ -185,13 +185,13 @@ def test_rows_without_a_written_position_change_no_step(case: Case) -> None:
     assert more.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
 
 
-def test_training_raises_the_likelihood_of_what_is_to_be_imitated(case: Case) -> None:
+def test_training_raises_the_likelihood_of_the_target(case: Case) -> None:
     backend = case.make(total_steps=60, optimizer=OptimizerConfig(lr=0.03))
     losses = [case.step(backend, supervised_loss()).loss for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_report_says_what_the_step_did(case: Case) -> None:
+def test_a_report_describes_the_step(case: Case) -> None:
     report = case.step(case.make())
     assert report.lr == 0.01
     assert report.num_tokens == sum(LENGTHS) - len(LENGTHS)
@@ -286,7 +286,7 @@ def test_a_step_past_a_limit_of_its_loss_changes_only_the_counter(case: Case) ->
     assert _differences(before, backend.state()) != ["/num_steps"]
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(case: Case) -> None:
+def test_too_many_consecutive_skipped_steps_end_the_run(case: Case) -> None:
     backend, bad = case.make(max_skipped_steps=2), _poisoned(case.rows)
     loss = policy_loss(RECIPES["grpo"])
     backend.train(bad, case.weights, loss)
@@ -302,12 +302,12 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(case: Case) -> None:
     )
 
 
-def test_a_run_that_never_had_a_finite_step_says_so(case: Case) -> None:
+def test_a_run_without_any_finite_step_is_reported(case: Case) -> None:
     with pytest.raises(TrainingError, match="no step was finite"):
         case.make(max_skipped_steps=1).train(_poisoned(case.rows), case.weights, policy_loss(RECIPES["grpo"]))
 
 
-def test_a_loaded_backend_goes_on_to_the_bit(case: Case) -> None:
+def test_a_loaded_backend_resumes_bit_exactly(case: Case) -> None:
     settings: dict[str, Any] = {
         "optimizer": OptimizerConfig(
             lr=0.01, weight_decay=0.1, schedule=ScheduleConfig(decay="cosine", warmup_steps=2)

@@ -1,4 +1,4 @@
-"""What every rollout engine owes its callers, whatever it is: in this process, in another, or a server."""
+"""The contract of rollout engines: in this process, in another one, or a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from braid.weights.wire import Receipt
 from .engines import ENGINES, MAX_TOKENS, MODEL, engine_params
 
 LOGPROB_TOLERANCE = 5e-4
-"""fp32 through other kernels, which add up in another order; weights are large, and logits up to about 30."""
+"""fp32 with other kernels, which sum in another order; weights are large, and logits up to about 30."""
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def engine(
 
 
 def publish(engine: RolloutEngine, lm: CausalLM, version: int) -> None:
-    """As a run does it: weights are brought to an engine in another process."""
+    """Sync weights as a run does, also to an engine in another process."""
     if not isinstance(engine, NativeEngine):
         engine.load_weights(version, lm.named_weights())  # pyright: ignore[reportAttributeAccessIssue]
     engine.publish(version)
 
 
 def scale(lm: CausalLM, factor: float) -> None:
-    """Larger weights make tokens hang on what came before."""
+    """Larger weights make tokens depend on their context."""
     with torch.no_grad():
         for name, weight in lm.named_weights():
             if "norm" not in name:
@@ -89,7 +89,7 @@ def trainer_greedy(lm: CausalLM, prompt_ids: Sequence[int], num_tokens: int) -> 
 
 
 def trainer_logprobs(lm: CausalLM, request: Request, completion: Completion) -> Tensor:
-    """Of the completion's tokens, without what cuts the distribution."""
+    """Log-probs of the completion's tokens, without truncation of the distribution."""
     ids = [*request.prompt_ids, *completion.token_ids]
     logits = trainer_logits(lm, ids)[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -98,7 +98,7 @@ def trainer_logprobs(lm: CausalLM, request: Request, completion: Completion) -> 
 REQUEST = Request(prompt("1+2="), Sampling(max_new_tokens=12), (0, 1))
 
 
-def test_a_completion_has_a_logprob_per_token_and_says_why_it_ended(engine: RolloutEngine) -> None:
+def test_a_completion_has_a_logprob_per_token_and_a_stop_reason(engine: RolloutEngine) -> None:
     (completion,) = generate(engine, [REQUEST])
     assert len(completion.token_ids) == len(completion.logprobs) == 12
     assert completion.stop_reason == "length"
@@ -106,7 +106,7 @@ def test_a_completion_has_a_logprob_per_token_and_says_why_it_ended(engine: Roll
     assert completion.start_s <= completion.end_s
 
 
-def test_greedy_output_is_the_trainers_own_after_each_publication(
+def test_greedy_output_equals_the_trainers_after_each_weight_sync(
     engine: RolloutEngine, lm: CausalLM
 ) -> None:
     prompts = [prompt(text) for text in ("1+2=", "7", "say something long")]
@@ -140,7 +140,7 @@ def test_logprobs_are_those_of_the_trainer_at_the_temperature(
         )
 
 
-def test_of_a_distribution_that_is_cut_logprobs_are_of_what_is_left(
+def test_logprobs_of_a_truncated_distribution_are_renormalized(
     engine: RolloutEngine, lm: CausalLM, request: pytest.FixtureRequest
 ) -> None:
     asked = replace(REQUEST, sampling=Sampling(max_new_tokens=12, top_k=3))
@@ -169,7 +169,7 @@ def test_the_end_token_is_kept(engine: RolloutEngine) -> None:
     assert ended.stop_reason == "stop"
 
 
-def test_no_end_token_is_drawn_before_the_least_number_of_tokens(engine: RolloutEngine) -> None:
+def test_no_end_token_is_sampled_before_min_new_tokens(engine: RolloutEngine) -> None:
     (free,) = generate(engine, [REQUEST])
     ends = tuple(dict.fromkeys(free.token_ids[:3]))
     (later,) = generate(engine, [replace(REQUEST, sampling=Sampling(12, 8, stop_token_ids=ends))])
@@ -209,19 +209,19 @@ def test_equal_keys_give_equal_tokens_and_other_keys_others(engine: RolloutEngin
     assert len({tuple(c.token_ids) for c in (first, *rest)}) == 19
 
 
-def test_greedy_does_not_hang_on_the_key(engine: RolloutEngine) -> None:
+def test_greedy_decoding_does_not_depend_on_the_key(engine: RolloutEngine) -> None:
     greedy = Sampling(max_new_tokens=8, greedy=True)
     a, b = generate(engine, [replace(REQUEST, sampling=greedy, key=(i,)) for i in range(2)])
     assert a.token_ids == b.token_ids
 
 
-def test_a_repetition_penalty_keeps_tokens_from_coming_again(engine: RolloutEngine) -> None:
+def test_a_repetition_penalty_prevents_repeated_tokens(engine: RolloutEngine) -> None:
     sampling = Sampling(max_new_tokens=20, greedy=True, repetition_penalty=50.0)
     (completion,) = generate(engine, [replace(REQUEST, sampling=sampling)])
     assert len(set(completion.token_ids)) == 20
 
 
-def test_a_cancelled_request_leaves_the_others_as_they_are(engine: RolloutEngine) -> None:
+def test_a_cancelled_request_does_not_affect_others(engine: RolloutEngine) -> None:
     requests = [replace(REQUEST, key=(i,)) for i in range(12)]
     expected = [c.token_ids for c in generate(engine, requests[1::2])]
     long = Sampling(max_new_tokens=100)  # not finished by the time of the cancellation
@@ -240,7 +240,7 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(engine: RolloutEngine
     assert asyncio.run(scenario()) == expected
 
 
-def test_nothing_is_published_while_requests_run(engine: RolloutEngine, lm: CausalLM) -> None:
+def test_weights_are_not_synced_while_requests_run(engine: RolloutEngine, lm: CausalLM) -> None:
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate(replace(REQUEST, sampling=Sampling(40))))
         await asyncio.sleep(0)  # it has begun
@@ -251,7 +251,7 @@ def test_nothing_is_published_while_requests_run(engine: RolloutEngine, lm: Caus
     asyncio.run(scenario())
 
 
-def test_an_engine_that_sleeps_refuses_takes_weights_and_wakes_with_them(
+def test_a_sleeping_engine_refuses_requests_and_wakes_with_new_weights(
     engine: RolloutEngine, lm: CausalLM
 ) -> None:
     request = replace(REQUEST, sampling=Sampling(10, greedy=True))
@@ -274,7 +274,7 @@ def test_an_engine_that_sleeps_refuses_takes_weights_and_wakes_with_them(
     assert (last.token_ids, last.policy_version) == (expected, 8)
 
 
-def test_a_transfer_that_was_damaged_is_named_and_nothing_is_sampled_until_one_ends_well(
+def test_a_damaged_transfer_is_reported_and_blocks_sampling_until_one_succeeds(
     engine: RolloutEngine, lm: CausalLM
 ) -> None:
     if isinstance(engine, NativeEngine):
@@ -298,7 +298,7 @@ def test_a_transfer_that_was_damaged_is_named_and_nothing_is_sampled_until_one_e
 
 @contextmanager
 def damaged(sender: Sender | None) -> Iterator[None]:
-    """One bit of what `sender` sends is flipped on the way: in the memory that is shared, or in a file."""
+    """Flip one bit of what `sender` sends, in shared memory or in a file."""
     if isinstance(sender, FileSender):
         write = sender._write
 

@@ -1,4 +1,4 @@
-"""Several local vLLM engines as one, one of them in two parts."""
+"""Several local vLLM engines behind a router, one of them with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_engine import generate, prompt, scale, trainer_greedy
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 @WITH_VLLM
-def test_every_replica_has_the_trainers_tokens_after_each_publication_in_tensor_parallel_too(
+def test_every_replica_has_the_trainers_tokens_after_each_weight_sync_also_with_tensor_parallelism(
     tmp_path: Path,
 ) -> None:
     lm = load_policy(MODEL, temperature=1.0, seed=0, device=torch.device("cpu"))

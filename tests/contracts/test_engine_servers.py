@@ -1,4 +1,4 @@
-"""Servers that fail, several of them as one engine, and those that a run starts itself."""
+"""Failing servers, several servers behind a router, and servers started by the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lm() -> CausalLM:
 
 @pytest.fixture(params=["vllm", "sglang"])
 def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Protocol:
-    """Of the servers, whose clients wait only shortly between tries."""
+    """Protocol of the servers; clients wait only briefly between retries."""
     monkeypatch.setattr(http, "_BACKOFF_S", 0.05)
     return request.param
 
@@ -94,7 +94,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, protocol: Protocol)
         pass
 
 
-def test_a_server_that_never_says_what_it_is_is_named(tmp_path: Path, protocol: Protocol) -> None:
+def test_a_server_that_does_not_answer_at_startup_is_named(tmp_path: Path, protocol: Protocol) -> None:
     with UnrulyServer(protocol) as server:
         server.greeting = "hang"
         with pytest.raises(EngineError, match=f"{server.url} failed on GET .* no answer within"):  # noqa: SIM117
@@ -106,7 +106,7 @@ def test_a_server_that_never_says_what_it_is_is_named(tmp_path: Path, protocol: 
 @pytest.mark.parametrize(
     "faults", [["500"], ["429", "503", "502"], ["cut"], ["silent"], ["noise"], ["garbage"]]
 )
-def test_a_request_outlives_what_may_pass(tmp_path: Path, protocol: Protocol, faults: list[str]) -> None:
+def test_a_request_survives_transient_failures(tmp_path: Path, protocol: Protocol, faults: list[str]) -> None:
     with unruly(protocol, tmp_path) as (server, engine):
         server.faults = list(faults)
         assert tokens_of(ask(engine, REQUEST)) == [TOKENS]
@@ -127,7 +127,7 @@ def test_a_request_outlives_what_may_pass(tmp_path: Path, protocol: Protocol, fa
         (["503", "hang"], r"\(2 attempts\): no answer within .*; before: answered 503"),
     ],
 )
-def test_a_server_that_goes_on_failing_is_an_error_that_says_what_it_did(
+def test_persistent_failures_of_a_server_are_an_error_with_the_cause(
     tmp_path: Path, protocol: Protocol, faults: list[str], told: str
 ) -> None:
     limit_s = 3.0 if "hang" in faults or "drip" in faults else LIMIT_S
@@ -165,7 +165,7 @@ def _changed(protocol: Protocol, tokens: Any, logprobs: Any) -> Any:
         (lambda p: _changed(p, [1], [float("nan")]), "not finite"),
     ],
 )
-def test_an_answer_that_is_no_completion_is_an_error_that_shows_it(
+def test_an_answer_that_is_not_a_completion_is_an_error_that_shows_it(
     tmp_path: Path, protocol: Protocol, answer: Callable[[Protocol], Any], told: str
 ) -> None:
     with unruly(protocol, tmp_path) as (server, engine):
@@ -176,7 +176,7 @@ def test_an_answer_that_is_no_completion_is_an_error_that_shows_it(
         assert server.num_asked == 1
 
 
-def test_a_server_that_comes_back_within_the_tries_answers(
+def test_a_server_that_recovers_within_the_retries_answers(
     tmp_path: Path, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "_BACKOFF_S", 0.4)
@@ -189,7 +189,7 @@ def test_a_server_that_comes_back_within_the_tries_answers(
         assert tokens_of(ask(engine, REQUEST)) == [TOKENS]
 
 
-def test_a_publication_that_a_server_does_not_answer_ends_in_time_and_leaves_no_version(
+def test_a_weight_sync_that_a_server_does_not_answer_times_out_and_leaves_no_version(
     tmp_path: Path, protocol: Protocol
 ) -> None:
     with unruly(protocol, tmp_path, timeout_s=3.0) as (server, engine):
@@ -210,7 +210,7 @@ def _versioned(protocol: Protocol, version: str) -> Any:
 
 
 @pytest.mark.slow
-def test_requests_of_a_server_that_hangs_go_on_at_the_others(tmp_path: Path, protocol: Protocol) -> None:
+def test_requests_of_a_hanging_server_move_to_the_others(tmp_path: Path, protocol: Protocol) -> None:
     with ExitStack() as stack:
         pairs = [stack.enter_context(unruly(protocol, tmp_path / str(i), 1.0)) for i in range(2)]
         (hung, _), (well, _) = pairs
@@ -241,7 +241,7 @@ def sglang_like() -> SglangLike:
     return SglangLike(load_policy(MODEL, temperature=1.0, seed=7, device=torch.device("cpu")), decode)
 
 
-def test_files_reach_several_servers_in_one_writing_and_groups_stay_together(
+def test_files_for_several_servers_are_written_once_and_groups_stay_together(
     lm: CausalLM, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -309,7 +309,7 @@ def start_sglang(lm: CausalLM, folder: Path, **options: Any) -> SglangEngine:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("sglang_installed")
-def test_a_server_of_the_run_is_started_told_apart_when_it_dies_and_ended(
+def test_a_server_of_the_run_is_started_reported_when_it_dies_and_stopped(
     lm: CausalLM, tmp_path: Path
 ) -> None:
     before = set(psutil.Process().children(recursive=True))
@@ -329,7 +329,7 @@ def test_a_server_of_the_run_is_started_told_apart_when_it_dies_and_ended(
     assert not psutil.wait_procs(list(started), timeout=LIMIT_S)[1]
 
 
-def test_a_server_that_does_not_come_up_is_an_error_with_the_end_of_its_log(
+def test_a_server_that_does_not_start_is_an_error_with_its_last_log_lines(
     lm: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sglang").mkdir()

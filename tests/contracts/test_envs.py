@@ -1,4 +1,4 @@
-"""What every environment of its kind must do."""
+"""The contract of environments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_conversation_ends(new_env: Callable[[], TextEnv], says: str) -> None:
     assert replies[-1].is_done != replies[-1].is_truncated
 
 
-def test_conversations_do_not_know_of_each_other(new_env: Callable[[], TextEnv]) -> None:
+def test_conversations_are_independent(new_env: Callable[[], TextEnv]) -> None:
     async def beside() -> list[list[Reply]]:
         return await asyncio.gather(*(_talk(new_env(), "<calc>1+1</calc>", 10) for _ in range(5)))
 
@@ -107,7 +107,7 @@ def test_a_seed_and_actions_decide_an_episode_in_any_slot(new_simulator: Callabl
     simulator.close()
 
 
-def test_slots_that_are_not_named_rest(new_simulator: Callable[[int], Simulator]) -> None:
+def test_slots_that_are_not_named_do_not_move(new_simulator: Callable[[int], Simulator]) -> None:
     simulator, alone = new_simulator(2), new_simulator(1)
     simulator.reset({0: 7, 1: 8})
     expected = _play(alone, 0, seed=7)

@@ -1,4 +1,4 @@
-"""Megatron-core takes the steps that one process takes, however it spreads the model; its checkpoints go on anywhere.
+"""Megatron-core matches single-process training in every layout; its checkpoints can be resumed by every backend.
 
 Its workers run with tests/megatron_cpu on their path: the CPU in place of its GPU.
 """
@@ -166,9 +166,7 @@ def _assert_close(mine: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_takes_the_steps_of_one_process_and_either_goes_on_from_the_other(
-    layout: str, mixture: Path
-) -> None:
+def test_a_layout_matches_one_process_and_either_resumes_from_the_other(layout: str, mixture: Path) -> None:
     # 4 layers: sums over 64 and 96 features and up to 48 positions; numbers of size 1
     tolerance = rounding(4 * (64 + 96 + 48))
     build, megatron = LAYOUTS[layout]
@@ -255,7 +253,7 @@ def test_a_critic_learns_the_values_of_one_process(layout: str) -> None:
         group.group.close()
 
 
-def test_a_run_trains_its_policy_and_another_backend_goes_on(tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_with_another_backend(tmp_path: Path) -> None:
     task = {
         "kind": "procedural",
         "generator": "chain_sum",
@@ -287,7 +285,7 @@ def test_a_run_trains_its_policy_and_another_backend_goes_on(tmp_path: Path) -> 
     assert np.isfinite(norms).all()
 
 
-def test_without_a_gpu_megatron_says_what_runs_instead() -> None:
+def test_without_a_gpu_megatron_suggests_other_backends() -> None:
     code = (
         "import torch.distributed as dist; dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
         "from braid.config.backends import MegatronConfig; from braid.training.backends.megatron.ranks import join\n"

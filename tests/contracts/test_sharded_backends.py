@@ -1,4 +1,4 @@
-"""Every way to spread training over ranks takes the steps that one process takes.
+"""Every sharded layout matches single-process training.
 
 One group of two processes runs all layouts in turn; a last one has four.
 """
@@ -160,12 +160,12 @@ def _train(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_of_two_is_one_process(pair: RayGroup, layout: str) -> None:
+def test_a_layout_of_two_matches_one_process(pair: RayGroup, layout: str) -> None:
     _holds_as_one_process(pair, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", OF_FOUR)
-def test_a_layout_of_four_is_one_process(four: RayGroup, layout: str) -> None:
+def test_a_layout_of_four_matches_one_process(four: RayGroup, layout: str) -> None:
     _holds_as_one_process(four, OF_FOUR[layout])
 
 
@@ -245,7 +245,7 @@ def test_only_the_first_rank_reads_a_models_files(
 
 @pytest.fixture(scope="module")
 def with_sinks(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """A gpt-oss whose heads each have another sink."""
+    """A gpt-oss model with a different sink per head."""
     folder = tmp_path_factory.mktemp("gpt_oss")
     tokenizer = load_tokenizer(_config({}).model)
     sizes = {"hidden_size": 60, "intermediate_size": 28, "num_hidden_layers": 2, "head_dim": 10}
@@ -263,7 +263,7 @@ def with_sinks(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_attention_sinks_are_shared_out_with_their_heads(
+def test_attention_sinks_are_sharded_with_their_heads(
     pair: RayGroup, with_sinks: ModelConfig, backend: str
 ) -> None:
     config = _config({"backend": backend, "sequence_parallel": 2}).model_copy(update={"model": with_sinks})
@@ -317,7 +317,7 @@ def _learn_alike(group: GroupBackend, single: SingleBackend, loss: Loss) -> None
 
 
 def _leave_steps_out_alike(group: GroupBackend, loss: Loss) -> None:
-    """A step that is not finite, or that its loss stops, leaves weights as they were and counts for the schedule."""
+    """A step that is not finite, or stopped by its loss, does not change weights but counts for the schedule."""
     before = copy.deepcopy(group.state())
     spoiled = _rows()
     for name in ("advantages", "returns"):
@@ -340,7 +340,7 @@ def _leave_steps_out_alike(group: GroupBackend, loss: Loss) -> None:
 
 
 def _go_on_alike(group: GroupBackend, single: SingleBackend, loss: Loss) -> None:
-    """A state is that of one process, and either goes on from the other's."""
+    """States equal those of one process, and each resumes from the other's."""
     group.to_host()
     _assert_close(group.full_weights(), single.full_weights())
     mine, other = copy.deepcopy(group.state()), copy.deepcopy(single.state())

@@ -1,4 +1,4 @@
-"""A server that greets as vLLM or SGLang does, takes every publication for good, and answers requests as badly as it is told."""
+"""A server that starts like vLLM or SGLang, accepts every weight sync, and answers requests with configured faults."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(b'{"text": ', 1000)
 
     def _silent(self) -> None:
-        """The line ends without an answer."""
+        """Close the connection without an answer."""
 
     def _noise(self) -> None:
         self.wfile.write(b"\x00\xff no HTTP at all\r\n\r\n")

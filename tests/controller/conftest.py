@@ -39,7 +39,7 @@ LoadTiny = Callable[..., Loaded]
 
 @pytest.fixture
 def load_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadTiny:
-    """`load_tiny("key=value", ...)` loads the tiny config from a folder of its own, with `rewards.py` beside it."""
+    """`load_tiny("key=value", ...)` loads the tiny config from a separate folder, with `rewards.py` next to it."""
     monkeypatch.chdir(tmp_path)
     rows = [f'{{"prompt": "{letter}", "answer": "{letter}"}}\n' for letter in "abcd"]
     (tmp_path / "letters.jsonl").write_text("".join(rows))

@@ -1,4 +1,4 @@
-"""Ray clusters that were there before the run: two of Ray's nodes on this machine, each with two GPUs that it only says it has."""
+"""Existing Ray clusters: two Ray nodes on this machine, each declaring two GPUs that it does not have."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_workers_start_on_the_machine_and_see_the_gpus_of_their_seats(joined: Cl
         ),
     ],
 )
-def test_a_cluster_that_is_too_small_is_told_with_what_it_has(
+def test_a_cluster_that_is_too_small_is_reported_with_its_resources(
     joined: ClusterConfig, num_gpus: list[int], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -111,7 +111,7 @@ def test_a_driver_without_gpus_does_not_leave_those_of_its_cluster_unused(joined
         Workers.open(config, layout)
 
 
-def test_a_folder_of_the_run_that_another_machine_has_not_is_told(joined: ClusterConfig) -> None:
+def test_a_run_folder_missing_on_another_machine_is_reported(joined: ClusterConfig) -> None:
     mine = Path(f"/proc/self/task/{os.getpid()}")  # which no other process finds
     with pytest.raises(
         WorkerError, match=r"run.output_dir: the machine .* has no .*; choose a folder on a file system"
@@ -133,7 +133,7 @@ def test_a_machine_with_another_braid_is_named(
         cluster.remove_node(other)
 
 
-def test_a_cluster_of_another_ray_is_told_with_both_versions(cluster: Cluster) -> None:
+def test_a_cluster_with_another_ray_is_reported_with_both_versions(cluster: Cluster) -> None:
     client = GcsClient(address=cluster.address)
     key, space = b"CLUSTER_METADATA", b"cluster"
     told = client.internal_kv_get(key, namespace=space)
@@ -148,7 +148,7 @@ def test_a_cluster_of_another_ray_is_told_with_both_versions(cluster: Cluster) -
         client.internal_kv_put(key, told, True, namespace=space)
 
 
-def test_a_run_over_two_machines_is_the_run_of_one_process_and_leaves_the_cluster_as_it_was(
+def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     alone = commands.train(load_config(_config(tmp_path / "alone", {}))).run_dir
@@ -168,7 +168,7 @@ def test_a_run_over_two_machines_is_the_run_of_one_process_and_leaves_the_cluste
     _assert_as_before(cluster)
 
 
-def test_ctrl_c_takes_the_workers_of_a_run_from_the_cluster_and_nothing_else(
+def test_ctrl_c_removes_only_the_workers_of_the_run_from_the_cluster(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     path = _config(tmp_path, {"cluster": {"runtime": "ray"}}, rounds=1000)
@@ -215,7 +215,7 @@ def _config(folder: Path, sections: Settings, *, rounds: int = 2) -> Path:
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
-    """Of each round, without those of clock and machine."""
+    """Metrics of each round, without those that depend on the clock or the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {
@@ -228,7 +228,7 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 
 
 def _workers() -> list[psutil.Process]:
-    """The processes of runs on the cluster, which is this process's own."""
+    """The worker processes of runs on this process's cluster."""
     found: list[psutil.Process] = []
     for process in psutil.Process().children(recursive=True):
         try:

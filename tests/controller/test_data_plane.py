@@ -1,4 +1,4 @@
-"""What the controller sees of a round, and what it costs it."""
+"""What the controller receives of a round, and its cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _prompt(i: int) -> Prompt:
 
 
 class _Writer:
-    """A driver whose policy writes its prompt's number, `length` times."""
+    """A driver whose policy repeats the number of its prompt `length` times."""
 
     cache_bytes = 0
 
@@ -82,12 +82,12 @@ def _collected(length: int) -> Iterator[tuple[Collector, list[GroupFacts]]]:
     collector.close()
 
 
-def test_what_the_controller_is_told_does_not_grow_with_what_was_written() -> None:
+def test_data_sent_to_the_controller_does_not_grow_with_response_length() -> None:
     with _collected(10) as (_, little), _collected(100) as (_, much):
         assert len(pickle.dumps(much)) == len(pickle.dumps(little))
 
 
-def test_facts_tell_of_a_group_all_but_what_was_said() -> None:
+def test_metadata_of_a_group_has_everything_except_tokens() -> None:
     with _collected(5) as (collector, facts):
         group, (whole,) = facts[1].group(_prompt(0)), collector.whole([8])
     assert group.number == 8
@@ -100,7 +100,7 @@ def test_facts_tell_of_a_group_all_but_what_was_said() -> None:
     assert Facts.of(group.trajectories[0]) == facts[1].trajectories[0]
 
 
-def test_rows_do_not_depend_on_who_made_them() -> None:
+def test_rows_do_not_depend_on_the_worker() -> None:
     with _collected(5) as (collector, _):
         at_once = rows_of(collector.whole([9, 7, 9]))  # a copy takes the place of a dropped group
         pieces = [collector.rows([(7, 1, 3)]), collector.rows([(9, 0, 0), (9, 2, 6)])]
@@ -114,7 +114,7 @@ def test_rows_do_not_depend_on_who_made_them() -> None:
     assert [(len(f), f.num_tokens, f.group) for f in facts] == [(len(r), r.num_tokens, r.group) for r in rows]
 
 
-def test_what_models_infer_reaches_the_rows_that_it_is_of() -> None:
+def test_inferred_values_reach_their_rows() -> None:
     rows = [Row({"input_ids": np.zeros(n, np.int64)}, np.ones(n, np.bool_), 0, n) for n in (1, 2, 3)]
     experience = Experience(RECIPES["grpo"], None)
     experience.open([rows])
@@ -139,7 +139,7 @@ def test_versions_of_decisions_become_those_of_positions() -> None:
     assert of_an_episode == [0, 7, 7, 0, 7, 0, 7]
 
 
-def test_credit_where_the_rows_lie_returns_the_moments_that_it_was_given() -> None:
+def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
     group = Group(_prompt(0), [Trajectory(_prompt(0), i, reward=float(i)) for i in range(2)])
     for trajectory in group.trajectories:
         trajectory.turns = [Turn([1], [2, 3], [-1.0, -1.0], "stop", 0)]
@@ -152,7 +152,7 @@ def test_credit_where_the_rows_lie_returns_the_moments_that_it_was_given() -> No
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
-def test_prompts_go_to_the_worker_with_least_to_do(num_workers: int) -> None:
+def test_prompts_go_to_the_least_loaded_worker(num_workers: int) -> None:
     loads = [5, 1, 1, 1, 9, 2]
     shares = least_load(loads, num_workers)
     assert sorted(i for share in shares for i in share) == list(range(6))

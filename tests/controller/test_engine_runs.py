@@ -1,4 +1,4 @@
-"""Whole runs that sample with an engine beside the process that trains."""
+"""Whole runs with an engine outside of the training process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPOSITORY = HERE.parent.parent
         "sglang",
     ],
 )
-def test_a_run_samples_with_an_engine_in_a_process_of_its_own_and_learns_from_it(
+def test_a_run_learns_with_an_engine_in_a_separate_process(
     load_tiny: LoadTiny, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if engine == "sglang":

@@ -1,4 +1,4 @@
-"""What single keys of a run's config change, in whole runs of a tiny model."""
+"""Effects of single config keys, in whole runs of a tiny model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .test_runs import lines, weights
 
 
 def numbers(run: Path) -> list[dict[str, float]]:
-    """The metrics of each round, less what depends on the clock or the machine."""
+    """The metrics of each round, without those that depend on the clock or the machine."""
     return [{k: v for k, v in line.items() if describe(k).is_reproducible} for line in lines(run)]
 
 
@@ -59,7 +59,7 @@ def test_batches_and_order_of_an_evaluation_change_no_result(load_tiny: LoadTiny
     assert sorted(plain_uids) == sorted(mixed_uids)
 
 
-def test_samples_of_evaluations_can_be_left_out(load_tiny: LoadTiny) -> None:
+def test_samples_of_evaluations_can_be_disabled(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("report.eval_samples=false")).run_dir
     assert list((run / "samples").iterdir()) == []
     assert summary(run)["eval"]["last"]
@@ -87,7 +87,7 @@ def test_a_run_that_only_evaluates_scores_the_checkpoint_that_it_is_given(load_t
 # checkpoints, exports, reports
 
 
-def test_checkpoints_can_lie_elsewhere_and_are_found_there(load_tiny: LoadTiny, tmp_path: Path) -> None:
+def test_checkpoints_can_be_in_another_folder(load_tiny: LoadTiny, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     common = ("checkpoint.every_rounds=1", f"checkpoint.dir={folder}")
     run = commands.train(load_tiny("run.max_rounds=2", *common)).run_dir
@@ -103,7 +103,7 @@ def test_checkpoints_can_lie_elsewhere_and_are_found_there(load_tiny: LoadTiny, 
         commands.train(load_tiny("run.name=other", *common))
 
 
-def test_all_checkpoints_stay_when_none_are_to_go(load_tiny: LoadTiny) -> None:
+def test_all_checkpoints_are_kept_without_a_limit(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("checkpoint.every_rounds=1", "checkpoint.keep=null")).run_dir
     assert CheckpointStore(run / "checkpoints").steps() == [0, 1, 2, 3]
 
@@ -178,14 +178,14 @@ def test_the_rows_of_a_round_can_be_read_back(load_tiny: LoadTiny) -> None:
         assert {"behavior_logprobs", "ref_logprobs", "rewards", "advantages"} <= row.fields.keys()
 
 
-def test_a_resumed_run_takes_back_the_rows_of_later_rounds(load_tiny: LoadTiny) -> None:
+def test_a_resumed_run_removes_rows_of_later_rounds(load_tiny: LoadTiny) -> None:
     common = ("report.batches_every_rounds=1", "checkpoint.every_rounds=1", "checkpoint.keep=null")
     run = commands.train(load_tiny(*common)).run_dir
     commands.train(load_tiny(f"run.resume={run / 'checkpoints' / 'step_1'}", "run.max_rounds=2", *common))
     assert sorted(p.stem for p in (run / "batches").glob("*.json")) == ["round_000001", "round_000002"]
 
 
-def test_files_of_sinks_can_lie_elsewhere(load_tiny: LoadTiny, tmp_path: Path) -> None:
+def test_files_of_sinks_can_be_in_another_folder(load_tiny: LoadTiny, tmp_path: Path) -> None:
     run = commands.train(load_tiny("report.tensorboard=true", f"report.dir={tmp_path / 'curves'}")).run_dir
     assert list((tmp_path / "curves" / "tensorboard").iterdir())
     assert not (run / "tensorboard").exists()
@@ -197,7 +197,7 @@ def test_files_of_sinks_can_lie_elsewhere(load_tiny: LoadTiny, tmp_path: Path) -
 PPO = ("algorithm.recipe=ppo", "algorithm.kl_coef=0.01", "train.steps_per_pass=2", "train.passes_per_round=2")
 
 
-def test_a_critic_with_the_policys_settings_learns_what_one_without_its_own_does(load_tiny: LoadTiny) -> None:
+def test_explicit_critic_settings_equal_to_the_policys_change_nothing(load_tiny: LoadTiny) -> None:
     own = "critic.train={steps_per_pass: 2, passes_per_round: 2, optimizer: {lr: 3.0e-3}}"
     shared = commands.train(load_tiny("run.name=shared", *PPO)).run_dir
     apart = commands.train(load_tiny("run.name=apart", own, *PPO)).run_dir
@@ -205,7 +205,7 @@ def test_a_critic_with_the_policys_settings_learns_what_one_without_its_own_does
     assert equal(weights(shared), weights(apart))
 
 
-def test_a_critic_with_mini_batches_of_its_own_leaves_the_policys_alone(load_tiny: LoadTiny) -> None:
+def test_mini_batches_of_the_critic_do_not_affect_the_policy(load_tiny: LoadTiny) -> None:
     own = "critic.train={steps_per_pass: 4, passes_per_round: 3, shuffle: false, optimizer: {lr: 3.0e-3}}"
     run = commands.train(load_tiny(own, "checkpoint.every_rounds=1", *PPO)).run_dir
     _, state = CheckpointStore(run / "checkpoints").load()
@@ -247,7 +247,7 @@ def test_the_reference_takes_over_the_policy_after_each_pass_over_the_prompts(
     assert equal(weights(parts), policy[5])
 
 
-def test_batch_settings_of_the_reference_change_no_number(load_tiny: LoadTiny) -> None:
+def test_batch_settings_of_the_reference_do_not_change_results(load_tiny: LoadTiny) -> None:
     own = "reference.train={micro_batch_tokens: 5, logprob_chunk_bytes: 64}"
     plain = commands.train(load_tiny("run.name=plain", "algorithm.kl_coef=0.01")).run_dir
     small = commands.train(load_tiny("run.name=small", own, "algorithm.kl_coef=0.01")).run_dir
@@ -287,7 +287,7 @@ def test_a_reference_with_another_vocabulary_is_refused_for_the_full_kl(load_tin
 # rollout
 
 
-def test_prompts_handed_over_in_parts_are_answered_alike(load_tiny: LoadTiny) -> None:
+def test_request_batches_do_not_change_answers(load_tiny: LoadTiny) -> None:
     whole = commands.train(load_tiny("run.name=whole")).run_dir
     parts = commands.train(load_tiny("run.name=parts", "rollout.request_batch=3")).run_dir
     assert numbers(whole) == numbers(parts)
@@ -311,7 +311,7 @@ def test_answers_are_logged_with_their_prompts_and_rewards(
         )
 
 
-def test_prompt_and_answer_share_a_bound(load_tiny: LoadTiny, tmp_path: Path) -> None:
+def test_prompt_and_answer_share_a_limit(load_tiny: LoadTiny, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": "a" * length, "answer": "b"}) for length in (1, 2, 3, 4)]
     (tmp_path / "letters.jsonl").unlink(missing_ok=True)
     loaded = load_tiny(
@@ -332,7 +332,7 @@ def test_prompt_and_answer_share_a_bound(load_tiny: LoadTiny, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
-def test_weights_that_were_published_are_those_that_are_sampled_from(load_tiny: LoadTiny, dtype: str) -> None:
+def test_sampling_uses_the_synced_weights(load_tiny: LoadTiny, dtype: str) -> None:
     common = (f"rollout.native.dtype={dtype}", "algorithm.old_logprobs=recompute")
     plain = commands.train(load_tiny("run.name=plain", *common)).run_dir
     checked = commands.train(load_tiny("run.name=checked", "rollout.check_weights=true", *common)).run_dir
@@ -340,7 +340,7 @@ def test_weights_that_were_published_are_those_that_are_sampled_from(load_tiny: 
     assert not (checked / "check_weights").exists()
 
 
-def test_an_engine_with_other_weights_is_found_out_and_both_sets_are_kept(tmp_path: Path) -> None:
+def test_an_engine_with_wrong_weights_is_detected_and_both_sets_are_stored(tmp_path: Path) -> None:
     trainer = {"a": torch.linspace(-1, 1, 8), "b": torch.ones(2, 3)}
     engine = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.items()}
     check_published(trainer.items(), engine.items(), version=4, folder=tmp_path)
@@ -356,9 +356,7 @@ def test_an_engine_with_other_weights_is_found_out_and_both_sets_are_kept(tmp_pa
         check_published(trainer.items(), {"b": trainer["b"]}.items(), version=5, folder=tmp_path)
 
 
-def test_a_copy_of_the_weights_that_is_damaged_after_its_publication_is_found_out(
-    load_tiny: LoadTiny, tmp_path: Path
-) -> None:
+def test_weights_damaged_after_a_sync_are_detected(load_tiny: LoadTiny, tmp_path: Path) -> None:
     config = load_tiny().config.model
     lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
     engine = NativeEngine(lm, decode=str, dtype="bf16")
@@ -379,7 +377,7 @@ def test_a_copy_of_the_weights_that_is_damaged_after_its_publication_is_found_ou
 # the process
 
 
-def test_environment_variables_hold_for_rewards_and_no_longer_than_the_run(
+def test_environment_variables_apply_to_rewards_only_during_the_run(
     load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BRAID_TEST_VALUE", raising=False)
@@ -390,7 +388,7 @@ def test_environment_variables_hold_for_rewards_and_no_longer_than_the_run(
     assert "BRAID_TEST_VALUE" not in os.environ
 
 
-def test_the_order_of_prompts_has_a_seed_of_its_own(load_tiny: LoadTiny) -> None:
+def test_the_order_of_prompts_has_its_own_seed(load_tiny: LoadTiny) -> None:
     def order(*overrides: str) -> list[str]:
         common = ("report.samples_every_rounds=1", "run.if_exists=new", "run.max_rounds=1")
         run = commands.train(load_tiny(*common, *overrides)).run_dir
@@ -449,7 +447,7 @@ FLAKY = (
 )
 
 
-def test_a_run_goes_on_by_itself_from_its_newest_checkpoint_to_the_same_bits(load_tiny: LoadTiny) -> None:
+def test_a_run_restarts_from_its_newest_checkpoint_bit_exactly(load_tiny: LoadTiny) -> None:
     """The service fails in the second round, for one call of each trajectory: the round is lost, the run is not."""
     common = (
         *FLAKY,
@@ -478,7 +476,7 @@ def test_a_run_that_keeps_failing_ends_with_its_error(load_tiny: LoadTiny) -> No
     assert summary(Path("runs/tiny"))["restarts"] == 1
 
 
-def test_what_cannot_pass_is_not_tried_again(load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_permanent_failures_are_not_retried(load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TrainingError, match=r"max_skipped_steps"):
         commands.train(load_tiny("run.max_restarts=3", "train.optimizer.lr=1e30", "run.max_rounds=30"))
     assert summary(Path("runs/tiny"))["restarts"] == 0

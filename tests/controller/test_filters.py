@@ -1,4 +1,4 @@
-"""Which groups are trained on; and whole rounds of what hangs on it: shaping, greedy baselines, steered KL, resuming."""
+"""Group filters, and whole rounds with filters: reward shaping, greedy baselines, adaptive KL, resuming."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_mask_draws_one_batch_and_keeps_what_is_good() -> None:
     assert selection.reasons == {"min_std": 2}
 
 
-def test_resampling_fills_the_round_in_the_order_of_drawing_and_drops_what_is_over() -> None:
+def test_resampling_fills_the_round_in_order_and_drops_surplus_groups() -> None:
     selection = selected("resample", batch("b", "acd"), batch("eg", "fh"), batch("ijk", "l"))
     assert uids(selection.kept) == "begi"
     assert uids(selection.dropped) == "acdfhjkl"
@@ -108,7 +108,7 @@ def test_resampling_fills_the_round_in_the_order_of_drawing_and_drops_what_is_ov
     assert selection.num_batches == 3
 
 
-def test_resampling_ends_with_what_it_has_after_the_last_batch() -> None:
+def test_resampling_ends_after_the_last_batch() -> None:
     selection = selected("resample", batch("a"), batch("b"), max_batches=2)
     assert uids(selection.kept) == "ab"
 
@@ -227,7 +227,7 @@ def test_replacing_trains_on_copies(load_tiny: LoadTiny) -> None:
         assert len({row.trajectory for row in rows}) == 32
 
 
-def test_a_round_with_nothing_left_trains_nothing_and_says_so(
+def test_an_empty_round_trains_nothing_and_is_reported(
     load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load_tiny(
@@ -246,7 +246,7 @@ def test_a_round_with_nothing_left_trains_nothing_and_says_so(
     assert len(told) == 3
 
 
-def test_many_empty_rounds_in_a_row_end_the_run_with_the_reason(load_tiny: LoadTiny) -> None:
+def test_many_consecutive_empty_rounds_end_the_run_with_the_reason(load_tiny: LoadTiny) -> None:
     common = (scored_by("same"), "rollout.filter.max_mean=0.9", "checkpoint.every_rounds=1")
     commands.train(load_tiny(*common, "run.max_rounds=4", rewards=BY_PROMPT))
     message = (
@@ -256,7 +256,7 @@ def test_many_empty_rounds_in_a_row_end_the_run_with_the_reason(load_tiny: LoadT
         commands.train(load_tiny(*common, "run.max_rounds=20", "run.resume=latest", rewards=BY_PROMPT))
 
 
-def test_truncated_answers_are_kept_out_of_the_loss(load_tiny: LoadTiny) -> None:
+def test_truncated_answers_are_masked_in_the_loss(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("algorithm.mask_truncated=true", "report.batches_every_rounds=1")).run_dir
     for line in lines(run):
         assert line["rollout/masked_trajectories"] == line["status/truncated"] > 0
@@ -319,7 +319,7 @@ def test_successes_are_imitated(load_tiny: LoadTiny) -> None:
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
-def test_the_kl_coefficient_is_steered_from_round_to_round(load_tiny: LoadTiny, place: str) -> None:
+def test_the_kl_coefficient_adapts_from_round_to_round(load_tiny: LoadTiny, place: str) -> None:
     settings = ("algorithm.kl_coef=0.1", f"algorithm.kl_in={place}", "algorithm.kl_horizon=64")
     run = commands.train(load_tiny(*settings, "algorithm.kl_target=10")).run_dir
     # KL is far below the target: 32 trajectories of 64, so down by a tenth each round
@@ -327,7 +327,7 @@ def test_the_kl_coefficient_is_steered_from_round_to_round(load_tiny: LoadTiny, 
     assert coefs == pytest.approx([0.1, 0.09, 0.081])
 
 
-def test_a_resumed_run_goes_on_with_statistics_coefficients_and_draws_as_the_unbroken_one(
+def test_a_resumed_run_keeps_statistics_coefficients_and_random_numbers(
     load_tiny: LoadTiny,
 ) -> None:
     common = (

@@ -1,4 +1,4 @@
-"""Recipes of the policy side through whole rounds: what needs the step as a whole, and steps that are not taken."""
+"""Policy recipes through whole rounds: quantities over whole steps, and skipped steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _lines(run: Path) -> list[dict]:
         ("decoupled_ppo", {"policy/correction_mean", "policy/correction_masked_fraction"}),
     ],
 )
-def test_a_recipe_trains_and_tells_what_it_did(load_tiny: LoadTiny, recipe: str, metrics: set[str]) -> None:
+def test_a_recipe_trains_and_reports_its_metrics(load_tiny: LoadTiny, recipe: str, metrics: set[str]) -> None:
     run = commands.train(load_tiny(f"algorithm.recipe={recipe}", "train.steps_per_pass=2")).run_dir
     for line in _lines(run)[1:]:
         assert metrics <= line.keys()
@@ -86,7 +86,7 @@ def test_interpolated_old_log_probs_of_a_synchronous_run_are_the_engines(load_ti
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_kl_cov_acts_on_the_share_of_tokens_that_was_asked_for(load_tiny: LoadTiny) -> None:
+def test_kl_cov_acts_on_the_configured_fraction_of_tokens(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny("algorithm.recipe=kl_cov", "algorithm.cov_fraction=0.25")).run_dir
     for line in _lines(run)[1:]:
         assert line["policy/chosen_fraction"] == pytest.approx(
@@ -94,7 +94,7 @@ def test_kl_cov_acts_on_the_share_of_tokens_that_was_asked_for(load_tiny: LoadTi
         )  # of some 50 tokens, rounded down
 
 
-def test_a_resumed_run_chooses_the_tokens_that_the_unbroken_one_would_have(load_tiny: LoadTiny) -> None:
+def test_a_resumed_run_selects_the_same_tokens(load_tiny: LoadTiny) -> None:
     common = (
         "algorithm.recipe=clip_cov",
         "algorithm.cov_low=0",

@@ -1,4 +1,4 @@
-"""What is found before a run builds anything, by `braid show --check` and by the run alike: no folder, exit code 2."""
+"""Problems found before a run builds anything, by `braid show --check` and by the run: no folder, exit code 2."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def of(name: str) -> str:
         (["rollout.engine=sglang"], "needs the package sglang"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_scored_or_found_is_refused_before_the_run_has_a_folder(
+def test_missing_data_or_failing_rewards_are_refused_before_the_run_has_a_folder(
     load_tiny: LoadTiny, overrides: list[str], words: str
 ) -> None:
     loaded = load_tiny(*overrides, rewards=REWARDS)
@@ -77,7 +77,7 @@ def test_what_cannot_be_scored_or_found_is_refused_before_the_run_has_a_folder(
     assert not Path("runs").exists()
 
 
-def test_all_problems_are_told_together(load_tiny: LoadTiny) -> None:
+def test_all_problems_are_reported_together(load_tiny: LoadTiny) -> None:
     parts = f"reward.parts=[{MODEL}, {{kind: function, path: 'rewards.py:nothing'}}]"
     with pytest.raises(ConfigError) as caught:
         check(load_tiny(parts, "rollout.engine=sglang", rewards=REWARDS), "train")
@@ -94,7 +94,7 @@ def test_null_answers_are_counted_and_the_first_is_named(load_tiny: LoadTiny) ->
 
 
 @pytest.mark.parametrize("name", ["not_of_a", "away", "of_the_turn"])
-def test_a_reward_that_refuses_one_prompt_or_whose_service_is_away_is_up_to_the_run(
+def test_a_reward_that_rejects_one_prompt_or_lacks_its_service_passes_the_check(
     load_tiny: LoadTiny, name: str
 ) -> None:
     check(load_tiny(of(name), rewards=REWARDS), "train")
@@ -118,7 +118,7 @@ def test_a_check_works_inside_a_running_event_loop(load_tiny: LoadTiny) -> None:
         ("rollout.engine=sglang", ConfigError),
     ],
 )
-def test_the_command_line_ends_with_2_whatever_is_wrong_and_wherever_it_is_found(
+def test_the_command_line_exits_with_2_for_every_user_error(
     load_tiny: LoadTiny, override: str, error: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(error):

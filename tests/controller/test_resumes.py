@@ -1,4 +1,4 @@
-"""What a resume says, and which ones are refused."""
+"""Messages of resumes, and refused resumes."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_an_allowed_change_is_made(load_tiny: LoadTiny) -> None:
     assert json.loads((run / "summary.json").read_text())["round"] == 3
 
 
-def test_a_finished_run_that_is_resumed_says_so(
-    load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resuming_a_finished_run_is_reported(load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture) -> None:
     run = commands.train(load_tiny(ONE)).run_dir
     metrics = (run / "metrics.jsonl").read_bytes()
     commands.train(load_tiny(ONE, "run.resume=latest"))
@@ -94,7 +92,7 @@ def test_a_step_without_a_checkpoint_lists_those_that_are_there(load_tiny: LoadT
         commands.export(run, step=7)
 
 
-def test_exporting_a_run_without_checkpoints_says_so(load_tiny: LoadTiny) -> None:
+def test_exporting_a_run_without_checkpoints_is_an_error(load_tiny: LoadTiny) -> None:
     run = commands.train(load_tiny(ONE, "checkpoint.at_end=false")).run_dir
     with pytest.raises(CheckpointError, match="has no checkpoint in"):
         commands.export(run)
@@ -110,9 +108,7 @@ def test_an_evaluation_names_the_checkpoint_that_it_read(
     assert json.loads((outcome.run_dir / "summary.json").read_text())["checkpoint"] == str(newest)
 
 
-def test_a_run_saves_by_time_where_no_cadence_is_set(
-    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_saves_by_time_without_a_cadence(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
     never = "checkpoint.at_end=false"
     run = commands.train(load_tiny(never, "checkpoint.keep=null")).run_dir
     assert not list(run.glob("checkpoints/step_*")), "the first ten seconds need no checkpoint"

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model: what they leave behind, how they go on, and how they end when something is wrong.
+"""Whole runs of a tiny model: the files they write, how they resume, and how they fail.
 
 Killing processes is tests/resume's; the command line's exit codes are tests/cli's.
 """
@@ -83,12 +83,14 @@ def test_resuming_without_a_checkpoint_starts_from_the_beginning(load_tiny: Load
     assert [line["round"] for line in lines(run)] == [0, 1, 2, 3]
 
 
-def test_resuming_from_a_folder_that_is_no_checkpoint_is_refused(load_tiny: LoadTiny, tmp_path: Path) -> None:
+def test_resuming_from_a_folder_that_is_not_a_checkpoint_is_refused(
+    load_tiny: LoadTiny, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere"):
         commands.train(load_tiny(f"run.resume={tmp_path / 'nowhere'}"))
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+def test_if_the_newest_checkpoint_is_damaged_the_previous_one_is_used(
     load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = commands.train(load_tiny("checkpoint.every_rounds=1")).run_dir
@@ -108,7 +110,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(load_tiny: LoadTiny) -> No
     assert commands.train(load_tiny("run.if_exists=new")).run_dir.name == "tiny-2"
 
 
-def test_a_failing_reward_leaves_its_trajectories_out_and_the_run_goes_on(load_tiny: LoadTiny) -> None:
+def test_a_failing_reward_invalidates_its_trajectories_and_the_run_continues(load_tiny: LoadTiny) -> None:
     rewards = "def moody(prompt, text):\n    if prompt == 'a':\n        raise ValueError('not today')\n    return float(len(text))\n"
     part = "reward.parts=[{kind: function, path: 'rewards.py:moody'}]"
     run = commands.train(load_tiny(part, "reward.retries=0", rewards=rewards)).run_dir
@@ -161,7 +163,7 @@ def test_a_round_without_any_valid_answer_ends_the_run_even_when_allowed(load_ti
         commands.train(loaded)
 
 
-def test_a_missed_target_is_told(load_tiny: LoadTiny) -> None:
+def test_a_missed_target_is_reported(load_tiny: LoadTiny) -> None:
     outcome = commands.train(load_tiny("eval.target.min_final=2.0"))
     assert not outcome.is_target_reached
     summary = json.loads((outcome.run_dir / "summary.json").read_text())
@@ -185,7 +187,7 @@ def test_a_run_can_be_evaluated_afterwards(load_tiny: LoadTiny) -> None:
     assert first == last
 
 
-def test_supervised_learning_alone_lowers_its_loss(load_tiny: LoadTiny) -> None:
+def test_supervised_fine_tuning_alone_lowers_its_loss(load_tiny: LoadTiny) -> None:
     sft = "sft={data: [{kind: file, path: letters.jsonl, response_key: answer}], steps: 30, rows_per_step: 4, optimizer: {lr: 3.0e-3}}"
     run = commands.sft(load_tiny(sft)).run_dir
     losses = [line["sft/loss"] for line in lines(run) if "sft/loss" in line]

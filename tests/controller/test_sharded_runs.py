@@ -1,4 +1,4 @@
-"""A run on workers is the run of one process, whatever sits where, and each can go on from the other."""
+"""A run on workers matches a single-process run for every placement, and each can resume the other."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MODES: dict[str, tuple[Settings, Settings]] = {
         },
     ),
 }
-"""Mode -> what the run is, and where it is."""
+"""Mode -> settings of the run, and its placement."""
 
 
 BUILD = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "head_dim": 16}
@@ -122,7 +122,7 @@ def _weights(run: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_on_workers_is_the_run_of_one_process_which_goes_on_from_it(tmp_path: Path, mode: str) -> None:
+def test_a_run_on_workers_matches_one_process_which_can_resume_it(tmp_path: Path, mode: str) -> None:
     settings, layout = MODES[mode]
     alone = _run(tmp_path, "alone", settings, rounds=3)
     _run(tmp_path, "group", {**settings, **layout}, rounds=2)
@@ -138,7 +138,7 @@ def test_a_run_on_workers_is_the_run_of_one_process_which_goes_on_from_it(tmp_pa
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_supervised_learning_on_ranks_is_that_of_one_process_which_goes_on_from_it(tmp_path: Path) -> None:
+def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it(tmp_path: Path) -> None:
     both = {"checkpoint.every_rounds": 2, "eval.every_rounds": 2}
     layout = {"train.backend": "fsdp2", "cluster.placement": {"policy": "0-1", "rollout": "1"}}
 

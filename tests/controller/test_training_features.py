@@ -1,4 +1,4 @@
-"""Keys of the training side over whole tiny runs: what they leave behind, and numbers that they must not change."""
+"""Training keys in whole tiny runs: their output, and results that they must not change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _assert_equal(one: Path, other: Path, *, atol: float = 0.0, role: str = "pol
         ("model.attention=eager",),
     ],
 )
-def test_how_rows_are_computed_changes_weights_by_roundings_only(
+def test_how_rows_are_computed_changes_weights_only_by_rounding(
     load_tiny: LoadTiny, keys: tuple[str, ...]
 ) -> None:
     plain = _train(load_tiny, "plain", *PPO, "run.max_rounds=1")
@@ -59,7 +59,7 @@ def test_how_rows_are_computed_changes_weights_by_roundings_only(
     _assert_equal(other, plain, atol=1e-4, role="critic")
 
 
-def test_what_only_measures_or_moves_changes_no_bit(load_tiny: LoadTiny) -> None:
+def test_measurement_and_offloading_change_no_bit(load_tiny: LoadTiny) -> None:
     plain = _train(load_tiny, "plain", *PPO)
     other = _train(
         load_tiny,
@@ -125,7 +125,7 @@ def test_fp16_runs_report_their_loss_scale_and_keep_it(load_tiny: LoadTiny) -> N
     assert _state(parts)["policy"]["loss_scale"] == last
 
 
-def test_a_critic_learns_the_moments_of_returns_and_goes_on_with_them(load_tiny: LoadTiny) -> None:
+def test_a_critic_learns_and_restores_the_moments_of_returns(load_tiny: LoadTiny) -> None:
     keys = (
         *PPO,
         "critic={normalize_values: true, head_name: score}",
@@ -147,7 +147,7 @@ def test_a_critic_learns_the_moments_of_returns_and_goes_on_with_them(load_tiny:
 LORA = ("model.lora={rank: 4}", "train.optimizer.lr=0.02")
 
 
-def test_a_run_with_adapters_resumes_to_the_bit_and_exports_merged_weights(load_tiny: LoadTiny) -> None:
+def test_a_run_with_adapters_resumes_bit_exactly_and_exports_merged_weights(load_tiny: LoadTiny) -> None:
     keys = (*LORA, "algorithm.kl_coef=0.01", "checkpoint.every_rounds=1")
     whole = _train(load_tiny, "whole", *keys)
     assert all(".lora_" in name for name in _weights(whole))
@@ -196,7 +196,7 @@ def test_adapters_with_a_critic_train_both(load_tiny: LoadTiny) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # inductor's own
-def test_compiling_changes_weights_by_roundings_only(load_tiny: LoadTiny) -> None:
+def test_compiling_changes_weights_only_by_rounding(load_tiny: LoadTiny) -> None:
     plain = _train(load_tiny, "plain", "run.max_rounds=1", "algorithm.entropy_coef=0.01")
     other = _train(
         load_tiny, "other", "run.max_rounds=1", "algorithm.entropy_coef=0.01", "train.compile=true"

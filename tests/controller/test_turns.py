@@ -1,4 +1,4 @@
-"""Roles that share a device have it in turns."""
+"""Roles that share a device take turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WATCHED = {
 }
 
 
-def test_the_engine_gives_its_cache_up_before_models_come_back_and_wakes_after_they_left(
+def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_leave(
     load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[NativeEngine] = []

@@ -1,4 +1,4 @@
-"""A run that learns nothing says so in one line, with what to do."""
+"""A run that learns nothing logs one warning with advice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _told(
         ({"reward/same_in_group_fraction": 1.0, "policy/grad_norm": 0.0}, "same reward"),
     ],
 )
-def test_each_sign_is_told_once_when_it_has_stayed_and_again_when_it_comes_back(
+def test_each_sign_is_reported_once_per_occurrence(
     caplog: pytest.LogCaptureFixture, sign: dict[str, float], advice: str
 ) -> None:
     assert _told(caplog, _watch(), [sign] * (PATIENCE - 1) + [{}]) == []
@@ -64,14 +64,14 @@ def test_each_sign_is_told_once_when_it_has_stayed_and_again_when_it_comes_back(
     assert len(_told(caplog, _watch(), [*[sign] * PATIENCE, {}, *[sign] * PATIENCE])) == 2
 
 
-def test_equal_rewards_are_no_sign_where_the_baseline_is_not_the_group(
+def test_equal_rewards_are_not_a_sign_without_a_group_baseline(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     equal = {"reward/same_in_group_fraction": 1.0}
     assert _told(caplog, _watch("ppo"), [equal] * PATIENCE) == []
 
 
-def test_a_reward_that_falls_over_many_rounds_is_told_and_noise_is_not(
+def test_a_reward_that_falls_over_many_rounds_is_reported_but_noise_is_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rng = np.random.default_rng(0)

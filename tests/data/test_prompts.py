@@ -49,7 +49,7 @@ def load_chat(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> Loader
     return Loader(tmp_path, chat_tokenizer)
 
 
-def test_a_prompt_has_its_tokens_messages_row_and_a_lasting_name(load: Loader) -> None:
+def test_a_prompt_has_its_tokens_messages_row_and_a_stable_uid(load: Loader) -> None:
     prompts = load(ROWS)
     assert [p.uid for p in prompts.prompts] == ["a:0", "a:1"]
     first = prompts.prompts[0]
@@ -62,7 +62,7 @@ def test_a_prompt_has_its_tokens_messages_row_and_a_lasting_name(load: Loader) -
     assert prompts.counts == {"a": SourceCounts(rows=2)}
 
 
-def test_the_answer_is_under_answer_whatever_its_column(load: Loader) -> None:
+def test_the_answer_is_under_answer_for_any_column(load: Loader) -> None:
     rows = [{"prompt": "x", "solution": 7, "answer": "unrelated"}]
     assert load(rows, answer_key="solution").prompts[0].fields["answer"] == 7
     assert "answer" not in load([{"prompt": "x"}], answer_key=None).prompts[0].fields
@@ -171,7 +171,7 @@ def test_an_end_token_that_the_tokenizer_appends_is_left_out(
         (ROWS, {"use_chat_template": "always"}, "data.use_chat_template is 'always'"),
     ],
 )
-def test_a_tokenizer_without_a_chat_template_is_told_what_to_set(
+def test_without_a_chat_template_the_error_names_the_key_to_set(
     load: Loader, rows: list[dict[str, Any]], settings: dict[str, Any], needs: str
 ) -> None:
     message = load.error(rows, **settings)
@@ -215,7 +215,7 @@ def test_overlong_prompts_are_an_error_where_so_configured(load: Loader) -> None
     )
 
 
-def test_when_every_prompt_is_too_long_the_limit_is_told(load: Loader) -> None:
+def test_if_every_prompt_is_too_long_the_limit_is_reported(load: Loader) -> None:
     assert load.error(ROWS, max_prompt_tokens=2).startswith(
         "data.train[0] (a): all prompts are too long: the shortest has 3 tokens, the longest 5, but "
         "data.max_prompt_tokens is 2; raise it, or set data.overlong to truncate_left or truncate_right"
@@ -249,13 +249,11 @@ def test_a_prompt_of_another_type_is_refused(load: Loader, value: object) -> Non
         ([{"role": "assistant", "content": "a"}], "must not end with an assistant message"),
     ],
 )
-def test_chat_messages_that_are_none_are_refused(
-    load_chat: Loader, messages: list[object], fault: str
-) -> None:
+def test_invalid_chat_messages_are_refused(load_chat: Loader, messages: list[object], fault: str) -> None:
     assert fault in load_chat.error([{"prompt": messages, "answer": ""}])
 
 
-def test_settings_that_chat_messages_leave_without_effect_are_refused(load_chat: Loader) -> None:
+def test_settings_that_do_not_apply_to_chat_messages_are_refused(load_chat: Loader) -> None:
     assert "data.train[0].template does not apply to chat messages" in load_chat.error(
         CHAT, template="Q: {prompt}"
     )
@@ -275,7 +273,7 @@ def test_settings_that_chat_messages_leave_without_effect_are_refused(load_chat:
         ("{prompt[x]}", "cannot fill "),
     ],
 )
-def test_a_template_that_cannot_be_filled_is_told(load: Loader, template: str, fault: str) -> None:
+def test_a_template_that_cannot_be_filled_is_reported(load: Loader, template: str, fault: str) -> None:
     message = load.error(ROWS, template=template)
     assert fault in message
     assert "data.train[0].template" in message
@@ -295,7 +293,7 @@ def test_several_sources_are_kept_apart_by_name(tmp_path: Path, tokenizer: PreTr
     assert prompts.prompts[4].fields["reasoning_gym"]["generator"] == "gcd"
 
 
-def test_no_evaluation_source_takes_the_name_of_their_sum(load: Loader) -> None:
+def test_no_evaluation_source_may_be_named_all(load: Loader) -> None:
     assert load(ROWS, name="all").prompts
     assert "the name 'all' is reserved for the result over all sources" in load.error(
         ROWS, name="all", role="eval"

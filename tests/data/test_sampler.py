@@ -11,7 +11,9 @@ TAKES = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 
 
 @given(num=st.integers(1, 9), takes=TAKES, seed=st.integers(0, 3))
-def test_every_epoch_has_every_prompt_once_however_it_is_cut(num: int, takes: list[int], seed: int) -> None:
+def test_every_epoch_has_every_prompt_once_regardless_of_round_size(
+    num: int, takes: list[int], seed: int
+) -> None:
     sampler = PromptSampler(num, seed=seed, shuffle=True)
     drawn = [i for k in takes for i in sampler.take(k)]
     assert len(drawn) == sum(takes)
@@ -22,9 +24,7 @@ def test_every_epoch_has_every_prompt_once_however_it_is_cut(num: int, takes: li
 
 
 @given(num=st.integers(1, 9), before=TAKES, after=TAKES)
-def test_resuming_gives_the_sequence_that_would_have_come(
-    num: int, before: list[int], after: list[int]
-) -> None:
+def test_resuming_continues_the_sequence(num: int, before: list[int], after: list[int]) -> None:
     unbroken, resumed = (PromptSampler(num, seed=1, shuffle=True) for _ in range(2))
     for k in before:
         unbroken.take(k)
@@ -32,7 +32,7 @@ def test_resuming_gives_the_sequence_that_would_have_come(
     assert [unbroken.take(k) for k in after] == [resumed.take(k) for k in after]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     sampler = PromptSampler(50, seed=0, shuffle=True)
     first, second = sampler.take(50), sampler.take(50)
     assert first != second
@@ -61,7 +61,7 @@ GROUPS = [(range(10), 0.5), (range(10, 13), 0.3), (range(13, 20), 0.2), (range(2
 
 
 @given(takes=TAKES)
-def test_shares_hold_at_every_place_whatever_the_sizes_and_the_cut(takes: list[int]) -> None:
+def test_shares_hold_at_every_position_for_any_sizes(takes: list[int]) -> None:
     sampler = MixedSampler(GROUPS, seed=0, shuffle=True)
     drawn = [i for k in takes for i in sampler.take(k)]
     for indices, share in GROUPS:
@@ -70,7 +70,7 @@ def test_shares_hold_at_every_place_whatever_the_sizes_and_the_cut(takes: list[i
 
 
 @given(before=TAKES, after=TAKES)
-def test_a_mix_goes_on_where_it_was_and_refuses_other_groups(before: list[int], after: list[int]) -> None:
+def test_a_mix_resumes_and_refuses_other_groups(before: list[int], after: list[int]) -> None:
     unbroken, resumed = (MixedSampler(GROUPS, seed=1, shuffle=True) for _ in range(2))
     for k in before:
         unbroken.take(k)
@@ -80,7 +80,7 @@ def test_a_mix_goes_on_where_it_was_and_refuses_other_groups(before: list[int], 
         MixedSampler([(range(20), 0.5), (range(20, 25), 0.5)], seed=1, shuffle=True).load(unbroken.state())
 
 
-def test_small_groups_start_over_and_have_each_row_once_before() -> None:
+def test_small_groups_repeat_only_after_each_row_was_drawn() -> None:
     drawn = MixedSampler([(range(3), 1.0), (range(3, 100), 1.0)], seed=0, shuffle=True).take(12)
     small = [i for i in drawn if i < 3]
     assert sorted(small[:3]) == sorted(small[3:6]) == [0, 1, 2]

@@ -114,20 +114,20 @@ def test_a_folder_or_unknown_ending_is_refused(tmp_path: Path) -> None:
         ("a.parquet", "PAR0", "not a readable parquet file"),
     ],
 )
-def test_a_malformed_file_is_told_by_line_and_fault(
+def test_a_malformed_file_is_reported_with_its_line(
     tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     (tmp_path / name).write_text(text)
     assert message in _error(FileSource(path=name), tmp_path)
 
 
-def test_a_file_that_is_no_utf8_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}')
     assert "not UTF-8" in _error(FileSource(path="a.jsonl"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_an_empty_data_set_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_empty_dataset_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text({"a.json": "[]", "a.csv": "prompt,answer\n", "a.jsonl": ""}[name])
     assert (
         _error(FileSource(path=name), tmp_path)
@@ -185,7 +185,7 @@ def test_a_generator_gives_its_entries_and_how_to_score_them(tmp_path: Path) -> 
         (ProceduralSource(generator="chain_sum", params={"min_terms": "x"}), "chain_sum rejects {'min_terms': 'x'}"),
     ],
 )  # fmt: skip
-def test_a_generator_that_cannot_be_made_is_told(
+def test_a_generator_that_cannot_be_created_is_reported(
     tmp_path: Path, source: ProceduralSource, message: str
 ) -> None:
     assert message in _error(source, tmp_path)
@@ -199,12 +199,12 @@ def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_local_folder_is_a_hub_data_set(hub_folder: Path) -> None:
+def test_a_local_folder_is_a_hub_dataset(hub_folder: Path) -> None:
     assert _read(HubSource(path="set"), hub_folder) == ROWS
     assert _read(HubSource(path="set", limit=1), hub_folder) == ROWS[:1]
 
 
-def test_an_unknown_split_or_data_set_is_told(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_split_or_dataset_is_reported(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     message = _error(HubSource(path="set", split="tset"), hub_folder)
     assert "split 'tset'): Unknown split" in message

@@ -60,7 +60,7 @@ def test_a_response_ends_with_the_end_token_that_the_chat_template_writes(
         assert all(all(e.response_mask) for e in found.examples)
 
 
-def test_overlong_prompts_leave_with_their_responses_and_are_counted(
+def test_overlong_prompts_are_dropped_with_their_responses_and_counted(
     folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     source = FileSource(path="a.jsonl", response_key="solution")
@@ -93,7 +93,7 @@ def test_prompt_and_response_must_fit_the_models_positions(
         load(5)
 
 
-def test_a_function_beside_the_config_writes_responses(
+def test_a_function_next_to_the_config_writes_responses(
     folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (folder / "teach.py").write_text("def write(row):\n    return row['prompt'] + row['solution']\n")
@@ -114,7 +114,7 @@ def test_replies_of_an_environment_are_read_but_not_learned(
     assert example.response_mask == (True,) * 3 + (False,) * 4 + (True,) * 2
 
 
-def test_a_response_in_pieces_has_them_all_marked(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_response_in_segments_has_a_mask_for_each(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (folder / "teach.py").write_text("def write(row):\n    return [('ask', True), 'told']\n")
     source = FileSource(path="a.jsonl", response_function="teach.py:write")
     with pytest.raises(
@@ -162,7 +162,7 @@ def test_chain_sums_are_worked_from_left_to_right(expression: str, written: str)
         ({"response_function": "teach.py:fail"}, "row 0: teach.py:fail raised KeyError: 'no'"),
     ],
 )  # fmt: skip
-def test_rows_without_a_response_are_told(
+def test_rows_without_a_response_are_reported(
     folder: Path, tokenizer: PreTrainedTokenizerFast, settings: dict[str, str], fault: str
 ) -> None:
     (folder / "teach.py").write_text("def number(row): return 7\ndef fail(row): return row['no']\n")
@@ -179,7 +179,7 @@ def test_an_unknown_response_function_is_a_problem_of_the_config(
         load_examples([source], DataConfig(), tokenizer, base_dir=folder)
 
 
-def test_a_tokenizer_without_an_end_token_cannot_teach_ends(
+def test_a_tokenizer_without_an_end_token_is_refused(
     folder: Path, bare_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The files of the pages: their YAML as it stands there, and the fragments that lie over a whole file."""
+"""The config files of the documentation pages: their YAML, and fragments to merge over a whole file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEEDS = Path(__file__).parent / "seeds"
 ENVIRONMENT = {"HOME": "/home/user", "REPO_PATH": "/opt/rlinf"}
 """Environment variables that the files name."""
 IN_ONE_PROCESS: dict[str, Any] = {"backend": "single", "engine": "native"}
-"""What the command line says for a run on a laptop."""
+"""Command-line options of a run on a laptop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ TEXT_SEEDS = tuple(seed for seed in ALL_SEEDS if seed.is_text)
 
 
 def laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Mappings merged, all else replaced."""
+    """Merge mappings; other values are replaced."""
     out = dict(under)
     for key, value in over.items():
         below = out.get(key)

@@ -1,4 +1,4 @@
-"""Hydra's defaults lists: where presets are found, where they go, who wins, and every complaint."""
+"""Hydra's defaults lists: search, mounting and precedence of presets, and every error."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_files_own_folder_comes_before_the_search_path(
     assert found["hydra"] == {"searchpath": [f"file://{tmp_path}/more/"]}
 
 
-def test_a_variable_of_the_search_path_matters_only_when_a_preset_is_looked_for_there(
+def test_a_variable_of_the_search_path_is_resolved_only_when_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PRESETS", raising=False)
@@ -139,7 +139,7 @@ def test_a_variable_of_the_search_path_matters_only_when_a_preset_is_looked_for_
     assert "the environment variable PRESETS is not set" in read.problems[1].message
 
 
-def test_a_missing_preset_is_named_with_where_it_was_looked_for_and_what_is_there(tmp_path: Path) -> None:
+def test_a_missing_preset_is_reported_with_the_searched_folders(tmp_path: Path) -> None:
     (found,) = problems(
         composed(
             tmp_path,
@@ -154,7 +154,7 @@ def test_a_missing_preset_is_named_with_where_it_was_looked_for_and_what_is_ther
     )
 
 
-def test_presets_that_lead_back_to_themselves_are_an_error(tmp_path: Path) -> None:
+def test_cyclic_presets_are_an_error(tmp_path: Path) -> None:
     (found,) = problems(
         composed(tmp_path, main="defaults: [g/one]\n", g__one="defaults: [two]\n", g__two="defaults: [one]\n")
     )
@@ -177,7 +177,7 @@ def test_a_defaults_list_that_cannot_be_read_is_an_error(tmp_path: Path, default
     assert message in found[0]
 
 
-def test_a_search_path_that_is_no_folder_here_is_an_error(tmp_path: Path) -> None:
+def test_a_search_path_that_is_not_a_local_folder_is_an_error(tmp_path: Path) -> None:
     main = "hydra: {searchpath: ['pkg://some.package']}\ndefaults: [g/one]\n"
     found = problems(composed(tmp_path, main=main))
     assert re.search(r"hydra.searchpath\[0\]: 'pkg://some.package' is not a local folder", found[1])

@@ -1,4 +1,4 @@
-"""Whatever stands in a foreign file: an error of ours or a config, never a traceback, nothing run, every key accounted for."""
+"""Any foreign file loads or raises a ConfigError: no other exception, no code executed, every key accounted for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CODE = (
     f"{{{{ {_OPEN} }}}}",
     f"!!python/object/apply:pathlib.Path.touch [{SENTINEL}]",
 )
-"""Texts that would leave a file behind if anything ran them."""
+"""Texts that would create a file if they were executed."""
 INTERPOLATIONS = (
     "${", "${}", "${a", "${a.b.c}", "${oc.env:NO_SUCH_VARIABLE}", "${oc.env:HOME}", "${rollout_batch_size}", "${runner}",
     "${trainer.policy}", "${subtract:1}", "${multiply:a,2}", "${div:1,0}", "${int_div:1,0}", "${..x}", "${.}", "${oc.select:x}",
@@ -140,7 +140,7 @@ _SEEDS = st.sampled_from([seed for seed in ALL_SEEDS if seed.variant is None])
 
 @_FAST
 @given(seed=_SEEDS, changes=_changes, chosen=_choices)
-def test_a_mutated_file_is_an_error_of_ours_or_a_config(
+def test_a_mutated_file_loads_or_raises_a_config_error(
     reader: Reader, seed: Seed, changes: list[tuple[str, int, str, Any]], chosen: dict[str, Any]
 ) -> None:
     check(reader, seed, changes, chosen)
@@ -149,7 +149,7 @@ def test_a_mutated_file_is_an_error_of_ours_or_a_config(
 @pytest.mark.slow
 @_LONG
 @given(seed=_SEEDS, changes=_changes, chosen=_choices)
-def test_many_mutated_files_are_errors_of_ours_or_configs(
+def test_many_mutated_files_load_or_raise_a_config_error(
     reader: Reader, seed: Seed, changes: list[tuple[str, int, str, Any]], chosen: dict[str, Any]
 ) -> None:
     check(reader, seed, changes, chosen)
@@ -218,7 +218,7 @@ YAML_TEXTS = {
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
 @pytest.mark.parametrize("what", sorted(YAML_TEXTS))
-def test_yaml_of_all_sorts_is_an_error_of_ours_or_a_config(tmp_path: Path, what: str, dialect: Any) -> None:
+def test_any_yaml_loads_or_raises_a_config_error(tmp_path: Path, what: str, dialect: Any) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(YAML_TEXTS[what], "utf-8")
     with suppress(BraidError):
@@ -231,7 +231,7 @@ def test_yaml_of_all_sorts_is_an_error_of_ours_or_a_config(tmp_path: Path, what:
     "override",
     ["", "=", "a", "a=", "=1", "..=1", "a[0]=1", "a.-1=2", "rollout_batch_size=[", "++rollout_batch_size=x", "~x", "x=${y", "x=!!python/none"],
 )  # fmt: skip
-def test_overrides_of_all_sorts_are_errors_of_ours(reader: Reader, override: str) -> None:
+def test_any_override_is_applied_or_raises_a_config_error(reader: Reader, override: str) -> None:
     for seed in ALL_SEEDS:
         if seed.variant is None:
             with pytest.raises(BraidError):

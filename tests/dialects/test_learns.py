@@ -1,4 +1,4 @@
-"""The pages' files learn: a tiny model and tiny data, the files themselves, and overrides of paths, sizes and rates."""
+"""The documentation's files learn, with a tiny model, tiny data, and overrides of paths, sizes and rates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GUESSING = {
     },
     "report": {"console": "none", "tensorboard": False},
 }  # fmt: skip
-"""A model that has learned the form of an answer, `#### 2`, and none of the answers: it is right one time in four."""
+"""A model that has learned the format of an answer, `#### 2`, but not the answers: it is right one time in four."""
 
 
 @pytest.fixture(scope="module")

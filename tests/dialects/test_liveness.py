@@ -417,7 +417,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _complaints(dialect: str, key: str, value: Any, text: str) -> list[str]:
-    """What is said of a key in a file that has nothing else."""
+    """Problems of a key in a file without other keys."""
     tree: dict[str, Any] = {}
     place(tree, parse_path(key), value)
     problems = translate(Written(tree), DIALECTS[dialect]).written.problems  # pyright: ignore[reportArgumentType]

@@ -33,7 +33,7 @@ def config(*overrides: str, path: Path = MATH_003) -> RunConfig:
     return read_config(path, overrides).loaded.config
 
 
-def test_a_critic_s_own_settings_are_its_own_and_the_rest_is_the_actor_s() -> None:
+def test_the_critic_has_its_own_settings_and_the_actors_for_the_rest() -> None:
     with_critic = ("algorithm.adv_type=gae", "critic.use_critic_model=true", "actor.optim.lr=1e-5")
     shared = config(*with_critic)
     assert shared.critic.train is None
@@ -143,7 +143,7 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
     assert (found.reward.scale, found.reward.shift) == (10.0, -5.0)
 
 
-def test_both_pages_files_are_the_same_run_but_for_what_only_one_says() -> None:
+def test_both_pages_files_give_the_same_run_except_for_keys_of_only_one() -> None:
     """Page 000 has the older names, one device for each node and the inference group; page 003 has FSDP's options."""
     older, newer = (here(path=path).loaded.config for path in (MATH_000, MATH_003))
     assert older.model_copy(update={"report": newer.report}) == newer
@@ -167,7 +167,7 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def test_in_one_process_the_same_batches_are_cut_and_nothing_of_the_cluster_is_left() -> None:
+def test_in_one_process_batches_are_the_same_and_cluster_keys_are_dropped() -> None:
     read = here()
     found = read.loaded.config
     assert (found.train.backend, found.rollout.engine) == ("single", "native")
@@ -211,7 +211,7 @@ def test_a_round_is_cut_into_n_minibatches(prompts: int, group: int, parts: int,
     assert (plan.rows_per_step, plan.steps_per_round) == (rows_per_step, parts)
 
 
-def test_sizes_per_device_are_multiplied_by_the_files_devices_whatever_runs_it() -> None:
+def test_sizes_per_device_are_multiplied_by_the_devices_of_the_file() -> None:
     overrides = [
         "cluster.num_nodes=2",
         "cluster.num_gpus_per_node=8",
@@ -256,7 +256,7 @@ def test_a_right_answer_gets_reward_scale_and_a_wrong_one_its_negative(
     assert (reward.scale, reward.shift) == expected
 
 
-def test_a_reward_model_takes_the_place_of_the_rule() -> None:
+def test_a_reward_model_replaces_the_rule() -> None:
     read = here("reward.use_reward_model=true", "reward.model.model_path=some/folder")
     (part,) = read.loaded.config.reward.parts
     assert part.kind == "model"
@@ -303,7 +303,7 @@ def test_both_spellings_of_a_renamed_key_mean_the_same(tmp_path: Path, older: st
     assert config(older, *common, path=path) == config(newer, *common, path=path)
 
 
-def test_a_key_given_under_two_names_must_say_one_thing() -> None:
+def test_a_key_set_under_two_names_must_have_one_value() -> None:
     (found,) = problems("rollout.model_dir=other")
     assert found.startswith("rollout.model_dir: is an alias of rollout.model.model_path")
     (found,) = problems("algorithm.sampling_params.use_greedy=true")
@@ -311,7 +311,7 @@ def test_a_key_given_under_two_names_must_say_one_thing() -> None:
     assert "algorithm.sampling_params.do_sample" in found
 
 
-def test_what_the_file_leaves_out_is_as_in_rlinf(tmp_path: Path) -> None:
+def test_omitted_keys_have_rlinfs_defaults(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(
         "runner: {task_type: math, seq_length: 96, max_epochs: 1, experiment_name: small, output_dir: out}\n"
@@ -405,7 +405,7 @@ def test_an_entropy_bonus_counts_when_entropy_is_calculated() -> None:
     assert here(bonus, "algorithm.calculate_entropy=true").loaded.config.algorithm.entropy_coef == 0.5
 
 
-def test_corrections_for_what_separates_engine_and_trainer() -> None:
+def test_corrections_between_engine_and_trainer() -> None:
     (fixed,) = (
         here(
             "algorithm.importance_sampling_fix=true", "algorithm.importance_sampling_clip=3"
@@ -480,13 +480,13 @@ def test_parts_of_the_losses(overrides: list[str], expected: dict[str, Any]) -> 
     assert {name: getattr(algorithm, name) for name in expected} == expected
 
 
-def test_loss_scales_that_weigh_otherwise_are_refused() -> None:
+def test_unsupported_loss_scales_are_refused() -> None:
     (found,) = problems("algorithm.loss_scales=[group_level]")  # with token-mean
     assert "algorithm.loss_agg_func=seq-mean-token-mean" in found
 
 
 @pytest.mark.parametrize(("value", "native"), [("1000000", 0), ("-1", 0), ("0", 0), ("50", 50)])
-def test_a_very_large_top_k_is_none(value: str, native: int) -> None:
+def test_a_very_large_top_k_disables_it(value: str, native: int) -> None:
     assert here(f"algorithm.sampling_params.top_k={value}").loaded.config.rollout.sampling.top_k == native
 
 

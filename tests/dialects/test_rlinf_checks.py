@@ -1,4 +1,4 @@
-"""What RLinf's keys have to keep together, each rule with its message."""
+"""Constraints between RLinf's keys, each with its message."""
 
 from __future__ import annotations
 
@@ -165,5 +165,5 @@ def test_a_problem_has_the_place_where_its_key_was_written() -> None:
         "actor.megatron.ckpt.use_gpu_num=1000000000000000000",
     ],
 )
-def test_counts_beyond_all_measure_are_refused_before_they_are_counted_out(override: str) -> None:
+def test_huge_counts_are_refused_quickly(override: str) -> None:
     assert any("more than" in problem for problem in problems(override))

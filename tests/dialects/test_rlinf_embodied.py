@@ -129,7 +129,7 @@ def test_a_round_has_the_episodes_of_all_simulators_and_a_step_global_batch_size
     assert (found.rollout.prompts_per_round, found.train.steps_per_pass) == (prompts, steps)
 
 
-def test_values_are_learned_by_a_head_when_gae_takes_them() -> None:
+def test_gae_adds_a_value_head() -> None:
     found = config(
         "algorithm.adv_type=gae", "algorithm.loss_type=actor_critic", "algorithm.gamma=0.8"
     ).algorithm
@@ -138,7 +138,7 @@ def test_values_are_learned_by_a_head_when_gae_takes_them() -> None:
     assert config("algorithm.adv_type=gae", "algorithm.loss_type=actor").algorithm.advantage == "reinforce"
 
 
-def test_groups_of_mean_rewards_out_of_bounds_are_left_out() -> None:
+def test_groups_with_mean_rewards_out_of_bounds_are_dropped() -> None:
     found = config(
         "algorithm.filter_rewards=true",
         "algorithm.rewards_lower_bound=0.1",
@@ -151,7 +151,7 @@ def test_groups_of_mean_rewards_out_of_bounds_are_left_out() -> None:
     )
 
 
-def test_old_log_probs_are_the_rollouts_where_the_file_does_not_ask_for_others(tmp_path: Path) -> None:
+def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
     text = SEED.read_text().replace("  recompute_logprobs: True\n", "")
     path = tmp_path / "env.yaml"
     path.write_text(text)
@@ -194,6 +194,6 @@ def test_old_log_probs_are_the_rollouts_where_the_file_does_not_ask_for_others(t
         (["actor.model.image_size=[224]"], "is not a list of 2, each an integer >= 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(overrides: list[str], message: str) -> None:
+def test_inconsistent_sizes_are_refused_with_the_numbers(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(*overrides)

@@ -1,4 +1,4 @@
-"""ROLL's language: the page's file in native words, the batch arithmetic, rules across keys, defaults and spellings."""
+"""ROLL's dialect: native values of the documentation's file, batch arithmetic, constraints, defaults and aliases."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_mini_batches_are_whole_prompts(tmp_path: Path) -> None:
     assert "= 2; values that fit: 2, 4, 8, 16" in text
 
 
-def test_a_batch_that_nothing_fits_says_so(tmp_path: Path) -> None:
+def test_a_batch_without_valid_values_is_reported(tmp_path: Path) -> None:
     training = {"per_device_train_batch_size": 7}
     text = problems(tmp_path, {"actor_train": {"training_args": training}})
     assert "no value fits, because 14 rows (per_device_train_batch_size * dp) do not divide 32" in text
@@ -314,11 +314,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "text"), RULES, ids=[text.partition(":")[0] for _, text in RULES])
-def test_keys_that_do_not_fit_each_other_are_told(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_inconsistent_keys_are_reported(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     assert text in problems(tmp_path, changes)
 
 
-def test_a_timeline_is_not_supported_and_says_what_is(tmp_path: Path) -> None:
+def test_a_timeline_is_unsupported_with_an_alternative(tmp_path: Path) -> None:
     text = problems(tmp_path, {"profiler_timeline": True})
     assert "profiler_timeline: true is not supported: use profiler_memory" in text
     assert "--allow-unsupported profiler_timeline" in text
@@ -389,7 +389,7 @@ def test_a_placement_names_the_devices_of_its_mapping(devices: list[int]) -> Non
     assert read_back.numbers == tuple(sorted(devices))
 
 
-def test_roles_on_the_same_devices_give_way_to_each_other(tmp_path: Path) -> None:
+def test_roles_on_the_same_devices_offload(tmp_path: Path) -> None:
     shared = read(tmp_path).loaded.config
     assert shared.train.offload.weights
     apart = read(tmp_path, {"actor_infer": {"device_mapping": "[2, 3]"}}).loaded.config
@@ -565,7 +565,7 @@ def test_a_query_filter_draws_until_the_round_is_full(
     assert (chosen.min_std, chosen.min_mean, chosen.max_mean, chosen.then) == expected
 
 
-def test_a_difficulty_mask_leaves_groups_out(tmp_path: Path) -> None:
+def test_a_difficulty_mask_masks_groups(tmp_path: Path) -> None:
     changes = {
         "difficulty_mask": True,
         "difficulty_low_threshold": 0.1,
@@ -631,7 +631,7 @@ def test_crossthinkqa_is_a_choice_with_a_penalty_for_repetition(
     assert (math.name, math.sources) == ("math_rule", ("aime", "*"))
 
 
-def test_rows_of_domains_without_a_score_or_a_share_are_left_out(tmp_path: Path) -> None:
+def test_rows_of_domains_without_a_reward_or_a_share_are_dropped(tmp_path: Path) -> None:
     rewards = {
         "ifeval": {
             "worker_cls": "roll.pipeline.rlvr.rewards.ifeval_rule_reward_worker.GeneralRuleRewardWorker",
@@ -647,7 +647,7 @@ def test_rows_of_domains_without_a_score_or_a_share_are_left_out(tmp_path: Path)
     assert [part.name for part in result.loaded.config.reward.parts] == ["multiple_choice_boxed", "math_rule"]
 
 
-def test_a_judge_is_asked_at_its_server(tmp_path: Path) -> None:
+def test_a_judge_is_called_at_its_server(tmp_path: Path) -> None:
     judge = {
         "judge_model_type": "api",
         "judge_api_url": "http://localhost:8000/v1",
@@ -662,7 +662,7 @@ def test_a_judge_is_asked_at_its_server(tmp_path: Path) -> None:
     )
 
 
-def test_a_domain_without_a_native_part_names_the_way_out(tmp_path: Path) -> None:
+def test_a_domain_without_a_native_part_suggests_an_alternative(tmp_path: Path) -> None:
     text = problems(tmp_path, {"rewards": {"detection": {"worker_cls": "roll.x.DetectionRewardWorker"}}})
     assert "rewards.detection.worker_cls" in text
     assert "use a function" in text
@@ -685,7 +685,7 @@ def test_evaluation_has_its_own_sampling_and_length(tmp_path: Path) -> None:
     assert config.data.eval[0].prompt_key == "prompt"
 
 
-def test_evaluation_without_sampling_of_its_own_samples_as_training_does(tmp_path: Path) -> None:
+def test_evaluation_without_its_own_sampling_uses_that_of_training(tmp_path: Path) -> None:
     config = read(tmp_path, {"validation": {"data_args": {"file_name": "aime.jsonl"}}}).loaded.config
     assert config.eval.sampling is None
     assert config.eval.every_rounds == 10
@@ -710,7 +710,7 @@ def test_the_chatml_template_is_written_out(tmp_path: Path) -> None:
 # Roles
 
 
-def test_a_critic_with_settings_of_its_own_has_its_own_steps(tmp_path: Path) -> None:
+def test_a_critic_with_its_own_settings_has_its_own_steps(tmp_path: Path) -> None:
     critic = {
         "device_mapping": "[0, 1]",
         "training_args": {
@@ -729,7 +729,7 @@ def test_a_critic_with_settings_of_its_own_has_its_own_steps(tmp_path: Path) -> 
     assert row.note == "adv_estimator=grpo uses no critic"
 
 
-def test_a_reference_counts_only_where_a_kl_term_needs_it(tmp_path: Path) -> None:
+def test_a_reference_is_used_only_if_a_kl_term_needs_it(tmp_path: Path) -> None:
     reference = {
         "infer_batch_size": 4,
         "device_mapping": "[0]",
@@ -754,7 +754,7 @@ def test_adapters_are_trained_where_a_target_is_named(tmp_path: Path) -> None:
     assert read(tmp_path, {"actor_train": {"model_args": {"lora_rank": 16}}}).loaded.config.model.lora is None
 
 
-def test_micro_batches_by_tokens_take_the_place_of_rows(tmp_path: Path) -> None:
+def test_token_limits_replace_row_limits_of_micro_batches(tmp_path: Path) -> None:
     changes = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 4096}
     train = read(tmp_path, {"actor_train": changes}).loaded.config.train
     assert (train.micro_batch_tokens, train.micro_batch_rows) == (4096, None)
@@ -762,7 +762,7 @@ def test_micro_batches_by_tokens_take_the_place_of_rows(tmp_path: Path) -> None:
     assert (train.micro_batch_tokens, train.micro_batch_rows) == (4 * (64 + 32), 4)
 
 
-def test_the_longest_response_is_the_least_of_its_bounds(tmp_path: Path) -> None:
+def test_the_longest_response_is_the_smallest_of_its_limits(tmp_path: Path) -> None:
     def longest(changes: dict[str, Any]) -> int:
         return read(tmp_path, changes).loaded.config.rollout.sampling.max_new_tokens
 
@@ -817,7 +817,7 @@ def test_keys_of_other_pipelines_are_known_and_not_supported(tmp_path: Path) -> 
     )
 
 
-def test_a_file_that_names_no_model_says_so_when_a_run_would_start(tmp_path: Path) -> None:
+def test_a_file_without_a_model_is_refused_when_a_run_starts(tmp_path: Path) -> None:
     from braid.errors import ModelError
     from braid.models.loading import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""The same settings in the three languages are the same run: one plan, one native config, the same bits."""
+"""The same settings in the three dialects give the same run: one plan, one native config, the same bits."""
 
 from __future__ import annotations
 

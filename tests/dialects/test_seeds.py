@@ -1,4 +1,4 @@
-"""Every file of the pages loads unchanged, each of its keys is accounted for, and the pages' prose keys too.
+"""Every file of the documentation loads unchanged, and all its keys, including those named in prose, are accounted for.
 
 `python -m tests.dialects.test_seeds` prints how many keys became what; docs/dialects.md has that table.
 """
@@ -57,7 +57,7 @@ def test_a_page_s_file_loads_unchanged_with_each_leaf_in_the_ledger_once(reader:
 
 
 @pytest.mark.parametrize("seed", ALL_SEEDS, ids=lambda seed: seed.name)
-def test_what_has_no_native_value_says_why(reader: Reader, seed: Seed) -> None:
+def test_keys_without_a_native_value_have_a_reason(reader: Reader, seed: Seed) -> None:
     for entry in reader.read(seed).ledger:
         assert entry.native or entry.note, entry.path
         assert not (entry.disposition == "applied" and not entry.native), entry.path
@@ -65,7 +65,7 @@ def test_what_has_no_native_value_says_why(reader: Reader, seed: Seed) -> None:
 
 
 @pytest.mark.parametrize("seed", ALL_SEEDS, ids=lambda seed: seed.name)
-def test_what_nothing_reads_in_the_run_is_unused_in_the_words_of_the_plan(reader: Reader, seed: Seed) -> None:
+def test_unused_keys_have_the_reason_of_the_plan(reader: Reader, seed: Seed) -> None:
     read = reader.read(seed)
     idle = idle_keys(read.loaded.config, derive(read.loaded.config, None, "train"))
     kept = {row["path"]: row for row in json.loads(read.loaded.kept["ledger.json"])}
@@ -98,7 +98,7 @@ def test_a_key_that_a_page_names_in_prose_has_a_rule(name: str) -> None:
 
 
 def disposition_table(reader: Reader) -> str:
-    """How many keys of each file became what, as a Markdown table."""
+    """Number of keys of each file by disposition, as a Markdown table."""
     lines = [
         "| file | keys | " + " | ".join(DISPOSITIONS) + " |",
         "|---|" + "---:|" * (len(DISPOSITIONS) + 1),
@@ -110,9 +110,7 @@ def disposition_table(reader: Reader) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_docs_count_the_keys_by_what_became_of_them(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_docs_count_the_keys_by_disposition(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m tests.dialects.test_seeds` prints the table to put there."""
     monkeypatch.setattr("braid.plan.megatron.find_spec", lambda _: None)  # as without Transformer Engine
     assert disposition_table(reader) in DOCS.read_text("utf-8")

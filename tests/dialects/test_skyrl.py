@@ -1,4 +1,4 @@
-"""SkyRL files: what each becomes natively, and what they are refused for."""
+"""SkyRL files: native values, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _no_tracker_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file that leaves everything to SkyRL's defaults."""
+    """A file with only SkyRL's defaults."""
     path = tmp_path / "skyrl.yaml"
     path.write_text("trainer: {epochs: 1}\ngenerator: {max_turns: 1}\n")
     return path
@@ -207,14 +207,14 @@ def test_mini_batches_are_counted_in_prompts(
     assert found.loaded.config.rollout.prompts_per_round * num == batch * num
 
 
-def test_the_critic_has_mini_batches_of_its_own(file: Path) -> None:
+def test_the_critic_has_its_own_mini_batches(file: Path) -> None:
     critic = read(file, *GAE, "trainer.critic_mini_batch_size=64").loaded.config.critic
     assert critic.train is not None
     assert critic.train.steps_per_pass == 16
     assert critic.train.optimizer.lr == 5e-6
 
 
-def test_token_budgets_take_the_place_of_samples(file: Path) -> None:
+def test_token_budgets_replace_sample_counts(file: Path) -> None:
     train = read(file, "trainer.max_tokens_per_microbatch=4096").loaded.config.train
     assert (train.micro_batch_tokens, train.micro_batch_rows, train.infer_batch_tokens) == (4096, None, 4096)
 
@@ -337,7 +337,7 @@ def test_gsm8k_answers_are_the_number_after_the_marks(seed: Read) -> None:
     assert part.ignore == ",$"
 
 
-def test_another_environment_is_named_with_what_there_is(file: Path) -> None:
+def test_another_environment_is_refused_with_the_supported_ones(file: Path) -> None:
     assert problems(file, "environment.env_class=text2sql") == [
         (
             "environment.env_class: 'text2sql' is not supported: use gsm8k or aime, or define the reward "
@@ -374,7 +374,7 @@ def test_without_evaluation_its_data_is_not_read(file: Path) -> None:
     assert row(found, "data.val_data").disposition == "no effect"
 
 
-def test_remote_servers_take_the_place_of_engines(file: Path) -> None:
+def test_remote_servers_replace_engines(file: Path) -> None:
     found = read(
         file,
         "trainer.placement.colocate_all=false",
@@ -433,7 +433,7 @@ def test_wandb_is_online_where_a_key_is_set(file: Path, monkeypatch: pytest.Monk
     assert "secret" not in str(found)
 
 
-def test_names_that_are_no_folder_names_are_kept_for_the_tracker(file: Path) -> None:
+def test_names_that_are_not_valid_folder_names_are_kept_for_the_tracker(file: Path) -> None:
     found = read(file, "trainer.run_name=my run/1")
     assert found.loaded.config.run.name == "my-run-1"
     assert found.loaded.config.report.wandb is not None

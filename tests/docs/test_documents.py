@@ -1,4 +1,4 @@
-"""The documents say what is so: examples resolve, blocks parse, named files exist."""
+"""The documentation is correct: examples resolve, blocks parse, named files exist."""
 
 from __future__ import annotations
 

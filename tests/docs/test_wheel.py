@@ -1,4 +1,4 @@
-"""The wheel that `make wheel` builds, installed into an environment of its own."""
+"""The wheel that `make wheel` builds, installed into a new environment."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_expressions_have_their_exact_values(expression: str, value: str) -> Non
         ("-" * 190 + "1", "nested too deep"),
     ],
 )
-def test_what_cannot_be_computed_says_why(expression: str, message: str) -> None:
+def test_invalid_expressions_are_reported(expression: str, message: str) -> None:
     with pytest.raises(CalculatorError, match=message):
         calculate(expression)
 
@@ -97,6 +97,6 @@ def _words(expression: str) -> list[str]:
 
 
 @given(st.text(alphabet="0123456789+-*/%^(). eE_x", max_size=40) | st.text(max_size=40))
-def test_whatever_is_written_gets_a_short_answer(text: str) -> None:
+def test_any_input_gets_a_short_answer(text: str) -> None:
     answer = asyncio.run(calculator(text))
     assert 0 < len(answer) <= 100

@@ -97,7 +97,7 @@ def test_a_failure_stays_in_its_slot_and_the_slot_can_be_reset() -> None:
         ("BipedalNothing", {}, r"env\.id: Gymnasium cannot make 'BipedalNothing'"),
     ],
 )
-def test_what_cannot_be_made_is_a_problem_of_the_config(
+def test_an_environment_that_cannot_be_created_is_a_config_problem(
     env_id: str, kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

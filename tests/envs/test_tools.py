@@ -44,7 +44,7 @@ def test_a_call_in_the_last_turn_truncates() -> None:
 
 
 @pytest.mark.parametrize("text", ["<calc>1+1", "1+1</calc>", "<other>1</other>", "<calc>1</other>", ""])
-def test_what_is_no_call_is_an_answer(text: str) -> None:
+def test_text_without_a_call_is_an_answer(text: str) -> None:
     assert asyncio.run(_tools().reply(text)) == Reply(is_done=True)
 
 
@@ -68,7 +68,7 @@ def test_a_tool_that_raises_is_a_failure_of_the_environment() -> None:
         asyncio.run(env.reply("<bad>x</bad>"))
 
 
-def test_each_trajectory_gets_an_environment_of_its_own() -> None:
+def test_each_trajectory_gets_its_own_environment() -> None:
     make = text_env_maker(ToolEnv(kind="tools"))
     assert make() is not make()
     assert isinstance(text_env_maker(SingleTurnEnv())(), SingleTurn)

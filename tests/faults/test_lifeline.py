@@ -1,4 +1,4 @@
-"""The line between a driver and its workers, with plain processes at its ends."""
+"""The liveness connection between driver and workers, with plain processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _await(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_a_worker_that_is_killed_is_lost_and_memory_is_blamed_only_where_the_kernel_counted(
+def test_a_killed_worker_is_lost_and_oom_is_reported_only_if_the_kernel_counted_it(
     lines: Lifelines, workers: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     team = Team()
@@ -99,13 +99,13 @@ def test_a_worker_that_gives_up_is_lost_with_its_reason_while_its_process_lives(
     assert (loss.said, process.poll()) == ("no engine", None)
 
 
-def test_warnings_of_ranks_are_told_once_and_everything_is_in_their_logs(
+def test_warnings_of_ranks_are_logged_once_and_everything_is_in_their_logs(
     lines: Lifelines,
     workers: list[subprocess.Popen[bytes]],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A rank that says the same twice is told twice, whenever the other says it."""
+    """A message that a rank logs twice is reported twice, whenever the other logs it."""
     team = Team()
     code = """
 print("to the terminal", flush=True)
@@ -139,7 +139,7 @@ logging.getLogger("x").error("rank %d", {rank})
 
 
 def test_workers_and_what_they_have_started_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
-    """Also a child that reads nothing and stands in a session of its own."""
+    """Including a child that reads nothing and has its own session."""
     code = f"""
 import pickle, subprocess, sys, time
 from braid.runtime.lifeline import Lifelines, Member
@@ -163,7 +163,7 @@ subprocess.run([sys.executable, "-c", WORKER, pickle.dumps(ticket).hex(), start]
         driver.wait()
 
 
-def test_who_does_not_know_the_word_is_not_heard(lines: Lifelines) -> None:
+def test_peers_without_the_secret_are_ignored(lines: Lifelines) -> None:
     ticket = lines.ticket(Member(Team(), 0), None)
     for said in (b'{"word": "guess"}\n{"failed": "ha"}\n', b"no json\n", b'{"failed": "ha"}\n'):
         with socket.create_connection((ticket.host, ticket.port), LIMIT_S) as connection:
@@ -173,7 +173,7 @@ def test_who_does_not_know_the_word_is_not_heard(lines: Lifelines) -> None:
     assert lines.first_loss() is None
 
 
-def test_peers_without_the_secret_are_dropped_and_workers_go_on(
+def test_peers_without_the_secret_are_dropped_and_workers_continue(
     lines: Lifelines, workers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     team = Team(size=1)
@@ -203,7 +203,7 @@ def test_peers_without_the_secret_are_dropped_and_workers_go_on(
 
 
 @pytest.mark.parametrize("text", [b"[]", b"[" * 50_000, b'{"level": "x", "text": 1}', b"{" * 70_000])
-def test_a_worker_whose_line_makes_no_sense_is_lost_and_others_go_on(
+def test_a_worker_that_sends_garbage_is_lost_and_others_continue(
     lines: Lifelines, workers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture, text: bytes
 ) -> None:
     broken, sound = Team(size=1), Team(size=1)

@@ -1,4 +1,4 @@
-"""Runs whose processes are killed, stopped or interrupted: they go on or end, by name, and leave nothing behind.
+"""Runs whose processes are killed, stopped or interrupted continue, or end and name the process, and leave nothing behind.
 
 Every signal goes to a process that descends from the one that the test itself has started. Some kinds of worker are killed in some
 phases; with BRAID_SOAK=1 each kind in each, which takes a quarter of an hour.
@@ -181,7 +181,7 @@ def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_g
 
 @WITH_VLLM
 @pytest.mark.timeout(3000)
-def test_an_engine_that_is_killed_while_it_rests_ends_the_run_by_name(
+def test_an_engine_killed_while_idle_ends_the_run_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)

@@ -8,7 +8,7 @@ from braid.algorithms.advantages import gae, group_advantages, whiten
 CLOSE = {"atol": 1e-6, "rtol": 0}  # expectations are given to six digits
 
 
-def test_group_advantages_without_std_are_rewards_less_the_group_mean():
+def test_group_advantages_without_std_are_rewards_minus_the_group_mean():
     rewards = torch.tensor([1.0, 4.0, 0.0, 2.0, 5.0])  # group 3: 1, 0, 5, mean 2; group 8: 4, 2, mean 3
     groups = torch.tensor([3, 8, 3, 8, 3])
     advantages = group_advantages(rewards, groups, normalize_by_std=False)

@@ -1,4 +1,4 @@
-"""Corrections for the sampler, and the choice of tokens by covariance, against numbers worked out by hand."""
+"""Off-policy corrections and the selection of tokens by covariance, against numbers worked out by hand."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_weights_equal_hand_computed_values(level, over, expected):
     )
 
 
-def test_each_turn_has_a_weight_of_its_own():
+def test_each_turn_has_its_own_weight():
     weight = sampling_weight(OLD, BEHAVIOR, TWO_TURNS, level="turn")
     torch.testing.assert_close(weight[[0, 2]], torch.tensor([1.221403, 0.904837]), **CLOSE)
 
@@ -88,7 +88,7 @@ def test_differences_of_probabilities_equal_hand_computed_values(level, over, ex
     torch.testing.assert_close(weight, torch.tensor(expected), **CLOSE)
 
 
-def test_a_weight_over_the_kept_tokens_leaves_the_others_out():
+def test_a_weight_over_the_kept_tokens_ignores_the_others():
     kept = ONE_ROW.within(torch.tensor([False, True, True]))
     # of 0.2, 0, -0.1 the last two: their mean is -0.05, their sum -0.1
     weight = sampling_weight(OLD, BEHAVIOR, kept, level="geometric")
@@ -100,7 +100,7 @@ def test_a_weight_over_the_kept_tokens_leaves_the_others_out():
     assert sampling_weight(OLD, BEHAVIOR, nothing, level="geometric").tolist() == [1.0, 1.0, 1.0]
 
 
-def test_one_token_beyond_the_bounds_leaves_its_sequence_out_and_no_other():
+def test_one_token_beyond_the_bounds_masks_only_its_sequence():
     rows = segments(torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 1]))
     weight = torch.tensor([1.0, 2.1, 9.0, 1.0])  # the 9 is no token of the policy
     factor, is_outside = correction_factor(weight, mode="mask_sequence", low=0.5, high=2.0, sequences=rows)
@@ -108,7 +108,7 @@ def test_one_token_beyond_the_bounds_leaves_its_sequence_out_and_no_other():
     assert is_outside.tolist() == [True, True, False, False]
 
 
-def test_a_mask_leaves_out_what_lies_beyond_its_bounds():
+def test_a_mask_excludes_values_beyond_its_bounds():
     weight = torch.tensor([0.4, 0.5, 1.0, 2.0, 2.1])
     factor, is_outside = correction_factor(weight, mode="mask", low=0.5, high=2.0)
     assert factor.tolist() == [0, 1, 1, 1, 0]

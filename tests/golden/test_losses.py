@@ -42,7 +42,7 @@ def test_ppo_clip_equals_hand_computed_values():
     assert "dual_clip_fraction" not in diagnostics
 
 
-def test_an_upper_bound_of_its_own_moves_only_the_upper_clip():
+def test_a_separate_upper_bound_moves_only_the_upper_clip():
     loss, _ = _ppo(clip_high=0.28, dual_clip=None)
     torch.testing.assert_close(loss, torch.tensor([-1.28, -0.5, 1.5, 0.8, 3.0]), **CLOSE)
 
@@ -134,7 +134,7 @@ def test_kl_cov_adds_the_distance_of_the_chosen_tokens_to_an_unclipped_surrogate
         ("kl", 0.2, [0, 0, 0, 0, 0]),
     ],
 )
-def test_dppo_leaves_out_tokens_that_leave_the_trust_region(divergence, bound, is_left_out):
+def test_dppo_masks_tokens_that_leave_the_trust_region(divergence, bound, is_left_out):
     # a good token that rose; a bad one that rose and comes back; a rare good one that trebled, and so moved little;
     # a bad one that rose; a bad one that fell
     old, new = torch.tensor([0.3, 0.3, 0.01, 0.5, 0.8]), torch.tensor([0.5, 0.5, 0.03, 0.8, 0.5])

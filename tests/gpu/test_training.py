@@ -55,7 +55,7 @@ def _step(backend: SingleBackend) -> float:
     return backend.train(rows, weights, supervised_loss()).loss
 
 
-def test_offloaded_states_leave_the_device_and_come_back_to_the_bit() -> None:
+def test_offloaded_states_leave_the_device_and_return_bit_exactly() -> None:
     backend = _backend(_lm(), offload=OffloadConfig(weights=True, optimizer=True))
     _step(backend)
     before = {name: tensor.detach().clone() for name, tensor in backend.named_weights()}

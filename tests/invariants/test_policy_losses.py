@@ -144,7 +144,7 @@ def _close(one: float, other: float) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_neither_cut_nor_order_nor_sharing_changes_an_update(
+def test_batching_order_and_shared_prompts_do_not_change_an_update(
     case: str, policy: CausalLM, rows: list[Row]
 ) -> None:
     recipe = CASES[case]

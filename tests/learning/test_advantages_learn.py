@@ -1,4 +1,4 @@
-"""Expected gradients of the advantages that have a closed form, by enumeration; and a task that each of them learns.
+"""Expected gradients of advantages with a closed form, by enumeration, and a task that each of them learns.
 
 Everything that can be sampled is enumerated there, so float64 rounding is the only error.
 """
@@ -130,7 +130,7 @@ FAMILIES: dict[str, Recipe] = {
     "topr": RECIPES["topr"],
 }
 MYOPIC = {"grpo of turns"}
-"""What compares the rewards of turns, not their returns, sees nothing of what a turn leads to."""
+"""Advantages of turn rewards instead of returns ignore later rewards."""
 
 
 def _learn(recipe: Recipe, rewards: tuple[Tensor, Tensor]) -> float:

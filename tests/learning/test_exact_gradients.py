@@ -1,4 +1,4 @@
-"""The algorithms' expected gradients, by enumeration, against the gradients that they stand for.
+"""Expected gradients of the algorithms, by enumeration, against the true gradients.
 
 Everything that can be sampled is enumerated and weighted with its probability, so nothing here is random and
 float64 rounding is the only error. J is the expected reward; a loss descends, so the gradient of a right loss

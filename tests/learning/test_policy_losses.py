@@ -1,4 +1,4 @@
-"""What each policy loss descends, by enumeration; and that each of them, composed as in training, learns a bandit.
+"""Expected gradients of the policy losses, by enumeration; each of them, composed as in training, solves a bandit.
 
 The policy is a softmax over four answers of one token. Expectations are sums over everything that can be sampled, so
 float64 rounding is the only error there.

@@ -1,4 +1,4 @@
-"""The quickstart learns on workers: two FSDP2 ranks train, and vLLM samples in a process of its own.
+"""The quickstart learns on workers: two FSDP2 ranks train, and vLLM samples in a separate process.
 
 It is the file itself, made shorter: sums of three numbers, a warm-up whose answers at once are guesses, which takes no time to
 learn, and eight rounds.
@@ -30,7 +30,7 @@ def work_or_guess(row: Mapping[str, Any]) -> str:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @WITH_VLLM
-def test_the_quickstart_learns_with_two_fsdp2_ranks_and_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_the_quickstart_learns_with_two_fsdp2_ranks_and_vllm(tmp_path: Path) -> None:
     overrides = [
         "train.backend=fsdp2",
         "cluster.placement={policy: 0-1, rollout: 2}",

@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture, with each feature switched on that could change a number."""
+"""Tiny random models of every architecture, with all features that affect results."""
 
 from __future__ import annotations
 

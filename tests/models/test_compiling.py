@@ -53,13 +53,13 @@ def _outputs(compiles: bool, *, softcap: float | None, chunk_bytes: int) -> list
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("chunk_bytes", [2**12, 2**20])
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # inductor's own
-def test_compiling_changes_no_number(softcap: float | None, chunk_bytes: int) -> None:
+def test_compiling_does_not_change_results(softcap: float | None, chunk_bytes: int) -> None:
     plain, compiled = (_outputs(c, softcap=softcap, chunk_bytes=chunk_bytes) for c in (False, True))
     for one, other in zip(plain, compiled, strict=True):
         assert_near(other, one, rounding(300 + 70))  # sums over 300 tokens of the vocabulary and 70 rows
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install() -> None:
+def test_without_a_compiler_the_error_says_what_to_install() -> None:
     # a process of its own: inductor remembers the compiler that it found, and kernels that it built
     empty = {"PATH": "/nonexistent", "CXX": "/nonexistent/g++", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     result = subprocess.run(

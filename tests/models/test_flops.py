@@ -75,7 +75,7 @@ def test_gradient_checkpointing_costs_the_layers_once_more(tiny_model: Make) -> 
     assert lm.flops([9, 6], 8).forward == plain.forward
 
 
-def test_frozen_weights_have_no_gradient_of_their_own(tiny_model: Make) -> None:
+def test_frozen_weights_cost_no_gradient(tiny_model: Make) -> None:
     model = tiny_model("qwen3")
     model.requires_grad_(False)
     flops = CausalLM(model).flops([9], 4)

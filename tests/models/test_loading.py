@@ -1,4 +1,4 @@
-"""Folders in and out, and what is said about those that cannot be used."""
+"""Loading and exporting model folders, and errors of unusable ones."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_exported_folder_loads_again_with_equal_log_probs(
     )
 
 
-def test_layer_types_that_do_not_fit_the_number_of_layers_are_told(folder: Path) -> None:
+def test_layer_types_that_do_not_match_the_number_of_layers_are_reported(folder: Path) -> None:
     _edit(folder / "config.json", layer_types=["full_attention"] * 7)
     for load in (_load, lambda path: load_tokenizer(ModelConfig(path=str(path)))):
         with pytest.raises(
@@ -114,7 +114,7 @@ def test_a_missing_folder_is_named_with_its_nearest_neighbour(folder: Path) -> N
     assert str(caught.value) == f"model.path={wrong}: no such folder, did you mean 'model'?"
 
 
-def test_a_hub_name_that_cannot_be_fetched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_that_cannot_be_fetched_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="is neither a folder nor available from the Hugging Face hub"):
         _load("nobody/no-such-model")
@@ -125,7 +125,7 @@ def test_a_file_in_place_of_a_folder(folder: Path) -> None:
         _load(folder / "config.json")
 
 
-def test_a_folder_that_is_no_model_lists_what_it_lacks(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_lists_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ModelError) as caught:
         _load(tmp_path)
@@ -168,14 +168,14 @@ def test_a_weights_file_that_lacks_some(folder: Path) -> None:
     )
 
 
-def test_errors_name_the_section_that_asked(tmp_path: Path) -> None:
+def test_errors_name_the_config_section(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^critic\.path=.*: no such folder"):
         load_policy(
             ModelConfig(path=str(tmp_path / "gone")), temperature=1.0, seed=0, device=CPU, key="critic"
         )
 
 
-def test_a_perceptron_is_no_language_model() -> None:
+def test_an_mlp_is_not_a_language_model() -> None:
     config = ModelConfig(mlp=MlpSpec())
     with pytest.raises(ModelError, match=r"set model\.path or model\.build instead of model\.mlp"):
         load_policy(config, temperature=1.0, seed=0, device=CPU)
@@ -252,7 +252,7 @@ def test_a_tokenizer_larger_than_the_model(folder: Path, tmp_path: Path) -> None
     )
 
 
-def test_special_tokens_beyond_the_model_are_let_pass_unless_they_end_or_begin_texts(
+def test_special_tokens_beyond_the_model_are_allowed_unless_they_start_or_end_texts(
     tmp_path: Path, folder: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -265,7 +265,7 @@ def test_special_tokens_beyond_the_model_are_let_pass_unless_they_end_or_begin_t
         load_tokenizer(ModelConfig(path=str(folder)))
 
 
-def test_a_chat_template_comes_as_text_or_from_a_file(folder: Path, tmp_path: Path) -> None:
+def test_a_chat_template_is_text_or_a_file(folder: Path, tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     (tmp_path / "chat.jinja").write_text(template)
     for given in (template, str(tmp_path / "chat.jinja")):
@@ -322,7 +322,7 @@ for rank in (1, 0):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_given_its_part_by_the_first_takes_no_memory_for_weights(
+def test_a_rank_that_receives_its_shard_allocates_no_weights(
     tmp_path: Path, tiny_model: Make, folder: Path
 ) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_layers": 4, "num_heads": 8, "head_dim": 128}

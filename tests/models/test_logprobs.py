@@ -200,7 +200,7 @@ def test_entropy_and_kl_are_none_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [8_000, 2**26])
-def test_the_kl_close_to_the_reference_is_not_lost_in_rounding(chunk_bytes: int) -> None:
+def test_a_small_kl_is_not_lost_in_rounding(chunk_bytes: int) -> None:
     """Logits of size 20 that differ by 1e-3: KL is about 1e-3 ** 2 / 2, and eps * 20 five times that."""
     hidden, weight, bias, targets = (x.detach() for x in _tensors(torch.float32))
     head, near = (

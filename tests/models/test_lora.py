@@ -1,4 +1,4 @@
-"""Adapters: they begin as nothing, alone are trained, merge into what others read, and come back from peft's own folders."""
+"""Adapters: they start at zero, are the only trained weights, merge on export, and load from peft's folders."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _plain() -> CausalLM:
 
 
 def _adapted(**lora: Any) -> CausalLM:
-    """With adapters that do something."""
+    """A model with non-zero adapters."""
     lm = _load(_config(**lora))
     generator = torch.Generator().manual_seed(1)
     for _, tensor in lm.named_weights():
@@ -101,7 +101,7 @@ def test_the_seed_decides_fresh_adapters() -> None:
     assert not torch.equal(first, third)
 
 
-def test_adapters_alone_are_trained() -> None:
+def test_only_adapters_are_trained() -> None:
     lm = _load(_config())
     before = {name: p.detach().clone() for name, p in lm.module.named_parameters()}
     losses = _train(_backend(lm), 10)
@@ -161,7 +161,7 @@ def test_an_exported_folder_is_the_adapted_model_without_adapters(tmp_path: Path
     )  # W + BA is rounded once
 
 
-def test_a_checkpoint_holds_adapters_and_goes_on_to_the_bit() -> None:
+def test_a_checkpoint_contains_adapters_and_resumes_bit_exactly() -> None:
     unbroken = _backend(_load(_config()))
     _train(unbroken, 3)
     state = deepcopy(unbroken.state())
@@ -268,7 +268,7 @@ def _peft_folder(folder: Path, **settings: Any) -> torch.Tensor:
     return _logprobs(CausalLM(wrapped.base_model.model))
 
 
-def test_an_adapter_folder_of_peft_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_an_adapter_folder_of_peft_is_loaded_unchanged(tmp_path: Path) -> None:
     expected = _peft_folder(tmp_path)
     lm = _load(_config(path=str(tmp_path)))
     torch.testing.assert_close(_logprobs(lm), expected, rtol=0, atol=1e-6)
@@ -305,7 +305,7 @@ def test_a_layer_that_is_not_there_is_refused_with_the_nearest_name() -> None:
         _load(_config(targets=["q_prog"]))
 
 
-def test_the_output_head_takes_no_adapter() -> None:
+def test_the_output_head_cannot_have_an_adapter() -> None:
     with pytest.raises(ModelError, match="'lm_head' is the output head, which cannot have an adapter"):
         _load(_config(targets=["lm_head"]))
 

@@ -16,7 +16,7 @@ KINDS = [ActionSpace("discrete", 3), ActionSpace("continuous", 2)]
 
 
 def _policy(actions: ActionSpace, seed: int = 0) -> MlpPolicy:
-    """A policy with opinions: the usual start is close to uniform."""
+    """A policy that is not close to uniform, as the usual initialization is."""
     policy = MlpPolicy(SPEC, 4, actions, seed=seed)
     torch.nn.init.normal_(
         policy.module.get_parameter("head.weight"), generator=torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Which architectures are let in, and what is said about those that are not."""
+"""Accepted architectures, and errors of the others."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_the_rounding_of_half_precision_is_allowed_for(
     check_against_plain(CausalLM(tiny_model(architecture).to(dtype)))  # pyright: ignore[reportArgumentType]
 
 
-def test_layers_with_a_state_of_their_own_are_refused() -> None:
+def test_layers_with_recurrent_state_are_refused() -> None:
     with pytest.raises(
         ModelError, match="MambaForCausalLM has layers of type linear_attention; braid supports"
     ):
         CausalLM(_other("mamba"))
 
 
-def test_layers_with_attention_code_of_their_own_are_refused() -> None:
+def test_layers_with_their_own_attention_code_are_refused() -> None:
     with pytest.raises(
         ModelError,
         match=r"BloomForCausalLM cannot run with packed rows: .* its layers do not attend through transformers'",
@@ -118,7 +118,7 @@ def test_rotary_positions_that_are_scaled_once_and_for_all_run_at_any_length() -
     check_decoding(lm)
 
 
-def test_a_window_that_is_in_the_mask_alone_is_refused_where_rows_pass_it() -> None:
+def test_a_window_only_in_the_mask_is_refused_for_longer_rows() -> None:
     lm = CausalLM(_other("phimoe", num_local_experts=4, sliding_window=50))
     check_against_plain(lm, 50)
     with pytest.raises(
@@ -156,7 +156,7 @@ def test_large_logits_in_bf16_hide_no_difference(tiny_model: Make) -> None:
 
 
 class _LouderQwen(Qwen3ForCausalLM):
-    """Does something to its logits that no config tells."""
+    """Changes its logits in a way that the config does not show."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
@@ -164,7 +164,7 @@ class _LouderQwen(Qwen3ForCausalLM):
         return out
 
 
-def test_logits_changed_by_code_of_its_own_are_refused() -> None:
+def test_logits_changed_by_custom_code_are_refused() -> None:
     config = AutoConfig.for_model("qwen3", head_dim=8, **SIZES)
     config._attn_implementation = "eager"
     with pytest.raises(

@@ -167,7 +167,7 @@ def test_settings_that_do_not_fit_the_classifier_are_refused(
     assert fault in str(caught.value)
 
 
-def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+def test_a_language_model_is_not_a_reward_model(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **(_SIZES | ARCHITECTURES["llama"]))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     character_tokenizer(LETTERS).save_pretrained(tmp_path)
@@ -175,7 +175,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_folder_that_is_none_is_told_by_its_key(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"reward.parts\[0\].path=.*nowhere: no such folder"):
         load(tmp_path / "nowhere")
 

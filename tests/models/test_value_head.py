@@ -88,7 +88,7 @@ def test_the_gradient_is_that_of_the_normalised_loss() -> None:
     torch.testing.assert_close(head.bias.grad, plain.bias.grad)
 
 
-def test_equal_returns_do_not_blow_predictions_up() -> None:
+def test_equal_returns_do_not_inflate_predictions() -> None:
     head = ValueHead(4, normalizes=True)
     head.observe(np.full(5, 3.0))
     assert head.moments_of_returns == (pytest.approx(3.0), MIN_DEVIATION)
@@ -97,7 +97,7 @@ def test_equal_returns_do_not_blow_predictions_up() -> None:
 
 
 @pytest.mark.parametrize("returns", [[], [1.0, math.nan], [math.inf]])
-def test_returns_that_are_no_numbers_leave_the_moments_alone(returns: list[float]) -> None:
+def test_non_finite_returns_do_not_change_the_moments(returns: list[float]) -> None:
     head = _head()
     head.observe(np.array(returns))
     assert head.moments_of_returns == (0.0, 1.0)
@@ -116,6 +116,6 @@ def test_the_moments_are_part_of_the_weights_under_the_heads_name() -> None:
     assert names == ["body.0.weight", "body.0.bias", "v.weight", "v.bias", "v.moments"]
 
 
-def test_a_head_cannot_have_the_name_of_what_is_below_it() -> None:
+def test_a_head_cannot_have_the_name_of_the_backbone() -> None:
     with pytest.raises(ModelError, match=r"critic\.head_name=body"):
         MlpValue(MlpSpec(), 3, seed=0, head_name="body")

@@ -1,4 +1,4 @@
-"""What this version cannot run is said by name, with what runs here; options of parts not chosen warn."""
+"""Features that this version lacks are named with alternatives; options of unused parts cause warnings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def warnings(*overrides: str) -> dict[str, str]:
         ("train.sequence_parallel=2", "train.sequence_parallel", "2 devices", "backend=fsdp2"),
     ],
 )
-def test_a_part_that_is_not_built_is_named_with_what_runs_here(
+def test_an_unavailable_feature_is_named_with_an_alternative(
     override: str, key: str, part: str, here: str
 ) -> None:
     found = complaints(override)
@@ -50,7 +50,7 @@ def test_a_part_that_is_not_built_is_named_with_what_runs_here(
     assert here in found[key]
 
 
-def test_all_missing_parts_are_told_together_and_nothing_else() -> None:
+def test_all_missing_features_are_reported_together() -> None:
     found = complaints("env={kind: libero}", "model.vla={}", "train.steps_per_pass=1000")
     assert set(found) == {"env.kind", "model.vla"}
 
@@ -67,20 +67,20 @@ def test_fsdp_takes_a_policy_on_several_devices() -> None:
         (["cluster.runtime=in_process"], "cluster.runtime", "runs in separate processes"),
     ],
 )
-def test_what_fsdp_does_not_do_is_said(overrides: list[str], key: str, words: str) -> None:
+def test_unsupported_fsdp_options_are_reported(overrides: list[str], key: str, words: str) -> None:
     found = complaints("train.backend=fsdp2", *overrides)
     assert set(found) == {key}
     assert words in found[key]
 
 
-def test_adapters_train_on_shards_and_not_beside_whole_frozen_weights_of_fsdp() -> None:
+def test_adapters_train_with_fsdp_only_on_sharded_weights() -> None:
     for backend in ("fsdp", "fsdp2"):
         assert "train.backend" not in warnings("model.lora={}", f"train.backend={backend}")
     found = complaints("model.lora={}", "train.backend=fsdp", "train.fsdp.sharding=none")
     assert "train.backend=fsdp2" in found["train.fsdp.sharding"]
 
 
-def test_options_of_an_engine_that_others_started_are_idle() -> None:
+def test_options_of_externally_started_engines_are_unused() -> None:
     given = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]", "rollout.vllm.block_size=8"]
     assert "their own options" in warnings(*given)["rollout.vllm.block_size"]
     assert "rollout.vllm.servers" not in warnings(*given)
@@ -136,7 +136,7 @@ def test_an_engine_that_is_not_installed_is_missed_where_no_server_takes_its_pla
     assert list(missing_packages(served, resolve(served))) == []
 
 
-def test_sglang_has_a_way_of_its_own_for_weights_and_text() -> None:
+def test_sglang_options_for_weights_and_text_are_unused() -> None:
     found = warnings(
         "rollout.engine=sglang", "rollout.sglang.detokenize=true", "rollout.publish.transport=gloo"
     )
@@ -153,18 +153,18 @@ def test_ranks_without_rows_and_groups_across_machines_are_suspicious() -> None:
     assert "4 rows for the 8 data-parallel ranks" in few["train.steps_per_pass"]
 
 
-def test_a_critics_backend_counts_where_there_is_a_critic() -> None:
+def test_a_critics_backend_is_checked_only_with_a_critic() -> None:
     uneven = "critic.train={backend: megatron, sequence_parallel: 2}"
     assert set(complaints(*PPO, uneven)) == {"critic.train.sequence_parallel"}
     assert "critic.train.sequence_parallel" not in warnings(uneven)
     assert "critic.train.backend" not in warnings(*PPO, "critic.train={backend: megatron}")
 
 
-def test_one_device_for_every_role_is_what_runs_here() -> None:
+def test_one_device_for_all_roles_is_supported() -> None:
     assert warnings("cluster.placement={policy: '0', rollout: '0'}", "cluster.devices_per_node=1") == {}
 
 
-def test_flash_attention_wants_half_precision() -> None:
+def test_flash_attention_needs_half_precision() -> None:
     assert "bf16" in complaints("model.attention=flash_attention_2", "train.autocast=none")["model.attention"]
     assert warnings("model.attention=flash_attention_2", "train.autocast=bf16") == {}
 
@@ -225,7 +225,7 @@ def test_flash_attention_wants_half_precision() -> None:
         ),
     ],
 )
-def test_an_option_of_a_part_that_is_not_chosen_has_no_effect_and_says_why(
+def test_an_option_of_a_part_that_is_not_used_has_no_effect_with_a_reason(
     overrides: list[str], key: str, why: str
 ) -> None:
     found = warnings(*overrides)
@@ -248,7 +248,7 @@ def test_an_option_of_a_part_that_is_not_chosen_has_no_effect_and_says_why(
         ["model.lora={rank: 4}", "train.compile=true", "train.count_flops=true", "train.record_memory=true"],
     ],
 )
-def test_options_that_somebody_reads_do_not_warn(overrides: list[str]) -> None:
+def test_options_that_are_read_do_not_warn(overrides: list[str]) -> None:
     assert warnings(*overrides) == {}
 
 

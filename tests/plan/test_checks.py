@@ -1,4 +1,4 @@
-"""Keys that do not fit each other, with the text of each complaint."""
+"""Inconsistent keys, with the text of each problem."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def warnings(base: list[str], *overrides: str, verb: Verb = "train") -> list[str
 
 
 @pytest.mark.parametrize("base", [TEXT, SIMULATOR])
-def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
+def test_a_valid_config_has_no_problems(base: list[str]) -> None:
     assert warnings(base) == []
 
 
@@ -193,7 +193,7 @@ def test_a_sound_config_has_nothing_to_complain_of(base: list[str]) -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_arithmetic(overrides: list[str], complaint: str) -> None:
+def test_an_impossible_config_is_refused_with_the_arithmetic(overrides: list[str], complaint: str) -> None:
     assert complaints(TEXT, *overrides) == [complaint]
 
 
@@ -231,11 +231,11 @@ def test_what_cannot_run_is_refused_with_the_arithmetic(overrides: list[str], co
         ),
     ],
 )
-def test_what_a_simulator_cannot_do_is_refused(overrides: list[str], complaint: str) -> None:
+def test_keys_that_a_simulator_does_not_support_are_refused(overrides: list[str], complaint: str) -> None:
     assert complaints(SIMULATOR, *overrides) == [complaint]
 
 
-def test_problems_of_several_keys_come_together() -> None:
+def test_problems_of_several_keys_are_reported_together() -> None:
     found = complaints(TEXT, "data.train=[]", "run.max_rounds=null", "train.steps_per_pass=64")
     assert [complaint.split(":")[0] for complaint in found] == [
         "run.max_rounds",
@@ -395,7 +395,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
     ],
 )
-def test_what_is_seldom_meant_is_warned_about(overrides: list[str], warning: str) -> None:
+def test_suspicious_settings_cause_warnings(overrides: list[str], warning: str) -> None:
     assert warnings(TEXT, *overrides) == [warning]
 
 

@@ -1,4 +1,4 @@
-"""Keys of rewards, filters and advantages that do not fit each other, or that nothing reads."""
+"""Inconsistent or unused keys of rewards, filters and advantages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_other_advantages_take_single_answers(recipe: str) -> None:
         ),
     ],
 )
-def test_what_leaves_nothing_to_learn_from_is_refused(overrides: list[str], complaint: str) -> None:
+def test_settings_without_a_learning_signal_are_refused(overrides: list[str], complaint: str) -> None:
     assert complaints(TEXT, *overrides) == [complaint]
 
 
@@ -80,7 +80,7 @@ def test_what_leaves_nothing_to_learn_from_is_refused(overrides: list[str], comp
         ),
     ],
 )
-def test_what_is_seldom_meant_is_warned_about(overrides: list[str], warning: str) -> None:
+def test_suspicious_settings_cause_warnings(overrides: list[str], warning: str) -> None:
     assert warnings(TEXT, *overrides) == [warning]
 
 
@@ -144,7 +144,7 @@ def test_a_key_of_a_part_that_is_not_used_has_no_effect(overrides: list[str], ke
         ["reward={parts: [{kind: exact}], overlong: {buffer_tokens: 256}, scale: 2, truncated: zero}"],
     ],
 )
-def test_keys_that_are_read_are_not_complained_of(overrides: list[str]) -> None:
+def test_keys_that_are_read_cause_no_warnings(overrides: list[str]) -> None:
     assert warnings(TEXT, *overrides) == []
 
 

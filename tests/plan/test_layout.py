@@ -1,4 +1,4 @@
-"""The layout of a run: seats of every role, modes, parallel groups; and refusals whose suggestions fit."""
+"""The layout of a run: placement of every role, modes, parallel groups, and refusals whose suggestions work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_of(*overrides: str, num_gpus: int = 0) -> Plan:
 
 
 def laid_out(*overrides: str, num_gpus: int = 0, roles: tuple[Any, ...] = ("policy", "rollout")) -> Layout:
-    """Whatever else is wrong with the config."""
+    """Regardless of other problems of the config."""
     config = load_config(None, [*TEXT, *overrides]).config
     return lay_out(config, Needs(roles, {}, has_workers=True, num_gpus=num_gpus))
 
@@ -84,7 +84,7 @@ def test_all_devices_are_those_that_the_machine_has() -> None:
     assert laid_out("run.device=auto", num_gpus=8).mode == "in_process"
 
 
-def test_a_role_that_is_not_named_sits_with_the_policy() -> None:
+def test_a_role_that_is_not_named_is_placed_with_the_policy() -> None:
     roles = ("policy", "critic", "reference", "inference", "rollout")
     layout = laid_out(
         "train.backend=fsdp2",
@@ -97,7 +97,7 @@ def test_a_role_that_is_not_named_sits_with_the_policy() -> None:
     assert layout.role("inference") is None, "the policy itself infers"
 
 
-def test_log_probs_have_workers_only_on_devices_that_the_policy_has_not() -> None:
+def test_inference_has_workers_only_on_devices_other_than_the_policys() -> None:
     roles = ("policy", "inference", "rollout")
     shared = laid_out(
         "train.backend=fsdp2", "cluster.placement={'policy,inference,rollout': 0-3}", roles=roles
@@ -256,7 +256,7 @@ def test_a_refusal_names_the_rule_and_values_that_fit(overrides: list[str], key:
     assert repaired.roles
 
 
-def test_sizes_that_the_model_cannot_be_cut_into_are_refused_with_the_next_lower() -> None:
+def test_sizes_that_do_not_divide_the_model_are_refused_with_the_next_lower() -> None:
     for overrides, key, lower in (
         (["train.backend=fsdp2", "train.sequence_parallel=3"], "train.sequence_parallel", 2),
         (["train.backend=megatron", "train.megatron.tensor_parallel=8"], "train.megatron.tensor_parallel", 4),
@@ -278,7 +278,7 @@ def test_sizes_that_the_model_cannot_be_cut_into_are_refused_with_the_next_lower
         assert lay_out(with_values(config, refusal.fix), needs).refusals == ()
 
 
-def test_two_ranks_on_one_gpu_are_refused_and_on_a_cpu_welcome() -> None:
+def test_two_ranks_on_one_gpu_are_refused_but_allowed_on_a_cpu() -> None:
     shared = ["train.backend=fsdp2", "run.device=auto", "cluster.placement={policy: '0:0-1', rollout: '0'}"]
     assert "NCCL" in laid_out(*shared, num_gpus=1).refusals[0].message
     assert len(seats(laid_out(*shared), "policy")) == 2

@@ -1,4 +1,4 @@
-"""What Megatron-core cannot do here is refused by key; options of it without effect are told with the reason."""
+"""Unsupported options of Megatron-core are refused by key; options without effect cause warnings with the reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OWN = "train.megatron"
         (f"{OWN}.checkpoint.from_hf=false", f"{OWN}.checkpoint.from_hf", "Hugging Face folder"),
     ],
 )
-def test_what_does_not_run_is_refused_with_what_does(override: str, key: str, words: str) -> None:
+def test_unsupported_options_are_refused_with_an_alternative(override: str, key: str, words: str) -> None:
     config = load_config(None, [*RUN, override]).config
     with pytest.raises(ConfigError) as error:
         resolve(config)
@@ -57,12 +57,12 @@ def test_what_does_not_run_is_refused_with_what_does(override: str, key: str, wo
         (f"{OWN}.dynamic_loss_scale_window=5", "fp16"),
     ],
 )
-def test_an_option_without_effect_is_told_with_the_reason(override: str, why: str) -> None:
+def test_an_option_without_effect_is_reported_with_the_reason(override: str, why: str) -> None:
     warnings = {w.key: w.message for w in resolve(load_config(None, [*RUN, override]).config).warnings}
     assert why in warnings[override.partition("=")[0]]
 
 
-def test_options_that_count_are_not_warned_about() -> None:
+def test_options_with_an_effect_cause_no_warnings() -> None:
     used = [
         f"{OWN}.tensor_parallel=2",
         f"{OWN}.sequence_parallel=true",

@@ -1,4 +1,4 @@
-"""The placement grammar: devices and processes of roles, and every complaint."""
+"""The placement grammar: devices and processes of roles, and every error."""
 
 from __future__ import annotations
 

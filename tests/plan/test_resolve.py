@@ -1,4 +1,4 @@
-"""What a plan derives."""
+"""Derived values of a plan."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_rounds_follow_from_epochs_and_prompts() -> None:
     assert resolve(unlimited, 50).num_rounds == 4  # ceil(2 x 50 / 30)
 
 
-def test_of_rounds_and_epochs_the_smaller_counts() -> None:
+def test_the_smaller_of_rounds_and_epochs_applies() -> None:
     assert plan("run.max_epochs=1", "rollout.prompts_per_round=50").num_rounds == 2
     assert plan("run.max_epochs=100").num_rounds == 10
 
@@ -248,7 +248,7 @@ def test_planning_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_adapters_are_what_is_trained_and_what_the_reference_keeps() -> None:
+def test_memory_of_adapters_and_their_reference() -> None:
     plain = {role.role: role for role in plan("algorithm.kl_coef=0.1").memory}
     adapted = {role.role: role for role in plan("algorithm.kl_coef=0.1", "model.lora={rank: 2}").memory}
     adapters = adapted["reference"].parameters

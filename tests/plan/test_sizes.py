@@ -59,14 +59,14 @@ def test_adapters_have_as_many_parameters_as_peft_makes(
     assert folder.adapter_parameters(lora) == expected
 
 
-def test_an_adapter_folder_tells_its_own_size(tmp_path: Path) -> None:
+def test_the_size_of_an_adapter_folder_is_read_from_it(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 8), "b": torch.zeros(5, 3)}, tmp_path / "adapter_model.safetensors")
     size = size_of_spec(spec("qwen3"))
     assert size.adapter_parameters(LoraConfig(path=str(tmp_path))) == 3 * 8 + 5 * 3
     assert size.adapter_parameters(LoraConfig(path=str(tmp_path / "gone"))) == 0
 
 
-def test_a_folder_tells_its_size_from_headers(tmp_path: Path) -> None:
+def test_the_size_of_a_folder_is_read_from_headers(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "llama", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
@@ -81,7 +81,7 @@ def test_a_folder_tells_its_size_from_headers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"num_attention_heads": 2}'])
-def test_a_folder_that_does_not_tell_has_no_size(tmp_path: Path, content: str | None) -> None:
+def test_a_folder_without_headers_has_no_size(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert size_of_folder(tmp_path) is None

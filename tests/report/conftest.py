@@ -1,4 +1,4 @@
-"""Small trajectories to tell of."""
+"""Small trajectories for reports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def groups() -> list[Group]:
 
 @pytest.fixture
 def rows() -> list[Row]:
-    """What training makes of the first and the third trajectory."""
+    """Training rows of the first and the third trajectory."""
     text = np.array([False, False, True, True, False, True, True, True])
     env = np.array([True, True, False])
     return [

@@ -1,4 +1,4 @@
-"""Training rows on disk: what is read back is what was written, and a file is there whole or not at all."""
+"""Training rows on disk: they are read back as written, and files are complete or absent."""
 
 from __future__ import annotations
 

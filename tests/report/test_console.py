@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Console output of a run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def text_of(shown: Console) -> str:
 
 
 def drawn(shown: Console) -> str:
-    """The live display as it stands."""
+    """The current live display."""
     with shown.screen.capture() as capture:
         shown.screen.print(shown._draw())
     return capture.get()
 
 
-def test_a_plain_console_prints_one_line_a_round() -> None:
+def test_a_plain_console_prints_one_line_per_round() -> None:
     with console() as shown:
         shown.num_rounds = 8
         shown.log(0, 0, FIRST)
@@ -79,7 +79,7 @@ def test_the_live_display_fits_its_terminal(width: int) -> None:
         assert part in picture
 
 
-def test_the_live_display_tells_what_runs_and_what_came_of_it() -> None:
+def test_the_live_display_shows_the_running_phase_and_results() -> None:
     shown = console("live", width=100, is_terminal=True)
     shown.num_rounds = 10
     shown.log(0, 0, FIRST)
@@ -151,7 +151,7 @@ def test_none_shows_warnings_only() -> None:
     assert text_of(shown) == "warning: mind this\n"
 
 
-def test_a_long_phase_tells_each_tenth_on_a_plain_console() -> None:
+def test_a_long_phase_reports_each_tenth_on_a_plain_console() -> None:
     with console() as shown, shown.phase("warm_up"):
         for i in range(1, 101):
             shown.progress("warm_up", i, 100)
@@ -177,5 +177,5 @@ def test_times_read_as_on_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
-def test_what_a_model_wrote_cannot_steer_the_terminal() -> None:
+def test_model_output_cannot_control_the_terminal() -> None:
     assert printable("a\x1b[2J\nb\r\nc\t\u202e") == "a[2J↵b↵c"

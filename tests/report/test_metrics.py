@@ -1,4 +1,4 @@
-"""Metrics merge exactly, whatever way a round was cut; undeclared ones are refused; the page about them is current."""
+"""Metrics merge exactly for any partition of a round; undeclared ones are refused; their page is current."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def collected(values: list[int]) -> Metrics:
 
 
 @given(st.lists(st.lists(st.integers(-1000, 1000), min_size=1), min_size=1))
-def test_a_round_in_pieces_gives_the_values_of_the_whole(pieces: list[list[int]]) -> None:
+def test_metrics_of_partial_rounds_merge_exactly(pieces: list[list[int]]) -> None:
     merged = Metrics()
     for piece in pieces:
         merged.merge(collected(piece))
@@ -33,7 +33,7 @@ def test_a_round_in_pieces_gives_the_values_of_the_whole(pieces: list[list[int]]
     )  # whole numbers add exactly
 
 
-def test_a_mean_weighs_pieces_by_their_count() -> None:
+def test_a_mean_weights_parts_by_their_count() -> None:
     metrics = Metrics()
     metrics.mean("policy/loss", 10.0, 4)
     metrics.mean("policy/loss", 2.0, 2)
@@ -91,7 +91,7 @@ def test_names_that_only_look_like_a_pattern_are_refused(name: str) -> None:
         position(name)
 
 
-def test_names_come_out_in_the_order_of_the_table() -> None:
+def test_names_are_in_the_order_of_the_table() -> None:
     metrics = Metrics()
     for name in ("time/collect_s", "policy/kl", "reward/part/b", "reward/part/a", "reward/mean"):
         metrics.mean(name, 1.0)

@@ -1,4 +1,4 @@
-"""What a run's folder and display hold after rounds, resumes and failures of what is written to."""
+"""Run folder and display after rounds, resumes and failures of sinks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def metrics_of(round_: int) -> Metrics:
 
 
 def run(reporter: Reporter, rounds: range, states: dict[int, dict[str, Any]] | None = None) -> None:
-    """Rounds as the loop has them; `states` takes what a checkpoint after each would hold."""
+    """Report rounds like the loop; `states` collects the reporter's state after each."""
     for i in rounds:
         reporter.store_samples(f"round_{i:06d}", answers(f"three ({i})", 1.0))
         if i % 2 == 0:
@@ -96,7 +96,7 @@ def run(reporter: Reporter, rounds: range, states: dict[int, dict[str, Any]] | N
             states[i] = reporter.state(i)
 
 
-def test_a_finished_run_tells_what_was_learned(tmp_path: Path) -> None:
+def test_a_finished_run_shows_what_was_learned(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
     run(reporter, range(5))
     reporter.finish("finished")
@@ -119,7 +119,7 @@ def test_a_finished_run_tells_what_was_learned(tmp_path: Path) -> None:
         assert part in end
 
 
-def test_a_running_run_says_so_after_each_round(tmp_path: Path) -> None:
+def test_a_running_run_has_status_running_after_each_round(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
     run(reporter, range(2))
     assert summary(reporter)["status"] == "running"
@@ -158,7 +158,7 @@ def test_a_resumed_run_leaves_what_the_unbroken_one_does(tmp_path: Path, last: i
     assert sorted(p.name for p in resumed.run_dir.samples.iterdir()) == names
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_its_files_anew(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_rewrites_its_files(tmp_path: Path) -> None:
     killed = reporter_of(tmp_path)
     run(killed, range(3))
     killed.run_dir.close()
@@ -175,7 +175,7 @@ def test_time_before_a_resume_counts(tmp_path: Path) -> None:
     assert summary(reporter)["wall_s"] >= 1000
 
 
-def test_a_sink_that_fails_is_told_once_and_left_out(
+def test_a_failing_sink_is_reported_once_and_disabled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = BrokenSink()
@@ -195,7 +195,7 @@ def test_a_sink_that_fails_is_told_once_and_left_out(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_disk_full_under_metrics_ends_the_run_and_the_summary_says_why(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_and_the_summary_has_the_error(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
     run(reporter, range(1))
     reporter.run_dir.metrics.unlink()
@@ -206,7 +206,7 @@ def test_a_disk_full_under_metrics_ends_the_run_and_the_summary_says_why(tmp_pat
     assert "metrics.jsonl: No space left on device" in summary(reporter)["error"]
 
 
-def test_samples_that_cannot_be_stored_are_told_and_the_run_goes_on(
+def test_samples_that_cannot_be_stored_are_reported_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, groups: list[Group]
 ) -> None:
     reporter = reporter_of(tmp_path)

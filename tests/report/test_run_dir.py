@@ -1,4 +1,4 @@
-"""Which folder a run gets, what lies in it, and going back to a checkpoint's round."""
+"""The folder of a run, its content, and rewinding to the round of a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_new_run_gets_its_folder(tmp_path: Path) -> None:
     assert json.loads(run.plan.read_text()) == {"rounds": 3}
 
 
-def test_a_folder_with_a_run_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_refused_with_alternatives(tmp_path: Path) -> None:
     with_lines(a_run(tmp_path), range(1)).close()
     with pytest.raises(ConfigError) as caught:
         a_run(tmp_path)
@@ -75,12 +75,12 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
     RunDir(tmp_path).close()  # a killed process holds nothing
 
 
-def test_if_exists_new_leaves_a_run_alone_that_has_written_nothing_yet(tmp_path: Path) -> None:
+def test_if_exists_new_does_not_touch_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
     names = [RunDir.open(tmp_path, "run", if_exists="new", resume=False) for _ in range(3)]
     assert [run.path.name for run in names] == ["run", "run-2", "run-3"]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_config(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,

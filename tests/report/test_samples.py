@@ -1,4 +1,4 @@
-"""Trajectories come back from disk as they were."""
+"""Trajectories are read back from disk as written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_text_of_prompt_and_turns_is_stored(
     assert first.output_texts == ["three four", "six seven eight"]
 
 
-def test_what_training_made_of_a_trajectory_lies_beside_its_tokens(
+def test_training_values_are_stored_with_the_tokens(
     tmp_path: Path, groups: list[Group], rows: list[Row]
 ) -> None:
     path = tmp_path / "x.jsonl"

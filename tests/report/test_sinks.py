@@ -1,4 +1,4 @@
-"""Where metrics go: files read back, trackers run for real without a network."""
+"""Sinks of metrics: files are read back, real trackers run without a network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_metrics_is_an_error_with_the_path(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_with_the_path_of_the_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     with pytest.raises(
@@ -58,7 +58,7 @@ def test_tensorboard_has_a_point_for_each_round(tmp_path: Path) -> None:
     assert scalars(tmp_path, "step") == [(0, 0.0), (1, 2.0), (2, 4.0)]
 
 
-def test_tensorboard_holds_back_as_many_values_as_the_queue_says(tmp_path: Path) -> None:
+def test_tensorboard_queues_the_configured_number_of_values(tmp_path: Path) -> None:
     sink = TensorboardSink(tmp_path, queue=6)
     seen = []
     for i in range(4):
@@ -89,7 +89,7 @@ def test_tensorboard_drops_rounds_that_a_resumed_run_does_again(tmp_path: Path) 
 
 @pytest.fixture
 def proxy() -> Iterator[tuple[str, list[str]]]:
-    """An HTTP proxy that refuses everything, and the first lines of what it was asked."""
+    """An HTTP proxy that rejects everything, and the first lines of its requests."""
     asked: list[str] = []
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -132,7 +132,7 @@ TRACKED_RUN = textwrap.dedent(
 @pytest.mark.parametrize(
     ("name", "files"), [("wandb", "wandb/offline-run-*/run-*.wandb"), ("swanlab", "swanlab/run-*/*.swanlab")]
 )
-def test_an_offline_tracker_leaves_files_in_the_run_and_asks_nobody(
+def test_an_offline_tracker_writes_files_and_sends_no_requests(
     tmp_path: Path, proxy: tuple[str, list[str]], name: str, files: str
 ) -> None:
     pytest.importorskip(name)
@@ -175,7 +175,7 @@ def test_metrics_jsonl_is_always_among_the_sinks(tmp_path: Path) -> None:
     assert [sink.name for sink in build_sinks(run, tensorboard_queue=10)] == ["metrics.jsonl", "TensorBoard"]
 
 
-def test_sinks_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_sinks_may_have_a_separate_folder(tmp_path: Path) -> None:
     run, folder = RunDir(tmp_path / "run"), tmp_path / "curves"
     jsonl, tensorboard = build_sinks(run, folder=folder, tensorboard_queue=1)
     for sink in (jsonl, tensorboard):

@@ -1,4 +1,4 @@
-"""What cannot be printed ends nothing, and what rewards print goes to a file."""
+"""Output that cannot be printed does not end a run, and output of rewards goes to a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_stream_that_was_closed_before_the_start_is_the_null_device(
     assert sys.stdout is None
 
 
-def test_prints_of_rewards_go_to_the_log_once_and_others_where_they_did(
+def test_only_prints_of_rewards_go_to_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "logs/rewards.log"

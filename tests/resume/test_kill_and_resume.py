@@ -1,4 +1,4 @@
-"""A run killed at any moment and resumed ends in the same bits as one that was never disturbed.
+"""A run killed at any moment and resumed ends with the same bits as an uninterrupted one.
 
 Real processes, real SIGKILL: at random moments, and at moments when a checkpoint is being written. Equal means: the same
 metrics in every round (times and memory aside), the same final evaluation, and the same SHA-256 of every weight.
@@ -83,7 +83,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def numbers(run: Path) -> list[dict[str, float]]:
-    """The metrics of each round, less what depends on the clock or the machine."""
+    """The metrics of each round, without those that depend on the clock or the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if describe(name).is_reproducible} for line in lines]
 
@@ -122,7 +122,7 @@ def wait_for(moment: str, run: Path, process: subprocess.Popen[str], rng: random
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_equals_the_unbroken_run(tmp_path: Path) -> None:
+def test_a_run_killed_twenty_times_equals_the_uninterrupted_run(tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     unbroken.mkdir()
     broken.mkdir()

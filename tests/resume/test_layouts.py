@@ -1,4 +1,4 @@
-"""What one layout of ranks has saved, every other goes on from: FSDP, FSDP2, replicas of shards, host memory, DeepSpeed,
+"""Every layout of ranks resumes from checkpoints of the others: FSDP, FSDP2, replicas of shards, host memory, DeepSpeed,
 Megatron's tensor and pipeline parallelism, one process.
 
 Two processes run all layouts in turn, by what a training group's workers call. Megatron's have two of their own for each
@@ -222,7 +222,7 @@ def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
 
 @dataclass(frozen=True)
 class Course:
-    """What one process has after each of its steps."""
+    """States of one process after each of its steps."""
 
     saved: dict[str, Any]
     """All of its state after the second."""
@@ -247,7 +247,9 @@ def _course(lora: dict[str, Any] | None, build: str = "odd") -> Course:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
-def test_each_layout_goes_on_from_what_another_has_saved(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+def test_each_layout_resumes_from_checkpoints_of_the_others(
+    tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
     course = _course(lora)
     (tmp_path / "course").write_bytes(pickle.dumps(course))
     mp.spawn(_go_round, (tmp_path, lora), 2)
@@ -264,7 +266,7 @@ def _assert_one_process_goes_on(
     _assert_close(dict(resumed.named_weights()), course.fourth)
 
 
-def test_megatron_goes_on_from_others_and_they_from_it(
+def test_megatron_and_other_layouts_resume_from_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process -> FSDP2 -> Megatron -> FSDP2 and one process, each with a step of its own."""
@@ -338,7 +340,7 @@ def _go_on_from_megatron(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_both_ranks_say_when_one_of_them_has_no_room(tmp_path: Path) -> None:
+def test_both_ranks_report_a_full_disk_of_one(tmp_path: Path) -> None:
     if os.system(f"mount -t tmpfs -o size=64k tmpfs {tmp_path} 2>/dev/null"):
         pytest.skip("a small file system cannot be mounted here")
     try:

@@ -1,4 +1,4 @@
-"""A run that signals stop at any phase saves its state, and ends after all its resumes as the run that was never stopped."""
+"""A run stopped by signals in any phase saves its state, and ends after its resumes like an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that try to earn a reward without solving anything, or to reach what is outside of their sandbox.
+"""Programs that try to get a reward without solving the task, or to escape their sandbox.
 
 SECRET is what a test expects, a file outside of the sandbox holds, and an environment variable of the trainer is set to: a program
 that finds it anywhere has passed its test. MARK names what an attack would leave: a file, a process. Values in capitals are

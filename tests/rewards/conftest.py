@@ -18,7 +18,7 @@ from braid.types import Prompt, Trajectory
 
 @pytest.fixture(scope="session")
 def isolation() -> str:
-    """The sandbox for programs where this machine has one."""
+    """The sandbox for programs, if this machine has one."""
     try:
         return find_isolation("auto").partition(",")[0]
     except ConfigError:
@@ -54,7 +54,7 @@ def build(tmp_path: Path, isolation: str) -> Iterator[Callable[..., Scorer]]:
 
 @pytest.fixture
 def score(build: Callable[..., Scorer]) -> Callable[..., list[Trajectory]]:
-    """Scores trajectories with a scorer of their own."""
+    """Scores trajectories with a new scorer."""
 
     def score(trajectories: list[Trajectory], *parts: dict[str, Any], **settings: Any) -> list[Trajectory]:
         asyncio.run(build(*parts, **settings).score(trajectories))

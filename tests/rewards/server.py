@@ -1,4 +1,4 @@
-"""A small real HTTP server that speaks chat completions, and answers as each test tells it to."""
+"""A small HTTP server with the chat completions API; each test sets its answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def serving(answer: Callable[[int, dict[str, Any]], Answer]) -> Iterator[JudgeSe
         daemon_threads = False
 
         def handle_error(self, *args: Any) -> None:
-            """Clients of these tests hang up on purpose."""
+            """Clients of these tests close connections on purpose."""
 
     server = Server(("127.0.0.1", 0), Handler)
     served = JudgeServer(f"http://127.0.0.1:{server.server_port}/v1")

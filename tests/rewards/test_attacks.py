@@ -117,7 +117,7 @@ def _score(
 
 
 def _processes(mark: str) -> list[str]:
-    """The processes that bear the mark, once those that have been killed are gone."""
+    """The processes with the mark, after killed ones have exited."""
     for _ in range(100):
         found = []
         for file in Path("/proc").glob("[0-9]*/cmdline"):
@@ -140,7 +140,7 @@ def test_an_attack_is_a_failed_answer(outcome: Outcome, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_attacks_leave_nothing_and_reach_nothing(outcome: Outcome) -> None:
+def test_attacks_leave_no_trace(outcome: Outcome) -> None:
     assert outcome.reached == []
     assert outcome.processes == []
     assert outcome.files == []

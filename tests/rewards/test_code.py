@@ -1,4 +1,4 @@
-"""Programs in answers, run against tests in processes of their own."""
+"""Programs in answers, run against tests in separate processes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_last_block_counts_and_an_answer_without_one_has_failed(answered: An
     ],
     ids=["endless", "asleep", "huge", "talkative", "with children", "silent", "looking"],
 )
-def test_a_wild_program_has_failed_and_harms_no_other(
+def test_a_misbehaving_program_fails_and_harms_no_other(
     answered: Answered, score: Score, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     monkeypatch.setenv("BRAID_SECRET", "1")
@@ -199,7 +199,7 @@ def test_tests_call_a_program_in_another_process_as_if_it_were_theirs(
     assert (wrong.reason, wrong.reward) == ("", 0.0)
 
 
-def test_tests_that_pass_objects_of_their_own_are_no_wrong_answer(answered: Answered, score: Score) -> None:
+def test_tests_that_pass_custom_objects_are_not_a_wrong_answer(answered: Answered, score: Score) -> None:
     tests = "class Node:\n    pass\nassert double(Node()) is None"
     (scored,) = score([answered(fenced(DOUBLE), tests=tests)], {"kind": "code"})
     assert scored.reward is None
@@ -240,13 +240,13 @@ def test_a_time_limit_that_passes_is_named_by_its_own_key(
 @pytest.mark.parametrize(
     "tests", [None, "", [], 3, [3], {"inputs": ["1"], "outputs": []}, "[1", [{"input": "1"}]]
 )
-def test_tests_that_are_none_are_no_wrong_answer(answered: Answered, score: Score, tests: Any) -> None:
+def test_invalid_tests_are_not_a_wrong_answer(answered: Answered, score: Score, tests: Any) -> None:
     (scored,) = score([answered(fenced(DOUBLE), tests=tests)], {"kind": "code"})
     assert scored.reward is None
     assert scored.reason.startswith("reward code: column 'tests': ")
 
 
-def test_a_missing_column_of_tests_is_no_wrong_answer(answered: Answered, score: Score) -> None:
+def test_a_missing_column_of_tests_is_not_a_wrong_answer(answered: Answered, score: Score) -> None:
     (scored,) = score([answered(fenced(DOUBLE), cases="")], {"kind": "code"})
     assert scored.reason == (
         "reward code: the prompt has no column 'tests'; set reward.parts[0].tests_key to one of cases"

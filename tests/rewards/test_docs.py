@@ -1,4 +1,4 @@
-"""docs/rewards.md says what is so: its configs build, its code runs, its table has every kind."""
+"""docs/rewards.md is correct: its configs build, its code runs, its table has every kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 class _Classifier:
-    """Stands where a run would put a reward model; these tests score nothing."""
+    """Stand-in for a reward model; these tests score nothing."""
 
     def encode(self, messages: Sequence[Any]) -> tuple[list[int], bool]:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Judges against a real server on this machine, and the policy as a judge by a function in its place."""
+"""Judges with a real local server, and the policy as a judge, replaced by a function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = "Task: {prompt}\nReference: {answer}\nAnswer: {response}\nScore from 1 
 
 
 def judge(url: str, **settings: Any) -> dict[str, Any]:
-    """A judge that does not wait long between tries."""
+    """A judge with short delays between retries."""
     return {"kind": "judge", "url": url, "model": "m", "prompt": PROMPT, "backoff_s": 0.001, **settings}
 
 
@@ -40,9 +40,7 @@ def run(scorer: Scorer, *trajectories: Trajectory) -> Metrics:
     return asyncio.run(scorer.score(trajectories))
 
 
-def test_the_judge_is_asked_about_the_answer_and_its_last_number_is_the_score(
-    answered: Answered, score: Score
-) -> None:
+def test_the_judge_sees_the_answer_and_its_last_number_is_the_score(answered: Answered, score: Score) -> None:
     with serving(lambda *_: completion("It has 2 flaws, so 7/10")) as server:
         (scored,) = score(
             [answered("42", answer="41")],
@@ -106,7 +104,7 @@ def test_scores_are_read_as_configured(
         (Answer("x" * 64, cut=True), "RemoteProtocolError: "),
     ],
 )
-def test_a_reply_without_a_score_is_a_failure_that_is_tried_again(
+def test_a_reply_without_a_score_is_a_failure_that_is_retried(
     answered: Answered, build: Build, answer: Answer, fault: str
 ) -> None:
     with serving(lambda number, _: answer if number < 2 else completion("9")) as server:
@@ -122,7 +120,7 @@ def test_a_reply_without_a_score_is_a_failure_that_is_tried_again(
     assert bad.reason.startswith(f"reward judge: {fault}")
 
 
-def test_a_refusal_is_not_tried_again(answered: Answered, score: Score) -> None:
+def test_a_client_error_is_not_retried(answered: Answered, score: Score) -> None:
     with serving(lambda *_: Answer('{"error": "no such model"}', status=404)) as server:
         (scored,) = score([answered("42", answer="41")], judge(server.url))
     assert len(server.requests) == 1
@@ -165,7 +163,7 @@ def test_retry_after_may_be_a_date() -> None:
     ]  # fmt: skip
 
 
-def test_waits_grow_and_are_those_of_the_seed() -> None:
+def test_waits_grow_and_depend_on_the_seed() -> None:
     config = JudgeReward.model_validate(judge("http://127.0.0.1:9", backoff_s=2.0, max_backoff_s=8.0))
     first, again, other = (
         [backoff_s(config, seed, "a:0:0", attempt) for attempt in range(4)] for seed in (1, 1, 2)
@@ -174,7 +172,7 @@ def test_waits_grow_and_are_those_of_the_seed() -> None:
     assert all(low <= wait <= 2 * low for wait, low in zip(first, (1.0, 2.0, 4.0, 4.0), strict=True))
 
 
-def test_a_slow_judge_is_a_failure_and_holds_up_no_other(answered: Answered, score: Score) -> None:
+def test_a_slow_judge_is_a_failure_and_delays_no_other(answered: Answered, score: Score) -> None:
     never = threading.Event()
 
     def answer(_: int, body: dict[str, Any]) -> Answer:
@@ -191,7 +189,7 @@ def test_a_slow_judge_is_a_failure_and_holds_up_no_other(answered: Answered, sco
     assert fast.reward == 9.0
 
 
-def test_at_most_so_many_calls_are_in_flight(answered: Answered, score: Score) -> None:
+def test_concurrent_calls_are_limited(answered: Answered, score: Score) -> None:
     lock, most, now = threading.Lock(), 0, 0
 
     def answer(*_: Any) -> Answer:
@@ -211,7 +209,7 @@ def test_at_most_so_many_calls_are_in_flight(answered: Answered, score: Score) -
     assert 1 < most <= 3
 
 
-def test_waiting_that_is_cancelled_hangs_up(answered: Answered, build: Build) -> None:
+def test_a_cancelled_call_closes_its_connection(answered: Answered, build: Build) -> None:
     never = threading.Event()
     arrived = threading.Event()
 
@@ -230,7 +228,7 @@ def test_waiting_that_is_cancelled_hangs_up(answered: Answered, build: Build) ->
         asyncio.run(cancelled(build(judge(server.url))))
 
 
-def test_the_key_is_sent_and_told_to_nobody(
+def test_the_api_key_is_sent_and_never_shown(
     answered: Answered, score: Score, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret = "sk-very-secret"
@@ -261,7 +259,7 @@ def test_the_key_is_sent_and_told_to_nobody(
         ({"pattern": "[0-9]"}, "pattern", "has no group"),
     ],
 )  # fmt: skip
-def test_a_judge_that_cannot_be_asked_is_a_problem_of_the_config(
+def test_an_invalid_judge_is_a_config_problem(
     build: Build, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], key: str, fault: str
 ) -> None:
     monkeypatch.setenv("BAD_KEY", "sk-bad key")
@@ -309,7 +307,7 @@ def test_the_question_may_use_any_column_and_come_from_a_file(
         ("{rubric.x} {response}", "cannot fill reward.parts[0].prompt: AttributeError"),
     ],
 )
-def test_a_question_that_cannot_be_asked_is_no_bad_answer(
+def test_a_prompt_that_cannot_be_filled_is_not_a_wrong_answer(
     answered: Answered, score: Score, prompt: str, fault: str
 ) -> None:
     (scored,) = score([answered("42", rubric="r")], judge("http://127.0.0.1:9", prompt=prompt))
@@ -349,7 +347,7 @@ def test_the_policy_judges_by_its_own_engine(answered: Answered, tmp_path: Path)
     assert keys[3][0] != keys[0][0]
 
 
-def test_a_policy_that_takes_the_likeliest_token_is_asked_once(answered: Answered, tmp_path: Path) -> None:
+def test_a_greedy_policy_is_not_retried(answered: Answered, tmp_path: Path) -> None:
     asked = []
 
     async def generate(messages: Sequence[Message], **settings: Any) -> str:

@@ -34,7 +34,7 @@ EQUAL = [
 DIFFERENT = [("1/2", "0.51"), ("5", ""), ("5", "no idea"), ("12", r"\boxed{13}"), ("x+1", "$x-1$")]
 
 
-def test_equal_answers_count_however_they_are_written(answered: Answered, score: Score) -> None:
+def test_equivalent_answers_count_in_any_notation(answered: Answered, score: Score) -> None:
     scored = score([answered(text, answer=answer) for answer, text in EQUAL], {"kind": "math"})
     assert {t.answer_text: t.reward for t in scored} == {text: 1.0 for _, text in EQUAL}
 
@@ -50,7 +50,7 @@ def test_any_of_several_references_is_right(answered: Answered, score: Score) ->
     assert {t.answer_text: t.reward for t in scored} == answers
 
 
-def test_a_reference_that_is_no_mathematics_is_no_wrong_answer(answered: Answered, score: Score) -> None:
+def test_a_reference_that_is_not_mathematical_is_not_a_wrong_answer(answered: Answered, score: Score) -> None:
     (scored,) = score([answered("5", answer="####")], {"kind": "math"})
     assert (
         scored.reason
@@ -60,7 +60,7 @@ def test_a_reference_that_is_no_mathematics_is_no_wrong_answer(answered: Answere
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["9^9^9^9", r"\boxed{10^{10^{10^{10}}}}"])
-def test_an_answer_that_keeps_sympy_busy_is_invalid_and_holds_up_no_other(
+def test_an_answer_that_keeps_sympy_busy_is_invalid_and_delays_no_other(
     answered: Answered, score: Score, text: str
 ) -> None:
     busy, *others = [answered(text, answer="5"), *(answered("5", answer="5") for _ in range(8))]
@@ -70,7 +70,7 @@ def test_an_answer_that_keeps_sympy_busy_is_invalid_and_holds_up_no_other(
     assert [t.reward for t in others] == [1.0] * 8
 
 
-def test_a_scoring_process_ends_itself_when_nobody_is_left_to_kill_it() -> None:
+def test_a_scoring_process_exits_when_its_parent_has_died() -> None:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "braid.rewards.isolated", "math"]
     with ours, theirs, subprocess.Popen(command, stdin=theirs.fileno()) as process:
@@ -89,7 +89,7 @@ def test_a_scoring_process_ends_itself_when_nobody_is_left_to_kill_it() -> None:
         ("#### 1. Idea\nMultiply.\n#### 2. Result\n\\boxed{56}", 1.0),
     ],
 )
-def test_of_numbers_marked_as_in_gsm8k_the_last_counts(
+def test_the_last_number_marked_as_in_gsm8k_counts(
     answered: Answered, score: Score, text: str, reward: float
 ) -> None:
     (scored,) = score([answered(text, answer="so 7 * 8 = 56\n#### 56")], {"kind": "math"})

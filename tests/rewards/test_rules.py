@@ -42,7 +42,9 @@ def test_exact_compares_the_answer_with_the_reference(
 
 
 @pytest.mark.parametrize("kind", ["exact", "math"])
-def test_a_prompt_without_a_reference_is_no_wrong_answer(answered: Answered, score: Score, kind: str) -> None:
+def test_a_prompt_without_a_reference_is_not_a_wrong_answer(
+    answered: Answered, score: Score, kind: str
+) -> None:
     (scored,) = score([answered("42")], {"kind": kind})
     assert scored.reward is None
     assert scored.reason.startswith(f"reward {kind}: the prompt has no reference answer; set answer_key")
@@ -56,7 +58,7 @@ def test_pattern_looks_anywhere_and_over_lines(
     assert scored.reward == reward
 
 
-def test_a_pattern_without_end_makes_the_trajectory_invalid(answered: Answered, score: Score) -> None:
+def test_a_pattern_that_times_out_makes_the_trajectory_invalid(answered: Answered, score: Score) -> None:
     endless = "(?:a|aa)+$"
     (scored,) = score(
         [answered("a" * 60 + "b")], {"kind": "pattern", "pattern": endless}, timeout_s=0.1, retries=0
@@ -75,7 +77,7 @@ def test_a_pattern_without_end_makes_the_trajectory_invalid(answered: Answered, 
         ({"kind": "reasoning_gym", "pattern": "x"}, "has no group"),
     ],
 )
-def test_a_bad_pattern_is_a_problem_of_the_config(
+def test_an_invalid_pattern_is_a_config_problem(
     build: Callable[..., object], part: dict[str, Any], fault: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -98,7 +100,7 @@ def test_the_generators_own_scorer_judges_what_the_pattern_finds(answered: Answe
     assert [t.reward for t in scored] == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_a_scorer_that_evaluates_the_answer_runs_in_a_process_of_its_own(
+def test_a_scorer_that_evaluates_the_answer_runs_in_a_separate_process(
     answered: Answered, score: Score
 ) -> None:
     entry = _entry("countdown")
@@ -115,7 +117,7 @@ def test_a_scorer_that_evaluates_the_answer_runs_in_a_process_of_its_own(
     )
 
 
-def test_a_source_without_a_generator_has_no_generators_scorer(answered: Answered, score: Score) -> None:
+def test_a_source_without_a_generator_has_no_scorer(answered: Answered, score: Score) -> None:
     (scored,) = score([answered("1", answer="1")], {"kind": "reasoning_gym"})
     assert scored.reason.startswith("reward reasoning_gym: source 'a' is not procedural")
 
@@ -149,9 +151,7 @@ def test_choice_compares_letters(
     ("text", "reward"),
     [(r"\boxed{B}", 1.0), ("The answer is B", 0.5), (r"\boxed{C}", -0.5), ("C", -1.0), ("none", -1.0)],
 )
-def test_a_choice_may_have_scores_of_its_own(
-    answered: Answered, score: Score, text: str, reward: float
-) -> None:
+def test_a_choice_may_have_custom_scores(answered: Answered, score: Score, text: str, reward: float) -> None:
     (scored,) = score([answered(text, answer="B")], {"kind": "choice", "scores": [1.0, 0.5, -0.5, -1.0]})
     assert scored.reward == reward
 
@@ -173,7 +173,7 @@ def test_repetition_is_the_fraction_of_ngrams_that_occurred_before(
     assert scored.reward == pytest.approx(reward, abs=1e-12)  # one rounding of a quotient
 
 
-def test_a_reference_that_is_no_letter_is_no_wrong_choice(answered: Answered, score: Score) -> None:
+def test_a_reference_that_is_not_a_letter_is_not_a_wrong_choice(answered: Answered, score: Score) -> None:
     (scored,) = score([answered("B", answer="Paris")], {"kind": "choice", "letters": "ABCD"})
     assert (
         scored.reason

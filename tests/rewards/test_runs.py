@@ -47,7 +47,7 @@ BASE: dict[str, Any] = {
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """`load("key=value", ...)` loads a tiny config from a folder of its own."""
+    """`load("key=value", ...)` loads a tiny config from a separate folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letters.jsonl").write_text(
         "".join(f'{{"prompt": "{x}", "answer": "{x}"}}\n' for x in "abcd")
@@ -64,7 +64,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def reproducible(run: Path) -> list[dict[str, Any]]:
-    """The metrics without those that clocks and other runs change."""
+    """The metrics without those that depend on clocks or other runs."""
     return [
         {k: v for k, v in line.items() if not k.startswith(("time/", "memory/", "reward/time/")) and "per_s" not in k}
         for line in lines(run)
@@ -113,7 +113,7 @@ def test_a_policy_can_judge_itself_and_samples_as_without_a_judge(load: Load) ->
         assert found[1][name] == plain[1][name]
 
 
-def test_a_judges_key_is_nowhere_in_the_run(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judges_api_key_is_not_stored(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "sk-not-for-the-record"
     monkeypatch.setenv("TINY_JUDGE_KEY", secret)
 
@@ -146,7 +146,7 @@ def test_a_key_that_is_not_there_ends_the_run_before_it_samples(
         commands.train(load(part))
 
 
-def test_a_judge_that_refuses_every_call_ends_the_run_with_its_words(load: Load) -> None:
+def test_a_judge_that_rejects_every_call_ends_the_run_with_its_message(load: Load) -> None:
     with serving(lambda *_: Answer("no such model", status=404)) as server:
         part = f"reward.parts=[{{kind: judge, url: '{server.url}', model: m, prompt: '{{response}}'}}]"
         with pytest.raises(RolloutError, match="32 x reward judge: the server answered 404: 'no such model'"):

@@ -87,7 +87,7 @@ def _function(name: str, **params: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def functions(tmp_path: Path) -> Iterator[None]:
-    """The functions as a file beside the config. Afterwards, calls that still hang are let go."""
+    """The functions in a file next to the config. Afterwards, hanging calls are released."""
     (tmp_path / "rewards.py").write_text(FUNCTIONS)
     yield
     for module in list(sys.modules.values()):
@@ -116,7 +116,7 @@ def test_without_parts_the_reward_is_that_of_the_environment(answered: Answered,
     assert (text.reward, simulator.reward) == (0.0, 2.5)
 
 
-def test_an_environments_reward_that_is_no_number_is_invalid(answered: Answered, score: Score) -> None:
+def test_a_non_finite_reward_of_an_environment_is_invalid(answered: Answered, score: Score) -> None:
     trajectory = answered("x")
     trajectory.turns = [Turn([1], [2], [-1.0], "stop", 0, reward=float("nan"))]
     score([trajectory])
@@ -124,7 +124,7 @@ def test_an_environments_reward_that_is_no_number_is_invalid(answered: Answered,
     assert trajectory.reason == "reward sum: nan, from {} and nan of the environment"
 
 
-def test_invalid_trajectories_are_left_alone(answered: Answered, score: Score) -> None:
+def test_invalid_trajectories_are_not_scored(answered: Answered, score: Score) -> None:
     trajectory = answered("42", answer="42")
     trajectory.invalidate("env: broke")
     score([trajectory], {"kind": "exact"})
@@ -164,7 +164,7 @@ def test_scalars_of_any_kind_are_numbers(answered: Answered, score: Score, what:
         ("array", "returned array([1.]) (ndarray), not a number"),
     ],
 )
-def test_what_is_no_finite_number_makes_the_trajectory_invalid(
+def test_a_score_that_is_not_a_finite_number_makes_the_trajectory_invalid(
     answered: Answered, score: Score, what: str, fault: str
 ) -> None:
     (scored,) = score([answered("", what=what)], {"kind": "pattern", "pattern": ""}, _function("returning"))
@@ -183,7 +183,7 @@ def test_a_reward_that_raises_makes_its_trajectory_invalid_and_no_other(
     assert good.reward == 1.0
 
 
-def test_a_failed_call_is_tried_again_as_often_as_configured(answered: Answered, score: Score) -> None:
+def test_a_failed_call_is_retried_as_often_as_configured(answered: Answered, score: Score) -> None:
     (once,) = score([answered("a")], _function("second_time"), retries=0)
     assert once.reason.startswith("reward second_time: ConnectionError: not now")
     (twice,) = score([answered("b")], _function("second_time"), retries=1)
@@ -249,7 +249,7 @@ def test_a_hanging_call_does_not_keep_the_process_from_ending(tmp_path: Path) ->
         (_function("positional"), "path", "has positional-only parameters"),
     ],
 )  # fmt: skip
-def test_a_function_that_cannot_be_called_is_a_problem_of_the_config(
+def test_a_function_that_cannot_be_called_is_a_config_problem(
     build: Callable[..., Scorer], tmp_path: Path, part: dict[str, Any], key: str, fault: str
 ) -> None:
     more = "\ndef needs(txt): return 1\ndef positional(text, /): return 1\n"
@@ -260,7 +260,7 @@ def test_a_function_that_cannot_be_called_is_a_problem_of_the_config(
     assert fault in str(caught.value)
 
 
-def test_parts_of_one_name_are_refused(build: Callable[..., Scorer]) -> None:
+def test_parts_with_the_same_name_are_refused(build: Callable[..., Scorer]) -> None:
     with pytest.raises(
         ConfigError,
         match=r"reward.parts\[1\].name: another part is also named 'exact'",
@@ -295,7 +295,7 @@ def test_a_star_stands_for_the_sources_that_no_part_names(answered: Answered, sc
     assert [t.reward_parts for t in trajectories] == [{"exact": 1.0}, {"length": 2.0}, {"exact": 1.0}]
 
 
-def test_scoring_tells_what_it_cost(answered: Answered, build: Callable[..., Scorer]) -> None:
+def test_scoring_reports_its_cost(answered: Answered, build: Callable[..., Scorer]) -> None:
     scorer = build(_function("second_time"), {"kind": "exact"}, retries=1)
     metrics = asyncio.run(scorer.score([answered(text, answer="y") for text in ("x", "y")]))
     assert metrics.value("reward/retries/second_time") == 2

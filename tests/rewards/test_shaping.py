@@ -1,4 +1,4 @@
-"""What training makes of a reward, against numbers worked out by hand."""
+"""Reward shaping, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_penalty_of_length_grows_over_the_buffer(lengths: tuple[int, ...], p
     assert overlong_penalty(_trajectory(1.0, *lengths), config, 20) == penalty
 
 
-def test_a_truncated_trajectory_is_worth_nothing_on_the_way_either() -> None:
+def test_a_truncated_trajectory_has_no_turn_rewards_either() -> None:
     cut = _trajectory(0.7, 20, status=Status.TRUNCATED)
     assert _shaped(cut, truncated="zero") == ShapedReward(0.0, 0.0)
     assert _shaped(cut, truncated="keep") == ShapedReward(0.7)
@@ -73,5 +73,5 @@ def test_the_reward_itself_is_left_as_it_was_scored() -> None:
         ({"clip": 1.0}, True),
     ],
 )
-def test_only_a_config_that_shapes_is_said_to(settings: dict[str, object], is_so: bool) -> None:
+def test_is_shaping_only_if_the_config_shapes(settings: dict[str, object], is_so: bool) -> None:
     assert has_shaping(RewardConfig(**settings)) is is_so  # pyright: ignore[reportArgumentType]

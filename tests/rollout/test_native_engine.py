@@ -1,4 +1,4 @@
-"""The native engine against the plain Hugging Face model, and against itself in other company."""
+"""The native engine against the plain Hugging Face model, and against itself with other batches."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def facts(completion: Completion) -> tuple[list[int], list[float], str]:
 
 
 @pytest.mark.slow
-def test_a_request_gets_the_same_bits_in_any_company_and_order(
+def test_a_request_gets_the_same_bits_in_any_batch_and_order(
     architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm(architecture)
@@ -179,7 +179,7 @@ def test_a_stop_string_ends_the_answer_and_is_kept(tiny_lm: TinyLM, run_all: Run
     assert cut.logprobs == free.logprobs[: len(cut.logprobs)]
 
 
-def test_cancelling_frees_the_place_at_once_and_disturbs_nobody(tiny_lm: TinyLM, run_all: Run) -> None:
+def test_cancelling_frees_the_slot_at_once_and_affects_no_other(tiny_lm: TinyLM, run_all: Run) -> None:
     lm = tiny_lm()
     requests = [Request(p, Sampling(max_new_tokens=30), (i,)) for i, p in enumerate(prompts(4))]
     expected = [facts(c) for c in run_all(make_engine(lm), requests)]
@@ -276,7 +276,7 @@ def test_weights_are_not_taken_while_requests_run(tiny_lm: TinyLM) -> None:
     asyncio.run(scenario())
 
 
-def test_logits_that_are_no_numbers_fail_the_request_and_nothing_else(tiny_lm: TinyLM, run_all: Run) -> None:
+def test_non_finite_logits_fail_only_their_request(tiny_lm: TinyLM, run_all: Run) -> None:
     lm = tiny_lm(tie_word_embeddings=False)
     engine = make_engine(lm)
     good = [Request((3, 4, 5, i), Sampling(max_new_tokens=12), (i,)) for i in range(3)]
@@ -308,7 +308,7 @@ class FailsOnce(CausalLM):
         return super().logits(hidden)
 
 
-def test_an_error_of_the_model_reaches_all_who_wait_and_the_engine_lives_on(
+def test_an_error_of_the_model_fails_all_pending_requests_and_the_engine_survives(
     tiny_lm: TinyLM, run_all: Run
 ) -> None:
     requests = [Request((3, 4), Sampling(max_new_tokens=9), (i,)) for i in range(4)]
@@ -323,7 +323,7 @@ def test_an_error_of_the_model_reaches_all_who_wait_and_the_engine_lives_on(
     assert [facts(c) for c in run_all(engine, requests)] == expected
 
 
-def test_closing_fails_what_is_pending_and_refuses_more(tiny_lm: TinyLM) -> None:
+def test_closing_fails_pending_requests_and_refuses_new_ones(tiny_lm: TinyLM) -> None:
     engine = make_engine(tiny_lm(), max_running=1)
 
     async def scenario() -> list[Completion | BaseException]:

@@ -1,4 +1,4 @@
-"""What is drawn follows exactly the distribution that the settings describe."""
+"""Samples follow exactly the configured distribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_SAMPLES = 6000
 
 
 def reference(logits: np.ndarray, seen: set[int], how: Sampling) -> np.ndarray:
-    """The distribution of one token, in plain words and float64: [V] -> [V]."""
+    """Reference implementation of the distribution of one token, in float64: [V] -> [V]."""
     scores = logits.astype(np.float64).copy()
     for token in seen:
         scores[token] *= how.repetition_penalty if scores[token] < 0 else 1 / how.repetition_penalty
@@ -109,7 +109,7 @@ def test_sampled_frequencies_are_those_of_the_enumerated_distribution(
     ),
     st.integers(0, 1000),
 )
-def test_rows_with_settings_of_their_own_share_a_batch(rows: list[Sampling], seed: int) -> None:
+def test_rows_with_different_settings_share_a_batch(rows: list[Sampling], seed: int) -> None:
     vocab_size, prompt = 97, (5, 6, 90)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), vocab_size, generator=generator) * 2
@@ -162,7 +162,7 @@ def test_ties_at_a_border_are_kept_whole() -> None:
     assert drawn == {"top_k": {0, 1, 2, 3}, "top_p": {0, 1, 2, 3}}
 
 
-def test_top_p_finds_its_border_beyond_the_likeliest_tokens_it_first_looks_at() -> None:
+def test_top_p_searches_beyond_the_first_chunk_of_tokens() -> None:
     sampler = Sampler(2, 3000, torch.device("cpu"))
     sampler.put(0, Sampling(1, top_p=0.9), (0,), ())
     logits = torch.linspace(0, 1e-3, 3000)[None]

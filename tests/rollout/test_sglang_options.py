@@ -55,7 +55,7 @@ def test_an_option_is_in_the_command(option: str) -> None:
     assert f"{words} " not in command()
 
 
-def test_requests_have_random_numbers_of_their_own_unless_it_is_said() -> None:
+def test_requests_have_separate_random_numbers_by_default() -> None:
     assert "--enable-deterministic-inference" in command()
     assert "--enable-deterministic-inference" not in command(deterministic=False)
 

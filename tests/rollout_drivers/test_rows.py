@@ -49,7 +49,7 @@ def test_turns_without_a_reply_between_them_are_two_decisions() -> None:
     assert row.num_decisions == 2
 
 
-def test_turn_rewards_lie_at_the_ends_of_their_turns_and_the_rest_at_the_last() -> None:
+def test_turn_rewards_are_at_the_ends_of_turns_and_the_rest_at_the_last() -> None:
     (row,) = rows_of([Group(PROMPT, [_text(5.0, turn_rewards=(0.5, 1.0))])])
     assert row.fields["rewards"].tolist() == [0, 0, 0, 0.5, 0, 4.5]
 
@@ -76,7 +76,7 @@ def test_an_episode_row_has_the_final_observation_masked_out(status: Status, is_
     assert row.is_truncated is not is_terminal
 
 
-def test_what_reward_parts_add_to_a_return_lies_at_the_last_action() -> None:
+def test_rewards_of_parts_are_at_the_last_action() -> None:
     trajectory = _episode(Status.FINISHED)
     trajectory.reward = 10.0
     (row,) = rows_of([Group(PROMPT, [trajectory])])
@@ -102,7 +102,7 @@ def test_rows_have_the_reward_of_their_groups_greedy_answer_as_training_sees_it(
     ]
 
 
-def test_invalid_trajectories_make_no_row_and_keep_their_numbers() -> None:
+def test_invalid_trajectories_give_no_row_and_keep_their_numbers() -> None:
     bad = _text()
     bad.invalidate("environment: broken")
     groups = [Group(PROMPT, [_text(), bad]), Group(PROMPT, [bad]), Group(PROMPT, [bad, _text()])]

@@ -59,7 +59,7 @@ def _assert_equal(one: Sequence[Group], other: Sequence[Group]) -> None:
             np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
 
 
-def test_episodes_are_whole_and_worth_their_return() -> None:
+def test_episodes_are_complete_and_their_reward_is_the_return() -> None:
     groups = _collect()
     assert [g.prompt.uid for g in groups] == [f"CartPole-v1:{i}" for i in range(5)]
     for trajectory in (t for g in groups for t in g.trajectories):
@@ -88,7 +88,7 @@ def test_a_group_shares_its_first_state_and_differs_in_actions() -> None:
         assert one.actions.tolist() != other.actions.tolist()
 
 
-def test_rounds_and_seeds_start_elsewhere_and_repeats_are_the_same() -> None:
+def test_rounds_and_seeds_have_different_starts_and_repeats_are_equal() -> None:
     first = _collect()
     _assert_equal(first, _collect())
     for other in (_collect(key=(0, 2)), _collect(seed=4)):
@@ -125,7 +125,7 @@ class Faulty(gymnasium.Env):
 
 @pytest.mark.parametrize("fault", ["reset", "reward"])
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_an_episode_that_fails_in_its_reset_or_last_step_is_played_anew_and_whole(
+def test_an_episode_that_fails_in_reset_or_the_last_step_is_replayed_completely(
     monkeypatch: pytest.MonkeyPatch, fault: str, num_envs: int
 ) -> None:
     monkeypatch.setitem(
@@ -141,7 +141,7 @@ def test_an_episode_that_fails_in_its_reset_or_last_step_is_played_anew_and_whol
         assert trajectory.env_steps.rewards.tolist() == [1, 1, 1, 1]
 
 
-def test_a_limit_of_time_truncates() -> None:
+def test_a_time_limit_truncates() -> None:
     groups = _collect("Pendulum-v1", kwargs={"max_episode_steps": 5})
     assert {t.status for g in groups for t in g.trajectories} == {Status.TRUNCATED}
     assert not any(row.is_terminal for row in rows_of(groups))
@@ -160,7 +160,7 @@ def test_recorded_logprobs_are_those_that_training_computes(env_id: str) -> None
 
 
 class Fragile:
-    """Two slots; the episodes of a seed's last decimal digit fail at their second step, so many times."""
+    """Two slots; episodes fail at their second step as often as the last decimal digit of their seed says."""
 
     num_envs = 2
     observation_size = 1
@@ -203,21 +203,21 @@ def _fragile(num_failures: int) -> list[Trajectory]:
     return [t for g in groups for t in g.trajectories]
 
 
-def test_an_episode_that_fails_is_played_again() -> None:
+def test_a_failed_episode_is_replayed() -> None:
     trajectories = _fragile(1)
     assert [t.status for t in trajectories] == [Status.FINISHED] * 4
     assert [t.attempts for t in trajectories] == [2, 1, 1, 1]
     assert [t.reward for t in trajectories] == [4.0] * 4
 
 
-def test_an_episode_that_keeps_failing_is_invalid_and_the_others_go_on() -> None:
+def test_an_episode_that_keeps_failing_is_invalid_and_others_continue() -> None:
     trajectories = _fragile(2)
     assert [t.status for t in trajectories] == [Status.INVALID, *[Status.FINISHED] * 3]
     assert trajectories[0].reason == "environment: the arm fell off"
     assert trajectories[0].reward is None
 
 
-def test_a_policy_of_numbers_that_are_not_finite_is_an_error() -> None:
+def test_a_policy_with_non_finite_outputs_is_an_error() -> None:
     simulator = GymnasiumSimulator("CartPole-v1", 1)
     policy = _policy(simulator)
     torch.nn.init.constant_(policy.module.get_parameter("head.bias"), float("nan"))

@@ -49,8 +49,8 @@ def _ids(text: str) -> list[int]:
 @dataclass
 class ScriptedEngine:
     """An engine whose model is a script: from a request to a text and a stop reason ("stop" adds the end token unless a
-    stop string ends the text). Requests take a number of turns of the event loop that hangs on their key, so that they
-    end in an order of their own."""
+    stop string ends the text). Requests take a number of event loop iterations that depends on their key, so that they
+    end in a different order."""
 
     script: Script
     requests: list[Request] = field(default_factory=list)
@@ -79,7 +79,7 @@ class ScriptedEngine:
 
 
 class Env:
-    """Replies, or raises, as the test says."""
+    """Replies or raises as configured."""
 
     stop_strings: tuple[str, ...] = ("!",)
 
@@ -177,7 +177,7 @@ def test_stop_strings_of_the_environment_join_those_of_the_config() -> None:
     assert engine.requests[0].sampling.stop_strings == ("?", "</calc>")
 
 
-def test_the_order_of_results_is_that_of_the_prompts_whatever_is_done_first() -> None:
+def test_results_are_in_the_order_of_prompts() -> None:
     prompts = tuple(f"{i}+1=" for i in range(8))
     _, groups = _drive(lambda r: (_text(r.prompt_ids[:1]), "stop"), prompts=prompts, group_size=3)
     assert [g.prompt.uid for g in groups] == [f"test:{p}" for p in prompts]
@@ -186,7 +186,7 @@ def test_the_order_of_results_is_that_of_the_prompts_whatever_is_done_first() ->
         assert [t.sample for t in group.trajectories] == [0, 1, 2]
 
 
-def test_every_request_has_a_key_of_its_own_made_of_where_it_stands() -> None:
+def test_every_request_has_a_unique_key_from_its_position() -> None:
     engine, _ = _drive(_calls_then_answers, _tools(), prompts=("2*3=", "3*2="), group_size=2)
     keys = {r.key for r in engine.requests}
     expected = {
@@ -227,7 +227,7 @@ def test_a_reply_that_fills_the_context_truncates() -> None:
     assert trajectory.text == "hi!" + "b" * 50
 
 
-def test_a_prompt_that_fills_the_context_is_invalid_and_not_tried_again() -> None:
+def test_a_prompt_that_fills_the_context_is_invalid_and_not_retried() -> None:
     engine, groups = _drive(lambda _: ("A:6", "stop"), max_context_tokens=4)
     trajectory = _one(groups)
     assert trajectory.reason.startswith("prompt: 4 tokens leave no room for an answer in a context of 4")
@@ -263,7 +263,7 @@ def test_a_failing_environment_makes_the_trajectory_invalid_with_its_reason(
     assert trajectory.reward is None
 
 
-def test_a_failing_engine_makes_the_trajectory_invalid_and_its_siblings_go_on() -> None:
+def test_a_failing_engine_makes_the_trajectory_invalid_and_its_siblings_continue() -> None:
     def script(request: Request) -> tuple[str, StopReason]:
         if request.key[4] == 1:
             raise EngineError("out of slots")
@@ -279,7 +279,7 @@ def test_a_cancelled_completion_is_a_failure_of_the_engine() -> None:
     assert _one(groups).reason == "engine: the request was cancelled"
 
 
-def test_a_retry_starts_anew_with_other_random_numbers() -> None:
+def test_a_retry_restarts_with_different_random_numbers() -> None:
     def script(request: Request) -> tuple[str, StopReason]:
         if request.key[5] == 0 and "<out>" in _text(request.prompt_ids):
             raise EngineError("lost")

@@ -101,7 +101,7 @@ def _tokens(groups: list[Group]) -> list[list[int]]:
     ]
 
 
-def test_a_conversation_is_the_same_whatever_runs_beside_it(lm: CausalLM) -> None:
+def test_a_conversation_does_not_depend_on_concurrent_ones(lm: CausalLM) -> None:
     together = _run(lm, _prompts(6))
     assert _tokens(_run(lm, _prompts(6), max_running=3)) == _tokens(together)
     assert _tokens(_run(lm, _prompts(2))) == _tokens(together)[:8]

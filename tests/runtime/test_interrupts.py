@@ -1,4 +1,4 @@
-"""Signals at moments that cannot be cut in two."""
+"""Signals during operations that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_signal_that_comes_while_held_is_told_afterwards_and_later_ones_interrupt_again() -> None:
+def test_a_held_signal_is_reported_afterwards_and_later_ones_interrupt_again() -> None:
     with interrupts_held() as caught:
         os.kill(os.getpid(), signal.SIGINT)
         assert caught == [signal.SIGINT]
@@ -34,7 +34,7 @@ def test_a_signal_that_comes_while_held_is_told_afterwards_and_later_ones_interr
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_signal_interrupts_once_and_further_ones_do_not_disturb_the_end() -> None:
+def test_a_signal_interrupts_once_and_further_ones_do_not_disturb_shutdown() -> None:
     with stop_signals():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -44,7 +44,9 @@ def test_a_signal_interrupts_once_and_further_ones_do_not_disturb_the_end() -> N
         signal.raise_signal(signal.SIGINT)
 
 
-def test_the_first_signal_asks_and_one_at_a_later_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_signal_requests_a_stop_and_a_later_one_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with stop_signals() as stop, stop.graceful(60.0):
         signal.raise_signal(signal.SIGHUP)
         assert stop.is_requested
@@ -54,7 +56,7 @@ def test_the_first_signal_asks_and_one_at_a_later_time_ends(monkeypatch: pytest.
             signal.raise_signal(signal.SIGINT)
 
 
-def test_what_may_be_cut_is_cut_when_the_time_is_over() -> None:
+def test_interruptible_work_is_cut_when_the_time_is_over() -> None:
     with stop_signals() as stop, stop.graceful(0.01):
         with stop.cuttable():
             pass
@@ -84,7 +86,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("after_s", [0.5, 2.0])
-def test_an_interrupt_while_ray_starts_leaves_nothing_of_it(after_s: float) -> None:
+def test_an_interrupt_while_ray_starts_leaves_no_process(after_s: float) -> None:
     mark = f"{os.getpid()}-{after_s}"
     child = subprocess.Popen(
         [sys.executable, "-c", _START],

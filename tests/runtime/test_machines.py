@@ -1,4 +1,4 @@
-"""Clusters that cannot be joined are told at once; the rest needs a cluster and is in tests/controller/test_clusters.py."""
+"""Errors of clusters that cannot be joined; tests that need a cluster are in tests/controller/test_clusters.py."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from braid.runtime.machines import connect, leave
 
 @pytest.fixture
 def closed_address() -> str:
-    """Of this machine, where nobody listens."""
+    """A local address without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.timeout(600)  # Ray alone tries for a quarter of an hour
-def test_an_address_where_nobody_answers_is_told_in_seconds(
+def test_an_address_without_a_server_is_reported_in_seconds(
     closed_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -43,7 +43,7 @@ def test_an_address_where_nobody_answers_is_told_in_seconds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
-def test_an_address_where_something_else_answers_is_told_in_seconds(answer: bytes | None) -> None:
+def test_an_address_of_another_server_is_reported_in_seconds(answer: bytes | None) -> None:
     with socket.create_server(("127.0.0.2", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(300.0)
 
@@ -110,7 +110,7 @@ class _LateRaylet:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_a_start_of_ray_that_times_out_is_repeated_without_its_processes(
+def test_a_start_of_ray_that_times_out_is_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = _LateRaylet(1, services.get_node)
@@ -127,7 +127,7 @@ def test_a_start_of_ray_that_times_out_is_repeated_without_its_processes(
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_ray_that_never_starts_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_never_starts_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     late = _LateRaylet(-1, services.get_node)
     monkeypatch.setattr(services, "get_node", late)
     with pytest.raises(

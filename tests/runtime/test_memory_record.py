@@ -1,4 +1,4 @@
-"""Memory records: a file per round with what is held and each phase's peak."""
+"""Memory records: a file per round with the held memory and each phase's peak."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Worker:
         return os.environ.get(name)
 
     def fail_late(self) -> None:
-        """As a rank does that has lost another one, before that one's end is known."""
+        """Fail like a rank that has lost its connection to a dead one, before that death is known."""
         if self._place.rank == 1:
             time.sleep(0.3)
             os._exit(1)
@@ -86,7 +86,7 @@ def _group(config: ClusterConfig | None = None) -> RayGroup:
     return RayGroup("policy", 2, config or ClusterConfig()).make(Worker)
 
 
-def test_calls_reach_every_rank_and_results_come_by_rank() -> None:
+def test_calls_reach_every_rank_and_results_are_ordered_by_rank() -> None:
     group = _group()
     assert group.call("add", 1, 2) == [3, 4]
     assert group.scatter("add", [(1, 2), (30, 40)]) == [3, 71]
@@ -118,7 +118,7 @@ def test_a_worker_that_fails_ends_its_group_with_its_name(method: str, message: 
     _await_end(pids)
 
 
-def test_who_died_is_named_before_who_lost_the_connection() -> None:
+def test_the_dead_worker_is_named_rather_than_the_disconnected_one() -> None:
     with pytest.raises(WorkerError, match=r"policy worker 1 of 2 died while in fail_late\(\)"):
         _group().call("fail_late")
 
@@ -145,7 +145,7 @@ def test_a_worker_that_hangs_ends_its_group_at_the_deadline(tmp_path: Path) -> N
     _await_end([int(file.name) for file in tmp_path.iterdir()])
 
 
-def test_workers_that_are_stopped_end_with_all_that_they_started(tmp_path: Path) -> None:
+def test_stopped_workers_end_with_all_their_child_processes(tmp_path: Path) -> None:
     group = _group(ClusterConfig(call_timeout_s=5.0))
     with pytest.raises(
         WorkerError, match=r"policy workers 0, 1 of 2 did not answer in time while in stop\(\)"
@@ -154,7 +154,7 @@ def test_workers_that_are_stopped_end_with_all_that_they_started(tmp_path: Path)
     _await_end([int(file.name) for file in tmp_path.iterdir()])
 
 
-def test_a_worker_that_cannot_be_built_says_why() -> None:
+def test_a_worker_that_cannot_be_built_reports_the_reason() -> None:
     with pytest.raises(WorkerError, match=r"policy worker \d of 2 failed while being built: .*no model here"):
         RayGroup("policy", 2, ClusterConfig()).make(Broken)
 

@@ -68,7 +68,7 @@ BESIDE: dict[str, Settings] = {
     "recompute_num_layers": {"recompute_granularity": "full"},
     "transformer.batch_p2p_comm": {"virtual_pipeline": 2, "pipeline_parallel": 2},
 }
-"""What an option needs to count."""
+"""Other settings that an option needs to have an effect."""
 
 
 def vllm_settings(**given: Any) -> Settings:
@@ -127,7 +127,7 @@ def test_an_option_of_megatron_is_in_what_its_layers_are_made_of(option: str) ->
 
 
 @pytest.mark.parametrize("option", ["tensor_parallel", "pipeline_parallel", "sequence_parallel"])
-def test_inference_on_devices_of_its_own_has_a_layout_of_its_own(option: str) -> None:
+def test_inference_on_separate_devices_has_its_own_layout(option: str) -> None:
     from braid.config.roles import train_config
 
     value = True if option == "sequence_parallel" else 2

@@ -1,4 +1,4 @@
-"""From rewards to advantages over whole rounds: order of things, turns, statistics, and what a row's credit hangs on."""
+"""From rewards to advantages over whole rounds: order of operations, turns, statistics, and dependencies of a row."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_reinforce_discounts_over_the_policys_tokens_alone() -> None:
     assert row.fields["advantages"].tolist() == [0.0, 1.0, 2.0, 0.0, 0.0, 2.0, 4.0]
 
 
-def test_gae_writes_returns_and_tells_how_well_the_critic_knows_them() -> None:
+def test_gae_writes_returns_and_reports_explained_variance() -> None:
     row = text(("", 1.0))
     row.fields["values"] = np.array([0.0, 0.25, 0.5], np.float32)
     facts = assign_credit([row], RECIPES["ppo"])
@@ -186,7 +186,7 @@ def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
 # --- statistics ---
 
 
-def test_centre_and_scale_of_rewards_on_the_way() -> None:
+def test_rewards_of_turns_are_centred_and_scaled() -> None:
     """Sums 5 and 1, mean 3, deviation sqrt(8) = 2.828427: every reward over that, the centre off at the last position."""
     rows = [text(("", 1.0), ("a", 4.0)), text(("", 1.0), ("b", 0.0))]
     assign_credit(
@@ -196,7 +196,7 @@ def test_centre_and_scale_of_rewards_on_the_way() -> None:
     close(per_turn(rows[1]), [-2 / 2.828428, -3 / 2.828428])
 
 
-def test_a_terminal_reward_is_normalised_before_kl_is_taken_off() -> None:
+def test_a_terminal_reward_is_normalised_before_kl_is_subtracted() -> None:
     rows = answers(1.0, 0.0)
     for row in rows:
         row.fields |= {"old_logprobs": np.float32([0, 0.0, 0.5]), "ref_logprobs": np.float32([9, 0.0, 0.0])}
@@ -222,7 +222,7 @@ def test_the_full_kl_in_the_reward_is_the_field_up_to_the_clamp() -> None:
     close(rows[0].fields["advantages"][1:].tolist(), [0.84, 0.9])  # 1 - 0.2 (0.3 + 0.5), 1 - 0.2 * 0.5
 
 
-def test_running_statistics_go_on_from_round_to_round() -> None:
+def test_running_statistics_continue_from_round_to_round() -> None:
     recipe = replace(GRPO, reward_mean="running", advantage="reinforce")
     running = RunningMoments()
     first, second = answers(1.0, 0.0), answers(1.0, 1.0)
@@ -234,7 +234,7 @@ def test_running_statistics_go_on_from_round_to_round() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "remax", "raft"])
 @pytest.mark.parametrize("mean", get_args(RewardStatistics))
-def test_a_common_centre_does_not_show_in_differences(advantage: Advantage, mean: RewardStatistics) -> None:
+def test_a_common_centre_cancels_in_differences(advantage: Advantage, mean: RewardStatistics) -> None:
     """The baseline of remax moves with the rewards."""
 
     def credited(recipe: Recipe) -> list[float]:
@@ -323,7 +323,7 @@ def test_whitening_is_over_what_is_trained_on() -> None:
 
 @pytest.mark.parametrize("level", ["trajectory", "turn"])
 @pytest.mark.parametrize("advantage", sorted(set(get_args(Advantage)) - {"raft"}))
-def test_credit_does_not_depend_on_the_order_of_rows(advantage: Advantage, level: str) -> None:
+def test_advantages_do_not_depend_on_the_order_of_rows(advantage: Advantage, level: str) -> None:
     """raft's ties are broken by order; its property is in tests/algorithms."""
     recipe = replace(
         GRPO, advantage=advantage, advantage_level=level, reward_mean="batch", reward_std="group",
@@ -352,7 +352,7 @@ def test_credit_does_not_depend_on_the_order_of_rows(advantage: Advantage, level
         np.testing.assert_allclose(row.fields["advantages"], other.fields["advantages"], atol=1e-6)
 
 
-def test_what_lies_outside_the_mask_is_not_touched_by_any_advantage() -> None:
+def test_no_advantage_changes_masked_positions() -> None:
     row = text(("", 1.0), ("reply", 2.0))
     assign_credit([row, *answers(0.0, 1.0)], GIGPO)
     assert not row.fields["advantages"][~row.mask].any()

@@ -1,4 +1,4 @@
-"""DeepSpeed with what the layouts of tests/contracts leave out: precisions, adapters, a model that is never trained."""
+"""DeepSpeed features not covered by tests/contracts: precisions, adapters, a model that is not trained."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _assert_infers_alike(group: GroupBackend, single: SingleBackend, atol: float
         np.testing.assert_allclose(mine["logprobs"], other["logprobs"], atol=atol)
 
 
-def test_products_are_made_in_the_type_of_autocast(ranks: RayGroup) -> None:
+def test_matrix_products_use_the_autocast_type(ranks: RayGroup) -> None:
     config = _config({"autocast": "bf16"})
     group, single, exact = _group(ranks, config), _single(config), _single(_config())
     try:
@@ -112,7 +112,7 @@ def test_weights_of_half_precision_have_a_float32_copy_that_is_their_state(ranks
         group.close()
 
 
-def test_adapters_train_beside_frozen_weights(ranks: RayGroup) -> None:
+def test_adapters_train_with_frozen_weights(ranks: RayGroup) -> None:
     config = _config(lora={"rank": 4, "targets": ["q_proj", "down_proj"]})
     group, single = _group(ranks, config), _single(config)
     try:

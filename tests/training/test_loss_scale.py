@@ -1,4 +1,4 @@
-"""The loss scale: what halves it, what doubles it, and what a step under it reports."""
+"""The loss scale: when it is halved and doubled, and what a scaled step reports."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_overflow_leaves_weights_as_they_are_and_does_not_count_as_skipped() 
     assert backend.state()["loss_scale"]["value"] == 2.0**29
 
 
-def test_overflowing_steps_go_on_until_the_scale_fits() -> None:
+def test_steps_overflow_until_the_scale_fits() -> None:
     backend = _backend(grad_scaler=_scaled(2.0**24), max_skipped_steps=1)
     reports = [_step(backend) for _ in range(20)]
     first = [report.is_overflow for report in reports].index(False)
@@ -119,7 +119,7 @@ def test_a_loss_that_is_not_finite_counts_as_skipped_whatever_the_scale() -> Non
         _step(backend, math.inf)
 
 
-def test_the_scale_goes_on_where_a_checkpoint_left_it() -> None:
+def test_the_scale_is_restored_from_a_checkpoint() -> None:
     settings = {"grad_scaler": _scaled(2.0**22, growth_interval=3)}
     backend, resumed = _backend(**settings), _backend(**settings)
     for _ in range(9):

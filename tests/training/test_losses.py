@@ -90,7 +90,7 @@ def test_kl_in_the_reward_is_reported_but_not_added() -> None:
     assert "policy/kl" in diagnostics.means
 
 
-def test_kl_in_the_loss_without_a_reference_is_our_bug() -> None:
+def test_kl_in_the_loss_without_a_reference_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="KL in the loss needs ref_logprobs"):
         _policy(replace(GRPO, kl_coef=0.1), [-1.0, -2.0], advantages=[0.0, 0.0])
 
@@ -152,7 +152,7 @@ def test_log_probs_of_decisions_are_clipped_as_one_and_each_counts_once(
     assert gradient == pytest.approx([0.610701, 0.610701, -0.370409], **CLOSE)
 
 
-def test_turns_that_count_alike_have_the_mean_over_their_tokens() -> None:
+def test_equally_weighted_turns_have_the_mean_over_their_tokens() -> None:
     recipe = replace(GRPO, turn_weighting="turns")
     # ratios e^0.1 = 1.105171, clipped 1.2 for e^0.3, and 1: their mean in the first turn is 1.152585
     loss, gradient, _ = _of_turns(recipe, 0.5, [1.0, 1.0, 1.0], [0.1, 0.3, 0.0])
@@ -218,7 +218,7 @@ def test_the_mismatch_of_engine_and_trainer_is_measured_before_the_update() -> N
     assert _means(diagnostics)["policy/logprob_mismatch_kl"] == pytest.approx(expected, **CLOSE)
 
 
-def test_the_plain_policy_gradient_does_not_use_the_ratio_but_tells_it() -> None:
+def test_the_plain_policy_gradient_does_not_use_the_ratio_but_reports_it() -> None:
     recipe = replace(GRPO, policy_loss="policy_gradient")
     loss, _, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[2.0, 1.0], old_logprobs=[-2.0, -3.0])
     assert loss.item() == pytest.approx(0.5 * (2.0 + 2.0))
@@ -286,14 +286,14 @@ def test_corrections_multiply() -> None:
     assert loss.item() == pytest.approx(0.5 * (2.0 + 0.05), **CLOSE)
 
 
-def test_the_decoupled_recipe_weighs_by_the_sampler_and_leaves_out_what_is_far() -> None:
+def test_the_decoupled_recipe_weights_by_the_sampler_and_masks_outliers() -> None:
     recipe = RECIPES["decoupled_ppo"]
     logs = {"old_logprobs": [-1.0, -1.0], "behavior_logprobs": [-1.0 - math.log(2.0), -4.0]}
     loss, _, _ = _policy(recipe, [-1.0, -1.0], advantages=[1.0, 1.0], **logs)
     assert loss.item() == pytest.approx(-0.5 * 2.0, **CLOSE)  # w = 2, and e^3 > 5
 
 
-def test_a_correction_without_the_samplers_log_probs_is_our_bug() -> None:
+def test_a_correction_without_the_samplers_log_probs_is_a_bug() -> None:
     recipe = replace(GRPO, corrections=(Correction(level="token", mode="mask", low=0.0, high=2.0),))
     with pytest.raises(AssertionError, match="need behavior_logprobs"):
         _policy(recipe, [-1.0, -2.0], advantages=[0.0, 0.0])
@@ -325,7 +325,7 @@ def test_the_ratio_is_limited_only_where_the_recipe_says_so() -> None:
     assert policy_loss(replace(GRPO, early_stop_ratio=1.5)).limits == {"policy/ratio_mean": 1.5}
 
 
-def test_what_stands_outside_the_mask_is_not_read() -> None:
+def test_masked_values_are_not_read() -> None:
     outputs = _outputs([-1.0, -2.0])
     batch = _batch(advantages=[2.0, -4.0])
     for field in batch.fields.values():

@@ -256,7 +256,7 @@ def _assert_all_move_alike(folder: Path, names: list[str], lora: dict[str, Any] 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
-def test_every_backend_moves_half_precision_weights_as_far(
+def test_every_backend_moves_half_precision_weights_as_far_as_float32(
     tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
     names = [name for name in SHARDED if lora is None or "nothing" not in name]
@@ -265,7 +265,7 @@ def test_every_backend_moves_half_precision_weights_as_far(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_megatron_moves_half_precision_weights_as_far(
+def test_megatron_moves_half_precision_weights_as_far_as_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(MEGATRON_CPU), prepend=os.pathsep)

@@ -1,4 +1,4 @@
-"""What Megatron cannot build or share out is refused before anything is built, with what would do."""
+"""Models that Megatron cannot build or partition are refused before anything is built, with an alternative."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads"
         ),
     ],
 )
-def test_what_cannot_run_is_refused_with_a_way_out(
+def test_unsupported_models_are_refused_with_an_alternative(
     kind: str, sizes: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
@@ -53,7 +53,7 @@ def test_what_cannot_run_is_refused_with_a_way_out(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_what_fits_is_let_pass(kind: str) -> None:
+def test_supported_models_are_accepted(kind: str) -> None:
     options = MegatronConfig(
         tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, context_parallel=2
     )

@@ -1,4 +1,4 @@
-"""States that wait in host memory come back to the bit. Moves between devices are tests/gpu's."""
+"""Offloaded states return bit-exactly. Transfers between devices are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_round_trip_keeps_the_parameters_that_the_optimizer_has() -> None:
     assert [id(tensor) for _, tensor in backend.named_weights()] == before
 
 
-def test_a_checkpoint_may_be_taken_and_loaded_while_weights_are_away() -> None:
+def test_a_checkpoint_can_be_saved_and_loaded_while_weights_are_offloaded() -> None:
     unbroken, resumed = _backend(), _backend()
     _step(unbroken)
     unbroken.to_host()
@@ -70,7 +70,7 @@ def test_a_checkpoint_may_be_taken_and_loaded_while_weights_are_away() -> None:
     assert [_step(resumed) for _ in range(2)] == [_step(unbroken) for _ in range(2)]
 
 
-def test_the_allocators_memory_is_given_back_after_the_weights_have_left(
+def test_allocator_memory_is_released_after_offloading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []

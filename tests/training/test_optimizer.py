@@ -1,4 +1,4 @@
-"""The learning rate over time, what decays, and moments that can be put back."""
+"""The learning rate schedule, weight decay, and restoring moments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_warmup_steps_rise_to_the_peak_and_none_is_zero() -> None:
     assert _factors(5, warmup_steps=3) == [0.25, 0.5, 0.75, 1, 1]
 
 
-def test_the_longer_of_the_two_warmups_counts() -> None:
+def test_the_longer_of_the_two_warmups_applies() -> None:
     assert _factors(4, warmup_steps=1, warmup_fraction=0.5) == pytest.approx([1 / 3, 2 / 3, 1, 1])
 
 
@@ -66,7 +66,7 @@ def test_weight_decay_shrinks_matrices_and_leaves_vectors() -> None:
         torch.testing.assert_close(p.detach(), before[name] * shrink)
 
 
-def test_parameters_that_are_not_trained_stay_out() -> None:
+def test_parameters_that_are_not_trained_are_excluded() -> None:
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
     (group,) = build_optimizer(module, OptimizerConfig()).param_groups
@@ -155,7 +155,7 @@ def test_a_decay_may_end_before_the_run_does(decay: str) -> None:
     assert factors[:6] == [lr_factor(s, 6, ScheduleConfig(decay=decay, min_ratio=0.25)) for s in range(6)]
 
 
-def test_gradient_descent_takes_the_gradient_as_it_is() -> None:
+def test_sgd_uses_the_plain_gradient() -> None:
     module = nn.Linear(1, 1)
     nn.init.constant_(module.weight, 2.0)
     nn.init.constant_(module.bias, 1.0)
@@ -166,13 +166,13 @@ def test_gradient_descent_takes_the_gradient_as_it_is() -> None:
     assert module.bias.item() == pytest.approx(1 - 0.1 * 3)
 
 
-def test_gradient_descent_has_no_state_to_keep() -> None:
+def test_sgd_has_no_state() -> None:
     module, optimizer = _stepped(OptimizerConfig(kind="sgd"))
     assert optimizer_state(optimizer, dict(module.named_parameters())) == {}
     load_optimizer_state(optimizer, dict(module.named_parameters()), {})
 
 
-def test_a_value_head_has_a_rate_of_its_own_at_every_point_of_the_schedule() -> None:
+def test_a_value_head_has_its_own_rate_at_every_point_of_the_schedule() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     config = OptimizerConfig(kind="sgd", lr=0.1, value_lr=0.4)
     optimizer = build_optimizer(module, config, module[1])
@@ -185,7 +185,7 @@ def test_a_value_head_has_a_rate_of_its_own_at_every_point_of_the_schedule() -> 
     assert moved == pytest.approx([0.05, 0.05, 0.2, 0.2])  # float32 subtraction
 
 
-def test_without_a_rate_of_its_own_a_value_head_changes_no_group() -> None:
+def test_without_its_own_rate_a_value_head_changes_no_group() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     groups = build_optimizer(module, OptimizerConfig(), module[1]).param_groups
     assert [len(group["params"]) for group in groups] == [2, 2]

@@ -1,4 +1,4 @@
-"""Rows become packed tensors and come back; the cut into micro-batches keeps to its budget."""
+"""Packing and unpacking of rows; micro-batches respect their budget."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_micro_batches_are_nearly_equal() -> None:
     assert [len(batch) for batch in micro_batches([1] * 21, 10)] == [7, 7, 7]
 
 
-def test_a_row_over_the_budget_goes_alone() -> None:
+def test_a_row_over_the_budget_is_alone_in_its_micro_batch() -> None:
     assert micro_batches([3, 30, 4], 10) == [[1], [2, 0]]
 
 
@@ -79,7 +79,7 @@ def test_decisions_are_numbered_over_all_rows_of_a_batch() -> None:
     assert batch.decision.tolist() == [-1, 0, 0, -1, 1, 2, -1, 3, 4, 4, -1, 5, 6]  # the prompt once
 
 
-def test_fields_stay_out_when_not_asked_for() -> None:
+def test_fields_are_omitted_unless_requested() -> None:
     batch = pack([_text(1, 2, advantages=[0, 1])], CPU, with_fields=False)
     assert batch.fields == {}
     assert batch.weights is None

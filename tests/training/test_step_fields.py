@@ -1,4 +1,4 @@
-"""Fields that depend on which rows make a step."""
+"""Fields that depend on the rows of a step."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_supervised_weights_average_over_the_successful_rows_alone() -> None:
     assert not weights[[1, 2, 3, 4, 6, 7, 8, 9]].any()
 
 
-def test_without_a_success_nothing_is_imitated() -> None:
+def test_without_a_success_there_is_no_supervised_term() -> None:
     rows = _rows()
     for row in rows:
         row.fields["is_success"][:] = 0

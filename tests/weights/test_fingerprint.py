@@ -1,4 +1,4 @@
-"""Equal tensors have equal fingerprints, and damage of every kind shows."""
+"""Equal tensors have equal fingerprints, and damage of every kind is detected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KNOWN = {
     BLOCK_BYTES - 8: "8318b0f8a0d08764980bbb1e2d84a53f",
     3 * BLOCK_BYTES + 12_345: "48c156052ab0cea787e5f64d07b066bf",
 }
-"""Of `_data` of some of them, on every machine."""
+"""Fingerprints of `_data` for some sizes, the same on every machine."""
 
 
 def _data(num_bytes: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _data(num_bytes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_it_is_the_same_in_pieces_and_for_every_layout(num_bytes: int) -> None:
+def test_a_fingerprint_does_not_depend_on_segments_or_layout(num_bytes: int) -> None:
     data = _data(num_bytes)
     whole = fingerprint(data)
     for blocks in (1, 2):
@@ -66,7 +66,7 @@ def test_it_is_the_same_in_pieces_and_for_every_layout(num_bytes: int) -> None:
 
 @pytest.fixture(params=["one pass", "no compiler"], scope="module")
 def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
-    """This machine's, and none."""
+    """This machine's compiler, and none."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "no compiler":
             patch.setenv("CC", "/nowhere/cc")
@@ -78,7 +78,7 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("shift", [0, 8])
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_it_is_the_same_for_what_is_copied_in_pieces_with_and_without_a_compiler(
+def test_a_fingerprint_of_copied_segments_is_the_same_with_and_without_a_compiler(
     compiler: None, num_bytes: int, shift: int
 ) -> None:
     data = _data(num_bytes)
@@ -95,7 +95,7 @@ def test_it_is_the_same_for_what_is_copied_in_pieces_with_and_without_a_compiler
 
 
 @given(st.data())
-def test_every_flipped_bit_and_every_burst_shows(data: st.DataObject) -> None:
+def test_every_flipped_bit_and_every_burst_is_detected(data: st.DataObject) -> None:
     num_bytes = data.draw(st.sampled_from(SIZES[1:]))
     tensor = _data(num_bytes)
     start = data.draw(st.integers(0, num_bytes - 1))
@@ -107,7 +107,7 @@ def test_every_flipped_bit_and_every_burst_shows(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("shift", [8, 64, 4096, 8192, 65_536, BLOCK_BYTES])
-def test_bytes_that_are_shifted_swapped_or_lost_show(shift: int) -> None:
+def test_bytes_that_are_shifted_swapped_or_lost_are_detected(shift: int) -> None:
     tensor = _data(4 * BLOCK_BYTES)
     swapped = tensor.clone()
     swapped[:shift], swapped[shift : 2 * shift] = tensor[shift : 2 * shift].clone(), tensor[:shift].clone()
@@ -117,7 +117,7 @@ def test_bytes_that_are_shifted_swapped_or_lost_show(shift: int) -> None:
     assert len(values) == 4
 
 
-def test_type_and_shape_belong_to_it() -> None:
+def test_a_fingerprint_includes_type_and_shape() -> None:
     tensor = torch.zeros(6, dtype=torch.int32)
     values = {fingerprint(t) for t in (tensor, tensor.float(), tensor.view(2, 3), tensor[:5])}
     assert len(values) == 4

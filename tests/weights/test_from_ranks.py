@@ -1,4 +1,4 @@
-"""What two ranks that share a model out publish is what one process has, whichever backend gathers it."""
+"""Two ranks with a sharded model send the weights that one process has, with every backend."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _config(backend: str, **model: Any) -> RunConfig:
 
 
 def _published(ranks: RayGroup, receiver: Receiver, config: RunConfig, *, merged: bool) -> dict[str, Tensor]:
-    """What an engine gets of a fresh policy whose adapters, if it has any, were given values that count."""
+    """Weights that an engine receives of a new policy whose adapters, if any, are non-zero."""
     ranks.call("add", "policy", "policy", config, 9)
     if config.model.lora is not None:
         RoleGroup(ranks, "policy").call("load_weights", _adapters(config))
@@ -88,7 +88,7 @@ def _single(config: RunConfig) -> SingleBackend:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_adapters_travel_as_part_of_the_weights_or_alone(
+def test_adapters_are_sent_merged_or_separately(
     backend: str, dtype: str, ranks: RayGroup, receiver: Receiver
 ) -> None:
     config = _config(backend, dtype=dtype, lora={"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]})

@@ -66,7 +66,7 @@ def test_a_trainer_that_dies_ends_the_wait_whatever_it_sent_before(wires: tuple[
     assert to_trainer.receive("bucket", deadline, "reading on")["index"] == 1
 
 
-def test_a_collective_that_does_not_end_is_given_up_at_the_deadline(wires: tuple[Wire, Wire]) -> None:
+def test_a_hanging_collective_is_abandoned_at_the_deadline(wires: tuple[Wire, Wire]) -> None:
     outlet = GroupOutlet(Stuck(), GPU, wires[:1])
     outlet.put(PIECE, None, time.monotonic() + LIMIT_S)
     with pytest.raises(EngineError, match="did not complete in time"):

@@ -1,4 +1,4 @@
-"""Weights arrive as they were sent, or the ones who wait for them are told why not."""
+"""Weights arrive as sent, or the receivers get an error with the reason."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Take = Callable[[Receiver, int], dict[str, Tensor]]
 def _start(
     ticket: Ticket, engine: str, versions: range, take: Take = _take
 ) -> Future[list[dict[str, Tensor]]]:
-    """An engine in a thread of its own that takes over some versions."""
+    """An engine in a separate thread that receives some versions."""
 
     def run() -> list[dict[str, Tensor]]:
         receiver = open_receiver(
@@ -176,7 +176,7 @@ def test_a_folder_holds_the_weights_of_the_last_versions(
     assert {file.name for file in newest.glob("*.safetensors")} == set(places.values())
 
 
-def test_weights_travel_in_the_type_that_is_asked_for(make_sender: MakeSender) -> None:
+def test_weights_are_sent_in_the_requested_type(make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options("shared_memory", dtype=torch.bfloat16))
     engine = _start(sender.ticket, "a", range(1))
     sender.send(0, _weights(0).items())
@@ -187,7 +187,7 @@ def test_weights_travel_in_the_type_that_is_asked_for(make_sender: MakeSender) -
         )
 
 
-def test_weights_are_converted_to_what_they_are_written_into(make_sender: MakeSender) -> None:
+def test_weights_are_converted_to_the_type_of_their_target(make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options("shared_memory"))
     weights = {name: tensor for name, tensor in _weights(0).items() if tensor.is_floating_point()}
     targets = {
@@ -216,7 +216,7 @@ def test_tensors_that_an_engine_keeps_stay_as_they_are(make_sender: MakeSender) 
 
 
 class FaultyOutlet:
-    """A link that damages what goes over it; the rest is the link's own."""
+    """A link that damages the data it transfers."""
 
     def __init__(self, outlet: RingOutlet | GroupOutlet, fault: str, before: bytes) -> None:
         self._outlet, self._fault, self._number, self._held = outlet, fault, 0, before
@@ -246,7 +246,7 @@ class FaultyOutlet:
 @pytest.mark.parametrize("transport", LINKED)
 @pytest.mark.parametrize("fault", ["bit", "truncated", "old"])
 @pytest.mark.parametrize("take", [_take, _take_into])
-def test_damage_on_the_way_is_noticed_and_the_next_version_arrives(
+def test_damage_in_transit_is_detected_and_the_next_version_arrives(
     transport: str, fault: str, take: Take, make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
     sender = make_sender(("a",), _options(transport))
@@ -297,7 +297,7 @@ def test_two_tensors_that_were_swapped_are_both_named(
 
 
 @pytest.mark.parametrize("fault", ["bit", "truncated", "missing", "other sender"])
-def test_damaged_files_are_noticed(
+def test_damaged_files_are_detected(
     fault: str, tmp_path: Path, make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
     sender = make_sender((), _options("files", tmp_path))
@@ -318,7 +318,7 @@ def test_damaged_files_are_noticed(
         _take(make_receiver(ticket, "a", 0.3), 0)
 
 
-def test_a_version_that_was_not_waited_for_is_refused(make_sender: MakeSender) -> None:
+def test_an_unexpected_version_is_refused(make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options("shared_memory"))
     engine = _start(sender.ticket, "a", range(7, 8))
     with pytest.raises(
@@ -329,7 +329,7 @@ def test_a_version_that_was_not_waited_for_is_refused(make_sender: MakeSender) -
         engine.result(timeout=LIMIT_S)
 
 
-def test_other_models_on_the_two_sides_are_named(
+def test_different_models_on_the_two_sides_are_reported(
     make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
     sender = make_sender(("a",), _options("shared_memory"))
@@ -350,7 +350,7 @@ def test_other_models_on_the_two_sides_are_named(
                 receiver.receive_into(version, targets)
 
 
-def test_waiting_ends_at_the_deadline_and_names_who_did_not_come(
+def test_waiting_ends_at_the_deadline_and_names_missing_engines(
     make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
     silent = make_sender(("a",), _options("shared_memory", timeout_s=2.0))
@@ -394,7 +394,7 @@ def test_weights_are_read_to_their_end_when_publishing_fails(make_sender: MakeSe
 
 
 @pytest.mark.parametrize("existing", ["replace", "refuse"])
-def test_a_second_engine_of_a_name_takes_its_place_or_is_refused(
+def test_a_second_engine_of_a_name_replaces_the_first_or_is_refused(
     existing: Literal["replace", "refuse"], make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
     sender = make_sender(("a",), _options("shared_memory", existing=existing))
@@ -409,7 +409,7 @@ def test_a_second_engine_of_a_name_takes_its_place_or_is_refused(
         assert isinstance(sent.result(timeout=LIMIT_S), Receipt)
 
 
-def test_strangers_are_not_let_in(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:
+def test_peers_without_the_secret_are_rejected(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:
     sender = make_sender(("a",), _options("shared_memory"))
     ticket = sender.ticket
     stranger = make_receiver(replace(ticket, secret="guess"), "a", LIMIT_S)
@@ -431,7 +431,7 @@ def test_strangers_are_not_let_in(make_sender: MakeSender, make_receiver: MakeRe
 
 
 @pytest.mark.parametrize("text", [b"[1]", b"null", b"[" * 50_000, b"\xff", b"{}"])
-def test_an_engine_that_makes_no_sense_fails_the_publication_by_name(
+def test_an_engine_that_sends_garbage_fails_the_weight_sync_and_is_named(
     make_sender: MakeSender, text: bytes
 ) -> None:
     sender = make_sender(("a",), _options("shared_memory"))
@@ -446,9 +446,7 @@ def test_an_engine_that_makes_no_sense_fails_the_publication_by_name(
 
 
 @pytest.mark.parametrize("transport", LINKED)
-def test_on_one_machine_a_publication_listens_on_loopback_alone(
-    transport: str, make_sender: MakeSender
-) -> None:
+def test_on_one_machine_a_sender_listens_only_on_loopback(transport: str, make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options(transport, host="127.0.0.1"))
     engine = _start(sender.ticket, "a", range(1))
     sender.send(0, _weights(0).items())
@@ -459,7 +457,7 @@ def test_on_one_machine_a_publication_listens_on_loopback_alone(
     assert [ip for ip in listening if ip != "127.0.0.1"] == []
 
 
-def test_a_trainer_that_has_ended_is_named(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:
+def test_a_trainer_that_has_exited_is_named(make_sender: MakeSender, make_receiver: MakeReceiver) -> None:
     sender = make_sender(("a",), _options("shared_memory"))
     ticket = sender.ticket
     sender.close()
@@ -468,7 +466,7 @@ def test_a_trainer_that_has_ended_is_named(make_sender: MakeSender, make_receive
 
 
 def _start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process that kill -9 can end, which runs `code` with what it needs at hand."""
+    """A process that runs `code`, and can be killed."""
     head = (
         "import json, os, signal, sys, torch\n"
         "from braid.weights.receiver import open_receiver\n"
@@ -487,7 +485,7 @@ def _large(number: int) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKED)
-def test_an_engine_killed_in_the_midst_is_named_and_leaves_no_memory(
+def test_an_engine_killed_during_a_sync_is_named_and_leaves_no_memory(
     transport: str, make_sender: MakeSender
 ) -> None:
     before = set(SHM.glob("braid-weights-*"))
@@ -514,7 +512,7 @@ def test_an_engine_killed_in_the_midst_is_named_and_leaves_no_memory(
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_in_the_midst_is_named_and_leaves_no_memory(make_receiver: MakeReceiver) -> None:
+def test_a_trainer_killed_during_a_sync_is_named_and_leaves_no_memory(make_receiver: MakeReceiver) -> None:
     before = set(SHM.glob("braid-weights-*"))
     code = """
         sender = open_sender(("a",), SendOptions("shared_memory", 2**20, 60.0))
@@ -540,7 +538,7 @@ def test_a_trainer_killed_in_the_midst_is_named_and_leaves_no_memory(make_receiv
 
 
 @pytest.mark.skipif(not SHM.is_dir(), reason="there is no /dev/shm here")
-def test_memory_of_dead_owners_is_cleared(make_sender: MakeSender) -> None:
+def test_memory_of_dead_owners_is_freed(make_sender: MakeSender) -> None:
     import fcntl
 
     dead, live = SHM / "braid-weights-test-dead", SHM / "braid-weights-test-live"

@@ -1,4 +1,4 @@
-"""The way of weights follows from where the trainer and the engine are."""
+"""The transport of weights depends on the locations of trainer and engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("asked", "meeting", "chosen"), CASES)
-def test_the_cheapest_way_that_works_is_chosen(asked: str, meeting: Meeting, chosen: str | None) -> None:
+def test_the_cheapest_possible_transport_is_chosen(asked: str, meeting: Meeting, chosen: str | None) -> None:
     config = PublishConfig.model_validate({"transport": asked})
     assert choose_transport(config, meeting) == chosen
 
@@ -37,13 +37,13 @@ def test_the_cheapest_way_that_works_is_chosen(asked: str, meeting: Meeting, cho
         ("shared_memory", Meeting(is_one_machine=False), "shared_memory works only within a machine"),
     ],
 )
-def test_a_way_that_cannot_work_is_refused(asked: str, meeting: Meeting, message: str) -> None:
+def test_an_impossible_transport_is_refused(asked: str, meeting: Meeting, message: str) -> None:
     config = PublishConfig.model_validate({"transport": asked})
     with pytest.raises(ConfigError, match=f"rollout.publish.transport: {message}.*set it to auto"):
         choose_transport(config, meeting)
 
 
-def test_servers_replace_what_a_former_run_left_and_own_engines_refuse() -> None:
+def test_servers_replace_connections_of_earlier_runs_and_own_engines_refuse() -> None:
     assert on_existing(PublishConfig(), is_server=True) == "replace"
     assert on_existing(PublishConfig(), is_server=False) == "refuse"
     assert on_existing(PublishConfig(existing_group="replace"), is_server=False) == "replace"

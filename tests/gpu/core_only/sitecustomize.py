@@ -1,4 +1,4 @@
-"""On PYTHONPATH: braid finds only the packages that a run in one process needs."""
+"""On PYTHONPATH, it hides from braid all packages that a run in one process does not need."""
 
 from __future__ import annotations
 
