@@ -346,7 +346,7 @@ def test_an_engine_with_wrong_weights_is_detected_and_both_sets_are_stored(tmp_p
     check_published(trainer.items(), engine.items(), version=4, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
     engine["b"][1, 2] = 1.0078125  # the next number in bf16
-    with pytest.raises(TrainingError, match=r"version 4 .* 1 of 2 tensors differ \(b\)"):
+    with pytest.raises(TrainingError, match=r"version 4 .* 1 of 2 tensors \(b\)"):
         check_published(trainer.items(), engine.items(), version=4, folder=tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "version_4_engine.safetensors",

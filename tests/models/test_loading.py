@@ -101,7 +101,7 @@ def test_rotary_positions_that_depend_on_the_longest_row_are_refused_where_rows_
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     save_pretrained(CausalLM(tiny_model("llama", rope_parameters=rope)), character_tokenizer("abc"), tmp_path)
     _load(tmp_path, longest=64)
-    with pytest.raises(ModelError, match="longer than 64 tokens, its max_position_embeddings") as caught:
+    with pytest.raises(ModelError, match="longer than its max_position_embeddings of 64 tokens") as caught:
         _load(tmp_path, longest=65)
     in_file = json.loads((tmp_path / "config.json").read_text())
     assert str(caught.value) == rotary_problem(in_file, 65), "as `braid show` says without loading it"

@@ -106,9 +106,7 @@ def test_rotary_positions_that_change_with_a_batchs_longest_row_run_up_to_that_l
 ) -> None:
     lm = CausalLM(_other("llama", **_rotary(kind)))
     check(lm, 64)
-    with pytest.raises(
-        ModelError, match=r"once a row is longer than 64 tokens, its \w*max_position_embeddings"
-    ):
+    with pytest.raises(ModelError, match=r"for rows longer than its \w*max_position_embeddings of 64 tokens"):
         check(lm, 65)
 
 

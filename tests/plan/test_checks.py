@@ -436,9 +436,9 @@ def test_rows_beyond_the_length_of_a_models_rotary_frequencies_are_refused_befor
         (tmp_path / "config.json").write_text(json.dumps(nested))
         base = [*TEXT, "model.build=null", f"model.path={tmp_path}", "data.max_prompt_tokens=60"]
         assert complaints(base, "rollout.sampling.max_new_tokens=5") == [
-            f"model.path: llama with {kind} rotary embeddings is computed wrongly once a row is longer than 64 tokens, its "
-            f"{key}position_embeddings: frequencies then depend on the longest row of a batch, and rows of this run may have "
-            "65 tokens; keep prompt and answer together within 64 tokens"
+            f"model.path: llama with {kind} rotary embeddings is computed incorrectly for rows longer than its "
+            f"{key}position_embeddings of 64 tokens, since frequencies then depend on the longest row of a batch, and rows of "
+            "this run may have 65 tokens; keep prompt and answer together within 64 tokens"
         ]
         assert warnings(base, "rollout.sampling.max_new_tokens=4") == []
     served = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]"]

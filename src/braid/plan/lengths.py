@@ -49,19 +49,18 @@ def rotary_problem(model: Mapping[str, Any], longest: int | None) -> str | None:
     text = model.get("text_config") or model
     settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for rope in (settings, *(value for value in settings.values() if isinstance(value, dict))):
-        kind, key = rope.get("rope_type", rope.get("type")), "max_position_embeddings"
-        if kind in ("longrope", "su") and f"original_{key}" in {**rope, **text}:
+        lengths, kind = {**rope, **text}, rope.get("rope_type", rope.get("type"))
+        if kind not in ("dynamic", "longrope", "su"):
+            continue
+        key = "max_position_embeddings"
+        if kind != "dynamic" and f"original_{key}" in lengths:
             key = f"original_{key}"
-        limit = {**rope, **text}.get(key)
-        if (
-            kind in ("dynamic", "longrope", "su")
-            and limit is not None
-            and (longest is None or longest > limit)
-        ):
+        limit = lengths.get(key)
+        if limit is not None and (longest is None or longest > limit):
             reach = "have any length" if longest is None else f"may have {longest} tokens"
             return (
-                f"{text.get('model_type', 'the model')} with {kind} rotary embeddings is computed wrongly once a row is "
-                f"longer than {limit} tokens, its {key}: frequencies then depend on the longest row of a batch, and rows of "
+                f"{text.get('model_type', 'the model')} with {kind} rotary embeddings is computed incorrectly for rows longer "
+                f"than its {key} of {limit} tokens, since frequencies then depend on the longest row of a batch, and rows of "
                 f"this run {reach}; keep prompt and answer together within {limit} tokens"
             )
     return None
