@@ -1,4 +1,4 @@
-"""The weights that a run has when nobody disturbs it."""
+"""The weights that a run has without any interruption."""
 
 from __future__ import annotations
 

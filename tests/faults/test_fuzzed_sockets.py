@@ -64,7 +64,7 @@ def _listening() -> set[Address]:
 
 
 class _Fuzz:
-    """Sends frames to everything that has begun to listen since, from a thread of its own."""
+    """Sends frames to everything that has begun to listen since, from a separate thread."""
 
     def __init__(self) -> None:
         self._others = _listening()

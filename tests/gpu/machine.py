@@ -1,4 +1,4 @@
-"""Proves a machine with a CUDA GPU: nine steps, each in a process of its own, and one JSON with the result or the
+"""Proves a machine with a CUDA GPU: nine steps, each in a separate process, and one JSON with the result or the
 traceback of each.
 
     PYTHONPATH=src:. python tests/gpu/machine.py --output gpu.json
@@ -482,7 +482,7 @@ STEPS = (imports, tests, transfers, fsdp, learning, updates, decoding, offloadin
 
 
 def run_step(step: Callable[[Machine], dict[str, Any]], arguments: list[str]) -> dict[str, Any]:
-    """The result of a step in a process of its own, or its traceback; a CUDA error ends no other step."""
+    """The result of a step in a separate process, or its traceback; a CUDA error ends no other step."""
     start = time.monotonic()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, *arguments, "--step", step.__name__, "--output", file.name]

@@ -85,7 +85,7 @@ class Layout:
     refusals: tuple[Refusal, ...] = ()
 
     def role(self, name: str) -> RoleLayout | None:
-        """Workers of a role; None if it has none of its own."""
+        """Workers of a role; None if it has no separate workers."""
         return next((of for of in self.roles if of.role == name), None)
 
     @property
