@@ -105,7 +105,7 @@ def _with_unused(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
     lacks the component that would read them, else `unused`."""
     missing, unused = missing_sections(config), idle_keys(config, derive(config, None, "train"))
     for entry in ledger:
-        if entry.disposition != "applied":
+        if entry.disposition != "applied" or not entry.native:
             yield entry
         elif all(reasons := [why_unused(missing, native) for native in entry.native]):
             yield replace(entry, disposition="unsupported", note=reasons[0])
