@@ -19,8 +19,8 @@ from braid.algorithms.corrections import correction_factor, sampling_weight
 from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
 from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.algorithms.segments import segments
-from braid.models.batch import PackedBatch
 from braid.training.losses import policy_loss
+from braid.training.packing import pack
 from braid.training.step_fields import write_step_fields
 from braid.types import PolicyLoss, Row
 
@@ -227,19 +227,13 @@ def _learn(recipe: Recipe, sampler_shift: Tensor | None = None) -> Tensor:
         ]
         for step in range(STEPS_PER_ROUND):
             write_step_fields(rows, recipe, constant=None, key=(0, round_, step))
-            batch = _packed(rows)
+            batch = pack(rows, torch.device("cpu"), weights=[1.0 / len(rows)] * len(rows))
             logprobs = torch.stack([torch.zeros(len(rows)), logits.log_softmax(0)[answers]], 1).flatten()
             outputs = {"logprobs": logprobs, "entropy": torch.zeros_like(logprobs)}
             loss, _ = policy_loss(recipe).compute(outputs, batch)
             (gradient,) = torch.autograd.grad(loss, logits)
             logits = (logits.detach() - gradient).requires_grad_()
     return logits.detach().softmax(0)
-
-
-def _packed(rows: list[Row]) -> PackedBatch:
-    fields = {n: torch.from_numpy(np.concatenate([r.fields[n] for r in rows])) for n in rows[0].fields}
-    mask = torch.from_numpy(np.concatenate([row.mask for row in rows]))
-    return PackedBatch({}, mask, (2,) * len(rows), fields, torch.full((2 * len(rows),), 1.0 / len(rows)))
 
 
 @pytest.mark.slow
