@@ -396,7 +396,7 @@ class Effects:
 
     def of(self, key: str, values: Sequence[Any] = ()) -> str:
         """Effect of other values of a key (`values`, by default some of its type): `changed` if one changes the settings, `read` if
-        the run reads the key, `refused` if the plan refuses them, `fixed` if the schema does, `unused: WHY` if the plan says so;
+        the run reads the key, `refused` if the plan refuses them, `fixed` if the schema does, `unused: WHY` if the plan calls it unused;
         empty if there is none."""
         found = "fixed"
         path, annotation, value = _placed(self._config, key)
