@@ -234,7 +234,8 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
                 f"{text!r} is not a valid interpolation: {what}; write ${{key}}, or \\${{ for a literal ${{"
             )
             tree = _replaced(tree, path, None)
-    context = _context(context_of(tree))
+    whole = context_of(tree)
+    context = _context(_mentioned(whole, pending))
     for path, text in pending:
         if path in problems:
             continue
@@ -251,12 +252,22 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
                     if isinstance(item, Reference)
                 }
         except (OmegaConfBaseException, RecursionError) as error:
-            problems[path] = _interpolation_message(error, text, context)
+            problems[path] = _interpolation_message(error, text, whole)
     written.problems += [
         Problem(path_text(path), message, _origin_of(written.origins, path))
         for path, message in problems.items()
     ]
     return tree
+
+
+def _mentioned(tree: dict[str, Any], pending: Sequence[tuple[KeyPath, str]]) -> dict[str, Any]:
+    """The top-level sections that interpolations are in or may refer to: OmegaConf takes long to wrap all
+    defaults."""
+    if any(re.search(r"\$\{[^}]*\$\{", text) for _, text in pending):  # nested: names are computed
+        return tree
+    words = {word for _, text in pending for word in re.findall(r"\w+", text)}
+    words |= {str(path[0]) for path, _ in pending}
+    return {key: value for key, value in tree.items() if key in words or not re.fullmatch(r"\w+", str(key))}
 
 
 def _context(tree: dict[str, Any]) -> Any:
@@ -309,7 +320,7 @@ def _filled(value: Any, shape: Shape) -> Any:
     return value if section is None else _with_defaults(value, section)
 
 
-def _interpolation_message(error: Exception, text: str, context: Any) -> str:
+def _interpolation_message(error: Exception, text: str, tree: Mapping[str, Any]) -> str:
     """Error message for an interpolation that cannot be resolved."""
     text = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
     first = str(error).splitlines()[0]
@@ -320,7 +331,7 @@ def _interpolation_message(error: Exception, text: str, context: Any) -> str:
         variable = quoted[-1]
         return f"{text}: the environment variable {variable} is not set; set it, or give a default: ${{oc.env:{variable},default}}"
     if isinstance(error, InterpolationKeyError):
-        known = [path_text(path) for path, _ in leaves(OmegaConf.to_container(context))]
+        known = [path_text(path) for path, _ in leaves(tree)]
         return f"{text}: unknown key {quoted[0]!r}{suggest(quoted[0], known)}"
     if isinstance(error, UnsupportedInterpolationType):
         name = first.rpartition(" ")[2]
