@@ -56,6 +56,19 @@ def test_the_first_signal_requests_a_stop_and_a_later_one_ends_the_run(
             signal.raise_signal(signal.SIGINT)
 
 
+def test_the_request_to_stop_is_logged_before_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def slow_warning(*_: object) -> None:
+        time.sleep(0.1)
+        lines.append("stopping")
+
+    monkeypatch.setattr("braid.runtime.interrupts.logger.warning", slow_warning)
+    with stop_signals() as stop, stop.graceful(60):
+        signal.raise_signal(signal.SIGINT)
+    assert lines == ["stopping"]
+
+
 def test_interruptible_work_is_cut_when_the_time_is_over() -> None:
     with stop_signals() as stop, stop.graceful(0.01):
         with stop.cuttable():

@@ -36,6 +36,7 @@ class StopSignals:
         self._since_s = 0.0
         self._cuttable = 0
         self._timer: threading.Timer | None = None
+        self._notice: threading.Thread | None = None
 
     def on_signal(self, number: int, _: object = None) -> None:
         """Handle a signal."""
@@ -69,6 +70,8 @@ class StopSignals:
             self._grace_s = None
             if self._timer is not None:
                 self._timer.cancel()
+            if self._notice is not None:  # so that its line precedes those on how the run ended
+                self._notice.join(_SAME_S)
 
     @contextmanager
     def cuttable(self) -> Iterator[None]:
@@ -97,7 +100,7 @@ class StopSignals:
         self._timer.start()
         name = signal.Signals(number).name
         # Logged in another thread: a handler must not wait for a lock held by the code that it interrupted.
-        threading.Thread(
+        self._notice = threading.Thread(
             target=logger.warning,
             args=(
                 "%s: stopping with a checkpoint within %g s, or after the update in progress; send it again to stop immediately",
@@ -105,7 +108,8 @@ class StopSignals:
                 within_s,
             ),
             daemon=True,
-        ).start()
+        )
+        self._notice.start()
 
     def _be_late(self, number: int) -> None:
         """Mark the grace period as over, and interrupt a blocking call of the main thread."""
