@@ -108,6 +108,9 @@ class Prompt:
 
 
 StopReason = Literal["stop", "length", "cancelled"]
+PolicyVersion = int | tuple[tuple[int, int], ...]
+"""The policy version that wrote a turn's tokens; or runs of (version, number of tokens), in order, if the weights
+changed while it was written."""
 
 
 @dataclass(slots=True)
@@ -116,17 +119,20 @@ class Turn:
 
     `context_ids` are the tokens read since the previous turn (in the first turn the whole prompt); they are
     never trained on. `logprobs` are natural logs under the distribution sampled from, one per output token.
-    `reward` is the environment's reward for this turn.
+    `reward` is the environment's reward for this turn. Sampling began at `start_s` and ended at `end_s`, as
+    time.time() gives it. The environment then took `env_s` seconds to reply, `tool_s` of them in tools.
     """
 
     context_ids: list[int]
     output_ids: list[int]
     logprobs: list[float]
     stop_reason: StopReason
-    policy_version: int
+    policy_version: PolicyVersion
     reward: float = 0.0
     start_s: float = 0.0
     end_s: float = 0.0
+    env_s: float = 0.0
+    tool_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +270,8 @@ class Row:
     state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
 
     `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, or an
-    env step of a simulator. By default each run of policy positions is one. `policy_versions` are the weights
-    that each decision was sampled with; the last entry also holds for all later decisions.
+    env step of a simulator. By default each run of policy positions is one. `policy_versions` are the versions
+    of the weights that wrote each position, 0 outside the mask.
 
     `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, kl, values, advantages
     and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
@@ -284,13 +290,15 @@ class Row:
     baseline: float | None = None
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     decision: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    policy_versions: tuple[int, ...] = (0,)
+    policy_versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     agent: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.decision):
             begins = np.diff(self.mask, prepend=False) & self.mask
             self.decision = np.where(self.mask, begins.cumsum() - 1, -1).astype(np.int32)
+        if not len(self.policy_versions):
+            self.policy_versions = np.zeros(len(self.mask), np.int32)
 
     def __len__(self) -> int:
         return len(self.mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -99,11 +100,12 @@ REQUEST = Request(prompt("1+2="), Sampling(max_new_tokens=12), (0, 1))
 
 
 def test_a_completion_has_a_logprob_per_token_and_a_stop_reason(engine: RolloutEngine) -> None:
+    before_s = time.time()
     (completion,) = generate(engine, [REQUEST])
     assert len(completion.token_ids) == len(completion.logprobs) == 12
     assert completion.stop_reason == "length"
     assert all(p <= 0 for p in completion.logprobs)
-    assert completion.start_s <= completion.end_s
+    assert before_s <= completion.start_s <= completion.end_s <= time.time()
 
 
 def test_greedy_output_equals_the_trainers_after_each_weight_sync(

@@ -126,17 +126,15 @@ def test_inferred_values_reach_their_rows() -> None:
     assert all(not row.fields for row in experience.take([0, 1, 2], True))
 
 
-def test_versions_of_decisions_become_those_of_positions() -> None:
-    mask = np.array([0, 1, 1, 0, 1, 0, 1], np.bool_)
-    rows = [Row({}, mask, 0, 0, policy_versions=(4, 5, 6)), Row({}, mask, 0, 1, policy_versions=(7,))]
+def test_the_policy_versions_of_tokens_become_a_field() -> None:
+    versions = np.array([0, 4, 5, 0], np.int32)
+    mask = versions > 0
     experience = Experience(RECIPES["grpo"], None)
-    experience.open([rows])
+    experience.open([[Row({}, mask, 0, 0, policy_versions=versions), Row({}, mask, 0, 1)]])
     experience.write_policy_versions()
-    of_turns, of_an_episode = (
-        row.fields["policy_versions"].tolist() for row in experience.take([0, 1], False)
-    )
-    assert of_turns == [0, 4, 4, 0, 5, 0, 6]
-    assert of_an_episode == [0, 7, 7, 0, 7, 0, 7]
+    fields = [row.fields["policy_versions"] for row in experience.take([0, 1], False)]
+    assert [f.tolist() for f in fields] == [[0, 4, 5, 0], [0, 0, 0, 0]]
+    assert fields[0].dtype == np.float32
 
 
 def test_computing_advantages_on_workers_returns_the_running_moments() -> None:

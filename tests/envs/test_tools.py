@@ -33,6 +33,12 @@ def test_a_call_is_answered_and_an_answer_without_a_call_ends_it() -> None:
     assert asyncio.run(env.reply("A:84")) == Reply(is_done=True)
 
 
+def test_a_reply_tells_the_time_spent_in_tools() -> None:
+    env = _tools()
+    assert asyncio.run(env.reply("<calc>1+1</calc>")).tool_s > 0
+    assert asyncio.run(env.reply("A:2")).tool_s == 0
+
+
 def test_a_mistake_in_a_call_is_answered_with_text() -> None:
     assert asyncio.run(_tools().reply("<calc>1/0</calc>")) == Reply("<out>error: division by zero</out>")
 

@@ -30,7 +30,7 @@ def groups() -> list[Group]:
     )
     turns = [
         Turn([1, 2], [3, 4], [-0.5, -0.25], "stop", policy_version=2, reward=0.5, start_s=1.0, end_s=2.5),
-        Turn([5], [6, 7, 8], [-1.0, float("nan"), -2.0], "length", policy_version=3),
+        Turn([5], [6, 7, 8], [-1.0, float("nan"), -2.0], "length", ((3, 1), (4, 2)), env_s=0.5, tool_s=0.25),
     ]
     good = Trajectory(
         prompt,

@@ -23,7 +23,7 @@ def full_rows() -> list[Row]:
             group=group,
             trajectory=trajectory,
             is_terminal=bool(group),
-            policy_versions=(group, 7),
+            policy_versions=np.full(length, 7 + group, np.int32),
             fields={
                 "advantages": np.linspace(-1, 1, length, dtype=np.float32),
                 "values": np.full(length, np.nan, np.float32),
@@ -39,17 +39,17 @@ def test_rows_come_back_to_the_bit_with_where_they_are_from(
     write_batch(tmp_path / "round_000003", groups, full_rows)
     stored = read_batch(tmp_path / "round_000003")
     for (row, _), expected in zip(stored, full_rows, strict=True):
-        assert (row.group, row.trajectory, row.is_terminal, row.policy_versions) == (
+        assert (row.group, row.trajectory, row.is_terminal) == (
             expected.group,
             expected.trajectory,
             expected.is_terminal,
-            expected.policy_versions,
         )
         for ours, theirs in (
             (row.inputs, expected.inputs),
             (row.fields, expected.fields),
             ({"": row.mask}, {"": expected.mask}),
             ({"": row.decision}, {"": expected.decision}),
+            ({"": row.policy_versions}, {"": expected.policy_versions}),
         ):
             assert ours.keys() == theirs.keys()
             for name, array in theirs.items():

@@ -37,7 +37,7 @@ def test_a_text_row_is_turns_and_replies_end_to_end() -> None:
     )
     assert row.fields["rewards"].tolist() == [0, 0, 0, 0, 0, 1.0]
     assert row.decision.tolist() == [-1, -1, 0, 0, -1, 1]
-    assert row.policy_versions == (0, 1)
+    assert row.policy_versions.tolist() == [0, 0, 0, 0, 0, 1]
     assert row.is_terminal
 
 
@@ -47,6 +47,13 @@ def test_turns_without_a_reply_between_them_are_two_decisions() -> None:
     (row,) = rows_of([Group(PROMPT, [trajectory])])
     assert row.decision.tolist() == [-1, -1, 0, 0, 1]
     assert row.num_decisions == 2
+
+
+def test_tokens_of_a_turn_whose_weights_changed_know_their_version() -> None:
+    trajectory = _text()
+    trajectory.turns[0].policy_version = ((4, 1), (5, 1))
+    (row,) = rows_of([Group(PROMPT, [trajectory])])
+    assert row.policy_versions.tolist() == [0, 0, 4, 5, 0, 1]
 
 
 def test_turn_rewards_are_at_the_ends_of_turns_and_the_rest_at_the_last() -> None:
@@ -69,7 +76,7 @@ def test_an_episode_row_has_the_final_observation_masked_out(status: Status, is_
     assert row.inputs["actions"].tolist() == [1, 0, 1, 0]
     assert row.mask.tolist() == [True, True, True, False]
     assert row.decision.tolist() == [0, 1, 2, -1]
-    assert row.policy_versions == (3,)
+    assert row.policy_versions.tolist() == [3, 3, 3, 0]
     assert row.fields["rewards"].tolist() == [1, 2, 4, 0]
     assert row.fields["behavior_logprobs"][-1] == 0
     assert row.is_terminal is is_terminal

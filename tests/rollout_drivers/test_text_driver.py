@@ -159,6 +159,13 @@ def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None
     assert trajectory.facts["turns"] == 2
 
 
+def test_a_turn_knows_the_time_that_environment_and_tools_took_to_reply() -> None:
+    _, groups = _drive(lambda _: ("hi", "stop"), lambda: Env(lambda _: Reply(is_done=True, tool_s=0.5)))
+    (turn,) = _one(groups).turns
+    assert turn.env_s > 0
+    assert turn.tool_s == 0.5
+
+
 def test_sampled_tokens_are_never_tokenised_again() -> None:
     """An unknown token decodes to text that would tokenise otherwise; it stays the token it was."""
     unknown = TOKENIZER.unk_token_id

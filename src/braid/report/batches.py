@@ -22,7 +22,7 @@ from braid.types import Group, Row
 
 from .files import to_json, write_atomically
 
-_ARRAYS = ("inputs", "mask", "decision", "fields")
+_ARRAYS = ("inputs", "mask", "decision", "policy_versions", "fields")
 """Fields of Row stored in the arrays; the others are stored in the index."""
 
 
@@ -73,6 +73,7 @@ def _parts(rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
             **{f"inputs/{name}": array for name, array in row.inputs.items()},
             "mask": row.mask,
             "decision": row.decision,
+            "policy_versions": row.policy_versions,
             **{f"fields/{name}": array for name, array in row.fields.items()},
         }
         for name, array in named.items():
@@ -91,7 +92,7 @@ def _row(record: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> tuple[Row, 
         },
         mask=arrays["mask"][part],
         decision=arrays["decision"][part],
-        policy_versions=tuple(record.pop("policy_versions")),
+        policy_versions=arrays["policy_versions"][part],
         fields={
             name.removeprefix("fields/"): a[part] for name, a in arrays.items() if name.startswith("fields/")
         },

@@ -100,6 +100,8 @@ def _turn_record(turn: Turn, decode: Decode | None) -> dict[str, Any]:
         "policy_version": turn.policy_version,
         "start_s": turn.start_s,
         "end_s": turn.end_s,
+        "env_s": turn.env_s,
+        "tool_s": turn.tool_s,
         "context_ids": turn.context_ids,
         "output_ids": turn.output_ids,
         "logprobs": turn.logprobs,
@@ -151,6 +153,8 @@ def _turn(record: dict[str, Any]) -> Turn:
     texts = ("context_text", "output_text")
     turn = Turn(**{name: value for name, value in record.items() if name not in texts})
     turn.logprobs = [_number(x) for x in turn.logprobs]
+    if isinstance(turn.policy_version, list):
+        turn.policy_version = tuple((version, num) for version, num in turn.policy_version)
     return turn
 
 

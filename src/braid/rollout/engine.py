@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from braid.errors import EngineError
-from braid.types import StopReason
+from braid.types import PolicyVersion, StopReason
 
 from .random import stream
 
@@ -49,12 +49,12 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """`token_ids` include the end token when it was drawn. `logprobs` has one natural log per token, of the
-    distribution that the token was drawn from. Times are those of time.perf_counter()."""
+    distribution that the token was drawn from. Times are wall-clock seconds, of time.time()."""
 
     token_ids: list[int]
     logprobs: list[float]
     stop_reason: StopReason
-    policy_version: int
+    policy_version: PolicyVersion
     start_s: float
     end_s: float
 

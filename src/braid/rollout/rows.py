@@ -69,6 +69,8 @@ def _text_row(turns: Sequence[Turn]) -> Row:
     rewards[ends - 1] = [t.reward for t in turns]
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = [x for t in turns for x in t.logprobs]
+    versions = np.zeros(len(mask), np.int32)
+    versions[mask] = np.concatenate([_versions(t) for t in turns])
     input_ids = np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)
     fields = {"behavior_logprobs": logprobs, "rewards": rewards}
     return Row(
@@ -78,8 +80,16 @@ def _text_row(turns: Sequence[Turn]) -> Row:
         trajectory=0,
         fields=fields,
         decision=decision,
-        policy_versions=tuple(t.policy_version for t in turns),
+        policy_versions=versions,
     )
+
+
+def _versions(turn: Turn) -> NDArray[np.int32]:
+    """The policy version of each of the turn's tokens."""
+    if isinstance(turn.policy_version, int):
+        return np.full(len(turn.output_ids), turn.policy_version, np.int32)
+    versions, lengths = np.array(turn.policy_version, np.int32).T
+    return np.repeat(versions, lengths)
 
 
 def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
@@ -95,7 +105,7 @@ def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
         is_terminal=is_terminal,
         fields={"behavior_logprobs": _padded(steps.logprobs), "rewards": _padded(steps.rewards)},
         decision=decision,
-        policy_versions=(steps.policy_version,),
+        policy_versions=np.where(decision >= 0, np.int32(steps.policy_version), np.int32(0)),
     )
 
 

@@ -98,12 +98,9 @@ class Experience:
             row.fields[target] = row.fields[source]
 
     def write_policy_versions(self) -> None:
-        """Write the field `policy_versions`: the version of the weights that sampled each position, 0 outside
-        the mask."""
+        """Write the field `policy_versions`, for the policy loss."""
         for row in self._rows:
-            of_decision = np.minimum(row.decision, len(row.policy_versions) - 1)
-            versions = np.array(row.policy_versions, np.float32)[of_decision]
-            row.fields["policy_versions"] = np.where(row.mask, versions, np.float32(0))
+            row.fields["policy_versions"] = row.policy_versions.astype(np.float32)
 
     def mark_successes(self, is_success: Sequence[bool]) -> None:
         """Write the field `is_success` of each row: 1 at all positions of a successful row, else 0."""

@@ -7,7 +7,7 @@ exception makes the trajectory invalid, so mistakes of the policy must be answer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from braid.types import Prompt
@@ -18,13 +18,15 @@ class Reply:
     """The environment's reply to a turn of the policy.
 
     `text` is appended verbatim after the turn as context; `reward` is the reward of that turn. `is_done`: the
-    conversation is over. `is_truncated`: a limit of the environment ended it early.
+    conversation is over. `is_truncated`: a limit of the environment ended it early. `tool_s` is the time spent in
+    tools, in seconds.
     """
 
     text: str = ""
     reward: float = 0.0
     is_done: bool = False
     is_truncated: bool = False
+    tool_s: float = field(default=0.0, compare=False)
 
 
 class TextEnv(Protocol):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from braid.errors import EnvError
@@ -65,7 +66,9 @@ class ToolConversation:
             return Reply(is_done=True)
         if self._num_turns >= self._max_turns:
             return Reply(is_truncated=True)
-        return Reply(render_answer(await self._answer(*call.groups())))
+        start_s = time.perf_counter()
+        answer = await self._answer(*call.groups())
+        return Reply(render_answer(answer), tool_s=time.perf_counter() - start_s)
 
     async def _answer(self, tag: str, argument: str) -> str:
         try:

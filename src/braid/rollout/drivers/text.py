@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -145,8 +146,9 @@ class TextDriver:
             if completion.stop_reason == "length":
                 trajectory.status = Status.TRUNCATED
                 return
+            start_s = time.perf_counter()
             reply = await env.reply(trajectory.answer_text)
-            turn.reward = reply.reward
+            turn.reward, turn.env_s, turn.tool_s = reply.reward, time.perf_counter() - start_s, reply.tool_s
             trajectory.text += reply.text
             if reply.is_done or reply.is_truncated:
                 trajectory.status = Status.FINISHED if reply.is_done else Status.TRUNCATED

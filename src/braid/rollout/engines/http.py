@@ -192,7 +192,7 @@ class ServerEngine(RemoteEngine):
         if self._is_closed:
             raise EngineError(f"the client of {self.name} is closed; create a new one")
         check_request(request, longest=self._max_tokens, key=self._limit_key)
-        version, start = self._published(), time.perf_counter()
+        version, start = self._published(), time.time()
         path, body = self._question(request)
         self._num_pending += 1
         try:
@@ -212,7 +212,7 @@ class ServerEngine(RemoteEngine):
                 f"{self.name} answered POST {path} in an unknown format ({error!r}): {shown}"
             ) from error
         self._check_finite(logprobs, version)
-        return Completion(token_ids, logprobs, reason, version, start, time.perf_counter())
+        return Completion(token_ids, logprobs, reason, version, start, time.time())
 
     def close(self) -> None:
         """See RolloutEngine. Leaves the server running."""

@@ -143,7 +143,7 @@ class NativeEngine:
         self._check(request)
         future = asyncio.get_running_loop().create_future()
         end_tokens = frozenset(request.sampling.stop_token_ids)
-        sequence = _Sequence(request, future, time.perf_counter(), end_tokens)
+        sequence = _Sequence(request, future, time.time(), end_tokens)
         self._waiting.append(sequence)
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.create_task(self._run())
@@ -343,7 +343,7 @@ class NativeEngine:
 
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
         if not sequence.future.done():
-            end = time.perf_counter()
+            end = time.time()
             sequence.future.set_result(
                 Completion(
                     sequence.token_ids, sequence.logprobs, reason, self._version, sequence.start_s, end

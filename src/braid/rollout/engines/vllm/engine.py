@@ -71,7 +71,7 @@ class VllmEngine(RemoteEngine):
         check_request(
             request, longest=int(self._arguments["max_model_len"]), key="rollout.vllm.max_model_tokens"
         )
-        start, name = time.perf_counter(), f"{self.name}-{next(self._numbers)}"
+        start, name = time.time(), f"{self.name}-{next(self._numbers)}"
         if self._failure is not None or not self._is_up.done():
             await asyncio.to_thread(self.wait_until_up)
         version = self._published()
@@ -90,7 +90,7 @@ class VllmEngine(RemoteEngine):
         finally:
             self._pending.pop(name, None)
         self._check_finite(logprobs, version)
-        return Completion(token_ids, logprobs, reason, version, start, time.perf_counter())
+        return Completion(token_ids, logprobs, reason, version, start, time.time())
 
     @property
     def receivers(self) -> Sequence[str]:
