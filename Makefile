@@ -70,7 +70,7 @@ quick: setup
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
 
 all: $(BACKENDS) $(VLLM)
-	$(BIN)/pytest -q -n 2 --dist loadgroup
+	$(BIN)/pytest -q -n 3 --dist loadgroup
 
 format: setup
 	$(BIN)/ruff check --fix

@@ -260,10 +260,14 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
     return tree
 
 
+_COMPUTED_NAME = re.compile(r"\$\{[^:}]*\$\{|oc\.(select|dict|decode|deprecated)[^}]*\$\{")
+"""An interpolation whose key is itself interpolated."""
+
+
 def _mentioned(tree: dict[str, Any], pending: Sequence[tuple[KeyPath, str]]) -> dict[str, Any]:
     """The top-level sections that interpolations are in or may refer to: OmegaConf takes long to wrap all
     defaults."""
-    if any(re.search(r"\$\{[^}]*\$\{", text) for _, text in pending):  # nested: names are computed
+    if any(_COMPUTED_NAME.search(text) for _, text in pending):
         return tree
     words = {word for _, text in pending for word in re.findall(r"\w+", text)}
     words |= {str(path[0]) for path, _ in pending}
