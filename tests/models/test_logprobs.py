@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rounding import rounding
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from braid.models import logprobs as logprobs_module
 from braid.models.logprobs import Head, TiledLogits, token_logprobs
 
 N, D, V = 13, 6, 700
@@ -269,6 +271,34 @@ def test_autocast_multiplies_in_its_type_and_gives_gradients_in_the_weights_type
         assert ours.dtype == torch.float32
         # bf16 rounds each factor to 2**-8
         torch.testing.assert_close(ours, reference, rtol=0, atol=0.03 * reference.abs().max().item())
+
+
+def test_half_precision_products_are_float32_on_gpus() -> None:
+    with FakeTensorMode():
+        left, right = torch.empty(4, D, device="cuda"), torch.empty(D, V, device="cuda")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            wide = torch.promote_types(dtype, torch.float32)
+            for bias in (None, torch.empty(V, dtype=dtype, device="cuda")):
+                assert logprobs_module._product(left.to(dtype), right.to(dtype), bias).dtype == wide
+
+
+def test_nothing_else_rounds_logits_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert left.dtype == right.dtype == torch.bfloat16
+        return left.float() @ right.float() + (0 if bias is None else bias)
+
+    hidden, weight, bias, targets = _tensors(torch.bfloat16)
+    head = Head(weight, bias)
+    with monkeypatch.context() as patch:
+        patch.setattr(logprobs_module, "_product", product)
+        raw, ours = head.logits(hidden), token_logprobs(hidden, head, targets)[0]
+    exact = Head(weight.double(), bias.double())
+    plain = _at_once(exact, hidden.double(), targets, 1.0, (hidden.double(), exact))[0]
+    size = (hidden.double().abs() @ weight.double().abs().T + bias.double().abs()).max().item()
+    error = rounding(D + 1, size=size)
+    torch.testing.assert_close(raw.double(), _logits(exact, hidden.double()), rtol=0, atol=error)
+    torch.testing.assert_close(ours.double(), plain, rtol=0, atol=2 * error + rounding(V))
+    assert error < 1e-4 < (head.logits(hidden).double() - raw).abs().max()  # rounded to bf16
 
 
 def test_logits_of_a_size_that_overflows_exp_stay_finite() -> None:
