@@ -353,7 +353,7 @@ def _train(machine: Machine, changes: dict[str, dict[str, Any]], rounds: int) ->
 
 
 def updates(machine: Machine) -> dict[str, Any]:
-    """Rate of an update as a share of a matrix product's, and its peak memory, with cuDNN's attention and without."""
+    """Rate of an update as a share of a matrix product's, and its peak memory, with each attention kernel."""
     num_tokens, longest = (600, 80) if machine.is_tiny else (65_536, 4096)
     dtype, found = torch.bfloat16, dict[str, Any]()
     side = 256 if machine.is_tiny else 8192
@@ -372,14 +372,15 @@ def updates(machine: Machine) -> dict[str, Any]:
         backend = SingleBackend(lm, config, total_steps=99, device=machine.device)
         weights = token_weights(rows)
         flops = lm.flops([len(row) for row in rows], sum(row.num_tokens for row in rows)).training
-        for cudnn in (False, True) if machine.is_cuda else (False,):
-            torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        for kernel in ("auto", "sdpa", "cudnn") if machine.is_cuda else ("auto",):
+            lm.attention = "auto" if kernel == "auto" else "sdpa"
+            torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
             if machine.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
             seconds = machine.seconds(
                 lambda b=backend, r=rows, w=weights: b.train(r, w, policy_loss(RECIPES["grpo"]))
             )
-            found[f"{shape}{' cudnn' if cudnn else ''}"] = {
+            found[f"{shape} {kernel}"] = {
                 "seconds": seconds,
                 "tokens": sum(map(len, rows)),
                 "share_of_product": flops / seconds / ceiling,

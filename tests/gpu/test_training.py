@@ -106,6 +106,15 @@ def test_flash_attention_gives_the_log_probs_of_the_default_kernel() -> None:
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], rtol=0, atol=0.05)  # bf16
 
 
+@pytest.mark.parametrize("kind", ["auto", "sdpa"])
+def test_attention_in_bf16_gives_the_log_probs_of_eager_attention(kind: str) -> None:
+    """`auto` is the variable-length kernel here."""
+    rows = _rows()
+    eager, ours = (_backend(_lm(attention=k), autocast="bf16").infer(rows, LOGPROBS) for k in ("eager", kind))
+    for one, other in zip(eager, ours, strict=True):
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], rtol=0, atol=0.05)  # bf16
+
+
 def test_a_memory_record_has_the_allocators_snapshot(tmp_path: Path) -> None:
     recorder = MemoryRecorder(tmp_path, torch.device("cuda"), lambda: {"policy": {"weights": 0}})
     with recorder.phase("improve"):

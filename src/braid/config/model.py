@@ -123,8 +123,8 @@ class ModelConfig(Section):
     """Required architecture of the model, by its transformers name (qwen2, qwen3, llama, ...; qwen2.5 counts
     as qwen2); null accepts any."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
-    """Attention implementation for packed rows in training. auto, sdpa: torch's scaled_dot_product_attention.
-    eager: plain matrix multiplications. flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.
+    """Attention implementation for packed rows in training. sdpa: torch's scaled_dot_product_attention. auto:
+    torch's variable-length FlashAttention on CUDA in bf16 or fp16 where it applies, else sdpa. eager: plain matrix multiplications. flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.
     Engines use their own kernels."""
     low_memory_load: bool = True
     """Load weights directly to the device; of a role with several ranks, only the first reads them and sends

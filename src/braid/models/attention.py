@@ -13,11 +13,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from braid.errors import ModelError
@@ -93,26 +95,39 @@ def _attend(  # noqa: PLR0913  # transformers' signature
         )
     layer: int = getattr(module, "layer_idx", -1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = context.attend(
+    out = attend(
+        context,
         LayerCall(layer, scale, sliding_window, softcap, s_aux),
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
     )
     return out.unsqueeze(0), None
+
+
+def attend(context: AttentionContext, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`context.attend` in autocast's type. On CPUs attention runs in float32 even under autocast, because its
+    backward pass is several times slower in bf16."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return context.attend(call, query, key, value)
+    dtype = torch.float32 if device == "cpu" else torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return context.attend(call, *(x.to(dtype) for x in (query, key, value)))
 
 
 def register() -> None:
     """Register the implementation "braid" with transformers. Safe to call more than once. No mask function is
     registered, so transformers builds no mask."""
     AttentionInterface.register(IMPLEMENTATION, _attend)
+    # It builds a plan for each shape, and packed rows make most shapes new.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class PackedAttention:
     """Causal attention within each packed segment.
 
-    Segments of similar length are copied into right-padded rectangles for the kernel. With a causal mask no
-    real position attends to padding, so padding does not change the results.
+    PyTorch's variable-length kernel takes the segments as they are, where it applies. For other kernels,
+    segments of similar length are copied into right-padded rectangles; with a causal mask no real position
+    attends to padding, so padding does not change the results.
     """
 
     def __init__(
@@ -123,10 +138,48 @@ class PackedAttention:
         kernel: AttentionKernel | None = None,
     ) -> None:
         """`lengths` [B] of the segments in packing order; `shared` as in PackedBatch; `kernel` computes
-        attention over the rectangles (default: causal_attention)."""
-        self._kernel = kernel or causal_attention
-        shared = shared or [(0, 0)] * len(lengths)
-        self._rectangles = _rectangles(lengths)
+        attention over the rectangles (default: the variable-length kernel or causal_attention)."""
+        self._lengths, self._device, self._kernel = lengths, device, kernel
+        self._shared = shared or [(0, 0)] * len(lengths)
+        self._layouts: dict[bool, _Layout] = {}
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See AttentionContext."""
+        is_varlen = self._kernel is None and has_varlen_kernel(call, query, value)
+        if is_varlen not in self._layouts:
+            alone = [([row], length) for row, length in enumerate(self._lengths)]
+            rectangles = alone if is_varlen else _rectangles(self._lengths)
+            self._layouts[is_varlen] = _Layout(rectangles, self._lengths, self._shared, self._device)
+        layout = self._layouts[is_varlen]
+        query, key, value = map(layout.lay, (query, key, value))
+        if is_varlen:
+            return layout.lift(
+                varlen_attention(call, query, key, value, ends=layout.ends, longest=max(self._lengths))
+            )
+        kernel = self._kernel or causal_attention
+        sizes = [len(rows) * width for rows, width in layout.rectangles]
+        outs = [
+            kernel(call, *(x.unflatten(0, (len(rows), width)) for x in qkv)).flatten(0, 1)
+            for (rows, width), *qkv in zip(
+                layout.rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+            )
+        ]
+        return layout.lift(outs[0] if len(outs) == 1 else torch.cat(outs))
+
+
+class _Layout:
+    """Copies packed positions into rectangles, (rows, width) each, and back."""
+
+    def __init__(
+        self,
+        rectangles: Sequence[tuple[list[int], int]],
+        lengths: Sequence[int],
+        shared: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        self.rectangles = rectangles
+        ends = accumulate((len(rows) * width for rows, width in rectangles), initial=0)
+        self.ends = torch.tensor(list(ends), dtype=torch.int32, device=device)
         stored = _stored_places(lengths, shared)
         owned = [torch.arange(length) >= num for length, (_, num) in zip(lengths, shared, strict=True)]
         num_stored = sum(int(own.sum()) for own in owned)
@@ -134,7 +187,7 @@ class PackedAttention:
         self._place = torch.empty(num_stored, dtype=torch.long)
         copies: list[Tensor] = []
         offset = 0
-        for rows, width in self._rectangles:
+        for rows, width in rectangles:
             for row in rows:
                 places = offset + torch.arange(lengths[row])
                 self._place[stored[row][owned[row]]] = places[owned[row]]
@@ -146,25 +199,39 @@ class PackedAttention:
         self._gather, self._place = self._gather.to(device), self._place.to(device)
         self._copies = torch.cat(copies, dim=1).to(device)
 
-    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See AttentionContext. On CPUs attention runs in float32 even under autocast, because its backward
-        pass is several times slower in bf16."""
-        if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                return self.attend(call, query.float(), key.float(), value.float())
-        if not self._is_identity:
-            query, key, value = (
-                _Lay.apply(x, self._gather, self._place, self._copies) for x in (query, key, value)
-            )
-        sizes = [len(rows) * width for rows, width in self._rectangles]
-        outs = [
-            self._kernel(call, *(x.unflatten(0, (len(rows), width)) for x in qkv)).flatten(0, 1)
-            for (rows, width), *qkv in zip(
-                self._rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-            )
-        ]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out if self._is_identity else _Lift.apply(out, self._place)
+    def lay(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [rectangles, ...]."""
+        return x if self._is_identity else _Lay.apply(x, self._gather, self._place, self._copies)
+
+    def lift(self, x: Tensor) -> Tensor:
+        """[rectangles, ...] -> [T, ...]."""
+        return x if self._is_identity else _Lift.apply(x, self._place)
+
+
+def has_varlen_kernel(call: LayerCall, query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention in PyTorch can compute this layer."""
+    size = query.shape[-1]
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and call.softcap is None
+        and call.sinks is None
+        and size == value.shape[-1] <= 256
+        and size % 8 == 0
+        and query.device.type == "cuda"
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def varlen_attention(
+    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, *, ends: Tensor, longest: int
+) -> Tensor:
+    """Causal attention over adjacent segments, none above `longest`: [T, Hq, d], [T, Hkv, d] -> [T, Hq, d].
+    `ends` [B + 1] starts with 0."""
+    # not all supported versions of the kernel share key heads
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    window = (-1 if call.sliding_window is None else call.sliding_window - 1, 0)
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=call.scaling, window_size=window)
+    return cast("Tensor", out)
 
 
 def causal_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """Attention kernels over packed rows (`model.attention`).
 
-    auto, sdpa          torch's scaled_dot_product_attention, with its flash or memory-efficient kernels where they apply
+    auto                PyTorch's variable-length FlashAttention where it applies (CUDA, bf16 or fp16), else sdpa
+    sdpa                torch's scaled_dot_product_attention, with its flash or memory-efficient kernels where they apply
     eager               plain matrix products and a softmax; slow, and holds all [queries, keys] scores in memory
     flash_attention_2   the package flash-attn, on CUDA, in bf16 or fp16
 
-All kernels get segments of similar length as right-padded rectangles (models.attention.PackedAttention) and
-agree up to rounding. Sampling uses different kernels.
+All kernels but the variable-length one get segments of similar length as right-padded rectangles
+(models.attention.PackedAttention). They agree up to rounding. Sampling uses different kernels.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
     flash-attn supports neither."""
     from flash_attn import flash_attn_func  # an optional CUDA extension
 
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
-    if dtype not in (torch.float16, torch.bfloat16) or call.sinks is not None:
+    if value.dtype not in (torch.float16, torch.bfloat16) or call.sinks is not None:
         return causal_attention(call, query, key, value)
     return flash_attn_func(
-        *(x.to(dtype) for x in (query, key, value)),
+        query,
+        key,
+        value,
         softmax_scale=call.scaling,
         causal=True,
         window_size=(-1, -1) if call.sliding_window is None else (call.sliding_window - 1, 0),
@@ -62,8 +64,8 @@ def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
     )
 
 
-_KERNELS: dict[AttentionKind, AttentionKernel] = {
-    "auto": causal_attention,
+_KERNELS: dict[AttentionKind, AttentionKernel | None] = {
+    "auto": None,
     "sdpa": causal_attention,
     "eager": eager_attention,
     "flash_attention_2": flash_attention,

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from braid.config.train import TrainConfig
-from braid.models.attention import LayerCall, PackedAttention
+from braid.models.attention import LayerCall, PackedAttention, attend
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM, spread, written_positions
@@ -173,7 +173,7 @@ class PackedCoreAttention(nn.Module):
             if k.shape[1] % size:
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             q, k, v = (_all_positions(x, size) for x in (q, k, v))
-        out = attention.attend(self._call, q, k, v)
+        out = attend(attention, self._call, q, k, v)
         if size > 1:
             out = _all_heads(out, size)
         return out.flatten(1).unsqueeze(1)
