@@ -279,10 +279,12 @@ def fsdp(machine: Machine) -> dict[str, Any]:
             {"backend": kind, "autocast": "none", "optimizer": {"lr": 1e-3}, "offload": offload, **keys}
         )
 
-    def losses(backend: Any, *spare: Row) -> list[float]:
+    def losses(backend: Any, *spare: Row, is_pinned: bool = machine.is_cuda) -> list[float]:
         made = []
         for _ in range(3):
             backend.to_host()
+            held = [tensor for _, tensor in backend.named_weights()]
+            assert all(t.device.type == "cpu" and t.is_pinned() >= is_pinned for t in held)
             backend.to_device()
             made.append(backend.train(rows, weights, loss, *spare).grad_norm)
         return made
@@ -300,7 +302,8 @@ def fsdp(machine: Machine) -> dict[str, Any]:
                 backend = FsdpBackend(
                     model, config(kind, **keys), total_steps=9, device=machine.device, kind=kind
                 )
-                norms = losses(backend, rows[0])
+                is_pinned = machine.is_cuda and name != "cpu_offload"
+                norms = losses(backend, rows[0], is_pinned=is_pinned)
                 np.testing.assert_allclose(norms, expected, rtol=0.05 if name == "bf16" else 1e-3)
                 place = f"{folder}/{kind} {name}"
                 Path(place).mkdir()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from braid.config.backends import OffloadConfig
 from braid.config.model import MlpSpec
 from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models.mlp import MlpPolicy
+from braid.training import offload
+from braid.training.backends import fsdp
+from braid.training.backends.fsdp import FsdpBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import supervised_loss
 from braid.types import ActionSpace, Row
@@ -100,3 +107,78 @@ def test_held_bytes_are_those_of_the_tensors() -> None:
 def test_a_model_that_is_never_trained_holds_weights_alone(total_steps: int) -> None:
     held = _backend(total_steps=total_steps).held_bytes()
     assert (held.gradients > 0) == (total_steps > 0)
+
+
+class Cudart:
+    """CUDA's runtime, which records what it pins."""
+
+    def __init__(self) -> None:
+        self.pinned: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, _: int) -> int:  # noqa: N802  # CUDA's name
+        self.pinned.append((address, num_bytes))
+        return 0
+
+
+def test_large_pinned_memory_has_the_exact_size_and_is_reused_once_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, size = Cudart(), offload._EXACT_BYTES + 4
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(offload, "_pinned_memory", {})
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.data = offload.pinned(size).view(torch.float32)
+    first = parameter.data_ptr()
+    second = offload.pinned(size)
+    assert cuda.pinned == [(first, size), (second.data_ptr(), size)]
+    assert all(address % 4096 == 0 for address, _ in cuda.pinned)
+    parameter.data = torch.zeros(1)
+    assert offload.pinned(size).data_ptr() == first
+    assert len(cuda.pinned) == 2
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_local_part_of_a_sharded_tensor_leaves_its_meshs_device() -> None:
+    tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    away = offload.moved(tensor, torch.device("meta"))
+    assert isinstance(away, DTensor)
+    assert away.device.type == away.to_local().device.type == "meta"
+    assert away._spec == tensor._spec
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp2"])
+def test_shards_are_copied_by_moved_and_are_trained_afterwards(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        seen.append(tensor.numel())
+        return offload.moved(tensor.clone(), device)
+
+    monkeypatch.setattr(fsdp, "moved", copied)
+
+    def made(offload: OffloadConfig) -> FsdpBackend:
+        model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), 3, ActionSpace("continuous", 2), seed=0)
+        config = TrainConfig(backend=kind, optimizer=OptimizerConfig(lr=0.01), offload=offload)
+        return FsdpBackend(model, config, total_steps=10, device=CPU, kind=kind)
+
+    moving, still = made(ALL), made(OffloadConfig())
+    (row,) = _rows()
+    for _ in range(3):
+        moving.to_host()
+        moving.to_device()
+        assert (
+            moving.train([row], [1 / 6], supervised_loss(), row).loss
+            == still.train([row], [1 / 6], supervised_loss(), row).loss
+        )
+    # both ways, three times; fsdp pads
+    assert sum(seen) >= 6 * sum(tensor.numel() for _, tensor in still.named_weights())

@@ -31,7 +31,7 @@ from braid.models.batch import PackedBatch
 from braid.models.lora import recipes
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
-from braid.training.offload import HOST, num_bytes, release_memory
+from braid.training.offload import HOST, moved, num_bytes, release_memory
 from braid.training.optimizer import build_optimizer
 from braid.training.shards import Boxes
 
@@ -238,11 +238,8 @@ class DeepSpeedBackend(RankBackend):
     def _park(self, storage: torch.UntypedStorage, *, is_kept: bool) -> None:
         if not storage.nbytes():
             return
-        copy = None
-        if is_kept:
-            is_cuda = storage.device.type == "cuda"
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=HOST, pin_memory=is_cuda)
-            copy.copy_(_bytes_of(storage))
+        held = _bytes_of(storage)
+        copy = (moved(held, HOST) if held.is_cuda else held.clone()) if is_kept else None
         self._parked.append((storage, storage.nbytes(), copy))
         storage.resize_(0)
 

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.lora import Recipe, recipes
 from braid.models.value_head import ValueHead
-from braid.training.offload import HOST, release_memory
+from braid.training.offload import HOST, moved, release_memory
 from braid.training.optimizer import HALF
 from braid.training.shards import Boxes
 
@@ -175,10 +176,11 @@ class FsdpBackend(RankBackend):
         self._let_go()
         for module in self._net.modules():
             if isinstance(module, FullyShardedDataParallel) and (handle := module._handle) is not None:
-                handle.flat_param_to(device)
+                handle.flat_param.data = moved(handle.flat_param.data, device)
+                handle.flat_param_to(device)  # renews the views
                 handle.flat_param._local_shard = handle.flat_param.data
         if not isinstance(self._net, FullyShardedDataParallel):
-            self._net.to(device)
+            self._net._apply(partial(moved, device=device))
 
     def _sharded_state(self) -> dict[str, Any]:
         """See PartBackend."""
