@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from braid.controller import commands
+from braid.controller import commands, here, on_workers
 from braid.controller.data_plane import DataPlane
 from braid.controller.rollouts import Rollouts
+from braid.plan import derive
 from braid.rollout.engines.native import NativeEngine
 from braid.training.group import GroupBackend
 
@@ -55,3 +60,39 @@ def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_le
     order = [name for name, _ in itertools.groupby(name for name, _ in seen)]
     assert order == ["publish", *round_, *round_]
     assert {name for name, num_bytes in seen if num_bytes} == {"collect", "score"}
+
+
+class _Built(Exception):
+    """A model of the trainer is built."""
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_an_engine_on_the_trainers_device_sleeps_before_any_model_is_built(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    """vLLM and SGLang size their caches by the memory that they find free, and fail if it changes meanwhile."""
+    calls: list[str] = []
+    engine = SimpleNamespace(
+        sleep=lambda: calls.append("sleep"),
+        start_on=lambda rank, method: SimpleNamespace(wait=lambda: calls.append(f"{method} {rank}")),
+        close=lambda: calls.append("close"),
+    )
+
+    def built(*_: Any, **__: Any) -> Any:
+        raise _Built
+
+    config = load_tiny("rollout.engine=vllm").config
+    plan: Any = derive(config, None, "train")
+    inputs: Any = SimpleNamespace(tokenizer=None, prompts={}, examples=SimpleNamespace(examples=None))
+    reporter: Any = SimpleNamespace(run_dir=SimpleNamespace(path=Path()))
+    monkeypatch.setattr(here, "make_policy", built)
+    monkeypatch.setattr(here, "engines_here", lambda *_: [engine])
+    cluster: Any = SimpleNamespace(groups={"policy": None, "rollout": engine}, backend=built)
+    build: Callable[[], Any] = (
+        partial(here._policy_and_engine, config, plan, inputs, reporter)
+        if is_here
+        else partial(on_workers._parts_on, cluster, config, plan, inputs, reporter, None)  # type: ignore[arg-type]
+    )
+    with pytest.raises(_Built):
+        build()
+    assert calls == (["sleep", "close"] if is_here else ["sleep 0"])

@@ -115,7 +115,7 @@ class Cudart:
     def __init__(self) -> None:
         self.pinned: list[tuple[int, int]] = []
 
-    def cudaHostRegister(self, address: int, num_bytes: int, _: int) -> int:  # noqa: N802  # CUDA's name
+    def cudaHostRegister(self, address: int, num_bytes: int, _: int) -> int:
         self.pinned.append((address, num_bytes))
         return 0
 

@@ -46,8 +46,7 @@ def build_here(
 ) -> Parts:
     """Build the parts of a text run in this process."""
     config, device = loaded.config, device_of(loaded.config)
-    lm = make_policy(config, device)
-    engine = _engine_here(config, plan, inputs, lm, reporter)
+    lm, engine = _policy_and_engine(config, plan, inputs, reporter)
     keeps_weights = isinstance(engine, NativeEngine) and engine.shares_weights
 
     def new_supervised() -> GroupBackend:
@@ -90,16 +89,25 @@ def build_here(
     )
 
 
-def _engine_here(
-    config: RunConfig, plan: Plan, inputs: TextInputs, lm: CausalLM, reporter: Reporter
-) -> NativeEngine | RemoteEngine | Router:
-    """The native engine on the trainer's model, or the engine that the config names, in a child process or
-    server."""
+def _policy_and_engine(
+    config: RunConfig, plan: Plan, inputs: TextInputs, reporter: Reporter
+) -> tuple[CausalLM, NativeEngine | RemoteEngine | Router]:
+    """The policy, with the native engine on it, or with the engine that the config names, in a child process
+    or server. That one comes first, as in on_workers."""
+    device = device_of(config)
     if config.rollout.engine == "native":
-        return native_engine(config, inputs, lm)
+        lm = make_policy(config, device)
+        return lm, native_engine(config, inputs, lm)
     folder = reporter.run_dir.path
-    sending = send_options(config, plan.layout, str(folder / "publications"), device_of(config))
-    return as_one(engines_here(config, plan, inputs.tokenizer, sending, folder / "logs"))
+    sending = send_options(config, plan.layout, str(folder / "publications"), device)
+    engine = as_one(engines_here(config, plan, inputs.tokenizer, sending, folder / "logs"))
+    try:
+        if plan.layout.engines_in_turns:
+            engine.sleep()
+        return make_policy(config, device), engine
+    except BaseException:
+        engine.close()
+        raise
 
 
 def build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: CheckpointStore) -> Parts:

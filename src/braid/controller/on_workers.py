@@ -64,8 +64,17 @@ def _parts_on(
     reporter: Reporter,
     store: CheckpointStore,
 ) -> Parts:
-    """Build the parts of a run whose workers are running."""
+    """Build the parts of a run whose workers are running. Engines on the trainers' devices start first and
+    then sleep: they size their caches by the memory that they find free."""
     run_dir = reporter.run_dir.path
+    ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
+    folder = str(run_dir / "publications")
+    options = send_options(
+        config, plan.layout, folder, torch.device("cuda" if config.run.device == "cuda" else "cpu")
+    )
+    publication = Publication(ranks, engines, options, merged=config.rollout.engine != "native")
+    rollouts = Rollouts(engines, inputs.prompts, publication, plan.layout.engines_in_turns)
+    rollouts.sleep()
 
     def new_supervised() -> GroupBackend:
         warm, name = warm_up_config(config), "policy" if plan.verb == "sft" else "warm_up"
@@ -73,12 +82,6 @@ def _parts_on(
 
     supervised = supervised_of(config, plan, inputs.examples.examples, new_supervised)
     roles = roles_on_workers(config, plan, cluster.backend, supervised)
-    ranks, engines = cluster.groups["policy"], cluster.groups["rollout"]
-    folder = str(run_dir / "publications")
-    options = send_options(
-        config, plan.layout, folder, torch.device("cuda" if config.run.device == "cuda" else "cpu")
-    )
-    publication = Publication(ranks, engines, options, merged=config.rollout.engine != "native")
     return Parts(
         config=config,
         plan=plan,
@@ -86,7 +89,7 @@ def _parts_on(
         store=store,
         sampler=sampler_of(plan, supervised, config, inputs),
         eval_prompts=inputs.eval.by_source(),
-        rollouts=Rollouts(engines, inputs.prompts, publication, plan.layout.engines_in_turns),
+        rollouts=rollouts,
         data=DataPlane(cluster.groups[ROWS]),
         policy=roles.policy,
         critic=roles.critic,
