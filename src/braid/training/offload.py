@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,8 @@ def pinned(num_bytes: int) -> Tensor:
             return torch.frombuffer(of_size[index], dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
-    if int(error):
+    cuda: Any = torch.cuda.cudart()
+    if error := int(cuda.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):
         raise TrainingError(
             f"cannot pin {num_bytes} bytes of host memory for train.offload (CUDA error {error}); turn it off, or raise the "
             "limit of locked memory"
