@@ -135,6 +135,18 @@ class Turn:
     tool_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Segment:
+    """One context of one agent, which was only ever appended to; it becomes one row.
+
+    An agent that compacts its context or calls another one starts a segment, whose first turn reads all of the
+    new context.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    agent: str = "main"
+
+
 @dataclass(frozen=True, slots=True)
 class ActionSpace:
     """Actions in a simulator: one of `size` choices, numbered from 0, or a vector of `size` floats."""
@@ -179,20 +191,20 @@ class Lengths(NamedTuple):
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode: a text episode has `turns`, a simulator's has `env_steps`.
+    """One episode: a text episode has `segments`, in order, a simulator's has `env_steps`.
 
     `sample` is its index within the group. `reward` is None until scored, and stays None when invalid;
     `shaped` is the reward used for training, None if it is `reward` itself. `reward_parts` are the unweighted
     scores by part. `answer_text` is the text of the policy's last turn without special tokens, which is what
     rewards read; `text` is everything after the prompt as the model reads it, with special tokens. Where only
-    metadata is available, turns, env steps and texts are empty and `known_lengths` has their sizes.
+    metadata is available, segments, env steps and texts are empty and `known_lengths` has their sizes.
     """
 
     prompt: Prompt
     sample: int
     status: Status = Status.FINISHED
     reason: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     env_steps: EnvSteps | None = None
     text: str = ""
     answer_text: str = ""
@@ -202,6 +214,11 @@ class Trajectory:
     facts: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
     known_lengths: Lengths | None = None
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns of all segments."""
+        return [turn for segment in self.segments for turn in segment.turns]
 
     @property
     def is_valid(self) -> bool:
@@ -227,9 +244,10 @@ class Trajectory:
         if self.env_steps is not None:
             num_steps = len(self.env_steps.rewards)
             return Lengths(num_steps, num_steps, 0)
-        outputs = sum(len(turn.output_ids) for turn in self.turns)
-        context = sum(len(turn.context_ids) for turn in self.turns)
-        return Lengths(outputs, outputs + context, len(self.turns))
+        turns = self.turns
+        outputs = sum(len(turn.output_ids) for turn in turns)
+        context = sum(len(turn.context_ids) for turn in turns)
+        return Lengths(outputs, outputs + context, len(turns))
 
     def invalidate(self, reason: str) -> None:
         """Mark as invalid, with the reason; removes the reward."""
@@ -262,7 +280,8 @@ class Group:
 
 @dataclass(slots=True)
 class Row:
-    """One training sequence of T positions.
+    """One training sequence of T positions: a segment of a trajectory, or a simulator's episode. Lists of rows
+    hold all rows of a trajectory, one after the other in the order of its segments.
 
     `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text;
     `observations` and `actions` for simulators. In every per-position array index t belongs to the token (or

@@ -17,7 +17,7 @@ from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, Facts, GroupFacts
 from braid.rollout.rows import group_rows, rows_of
 from braid.training.experience import Experience
-from braid.types import Group, Prompt, Row, ShapedReward, Status, Trajectory, Turn
+from braid.types import Group, Prompt, Row, Segment, ShapedReward, Status, Trajectory, Turn
 
 
 def _prompt(i: int) -> Prompt:
@@ -43,7 +43,8 @@ class _Writer:
         trajectories = [Trajectory(prompt, sample) for sample in range(group_size)]
         for trajectory in trajectories:
             output = [number] * self._length
-            trajectory.turns = [Turn(list(prompt.token_ids), output, [-1.0] * self._length, "stop", 0)]
+            turn = Turn(list(prompt.token_ids), output, [-1.0] * self._length, "stop", 0)
+            trajectory.segments = [Segment([turn])]
             trajectory.text = "x" * self._length
         trajectories[-1].invalidate("engine: gone")
         return Group(prompt, trajectories)
@@ -140,7 +141,7 @@ def test_the_policy_versions_of_tokens_become_a_field() -> None:
 def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
     group = Group(_prompt(0), [Trajectory(_prompt(0), i, reward=float(i)) for i in range(2)])
     for trajectory in group.trajectories:
-        trajectory.turns = [Turn([1], [2, 3], [-1.0, -1.0], "stop", 0)]
+        trajectory.segments = [Segment([Turn([1], [2, 3], [-1.0, -1.0], "stop", 0)])]
     experience = Experience(RECIPES["grpo"], None)
     experience.open([group_rows(group, 0, 0)])
     moments = RunningMoments()

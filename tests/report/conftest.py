@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from braid.types import EnvSteps, Group, Prompt, Row, Status, Trajectory, Turn
+from braid.types import EnvSteps, Group, Prompt, Row, Segment, Status, Trajectory, Turn
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
@@ -36,7 +36,7 @@ def groups() -> list[Group]:
         prompt,
         0,
         Status.TRUNCATED,
-        turns=turns,
+        segments=[Segment(turns)],
         text="three four five six",
         answer_text="six\x1b[31m",
         reward=1.5,

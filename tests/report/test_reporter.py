@@ -23,7 +23,7 @@ from braid.report.samples import read_samples
 from braid.report.sinks.base import Sink
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
-from braid.types import Group, Prompt, Row, Trajectory, Turn
+from braid.types import Group, Prompt, Row, Segment, Trajectory, Turn
 
 
 @dataclass
@@ -74,7 +74,9 @@ def summary(reporter: Reporter) -> dict[str, Any]:
 def answers(text: str, reward: float) -> list[Group]:
     prompt = Prompt("sums:0", "sums", (1,), ({"role": "user", "content": "1 + 2 ="},))
     turn = Turn([1], [2], [0.0], "stop", 0)
-    return [Group(prompt, [Trajectory(prompt, 0, turns=[turn], answer_text=text, reward=reward)])]
+    return [
+        Group(prompt, [Trajectory(prompt, 0, segments=[Segment([turn])], answer_text=text, reward=reward)])
+    ]
 
 
 def metrics_of(round_: int) -> Metrics:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from braid.report.samples import read_samples, write_samples
-from braid.types import Group, Row
+from braid.types import Group, Row, Segment
 
 
 def test_every_trajectory_comes_back_as_it_was(
@@ -72,6 +72,27 @@ def test_training_values_are_stored_with_the_tokens(
     }  # one per token written, none for context
     assert invalid.training == {}
     assert env.training == {"advantages": [1.0, -1.0]}
+
+
+def test_segments_come_back_with_their_agents_and_the_values_of_all_their_rows(
+    tmp_path: Path, groups: list[Group]
+) -> None:
+    (first, second), trajectory = groups[0].trajectories[0].turns, groups[0].trajectories[0]
+    trajectory.segments = [Segment([first], "lead"), Segment([], "lead"), Segment([second], "helper")]
+    rows = [
+        Row({}, np.ones(num, np.bool_), 0, 0, fields={"values": np.full(num, value, np.float32)})
+        for num, value in ((2, 1.0), (3, 2.0))
+    ]
+    path = tmp_path / "x.jsonl"
+    write_samples(path, groups, rows)
+    sample = next(read_samples(path))
+    assert [(s.agent, len(s.turns)) for s in sample.trajectory.segments] == [
+        ("lead", 1),
+        ("lead", 0),
+        ("helper", 1),
+    ]
+    assert sample.trajectory.segments[0].turns == [first]
+    assert sample.training == {"values": [1.0, 1.0, 2.0, 2.0, 2.0]}
 
 
 def test_values_without_a_json_form_are_stored_as_text(tmp_path: Path, groups: list[Group]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import reasoning_gym
 
 from braid.errors import ConfigError
-from braid.types import Trajectory, Turn
+from braid.types import Segment, Trajectory, Turn
 
 Answered = Callable[..., Trajectory]
 Score = Callable[..., list[Trajectory]]
@@ -188,7 +188,7 @@ def test_length_falls_from_start_to_end(
 ) -> None:
     trajectory = answered("x" * (length if unit == "characters" else 3))
     if unit == "tokens":
-        trajectory.turns = [Turn([1], [2] * length, [-1.0] * length, "stop", 0)]
+        trajectory.segments = [Segment([Turn([1], [2] * length, [-1.0] * length, "stop", 0)])]
     score([trajectory], {"kind": "length", "unit": unit, "start": 10, "end": 20})
     assert trajectory.reward == penalty
 

@@ -15,7 +15,7 @@ from tests.leftovers import LIMIT_S
 
 from braid.errors import ConfigError
 from braid.rewards.scorer import Scorer
-from braid.types import EnvSteps, Status, Trajectory, Turn
+from braid.types import EnvSteps, Segment, Status, Trajectory, Turn
 
 Answered = Callable[..., Trajectory]
 Score = Callable[..., list[Trajectory]]
@@ -97,7 +97,7 @@ def functions(tmp_path: Path) -> Iterator[None]:
 
 def test_the_reward_is_the_weighted_sum_of_the_parts_and_the_turns(answered: Answered, score: Score) -> None:
     trajectory = answered("42", answer="42")
-    trajectory.turns = [Turn([1], [2], [-1.0], "stop", 0, reward=r) for r in (0.25, 0.5)]
+    trajectory.segments = [Segment([Turn([1], [2], [-1.0], "stop", 0, reward=r)]) for r in (0.25, 0.5)]
     score([trajectory], {"kind": "exact", "weight": 2.0}, {**_function("length"), "weight": -0.5})
     assert trajectory.reward_parts == {"exact": 1.0, "length": 2.0}
     assert trajectory.reward == 2.0 - 1.0 + 0.75
@@ -118,7 +118,7 @@ def test_without_parts_the_reward_is_that_of_the_environment(answered: Answered,
 
 def test_a_non_finite_reward_of_an_environment_is_invalid(answered: Answered, score: Score) -> None:
     trajectory = answered("x")
-    trajectory.turns = [Turn([1], [2], [-1.0], "stop", 0, reward=float("nan"))]
+    trajectory.segments = [Segment([Turn([1], [2], [-1.0], "stop", 0, reward=float("nan"))])]
     score([trajectory])
     assert (trajectory.reward, trajectory.status) == (None, Status.INVALID)
     assert trajectory.reason == "reward sum: nan, from {} and nan of the environment"

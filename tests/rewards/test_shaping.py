@@ -6,7 +6,7 @@ import pytest
 
 from braid.config.reward import OverlongConfig, RewardConfig
 from braid.rewards.shaping import has_shaping, overlong_penalty, shape_reward
-from braid.types import Prompt, ShapedReward, Status, Trajectory, Turn
+from braid.types import Prompt, Segment, ShapedReward, Status, Trajectory, Turn
 
 PROMPT = Prompt("test:0", "test", (1,), ())
 
@@ -14,7 +14,7 @@ PROMPT = Prompt("test:0", "test", (1,), ())
 def _trajectory(reward: float, *lengths: int, status: Status = Status.FINISHED) -> Trajectory:
     """An answer with turns of these lengths."""
     turns = [Turn([1], [2] * n, [-1.0] * n, "stop", 0) for n in lengths]
-    return Trajectory(PROMPT, 0, status, turns=turns, reward=reward)
+    return Trajectory(PROMPT, 0, status, segments=[Segment(turns)], reward=reward)
 
 
 def _shaped(trajectory: Trajectory, **settings: object) -> ShapedReward:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from braid.rollout.rows import rows_of
-from braid.types import EnvSteps, Group, Prompt, ShapedReward, Status, Trajectory, Turn
+from braid.types import EnvSteps, Group, Prompt, Segment, ShapedReward, Status, Trajectory, Turn
 
 PROMPT = Prompt("test:0", "test", (1, 2), ())
 
@@ -14,7 +14,7 @@ def _text(reward: float | None = 1.0, *, turn_rewards: tuple[float, float] = (0.
         Turn([1, 2], [3, 4], [-0.1, -0.2], "stop", 0, turn_rewards[0]),
         Turn([5], [6], [-0.3], "stop", 1, turn_rewards[1]),
     ]
-    return Trajectory(PROMPT, 0, turns=turns, reward=reward)
+    return Trajectory(PROMPT, 0, segments=[Segment(turns)], reward=reward)
 
 
 def _episode(status: Status) -> Trajectory:
@@ -54,6 +54,24 @@ def test_tokens_of_a_turn_whose_weights_changed_know_their_version() -> None:
     trajectory.turns[0].policy_version = ((4, 1), (5, 1))
     (row,) = rows_of([Group(PROMPT, [trajectory])])
     assert row.policy_versions.tolist() == [0, 0, 4, 5, 0, 1]
+
+
+def test_each_segment_is_a_row_of_its_agent() -> None:
+    first, second = _text().turns
+    segments = [Segment([first], "lead"), Segment([second], "helper"), Segment([first], "lead"), Segment()]
+    rows = rows_of([Group(PROMPT, [_text(), Trajectory(PROMPT, 1, segments=segments, reward=1.0)])])
+    assert [row.inputs["input_ids"].tolist() for row in rows[1:]] == [[1, 2, 3, 4], [5, 6], [1, 2, 3, 4]]
+    assert [(row.trajectory, row.agent) for row in rows] == [(0, 0), (1, 0), (1, 1), (1, 0)]
+    assert [row.decision.tolist() for row in rows[1:]] == [[-1, -1, 0, 0], [-1, 0], [-1, -1, 0, 0]]
+
+
+def test_the_rewards_of_all_segments_sum_to_that_of_the_trajectory() -> None:
+    first, second = _text(turn_rewards=(0.5, 1.0)).turns
+    trajectory = Trajectory(PROMPT, 0, segments=[Segment([first]), Segment([second])], reward=5.0)
+    trajectory.shaped = ShapedReward(total=9.0, factor=2.0)
+    rows = rows_of([Group(PROMPT, [trajectory])])
+    assert [row.fields["rewards"].tolist() for row in rows] == [[0, 0, 0, 1.0], [0, 8.0]]
+    assert [row.score for row in rows] == [5.0, 5.0]
 
 
 def test_turn_rewards_are_at_the_ends_of_turns_and_the_rest_at_the_last() -> None:

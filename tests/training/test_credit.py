@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import get_args
 
@@ -11,15 +12,18 @@ import torch
 
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
-from braid.training.credit import assign_credit, is_trained
+from braid.training.credit import are_trained, assign_credit
 from braid.types import Advantage, RewardStatistics, Row
 
 GRPO = RECIPES["grpo"]
 CLOSE = {"atol": 2e-6, "rtol": 0}  # expectations are given to six digits; 1e-6 stands beside deviations
 
 
+_NUMBERS = itertools.count()
+
+
 def text(*turns: tuple[str, float], group: int = 0, prompt: int = 0, tokens: int = 2, **more: object) -> Row:
-    """A row of turns (what the environment said before it, its reward), each of `tokens` tokens that the policy wrote."""
+    """A trajectory in one row of turns (what the environment said before it, its reward), each of `tokens` tokens that the policy wrote."""
     ids: list[int] = []
     mask: list[bool] = []
     rewards: list[float] = []
@@ -29,7 +33,7 @@ def text(*turns: tuple[str, float], group: int = 0, prompt: int = 0, tokens: int
         mask += [False] * len(context) + [True] * tokens
         rewards += [0.0] * (len(context) + tokens - 1) + [reward]
     fields = {"rewards": np.array(rewards, np.float32)}
-    return Row({"input_ids": np.array(ids)}, np.array(mask), group, trajectory=0, fields=fields, **more)  # pyright: ignore[reportArgumentType]
+    return Row({"input_ids": np.array(ids)}, np.array(mask), group, next(_NUMBERS), fields=fields, **more)  # pyright: ignore[reportArgumentType]
 
 
 def answers(*rewards: float, group: int = 0) -> list[Row]:
@@ -172,7 +176,7 @@ def simulated(states: list[float], rewards: list[float], group: int = 0) -> Row:
     mask[-1] = False
     fields = {"rewards": np.array([*rewards, 0.0], np.float32)}
     decision = np.where(mask, np.arange(len(states)), -1).astype(np.int32)
-    return Row({"observations": observations}, mask, group, trajectory=0, fields=fields, decision=decision)
+    return Row({"observations": observations}, mask, group, next(_NUMBERS), fields=fields, decision=decision)
 
 
 def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
@@ -181,6 +185,49 @@ def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
     # both start from 0 (of either sign): returns 1/2 and 0; the later states come up once, a last one is no turn's
     close(rows[0].fields["advantages"].tolist(), [0.25, 0.0, 0.0])
     close(rows[1].fields["advantages"].tolist(), [-0.25, 0.0, 0.0])
+
+
+# --- segments ---
+
+
+def _of_one(*rows: Row) -> list[Row]:
+    for row in rows:
+        row.trajectory = rows[0].trajectory
+    return list(rows)
+
+
+def test_returns_run_over_the_segments_of_a_trajectory() -> None:
+    first, second = _of_one(text(("", 1.0)), text(("", 4.0)))
+    assign_credit([first, second], replace(GRPO, advantage="reinforce", gamma=0.5))
+    assert first.fields["advantages"].tolist() == [0.0, 1.0, 2.0]
+    assert second.fields["advantages"].tolist() == [0.0, 2.0, 4.0]
+
+
+def test_gae_continues_in_the_next_segment() -> None:
+    """lambda 1, gamma 1/2: returns are 1/2 (1 + 4/4) = 1 and 1 + 4/4 = 2, then 4/2 and 4."""
+    rows = _of_one(text(("", 1.0)), text(("", 4.0)))
+    for row in rows:
+        row.fields["values"] = np.array([9.0, 1.0, 2.0], np.float32)
+    assign_credit(rows, replace(GRPO, advantage="gae", gamma=0.5, gae_lambda=1.0))
+    assert [row.fields["returns"].tolist() for row in rows] == [[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]]
+
+
+def test_a_trajectory_of_two_segments_counts_once_in_its_group() -> None:
+    """Rewards 1 + 2 and 0: mean 3/2, as of one row each."""
+    rows = [*_of_one(text(("", 1.0)), text(("", 2.0))), text(("", 0.0))]
+    assign_credit(rows, replace(GRPO, normalize_by_std=False))
+    assert per_row(rows) == [1.5, 1.5, -1.5]
+
+
+def test_gigpo_compares_a_turn_after_a_cut_by_what_was_new_in_its_context() -> None:
+    whole, other = text(("", 0.0), ("hot", 4.0)), text(("", 0.0), ("hot", 0.0))
+    first, second = _of_one(text(("", 0.0)), text(("", 0.0), ("hot", 0.0)))
+    second.mask[:3], second.decision[:] = False, np.where(np.arange(8) < 6, -1, 0)
+    assign_credit([whole, first, second], GIGPO)
+    expected = [whole.fields["advantages"].tolist(), second.fields["advantages"][-1]]
+    uncut = text(("", 0.0), ("hot", 4.0))
+    assign_credit([uncut, other], GIGPO)
+    assert expected == [uncut.fields["advantages"].tolist(), other.fields["advantages"][-1]]
 
 
 # --- statistics ---
@@ -276,8 +323,8 @@ def test_a_masked_trajectory_counts_in_its_groups_baseline() -> None:
     rows = _cut([1.0, 0.0, 0.5], [False, True, False])
     assign_credit(rows, recipe)
     close(per_row(rows), [0.5, -0.5, 0.0])
-    assert [is_trained(row, recipe) for row in rows] == [True, False, True]
-    assert all(is_trained(row, GRPO) for row in rows)
+    assert are_trained(rows, recipe) == [True, False, True]
+    assert all(are_trained(rows, GRPO))
 
 
 def test_only_long_failures_are_masked() -> None:
@@ -286,8 +333,10 @@ def test_only_long_failures_are_masked() -> None:
         text(("", reward), tokens=tokens, score=reward)
         for reward, tokens in [(0.0, 3), (0.0, 4), (1.0, 9), (-1.0, 9), (0.5, 9)]
     ]
-    assert [is_trained(row, recipe) for row in rows] == [True, False, True, False, True]
-    assert all(is_trained(row, GRPO) for row in rows)
+    assert are_trained(rows, recipe) == [True, False, True, False, True]
+    assert all(are_trained(rows, GRPO))
+    rows[1].trajectory = rows[0].trajectory  # one failure of 7 tokens in two segments
+    assert are_trained(rows, recipe) == [False, False, True, False, True]
 
 
 def test_the_reward_clip_comes_after_statistics_and_before_kl_and_the_token_clip_after_it() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.models.batch import PackedBatch
+from braid.training.group import share_rows
 from braid.training.packing import grouped_micro_batches, micro_batches, pack, unpack
 from braid.types import Row
 
@@ -58,11 +60,12 @@ def test_no_rows_give_no_micro_batches() -> None:
 
 def test_rows_are_laid_end_to_end() -> None:
     rows = [_text(5, 6, 7, advantages=[0, 1, 2]), _text(8, 9, advantages=[0, 3])]
+    rows[1].trajectory = 7
     batch = pack(rows, CPU, weights=[0.5, 0.25])
     assert batch.inputs["input_ids"].tolist() == [5, 6, 7, 8, 9]
     assert batch.mask.tolist() == [False, True, True, False, True]
     assert batch.lengths == (3, 2)
-    assert batch.row.tolist() == [0, 0, 0, 1, 1]
+    assert batch.trajectory.tolist() == [0, 0, 0, 1, 1]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1]
     assert batch.fields["advantages"].tolist() == [0, 1, 2, 0, 3]
     assert batch.weights is not None
@@ -107,11 +110,11 @@ def test_outputs_come_back_row_by_row_in_float32() -> None:
 def answers(*responses: list[int], prompt: tuple[int, ...] = (5, 6, 7), group: int = 0) -> list[Row]:
     """Rows of one prompt."""
     rows = []
-    for response in responses:
+    for number, response in enumerate(responses):
         ids = np.array([*prompt, *response], np.int64)
         mask = np.arange(len(ids)) >= len(prompt)
         fields = {"rewards": np.where(mask, 1.0, 0.0).astype(np.float32)}
-        rows.append(Row({"input_ids": ids}, mask, group=group, trajectory=0, fields=fields))
+        rows.append(Row({"input_ids": ids}, mask, group, trajectory=10 * group + number, fields=fields))
     return rows
 
 
@@ -122,7 +125,7 @@ def test_rows_of_a_group_store_their_prompt_once() -> None:
     assert batch.shared == ((0, 0), (0, 3), (0, 3))
     assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 3]
     assert batch.previous.tolist() == [-1, 0, 1, 2, 2, 4, 2]
-    assert batch.row.tolist() == [0, 0, 0, 0, 1, 1, 2]
+    assert batch.trajectory.tolist() == [0, 0, 0, 0, 1, 1, 2]
     assert batch.weights is not None
     assert batch.weights.tolist() == [0.5] * 4 + [0.25] * 2 + [1.0]
     assert batch.fields["rewards"].tolist() == [0, 0, 0, 1, 1, 1, 1]
@@ -139,6 +142,27 @@ def test_micro_batches_keep_a_group_together_where_it_fits() -> None:
     cut = grouped_micro_batches(rows, 5)
     assert sorted(index for batch in cut for index in batch) == [0, 1, 2, 3, 4]
     assert all(pack([rows[i] for i in batch], CPU).num_positions <= 5 for batch in cut)
+
+
+def test_rows_of_a_trajectory_have_one_number_and_stay_together_if_they_must() -> None:
+    rows = [*answers([1], [2, 2], [3], [4]), *answers([1, 1], prompt=(8, 9), group=1)]
+    rows[2].trajectory = rows[4].trajectory = rows[0].trajectory
+    for max_tokens in (1, 5, 9, 100):
+        batches = grouped_micro_batches(rows, max_tokens, whole_trajectories=True)
+        assert sorted(index for batch in batches for index in batch) == [0, 1, 2, 3, 4]
+        (batch,) = (batch for batch in batches if 0 in batch)
+        assert {0, 2, 4} <= set(batch)
+    assert len(grouped_micro_batches(rows, 1)) == 5
+    assert pack(rows, CPU).trajectories == (0, 1, 0, 2, 0)
+
+
+@pytest.mark.parametrize("balances", [True, False])
+def test_a_rank_has_all_rows_of_a_trajectory(balances: bool) -> None:
+    rows = answers([1], [2, 2], [3], [4], [5], [6, 6, 6])
+    for number, row in enumerate(rows):
+        row.trajectory = number // 2
+    shares = share_rows(rows, 3, balances=balances)
+    assert sorted(shares) == [[0, 1], [2, 3], [4, 5]]
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 50), st.integers(1, 7))

@@ -1,6 +1,8 @@
 """Segments of a packed batch, for log-probs, ratios and weights of decisions or sequences.
 
-Owns sums and means over segments. A row is never split, so neither depends on packing or micro-batches.
+Owns sums and means over segments. A decision lies within a row, and rows are never split; a loss that reads
+whole trajectories is given them in one micro-batch (Loss.whole_trajectories). So neither sums nor means depend on
+packing or micro-batches.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Segments:
 
 def segments(mask: Bool[Tensor, "T"], index: Int[Tensor, "T"]) -> Segments:
     """The masked positions with the same `index`, which is read only inside the mask and less than T: of
-    each row (PackedBatch.row), or of each decision (PackedBatch.decision)."""
+    each trajectory (PackedBatch.trajectory), or of each decision (PackedBatch.decision)."""
     index = index.long().clamp(min=0)
     return Segments(mask, index, _sum_by(index, mask.double()).clamp(min=1.0))
 

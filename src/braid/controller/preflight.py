@@ -37,7 +37,7 @@ from braid.rewards.parts import FunctionPart, Setting, build_part
 from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.runtime.environment import environment
-from braid.types import Prompt, Trajectory, Turn
+from braid.types import Prompt, Segment, Trajectory, Turn
 
 from .inputs import TextInputs, check_sources, read_inputs
 
@@ -209,4 +209,4 @@ def _example(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
         text = ""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
     turn = Turn(list(prompt.token_ids), ids, [0.0] * len(ids), "stop", 0)
-    return Trajectory(prompt, 0, turns=[turn], text=text, answer_text=text)
+    return Trajectory(prompt, 0, segments=[Segment([turn])], text=text, answer_text=text)

@@ -23,7 +23,7 @@ from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
 from braid.runtime.interrupts import RoundCut
 from braid.training.backend import StepReport
-from braid.training.credit import is_trained
+from braid.training.credit import are_trained
 from braid.training.experience import RowFacts
 from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss, value_loss_of
@@ -199,11 +199,17 @@ def credit(parts: Parts, selection: Selection) -> list[RowFacts]:
                 parts.metrics.mean(name, value)
             if parts.plan.recipe.supervised_coef > 0:
                 _mark_successes(parts, selection.kept, rows)
-        trained = [row for row in rows if is_trained(row, parts.plan.recipe)]
+        is_trained = are_trained(rows, parts.plan.recipe)
+        trained = [row for row, is_so in zip(rows, is_trained, strict=True) if is_so]
         if parts.plan.recipe.mask_truncated or parts.plan.recipe.mask_long_failures is not None:
-            parts.metrics.add("rollout/masked_trajectories", len(rows) - len(trained))
+            num_masked = _num_trajectories(rows) - _num_trajectories(trained)
+            parts.metrics.add("rollout/masked_trajectories", num_masked)
     _count_empty_rounds(parts, selection, trained)
     return trained
+
+
+def _num_trajectories(rows: Sequence[RowFacts]) -> int:
+    return len({row.trajectory for row in rows})
 
 
 def _infer_fields(parts: Parts, rows: Sequence[RowFacts]) -> None:
@@ -328,7 +334,7 @@ def steer_kl(parts: Parts, rows: Sequence[RowFacts]) -> None:
             parts.kl_coef,
             parts.metrics.value(seen),
             target=recipe.kl_target,
-            num_trajectories=len(rows),
+            num_trajectories=_num_trajectories(rows),
             horizon=recipe.kl_horizon,
         )
 

@@ -18,8 +18,8 @@ class PackedBatch:
     """B rows with T positions in total, without padding.
 
     `inputs` and `fields` are the rows' arrays concatenated along T; `mask` [T] is True at positions that the
-    policy wrote. `lengths` [B] are on the host. `row` [T] is the index of each position's row in the batch,
-    `positions` [T] its index within the row. `weights` [T] is each position's weight in the step's loss (see
+    policy wrote. `lengths` [B] are on the host. `positions` [T] is each position's index within its row.
+    `trajectories` [B] numbers the trajectories that rows belong to; empty: each row is one. `weights` [T] is each position's weight in the step's loss (see
     algorithms.aggregate). `decision` [T] numbers the decisions of all rows, -1 outside the mask.
 
     Rows of a group share prefixes: `shared` [B] holds (earlier row, n) if the first n positions of a row are
@@ -37,6 +37,7 @@ class PackedBatch:
     weights: Tensor | None = None
     decision: Tensor | None = None
     shared: tuple[tuple[int, int], ...] = ()
+    trajectories: tuple[int, ...] = ()
     sequence: SequenceGroup | None = None
 
     @property
@@ -60,9 +61,10 @@ class PackedBatch:
         return self.mask.device
 
     @property
-    def row(self) -> Tensor:
-        stored = torch.tensor(self.stored, device=self.device)
-        return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), stored)
+    def trajectory(self) -> Tensor:
+        """The number of each position's trajectory [T]."""
+        of_rows = torch.tensor(self.trajectories or range(len(self.lengths)), device=self.device)
+        return torch.repeat_interleave(of_rows, torch.tensor(self.stored, device=self.device))
 
     @property
     def positions(self) -> Tensor:

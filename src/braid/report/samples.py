@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from braid.types import EnvSteps, Group, Prompt, Row, Status, Trajectory, Turn
+from braid.types import EnvSteps, Group, Prompt, Row, Segment, Status, Trajectory, Turn
 
 from .files import to_json, write_atomically
 
@@ -40,15 +41,17 @@ class Sample:
 def write_samples(
     path: Path, groups: Sequence[Group], rows: Iterable[Row] = (), *, decode: Decode | None = None
 ) -> None:
-    """Write every trajectory of `groups`, with the training values from its row in `rows`. The write is
+    """Write every trajectory of `groups`, with the training values from its rows in `rows`. The write is
     atomic.
 
     Raises OSError.
     """
-    row_of = {row.trajectory: row for row in rows}
+    rows_of: dict[int, list[Row]] = {}
+    for row in rows:
+        rows_of.setdefault(row.trajectory, []).append(row)
     trajectories = [t for group in groups for t in group.trajectories]
     lines = (
-        to_json(_record(trajectory, row_of.get(place), decode)) + "\n"
+        to_json(_record(trajectory, rows_of.get(place, ()), decode)) + "\n"
         for place, trajectory in enumerate(trajectories)
     )
     write_atomically(path, lines)
@@ -62,11 +65,14 @@ def read_samples(path: Path) -> Iterator[Sample]:
             yield _sample(json.loads(line))
 
 
-def _record(trajectory: Trajectory, row: Row | None, decode: Decode | None) -> dict[str, Any]:
+def _record(trajectory: Trajectory, rows: Sequence[Row], decode: Decode | None) -> dict[str, Any]:
     prompt = trajectory.prompt
-    training = (
-        {name: values[row.mask].tolist() for name, values in row.fields.items()} if row is not None else {}
-    )
+    training: dict[str, list[float]] = {}
+    for row in rows:
+        for name, values in row.fields.items():
+            training.setdefault(name, []).extend(values[row.mask].tolist())
+    segments = [{"agent": s.agent, "num_turns": len(s.turns)} for s in trajectory.segments]
+    is_plain = segments in ([], [{"agent": Segment().agent, "num_turns": len(trajectory.turns)}])
     return {
         "uid": prompt.uid,
         "source": prompt.source,
@@ -86,6 +92,7 @@ def _record(trajectory: Trajectory, row: Row | None, decode: Decode | None) -> d
         "text": trajectory.text,
         "answer_text": trajectory.answer_text,
         "turns": [_turn_record(turn, decode) for turn in trajectory.turns],
+        **({} if is_plain else {"segments": segments}),
         "env_steps": None if trajectory.env_steps is None else _env_steps_record(trajectory.env_steps),
         "training": training,
     }
@@ -131,7 +138,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         sample=record["sample"],
         status=Status(record["status"]),
         reason=record["reason"],
-        turns=[_turn(turn) for turn in record["turns"]],
+        segments=_segments(record),
         env_steps=None if record["env_steps"] is None else _env_steps(record["env_steps"]),
         text=record["text"],
         answer_text=record["answer_text"],
@@ -147,6 +154,14 @@ def _sample(record: dict[str, Any]) -> Sample:
         output_texts=[turn["output_text"] for turn in record["turns"]],
         training={name: [_number(x) for x in values] for name, values in record["training"].items()},
     )
+
+
+def _segments(record: dict[str, Any]) -> list[Segment]:
+    turns = [_turn(turn) for turn in record["turns"]]
+    if "segments" not in record:
+        return [Segment(turns)] if turns else []
+    left = iter(turns)
+    return [Segment(list(islice(left, s["num_turns"])), s["agent"]) for s in record["segments"]]
 
 
 def _turn(record: dict[str, Any]) -> Turn:

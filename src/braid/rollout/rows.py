@@ -11,7 +11,7 @@ from braid.types import EnvSteps, Group, Row, Status, Trajectory, Turn
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
-    """One row for each valid trajectory, in order, with `behavior_logprobs` and `rewards`.
+    """One row for each segment of the valid trajectories, in order, with `behavior_logprobs` and `rewards`.
 
     `Row.group` is the place of the group, `Row.trajectory` that of the trajectory among all of `groups`,
     invalid ones counted.
@@ -27,38 +27,39 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
 def group_rows(group: Group, place: int, first: int) -> list[Row]:
     """Rows of one group with index `place`, whose first trajectory has index `first` among all.
 
-    The rewards of a row sum to the trajectory's training reward: rewards of turns or env steps are placed
-    where they were given, the contribution of reward parts and shaping at the policy's last position.
-    `Row.baseline` is the training reward of the group's greedy answer.
+    The rewards of a trajectory's rows sum to its training reward: rewards of turns or env steps are placed where
+    they were given, the contribution of reward parts and shaping at the policy's last position. `Row.baseline` is the training reward of the group's greedy answer.
     """
     baseline = None if group.greedy is None else group.greedy.training_reward
     rows: list[Row] = []
     for number, trajectory in enumerate(group.trajectories, first):
         if trajectory.is_valid:
-            row = _row_of(trajectory)
-            row.group, row.trajectory, row.baseline = place, number, baseline
-            rows.append(row)
+            for row in _rows_of(trajectory):
+                row.group, row.trajectory, row.baseline = place, number, baseline
+                rows.append(row)
     return rows
 
 
-def _row_of(trajectory: Trajectory) -> Row:
+def _rows_of(trajectory: Trajectory) -> list[Row]:
     total = trajectory.training_reward
     is_truncated = trajectory.status is Status.TRUNCATED
     if trajectory.env_steps is not None:
-        row = _simulator_row(trajectory.env_steps, is_terminal=not is_truncated)
+        rows = [_simulator_row(trajectory.env_steps, is_terminal=not is_truncated)]
     else:
-        row = _text_row(trajectory.turns)
+        agents = list(dict.fromkeys(segment.agent for segment in trajectory.segments))
+        rows = [_text_row(s.turns, agents.index(s.agent)) for s in trajectory.segments if s.turns]
     assert trajectory.reward is not None, "valid trajectories must have been scored"
-    row.is_truncated, row.score = is_truncated, trajectory.reward
-    rewards = row.fields["rewards"]
-    if trajectory.shaped is not None:
-        rewards *= np.float32(trajectory.shaped.factor)
-    rewards[np.flatnonzero(row.mask)[-1]] += total - rewards.sum(dtype=np.float64)
-    return row
+    for row in rows:
+        row.is_truncated, row.score = is_truncated, trajectory.reward
+        if trajectory.shaped is not None:
+            row.fields["rewards"] *= np.float32(trajectory.shaped.factor)
+    given = sum(row.fields["rewards"].sum(dtype=np.float64) for row in rows)
+    rows[-1].fields["rewards"][np.flatnonzero(rows[-1].mask)[-1]] += total - given
+    return rows
 
 
-def _text_row(turns: Sequence[Turn]) -> Row:
-    """Prompt, turns and replies concatenated. An answer cut by a limit is terminal too: no state follows
+def _text_row(turns: Sequence[Turn], agent: int) -> Row:
+    """Context, turns and replies concatenated. An answer cut by a limit is terminal too: no state follows
     it."""
     decision = np.concatenate(
         [np.repeat((-1, k), (len(t.context_ids), len(t.output_ids))) for k, t in enumerate(turns)]
@@ -81,6 +82,7 @@ def _text_row(turns: Sequence[Turn]) -> Row:
         fields=fields,
         decision=decision,
         policy_versions=versions,
+        agent=agent,
     )
 
 

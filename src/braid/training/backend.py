@@ -46,12 +46,14 @@ class Loss:
     `compute(outputs, batch)` returns the micro-batch's share of the step's loss, a scalar, already weighted
     with `batch.weights` (so that the shares of all micro-batches add up to the loss), and metrics. `outputs`
     names what the model must compute for it. `limits` bounds the means of metrics over the whole step: when
-    one is above its limit, the step is not taken.
+    one is above its limit, the step is not taken. With `whole_trajectories` all rows of a trajectory must be in
+    one micro-batch, however long they are together.
     """
 
     outputs: frozenset[Output]
     compute: Callable[[dict[str, Tensor], PackedBatch], tuple[Tensor, Diagnostics]]
     limits: Mapping[str, float] = field(default_factory=dict)
+    whole_trajectories: bool = False
 
 
 @dataclass(frozen=True, slots=True)

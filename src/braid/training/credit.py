@@ -1,7 +1,8 @@
 """Advantage computation: from the rewards and values of a round's rows to advantages and returns.
 
 Owns the order of the stages, the split of rows into turns, and the table of advantage estimators. The
-formulas are in algorithms/.
+formulas are in algorithms/. Rewards, baselines and statistics are of trajectories, whose rows follow each other
+in the order of its segments; returns run over all of them.
 
     center and scale rewards       reward_mean, reward_std (per trajectory sum)
     clip rewards                   reward_clip (per trajectory sum)
@@ -18,12 +19,15 @@ in whiten_advantages, which covers only the trained rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.algorithms.advantages import (
@@ -49,8 +53,8 @@ def assign_credit(
     kl_coef: float | None = None,
     running: RunningMoments | None = None,
 ) -> dict[str, float]:
-    """Write `advantages` (and `returns` for gae) into each row, from its rewards and values. `rewards` are
-    replaced by the processed rewards that the advantages are computed from.
+    """Write `advantages` (and `returns` for gae) into each row, from the rewards and values of its trajectory.
+    `rewards` are replaced by the processed rewards that the advantages are computed from.
 
     `kl_coef` overrides the recipe's, since it may change from round to round. `running` holds the moments of
     all earlier rounds for statistics of kind "running", and is updated with this one. Returns metrics by
@@ -69,7 +73,8 @@ def assign_credit(
     round_ = _Round.of(rows)
     advantages = _ADVANTAGES[recipe.advantage](round_, recipe)
     if recipe.whiten_advantages:
-        advantages = whiten(advantages, round_.mask & round_.over_positions(_trained(rows, recipe)))
+        is_trained = np.repeat(are_trained(rows, recipe), [len(row) for row in rows])
+        advantages = whiten(advantages, round_.mask & torch.from_numpy(is_trained))
     if recipe.advantage_clip is not None:
         advantages = advantages.clamp(-recipe.advantage_clip, recipe.advantage_clip)
     _unflatten(rows, "advantages", advantages)
@@ -82,6 +87,8 @@ class Cut(Protocol):
     """A row or its metadata."""
 
     @property
+    def trajectory(self) -> int: ...
+    @property
     def is_truncated(self) -> bool: ...
     @property
     def num_tokens(self) -> int: ...
@@ -89,52 +96,74 @@ class Cut(Protocol):
     def score(self) -> float: ...
 
 
-def is_trained(row: Cut, recipe: Recipe) -> bool:
-    """Whether a row contributes to the loss.
+def are_trained(rows: Sequence[Cut], recipe: Recipe) -> list[bool]:
+    """Whether each row contributes to the loss.
 
     mask_truncated excludes truncated trajectories from numerator and denominator; mask_long_failures excludes
     those of at least that many tokens with a score of 0 or less. Their rewards still count in the statistics
     of their group.
     """
+    num_tokens: Counter[int] = Counter()
+    for row in rows:
+        num_tokens[row.trajectory] += row.num_tokens
     limit = recipe.mask_long_failures
-    is_long_failure = limit is not None and row.score <= 0 and row.num_tokens >= limit
-    return not (is_long_failure or (recipe.mask_truncated and row.is_truncated))
+
+    def is_trained(row: Cut) -> bool:
+        is_long_failure = limit is not None and row.score <= 0 and num_tokens[row.trajectory] >= limit
+        return not (is_long_failure or (recipe.mask_truncated and row.is_truncated))
+
+    return [is_trained(row) for row in rows]
 
 
-def _trained(rows: Sequence[Row], recipe: Recipe) -> Tensor:
-    return torch.tensor([is_trained(row, recipe) for row in rows], dtype=torch.bool)
+def _trajectories(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each trajectory."""
+    trajectories = [list(of) for _, of in groupby(rows, key=lambda row: row.trajectory)]
+    assert len({of[0].trajectory for of in trajectories}) == len(trajectories), (
+        "rows of a trajectory are apart"
+    )
+    return trajectories
+
+
+def _end(row: Row) -> int:
+    """The policy's last position."""
+    return int(np.flatnonzero(row.mask)[-1])
 
 
 def _normalize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> None:
     """Center, scale and clip rewards in place.
 
-    Every reward of a row is divided by the row's scale, and the center is subtracted at the policy's last
+    Every reward of a trajectory is divided by its scale, and the center is subtracted at the policy's last
     position: a single final reward becomes (r - center) / scale, and with gamma = 1 the returns of all
-    positions shift equally. Clipping the row's sum to reward_clip also adjusts the reward at that position.
+    positions shift equally. Clipping the sum of a trajectory's rewards to reward_clip also adjusts the reward
+    at that position.
     """
+    trajectories = _trajectories(rows)
     if recipe.reward_mean != "none" or recipe.reward_std != "none":
-        _standardize(rows, recipe, running)
+        _standardize(trajectories, recipe, running)
     if (bound := recipe.reward_clip) is not None:
-        totals = _totals(rows)
-        for row, excess in zip(rows, (totals - totals.clamp(-bound, bound)).tolist(), strict=True):
-            row.fields["rewards"][np.flatnonzero(row.mask)[-1]] -= excess
-            if row.baseline is not None:
-                row.baseline = min(max(row.baseline, -bound), bound)
+        totals = _totals(trajectories)
+        for of, excess in zip(trajectories, (totals - totals.clamp(-bound, bound)).tolist(), strict=True):
+            of[-1].fields["rewards"][_end(of[-1])] -= excess
+            for row in of:
+                if row.baseline is not None:
+                    row.baseline = min(max(row.baseline, -bound), bound)
 
 
-def _standardize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> None:
-    totals = _totals(rows)
+def _standardize(trajectories: Sequence[Sequence[Row]], recipe: Recipe, running: RunningMoments) -> None:
+    totals = _totals(trajectories)
     if "running" in (recipe.reward_mean, recipe.reward_std):
         running.update(totals)
     center, scale = reward_statistics(
-        totals, _groups(rows), mean=recipe.reward_mean, std=recipe.reward_std, running=running
+        totals, _groups(trajectories), mean=recipe.reward_mean, std=recipe.reward_std, running=running
     )
-    for row, off, divisor in zip(rows, center.tolist(), scale.tolist(), strict=True):
-        rewards = row.fields["rewards"].astype(np.float64)
-        rewards[np.flatnonzero(row.mask)[-1]] -= off
-        row.fields["rewards"] = (rewards / divisor).astype(np.float32)
-        if row.baseline is not None:
-            row.baseline = (row.baseline - off) / divisor
+    for of, off, divisor in zip(trajectories, center.tolist(), scale.tolist(), strict=True):
+        for row in of:
+            rewards = row.fields["rewards"].astype(np.float64)
+            if row is of[-1]:
+                rewards[_end(row)] -= off
+            row.fields["rewards"] = (rewards / divisor).astype(np.float32)
+            if row.baseline is not None:
+                row.baseline = (row.baseline - off) / divisor
 
 
 def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:
@@ -156,10 +185,11 @@ def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """All rows of a round, concatenated: `rewards` and `mask` [T]; `totals` [B], the sum of each row's
-    rewards; `groups` [B], each row's group index."""
+    """All rows of a round, concatenated: `rewards` and `mask` [T]; `totals` [N], the sum of each trajectory's
+    rewards; `groups` [N], each trajectory's group index."""
 
     rows: Sequence[Row]
+    trajectories: Sequence[Sequence[Row]]
     rewards: Tensor
     mask: Tensor
     totals: Tensor
@@ -168,28 +198,27 @@ class _Round:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> _Round:
         rewards, mask = _flat([row.fields["rewards"] for row in rows]), _flat([row.mask for row in rows])
-        return cls(rows, rewards, mask, _totals(rows), _groups(rows))
+        trajectories = _trajectories(rows)
+        return cls(rows, trajectories, rewards, mask, _totals(trajectories), _groups(trajectories))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(len(row) for row in self.rows)
+        """Positions of each trajectory [N]."""
+        return tuple(sum(len(row) for row in of) for of in self.trajectories)
 
-    def over_positions(self, per_row: Tensor) -> Tensor:
-        """[B] -> [T]: repeat each row's value at its positions."""
-        return torch.repeat_interleave(per_row, torch.tensor(self.lengths, dtype=torch.long))
-
-    def spread(self, per_row: Tensor) -> Tensor:
-        """[B] -> [T], 0 outside the mask."""
-        return self.over_positions(per_row) * self.mask
+    def spread(self, per_trajectory: Tensor) -> Tensor:
+        """[N] -> [T], 0 outside the mask."""
+        lengths = torch.tensor(self.lengths, dtype=torch.long)
+        return torch.repeat_interleave(per_trajectory, lengths) * self.mask
 
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The K turns of a round.
+    """The K turns of a round: the decisions of its rows.
 
     `index` [T] is the turn of each position, -1 outside the mask; `rewards` [K] (float64) the sum of a turn's
     rewards; `groups` [K] the group of its row; `states` [K] an id per pair of group and anchor state;
-    `lengths` [B] the number of turns of each row.
+    `lengths` [N] the number of turns of each trajectory.
     """
 
     index: Tensor
@@ -200,21 +229,19 @@ class _Turns:
 
     @classmethod
     def of(cls, round_: _Round) -> _Turns:
-        index = np.full(len(round_.mask), -1, np.int64)
+        index: list[NDArray] = []
         groups: list[int] = []
         states: list[int] = []
         lengths: list[int] = []
         numbers: dict[tuple[int, bytes], int] = {}
-        start = 0
-        for row in round_.rows:
-            pieces = _pieces(row)
-            for begin, end, anchor in pieces:
-                index[start + begin : start + end] = len(groups)
-                groups.append(row.group)
-                states.append(numbers.setdefault((row.group, anchor), len(numbers)))
-            lengths.append(len(pieces))
-            start += len(row)
-        of = torch.from_numpy(index)
+        for trajectory in round_.trajectories:
+            first = len(groups)
+            for before, row in zip([None, *trajectory], trajectory, strict=False):
+                index.append(np.where(row.mask, row.decision + len(groups), -1))
+                groups += [row.group] * row.num_decisions
+                states += [numbers.setdefault((row.group, a), len(numbers)) for a in _anchors(row, before)]
+            lengths.append(len(groups) - first)
+        of = _flat(index)
         rewards = torch.zeros(len(groups), dtype=torch.float64)
         rewards.index_add_(0, of[round_.mask], round_.rewards[round_.mask].double())
         return cls(of, rewards, torch.tensor(groups), torch.tensor(states), tuple(lengths))
@@ -224,23 +251,25 @@ class _Turns:
         return torch.where(self.index >= 0, per_turn[self.index.clamp(min=0)], 0.0)
 
 
-def _pieces(row: Row) -> list[tuple[int, int, bytes]]:
-    """(begin, end, anchor state) of each turn; each decision of the row is one.
+def _anchors(row: Row, before: Row | None) -> list[bytes]:
+    """The anchor state of each of the row's turns. `before` is the row of the previous segment.
 
-    The anchor in text is what stands between it and the previous turn, or the prompt for the first turn; in
-    simulators, the observation before it.
+    The anchor in text is what was read since the previous turn: for the first one the prompt, or the context of a
+    new segment without the tokens of the previous one, if it begins with them. In simulators it is the
+    observation.
     """
     written = np.flatnonzero(row.mask)
     of = row.decision[written]
-    begins = written[np.diff(of, prepend=-1) > 0].tolist()
-    ends = (written[np.diff(of, append=row.num_decisions) > 0] + 1).tolist()
+    begins = written[np.diff(of, prepend=-1) > 0]
     if "observations" in row.inputs:
         # adding 0.0 turns -0.0 into 0.0, so that equal numbers have equal bytes
-        anchors = [state.tobytes() for state in row.inputs["observations"][begins] + 0.0]
-    else:
-        ids = row.inputs["input_ids"]
-        anchors = [ids[a:b].tobytes() for a, b in zip([0, *ends[:-1]], begins, strict=True)]
-    return list(zip(begins, ends, anchors, strict=True))
+        return [state.tobytes() for state in row.inputs["observations"][begins] + 0.0]
+    ids = row.inputs["input_ids"]
+    known = 0 if before is None else len(before)
+    if before is not None and not np.array_equal(ids[:known], before.inputs["input_ids"]):
+        known = 0
+    ends = written[np.diff(of, append=row.num_decisions) > 0] + 1
+    return [ids[a:b].tobytes() for a, b in zip([known, *ends[:-1]], begins, strict=True)]
 
 
 def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:
@@ -258,13 +287,15 @@ def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:
 
 def _gae(round_: _Round, recipe: Recipe) -> Tensor:
     """gae; also writes `returns` into the rows."""
-    rows = round_.rows
+    rows, trajectories = round_.rows, round_.trajectories
     advantages, returns = gae(
         round_.rewards,
         _flat([row.fields["values"] for row in rows]),
         round_.mask,
         round_.lengths,
-        torch.tensor([0.0 if row.is_terminal else float(row.fields["values"][-1]) for row in rows]),
+        torch.tensor(
+            [0.0 if of[-1].is_terminal else float(of[-1].fields["values"][-1]) for of in trajectories]
+        ),
         gamma=recipe.gamma,
         lam=recipe.gae_lambda,
     )
@@ -291,7 +322,7 @@ def _gigpo(round_: _Round, recipe: Recipe) -> Tensor:
 
 
 def _remax(round_: _Round, _: Recipe) -> Tensor:
-    baselines = [row.baseline for row in round_.rows]
+    baselines = [of[0].baseline for of in round_.trajectories]
     assert None not in baselines, "remax needs the reward of each prompt's greedy answer"
     return round_.spread(baseline_advantages(round_.totals, torch.tensor(baselines, dtype=torch.float64)))
 
@@ -320,14 +351,15 @@ def _explained_variance(rows: Sequence[Row]) -> float:
     return float(1.0 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
-def _totals(rows: Sequence[Row]) -> Tensor:
-    """Sum of each row's rewards [B], rounded to float32 like the rewards, so that sums that differ only by
+def _totals(trajectories: Sequence[Sequence[Row]]) -> Tensor:
+    """Sum of each trajectory's rewards [N], rounded to float32 like the rewards, so that sums that differ only by
     float64 rounding compare equal."""
-    return torch.tensor([row.fields["rewards"].sum(dtype=np.float64) for row in rows], dtype=torch.float32)
+    sums = [sum(row.fields["rewards"].sum(dtype=np.float64) for row in of) for of in trajectories]
+    return torch.tensor(sums, dtype=torch.float32)
 
 
-def _groups(rows: Sequence[Row]) -> Tensor:
-    return torch.tensor([row.group for row in rows], dtype=torch.long)
+def _groups(trajectories: Sequence[Sequence[Row]]) -> Tensor:
+    return torch.tensor([of[0].group for of in trajectories], dtype=torch.long)
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:

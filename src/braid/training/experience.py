@@ -54,7 +54,7 @@ class Experience:
 
     def open(self, pieces: Sequence[Sequence[Row]]) -> list[RowFacts]:
         """Replace the rows of the last round. Rows are sorted by trajectory, so results do not depend on
-        which worker made which."""
+        which worker made which; those of one trajectory stay in order."""
         self._rows = sorted((row for piece in pieces for row in piece), key=lambda row: row.trajectory)
         return [
             RowFacts(

@@ -10,7 +10,7 @@ step beforehand (algorithms.aggregate), so the distribution of rows changes resu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.types import Row
 
 from .backend import HeldBytes, Loss, StepReport, Work, Written
+from .packing import trajectories_of
 
 
 class Sized(Protocol):
@@ -34,6 +35,8 @@ class Sized(Protocol):
 
     @property
     def group(self) -> int: ...
+    @property
+    def trajectory(self) -> int: ...
     def __len__(self) -> int: ...
 
 
@@ -236,18 +239,23 @@ class GroupBackend:
 
 
 def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list[list[int]]:
-    """Indices of the rows of each share. Rows with the same prompt stay together if the shares remain about
-    equal, since the prompt is then stored once. With `balances` shares have about equally many tokens, else
-    equally many rows, in order."""
+    """Indices of the rows of each share. The rows of a trajectory stay together; those with the same prompt do
+    if the shares remain about equal, since the prompt is then stored once. With `balances` shares have about
+    equally many tokens, else equally many trajectories, in order."""
+    trajectories = trajectories_of(rows)
     if not balances:
-        bounds = np.linspace(0, len(rows), num_ranks + 1).round().astype(int).tolist()
-        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+        bounds = np.linspace(0, len(trajectories), num_ranks + 1).round().astype(int).tolist()
+        return [list(itertools.chain(*trajectories[a:b])) for a, b in itertools.pairwise(bounds)]
     total = sum(len(row) for row in rows)
-    units: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        units.setdefault(row.group, []).append(index)
+    units: dict[int, list[list[int]]] = {}
+    for trajectory in trajectories:
+        units.setdefault(rows[trajectory[0]].group, []).append(trajectory)
     size_of = _size_of(rows)
-    pieces = [piece for unit in units.values() for piece in (_halved(unit, size_of, total / num_ranks / 4))]
+    pieces = [
+        list(itertools.chain(*piece))
+        for unit in units.values()
+        for piece in _halved(unit, size_of, total / num_ranks / 4)
+    ]
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for piece in sorted(pieces, key=lambda p: (-size_of(p), p[0])):
@@ -257,13 +265,15 @@ def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list
     return [sorted(share) for share in shares]
 
 
-def _size_of(rows: Sequence[Sized]) -> Callable[[Sequence[int]], int]:
+def _size_of(rows: Sequence[Sized]) -> Callable[[Iterable[int]], int]:
     return lambda piece: sum(len(rows[i]) for i in piece)
 
 
-def _halved(unit: list[int], size_of: Callable[[Sequence[int]], int], most: float) -> list[list[int]]:
-    """The unit in pieces of at most `most` tokens, or of one row."""
-    if len(unit) == 1 or size_of(unit) <= most:
+def _halved(
+    unit: list[list[int]], size_of: Callable[[Iterable[int]], int], most: float
+) -> list[list[list[int]]]:
+    """The trajectories of a group in pieces of at most `most` tokens, or of one trajectory."""
+    if len(unit) == 1 or size_of(itertools.chain(*unit)) <= most:
         return [unit]
     middle = len(unit) // 2
     return _halved(unit[:middle], size_of, most) + _halved(unit[middle:], size_of, most)

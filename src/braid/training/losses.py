@@ -43,13 +43,25 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
     is with turn_weighting: turns, where each token has its own surrogate. KL, corrections and metrics stay those of tokens. entropy_level is the same for
     the entropy bonus: the entropy of a token is then that of its decision, the sum.
 
+    A sequence is a trajectory, whatever rows it was cut into; losses that compare sequences need the rows of a
+    trajectory in one micro-batch.
+
     The step is dropped if the mean ratio over all of its tokens exceeds early_stop_ratio. RLinf instead
     multiplies the loss of each micro-batch with too large a ratio by 0, and takes the step with the rest.
     """
     limits = {} if recipe.early_stop_ratio is None else {"policy/ratio_mean": recipe.early_stop_ratio}
     coef = recipe.kl_coef if kl_coef is None else kl_coef
     outputs: list[Output] = ["logprobs", "entropy", *(("kl",) if recipe.full_kl_in == "loss" else ())]
-    return Loss(frozenset(outputs), partial(_policy_loss, recipe, coef, version), limits)
+    compute = partial(_policy_loss, recipe, coef, version)
+    return Loss(frozenset(outputs), compute, limits, whole_trajectories=_reads_sequences(recipe))
+
+
+def _reads_sequences(recipe: Recipe) -> bool:
+    """Whether a ratio, or a correction, is one of whole sequences."""
+    is_of_sequences = (
+        c.level in ("sequence", "geometric") or c.mode == "mask_sequence" for c in recipe.corrections
+    )
+    return recipe.ratio_level.startswith("sequence") or any(is_of_sequences)
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
@@ -135,7 +147,7 @@ def _segments(batch: PackedBatch, level: str) -> Segments | None:
         return None
     if level.startswith(("turn", "action", "chunk")):
         return _decisions(batch)
-    return segments(batch.mask, batch.row)
+    return segments(batch.mask, batch.trajectory)
 
 
 def _decisions(batch: PackedBatch) -> Segments:
@@ -148,7 +160,7 @@ def _corrections(recipe: Recipe, old: Tensor, batch: PackedBatch) -> tuple[Tenso
     assert "behavior_logprobs" in batch.fields, "corrections need behavior_logprobs"
     behavior = batch.fields["behavior_logprobs"]
     product = torch.ones_like(old)
-    sequences = segments(batch.mask, batch.row)
+    sequences = segments(batch.mask, batch.trajectory)
     is_truncated, kept = torch.zeros_like(batch.mask), batch.mask
     for correction in recipe.corrections:
         over = _segments(batch, correction.level)

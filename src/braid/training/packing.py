@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +12,13 @@ from torch import Tensor
 
 from braid.models.batch import PackedBatch
 from braid.types import Row
+
+
+class OfTrajectory(Protocol):
+    """A row or its metadata."""
+
+    @property
+    def trajectory(self) -> int: ...
 
 
 def micro_batches(
@@ -59,22 +67,33 @@ def _cut(
     return out
 
 
+def trajectories_of(rows: Iterable[OfTrajectory]) -> list[list[int]]:
+    """Indices of the rows of each trajectory."""
+    found: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(row.trajectory, []).append(index)
+    return list(found.values())
+
+
 def grouped_micro_batches(
-    rows: Sequence[Row], max_tokens: int, max_rows: int | None = None
+    rows: Sequence[Row], max_tokens: int, max_rows: int | None = None, *, whole_trajectories: bool = False
 ) -> list[list[int]]:
     """Micro-batches of rows (indices) in which rows with the same prompt stay together, so that `pack` stores
-    the prompt once; a group that is too large is split."""
-    units: dict[object, list[int]] = {}
-    for index, row in enumerate(rows):
-        prompt = _prompt(row)
-        units.setdefault((row.group, prompt) if prompt else index, []).append(index)
+    the prompt once; a group that is too large is split. With `whole_trajectories` the rows of a trajectory are
+    never split, even if they are too large together."""
+    units: dict[object, list[list[int]]] = {}
+    for together in trajectories_of(rows) if whole_trajectories else [[i] for i in range(len(rows))]:
+        prompt = _prompt(rows[together[0]])
+        units.setdefault((rows[together[0]].group, prompt) if prompt else together[0], []).append(together)
     pieces: list[tuple[list[int], int]] = []
     for members in units.values():
-        common = _prompt_length(rows[members[0]])
-        lengths = [len(rows[i]) - common for i in members]
+        common = _prompt_length(rows[members[0][0]])
+        lengths = [sum(len(rows[i]) for i in together) - common for together in members]
         pieces.extend(
-            ([members[i] for i in piece], common + sum(lengths[i] for i in piece))
-            for piece in micro_batches(lengths, max(max_tokens - common, 1), max_rows)
+            ([i for place in piece for i in members[place]], common + sum(lengths[place] for place in piece))
+            for piece in micro_batches(
+                lengths, max(max_tokens - common, 1), max_rows, [len(together) for together in members]
+            )
         )
     sizes, counts = [size for _, size in pieces], [len(members) for members, _ in pieces]
     batches = micro_batches(sizes, max_tokens, max_rows, counts)
@@ -124,6 +143,7 @@ def pack(
         parts = [array[skip:] for array, skip in zip(arrays, skips, strict=True)]
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
+    numbers = {trajectory: n for n, trajectory in enumerate(dict.fromkeys(row.trajectory for row in rows))}
     before = np.cumsum([0, *(row.num_decisions for row in rows[:-1])], dtype=np.int32)
     decisions = [np.where(row.mask, row.decision + num, -1) for row, num in zip(rows, before, strict=True)]
 
@@ -135,6 +155,7 @@ def pack(
         weights=None if spread is None else torch.from_numpy(spread).to(device),
         decision=join(decisions),
         shared=shared if any(skips) else (),
+        trajectories=tuple(numbers[row.trajectory] for row in rows),
     )
 
 

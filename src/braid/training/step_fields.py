@@ -24,7 +24,7 @@ def write_step_fields(
     """Write the fields that the recipe needs into the rows of a step, replacing those of an earlier step.
 
     `is_chosen` (clip_cov, kl_cov): 1 at the selected tokens, else 0, from `advantages` and `old_logprobs`.
-    The random numbers are seeded by `key` and each row's trajectory.
+    The random numbers are seeded by `key` and each trajectory.
 
     `supervised_weights` (supervised_coef > 0): weight of each position in the supervised term, from
     `is_success`. The term is aggregated as the recipe says (`constant` for token_sum_constant), over
@@ -43,7 +43,8 @@ def _write_choice(rows: Sequence[Row], recipe: Recipe, key: tuple[int, ...]) -> 
 
     advantages = flat([row.fields["advantages"][row.mask] for row in rows])
     logprobs = flat([row.fields["old_logprobs"][row.mask] for row in rows])
-    priorities = flat([np.random.default_rng((*key, row.trajectory)).random(row.num_tokens) for row in rows])
+    random = {n: np.random.default_rng((*key, n)) for n in {row.trajectory for row in rows}}
+    priorities = flat([random[row.trajectory].random(row.num_tokens) for row in rows])
     together = covariances(advantages, logprobs)
     if recipe.policy_loss == "clip_cov":
         is_chosen = choose_within(

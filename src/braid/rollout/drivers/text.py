@@ -20,7 +20,7 @@ from braid.envs.text.base import Reply, TextEnv
 from braid.errors import EngineError, EnvError
 from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.types import Group, Prompt, Status, Trajectory, Turn
+from braid.types import Group, Prompt, Segment, Status, Trajectory, Turn
 
 
 class TextDriver:
@@ -127,6 +127,8 @@ class TextDriver:
         env = _Guarded(self._new_env)
         await env.start(trajectory.prompt)
         sampling = replace(self._sampling, stop_strings=(*self._sampling.stop_strings, *env.stop_strings))
+        segment = Segment()
+        trajectory.segments.append(segment)
         history: list[int] = []
         context = list(trajectory.prompt.token_ids)
         while True:
@@ -136,11 +138,11 @@ class TextDriver:
                 trajectory.status = Status.TRUNCATED
                 return
             completion = await self._engine.generate(
-                Request(tuple(history), _within(sampling, room), (*key, len(trajectory.turns)))
+                Request(tuple(history), _within(sampling, room), (*key, len(segment.turns)))
             )
             turn = _turn_of(completion, context)
-            trajectory.turns.append(turn)
-            trajectory.facts["turns"] = float(len(trajectory.turns))
+            segment.turns.append(turn)
+            trajectory.facts["turns"] = float(len(segment.turns))
             trajectory.answer_text = self._answer(completion, sampling)
             trajectory.text += whole_text(self._tokenizer, completion.token_ids)
             if completion.stop_reason == "length":

@@ -200,8 +200,8 @@ class RankBackend(PartBackend):
         whole = super()._flops_of(rows)
         return Flops(whole.forward // self._num_sharers, whole.training // self._num_sharers)
 
-    def _batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[PackedBatch]:
-        own = self._micro_batches(rows) if rows else []
+    def _batches(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> Iterator[PackedBatch]:
+        own = self._micro_batches(rows, loss) if rows else []
         self._num_left = self._most(len(own))
         for indices in own:
             yield self._pack([rows[i] for i in indices], [weights[i] for i in indices])

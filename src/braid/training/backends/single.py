@@ -172,7 +172,7 @@ class SingleBackend:
         self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
     ) -> None:
         """Run forward and backward passes over all rows of a step."""
-        for batch in self._batches(rows, weights):
+        for batch in self._batches(rows, weights, loss):
             self._learn(batch, loss, running)
         if self._scale is not None:
             self._scale.unscale(self._gradients())
@@ -185,9 +185,9 @@ class SingleBackend:
     def _flops_of(self, rows: Sequence[Row]) -> Flops:
         return self._model.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
 
-    def _batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[PackedBatch]:
+    def _batches(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> Iterator[PackedBatch]:
         """The micro-batches of a step."""
-        for indices in self._micro_batches(rows):
+        for indices in self._micro_batches(rows, loss):
             yield self._pack([rows[i] for i in indices], [weights[i] for i in indices])
 
     def _pack(
@@ -209,8 +209,11 @@ class SingleBackend:
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._model.forward(batch, outputs)
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        return grouped_micro_batches(rows, self._config.micro_batch_tokens, self._config.micro_batch_rows)
+    def _micro_batches(self, rows: Sequence[Row], loss: Loss) -> list[list[int]]:
+        config, is_whole = self._config, loss.whole_trajectories
+        return grouped_micro_batches(
+            rows, config.micro_batch_tokens, config.micro_batch_rows, whole_trajectories=is_whole
+        )
 
     def _infer_batches(self, rows: Sequence[Row]) -> list[list[int]]:
         config = self._config

@@ -167,7 +167,7 @@ class MegatronBackend(PartBackend):
     def _accumulate(
         self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
     ) -> None:
-        batches = list(self._batches(rows, weights)) if rows else []
+        batches = list(self._batches(rows, weights, loss)) if rows else []
         batches += [self._spare] * (self._num_passes(len(batches)) - len(batches))
         self._run(batches, loss.outputs, partial(self._loss_of, loss, running), forward_only=False)
         if self._scale is not None:
