@@ -1,3 +1,14 @@
 """braid: reinforcement learning after pre-training, for language models, agents and robot policies."""
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["Run", "evaluate", "load_run", "train"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of braid.api, imported when they are first used, so that `import braid` stays cheap."""
+    if name not in __all__:
+        raise AttributeError(f"module 'braid' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module("braid.api"), name)

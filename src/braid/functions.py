@@ -1,4 +1,5 @@
-"""User functions named in a config, as `package.module.function` or `file.py:function`.
+"""User functions named in a config, as `package.module.function` or `file.py:function`, and those passed to
+the Python API, as `braid.given.name`.
 
 Owns finding and importing them; their signatures are up to the callers.
 """
@@ -16,6 +17,18 @@ from typing import Any
 
 from braid.errors import ConfigError, Problem, suggest
 
+GIVEN: dict[str, Callable[..., Any]] = {}
+"""Functions passed to the Python API, by name."""
+_GIVEN = "braid.given."
+
+
+def give(function: Callable[..., Any]) -> str:
+    """Make a function available to configs of this process; returns its path."""
+    name = getattr(function, "__name__", type(function).__name__)
+    name = name if name.isidentifier() else "reward"  # a lambda
+    GIVEN[name] = function
+    return f"{_GIVEN}{name}"
+
 
 def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
     """Load the callable named by `path`. File paths are relative to `base_dir` (the config's folder); a file
@@ -24,6 +37,8 @@ def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
     Raises ConfigError for the config key `key` if the file, module or function does not exist, importing it
     fails, or it is a class or not callable.
     """
+    if path.startswith(_GIVEN):
+        return _given(path, key)
     try:
         module, names = _from_file(path, base_dir) if ":" in path else _from_package(path)
         found: Any = module
@@ -44,6 +59,17 @@ def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError([Problem(key, f"{path!r} is a {type(found).__name__}, not a function", "config")])
     return found
+
+
+def _given(path: str, key: str) -> Callable[..., Any]:
+    name = path.removeprefix(_GIVEN)
+    if name not in GIVEN:
+        message = (
+            f"the function {name!r} was passed to braid.train from Python and is not stored with the run; call "
+            "braid.train or braid.evaluate with it again, or name a function in a file: file.py:function"
+        )
+        raise ConfigError([Problem(key, message, "config")])
+    return GIVEN[name]
 
 
 class _NotFound(Exception):

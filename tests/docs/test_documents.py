@@ -42,6 +42,13 @@ def test_blocks_parse(path: Path) -> None:
         compile(block, str(path), "exec")
 
 
+def test_grpo_from_parts_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(blocks(ROOT / "docs" / "api.md", "python")[1], {})
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert float(first.split()[1]) < 0.4  # one token in some sixteen is right by chance
+    assert float(last.split()[1]) > 0.95
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_links_lead_to_files(path: Path) -> None:
     targets = re.findall(r"\]\((?!http|#)([^)#]+)", path.read_text())

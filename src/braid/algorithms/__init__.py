@@ -1,0 +1,33 @@
+"""The mathematics of reinforcement learning as functions on tensors: advantages, losses, KL estimates, weights.
+
+They can be imported from here, but for three that are named like their module: aggregate.aggregate,
+segments.segments and value_loss.value_loss. torch is imported with the first function that needs it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "advantages": (
+        "baseline_advantages", "best_of_group", "discounted_returns", "gae", "group_advantages", "leave_one_out_advantages",
+        "likelihood_advantages", "whiten",
+    ),
+    "aggregate": ("row_weights",),
+    "corrections": ("correction_factor", "proximal_logprobs", "sampling_weight"),
+    "kl": ("clamped", "kl_estimate", "steered_coefficient"),
+    "policy_loss": (
+        "cispo", "clip_cov", "cross_entropy", "dppo", "importance_ratio", "importance_sampling", "kimi", "kl_cov", "masked_is",
+        "policy_gradient", "ppo_clip", "sapo", "topr",
+    ),
+    "recipes": ("RECIPES", "Correction", "Recipe"),
+    "rewards": ("RunningMoments", "reward_statistics"),
+    "segments": ("Segments",),
+}  # fmt: skip
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"braid.algorithms has no {name!r}; it has {', '.join(sorted(_HOME))}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -76,7 +76,8 @@ def row_weights(
             case "sequence_mean_token_sum":
                 return 1.0 / num_trajectories
             case "token_sum_constant":
-                assert constant is not None, "token_sum_constant needs the constant derived by the plan"
+                if constant is None:
+                    raise ValueError("mode=token_sum_constant needs `constant`, the divisor of all sums")
                 return 1.0 / (num_trajectories * constant)
             case "prompt_mean":
                 return 1.0 / (num_prompts * of_group[group])

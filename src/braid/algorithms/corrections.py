@@ -80,7 +80,8 @@ def sampling_weight(
     else:
         difference = (old_logprobs - behavior_logprobs).detach()
     if level != "token":
-        assert over is not None, f"level={level} needs segments"
+        if over is None:
+            raise ValueError(f"level={level} needs `over`, the segments that share a ratio")
         difference = over.mean(difference) if level.endswith("geometric") else over.sum(difference)
     if measure == "difference":
         return difference
@@ -112,7 +113,8 @@ def correction_factor(
     if high is not None:
         is_outside = is_outside | (weight > high)
     if mode == "mask_sequence":
-        assert sequences is not None, "mode=mask_sequence needs sequences"
+        if sequences is None:
+            raise ValueError("mode=mask_sequence needs `sequences`, the rows' segments")
         is_outside = sequences.any(is_outside)
     factor = weight.clamp(low, high) if mode == "truncate" else (~is_outside).to(weight.dtype)
     return factor, is_outside

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from braid.models.tokenizer import load_tokenizer
 from braid.plan import Verb, longest_row, resolve
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
-from braid.report.sinks.base import Tracker
+from braid.report.sinks.base import Sink, Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.report.streams import reward_prints_in
@@ -71,14 +71,14 @@ config or training: a restart may succeed (run.max_restarts). So it may after a 
 _LONGEST_PAUSE_S = 60.0
 
 
-def train(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
+def train(loaded: Loaded, cluster: Cluster | None = None, *, sinks: Sequence[Sink] = ()) -> Outcome:
     """`braid train`: reinforcement learning, after the supervised warm-up if the config has one. With
     run.eval_only, evaluate the config's model, or the checkpoint that run.resume names. Uses the processes of
-    `cluster` if they have been launched already."""
+    `cluster` if they have been launched already. `sinks` receive the metrics beside the config's."""
     loaded = with_absolute_paths(loaded)
     run = loaded.config.run
     if not run.eval_only:
-        return _run(loaded, "train", on_policy.run, cluster)
+        return _run(loaded, "train", on_policy.run, cluster, sinks)
     if run.resume == "none":
         return _evaluate(loaded, cluster)
     own = _store_of(loaded.config, Path(run.output_dir) / run.name)
@@ -175,7 +175,11 @@ def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
 
 
 def _run(
-    loaded: Loaded, verb: Verb, loop: Callable[[Parts], None], cluster: Cluster | None = None
+    loaded: Loaded,
+    verb: Verb,
+    loop: Callable[[Parts], None],
+    cluster: Cluster | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Outcome:
     config = loaded.config
     keep_freed_memory()
@@ -183,7 +187,7 @@ def _run(
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
     with environment(config.cluster.variables), stop_signals() as stop:
-        return _run_in_folder(loaded, verb, loop, cluster, stop)
+        return _run_in_folder(loaded, verb, loop, cluster, stop, sinks)
 
 
 def _run_in_folder(
@@ -192,6 +196,7 @@ def _run_in_folder(
     loop: Callable[[Parts], None],
     cluster: Cluster | None,
     stop: StopSignals,
+    sinks: Sequence[Sink],
 ) -> Outcome:
     config = loaded.config
     inputs = build.read_inputs(loaded, verb)
@@ -217,7 +222,7 @@ def _run_in_folder(
             _compare(loaded, store, run_dir)
         run_dir.describe(to_yaml(loaded), hidden(plan.to_json(), distinct(loaded.secrets)), loaded.kept)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
-        sinks = build_sinks(run_dir, **_sink_settings(loaded, run_dir.path.name))
+        sinks = [*build_sinks(run_dir, **_sink_settings(loaded, run_dir.path.name)), *sinks]
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
         if inputs is not None:
             reporter.decode = inputs.decode

@@ -6,6 +6,7 @@ Models, engines and rewards are imported only there, not in this file.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
+from braid.functions import GIVEN
 from braid.plan import Plan
 from braid.report.reporter import Reporter
 from braid.runtime.workers import Place
@@ -45,7 +47,13 @@ def build_on_workers(
         cluster = Cluster.open(loaded.config, plan.layout)
     config, run_dir = cluster.config, reporter.run_dir.path
     make = partial(
-        _collector, config=config, plan=plan, base_dir=loaded.base_dir, inputs=inputs, run_dir=run_dir
+        _collector,
+        dict(GIVEN),
+        config=config,
+        plan=plan,
+        base_dir=loaded.base_dir,
+        inputs=inputs,
+        run_dir=run_dir,
     )
     factories = {"rollout": make, ROWS: partial(make_experience, plan)}
     try:
@@ -103,8 +111,9 @@ def _parts_on(
     )
 
 
-def _collector(place: Place, **given: Any) -> Collector:
-    """See collectors.make_collector."""
+def _collector(functions: Mapping[str, Callable[..., Any]], place: Place, **given: Any) -> Collector:
+    """See collectors.make_collector; `functions` are those of GIVEN."""
     from .collectors import make_collector
 
+    GIVEN.update(functions)
     return make_collector(place, **given)

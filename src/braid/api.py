@@ -1,0 +1,149 @@
+"""The Python API: the commands of the command line as functions.
+
+    run = braid.train("config.yaml", reward=lambda text, answer: float(answer in text))
+    run.metrics()[-1]["reward/mean"]
+
+Importing this module is cheap; torch and the rest are imported by the first call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from braid.config.load import Loaded, load_config
+from braid.config.schema import RunConfig
+from braid.errors import ConfigError, ReportError
+from braid.functions import give
+
+if TYPE_CHECKING:
+    from braid.report.samples import Sample
+
+Config = str | Path | Mapping[str, Any]
+"""A YAML file, or the same as a dict."""
+Callback = Callable[[int, Mapping[str, float]], None]
+"""Called with the round and its metrics (docs/metrics.md) after each round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run on disk; docs/run_directory.md describes its files. `is_target_reached` is None unless this
+    process ran it; it is true if the config has no eval.target."""
+
+    path: Path
+    is_target_reached: bool | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the run."""
+        return load_config(self.path / "config.yaml").config
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Status and results so far."""
+        return json.loads((self.path / "summary.json").read_text("utf-8"))
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of each round, by name."""
+        lines = (self.path / "metrics.jsonl").read_text("utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def samples(self, round_: int) -> Iterator[Sample]:
+        """The trajectories stored in a round (report.samples_every_rounds). Raises FileNotFoundError."""
+        from braid.report.samples import read_samples
+
+        return read_samples(self.path / "samples" / f"round_{round_:06d}.jsonl")
+
+    def export(self, output: str | Path | None = None, *, step: int | None = None) -> Path:
+        """Write a checkpoint, by default the newest, as a folder that transformers loads; returns the
+        folder."""
+        from braid.controller import commands
+
+        return commands.export(self.path, output=None if output is None else Path(output), step=step)
+
+
+def train(
+    config: Config,
+    overrides: Sequence[str] = (),
+    *,
+    reward: Callable[..., float] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Train as `braid train` does. Works in scripts with or without a `__main__` guard and in notebooks.
+
+    `overrides` are `key=value` texts as on the command line. `reward` replaces the config's reward parts; its
+    parameters are those of reward functions (docs/rewards.md). Workers on other machines receive it by value.
+    The run folder keeps only its name, so that resuming needs this function again. An exception in a callback
+    ends the run.
+
+    Raises ConfigError, DataError or ModelError for bad input, other BraidErrors if the run fails, and
+    RunInterrupted after a signal.
+    """
+    loaded = _loaded(config, overrides, reward)
+    from braid.controller.cluster import launched
+
+    with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
+        from braid.controller import commands  # heavy imports, which overlap with those of the workers
+
+        outcome = commands.train(loaded, cluster, sinks=[_CallbackSink(call) for call in callbacks])
+    return Run(outcome.run_dir, outcome.is_target_reached)
+
+
+def evaluate(
+    config: Config, overrides: Sequence[str] = (), *, reward: Callable[..., float] | None = None
+) -> Run:
+    """Evaluate the config's model as `braid eval` does; arguments as in `train`. The path of a run folder
+    evaluates its newest checkpoint."""
+    run_dir = Path(config) if isinstance(config, str | Path) and Path(config).is_dir() else None
+    loaded = _loaded(config if run_dir is None else run_dir / "config.yaml", overrides, reward)
+    from braid.controller.cluster import launched
+
+    with launched(loaded, "eval") as cluster:
+        from braid.controller import commands
+
+        outcome = commands.evaluate(loaded, cluster, run_dir=run_dir)
+    return Run(outcome.run_dir, outcome.is_target_reached)
+
+
+def load_run(path: str | Path) -> Run:
+    """The run in a folder. Raises ConfigError if it holds none."""
+    folder = Path(path)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder} holds no run: it has no config.yaml; pass the folder that braid.train returned or printed"
+        )
+    return Run(folder)
+
+
+def _loaded(config: Config, overrides: Sequence[str], reward: Callable[..., float] | None) -> Loaded:
+    file = None if isinstance(config, Mapping) else config
+    given = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
+    if reward is not None:
+        given.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))
+    return load_config(file, [*given, *overrides])
+
+
+def _override(key: str, value: Any) -> str:
+    return f"{key}={yaml.safe_dump(value, default_flow_style=True, width=float('inf')).removesuffix('...' + chr(10)).strip()}"
+
+
+@dataclass(slots=True)
+class _CallbackSink:
+    """See report.sinks.base.Sink."""
+
+    call: Callback
+    name: str = "callback"
+
+    def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:  # noqa: ARG002  # the protocol
+        try:
+            self.call(round_, flat)
+        except Exception as error:
+            raise ReportError(f"a callback raised {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        pass

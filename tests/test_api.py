@@ -1,0 +1,97 @@
+"""The Python API: in a script, with a function defined there, in a running event loop, and with dicts."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import braid
+from braid.errors import ConfigError, ReportError
+
+BUILD = {
+    "hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16,
+}  # fmt: skip
+
+
+def config(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    sums = {"kind": "procedural", "generator": "chain_sum", "size": 20}
+    return {
+        "run": {"name": "tiny", "output_dir": str(folder), "max_rounds": 2, "device": "cpu"},
+        "model": {"build": BUILD},
+        "data": {"train": [sums], "eval": [{**sums, "size": 2, "seed": 100}], "max_prompt_tokens": 160},
+        "rollout": {"prompts_per_round": 2, "group_size": 2, "sampling": {"max_new_tokens": 4}},
+        "report": {"console": "none", "tensorboard": False, "samples_every_rounds": 1},
+        **sections,
+    }
+
+
+def even(text: str) -> float:
+    return sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1)
+
+
+def test_a_dict_trains_with_a_reward_and_callbacks_and_the_run_can_be_read(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def watch(round_: int, metrics: Mapping[str, float]) -> None:
+        seen.append(round_)
+        assert not round_ or "reward/part/even" in metrics
+
+    run = braid.train(config(tmp_path), ["run.max_rounds=1"], reward=even, callbacks=[watch])
+    assert seen == [0, 1]
+    assert run.is_target_reached
+    assert run.path == tmp_path / "tiny"
+    again = braid.load_run(tmp_path / "tiny")
+    assert again.summary["status"] == "finished"
+    assert [line["round"] for line in again.metrics()] == [0, 1]
+    assert len(list(again.samples(1))) == 4
+    assert again.config.rollout.group_size == 2
+    assert (again.export(tmp_path / "model") / "config.json").is_file()
+    assert braid.evaluate(run.path, reward=even).path.name == "tiny-eval"
+
+
+def test_it_works_while_an_event_loop_runs(tmp_path: Path) -> None:
+    async def notebook() -> braid.Run:
+        return braid.train(config(tmp_path), ["run.max_rounds=1"], reward=even)
+
+    assert asyncio.run(notebook()).summary["status"] == "finished"
+
+
+def test_a_callback_that_raises_ends_the_run(tmp_path: Path) -> None:
+    def fail(round_: int, _: Mapping[str, float]) -> None:
+        raise ValueError(f"not round {round_}")
+
+    with pytest.raises(ReportError, match="a callback raised ValueError: not round 0"):
+        braid.train(config(tmp_path), reward=even, callbacks=[fail])
+
+
+def test_a_function_of_an_earlier_process_is_asked_for(tmp_path: Path) -> None:
+    given = config(tmp_path, reward={"parts": [{"kind": "function", "path": "braid.given.lost"}]})
+    with pytest.raises(ConfigError, match=r"'lost' was passed to braid\.train from Python and is not stored"):
+        braid.train(given)
+    with pytest.raises(ConfigError, match="holds no run"):
+        braid.load_run(tmp_path)
+    with pytest.raises(AttributeError, match="it has Run"):
+        _ = braid.fit
+
+
+SCRIPT = """
+import braid
+run = braid.train({config!r}, reward=lambda text: len(text) / 4)
+print(run.summary["status"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_script_without_a_guard_trains_on_workers_with_a_function_of_its_own(tmp_path: Path) -> None:
+    given = config(tmp_path, cluster={"placement": {"policy": 0, "rollout": 1}})
+    (tmp_path / "script.py").write_text(SCRIPT.format(config=given))
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["finished"], done.stderr
