@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples.solutions import chain_sum, chain_sum_or_at_once
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.data import DataConfig, FileSource, ProceduralSource
-from braid.data.worked import ExampleSet, chain_sum, chain_sum_or_at_once, load_examples
+from braid.data.worked import ExampleSet, load_examples
 from braid.errors import ConfigError, DataError
 
 END_OF_TURN = 3 + ord("~") - 32
 """A token that the chat template below writes after a turn."""
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS = [{"prompt": "1+2=", "solution": "3"}, {"prompt": "40+50=", "solution": "90"}]
 
 
@@ -123,16 +125,14 @@ def test_a_response_in_segments_has_a_mask_for_each(folder: Path, tokenizer: Pre
         load_examples([source], DataConfig(), tokenizer, base_dir=folder)
 
 
-def test_the_worked_answer_of_chain_sum_is_found_by_its_name(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_examples_solutions_of_chain_sum_end_with_its_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     source = ProceduralSource(
         generator="chain_sum",
         size=20,
         template="{metadata[expression]} =",
-        response_function="braid.data.worked.chain_sum",
+        response_function="solutions.py:chain_sum",
     )
-    examples = load_examples([source], DataConfig(), tokenizer, base_dir=tmp_path).examples
+    examples = load_examples([source], DataConfig(), tokenizer, base_dir=EXAMPLES).examples
     for example in examples:
         prompt, response = map(tokenizer.decode, (example.prompt_ids, example.response_ids))
         assert response.endswith(f"A:{eval(prompt.removesuffix('='))}</s>")
@@ -174,7 +174,7 @@ def test_rows_without_a_response_are_reported(
 def test_an_unknown_response_function_is_a_problem_of_the_config(
     folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    source = FileSource(path="a.jsonl", response_function="braid.data.worked.chain_sums")
+    source = FileSource(path="a.jsonl", response_function=f"{EXAMPLES}/solutions.py:chain_sums")
     with pytest.raises(ConfigError, match=r"sft.data\[0\].response_function: .* did you mean 'chain_sum'\?"):
         load_examples([source], DataConfig(), tokenizer, base_dir=folder)
 

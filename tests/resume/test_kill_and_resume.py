@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from braid.report.names import describe
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_KILLS = 20
 NUM_ROUNDS = 40
 
@@ -52,7 +53,7 @@ CONFIG = {
         "data": [
             {
                 "kind": "procedural", "generator": "chain_sum", "size": 64, "seed": 5000,
-                "template": "{metadata[expression]} =", "response_function": "braid.data.worked.chain_sum",
+                "template": "{metadata[expression]} =", "response_function": f"{EXAMPLES}/solutions.py:chain_sum",
                 "params": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
             }
         ],

@@ -1,11 +1,8 @@
-"""Worked examples for supervised learning: prompts with the response to imitate.
-
-Also functions that write such responses for procedural tasks, for `response_function` in a config.
-"""
+"""Worked examples for supervised learning: prompts with the response to imitate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,23 +158,3 @@ def _are_pieces(response: Any) -> bool:
     return isinstance(response, list) and all(
         isinstance(piece, tuple) and list(map(type, piece)) == [str, bool] for piece in response
     )
-
-
-def chain_sum(row: Mapping[str, Any]) -> str:
-    """Worked solution to a task of reasoning-gym's chain_sum: running totals from left to right, then the
-    answer after the marker `A:`. For `12 + 34 - 5` it is `12+34=46 46-5=41 A:41`."""
-    first, *rest = row["metadata"]["expression"].split()
-    total, written = int(first), []
-    for operator, number in zip(rest[::2], rest[1::2], strict=True):
-        following = total + int(number) if operator == "+" else total - int(number)
-        written.append(f"{total}{operator}{number}={following}")
-        total = following
-    return " ".join([*written, f"A:{total}"])
-
-
-def chain_sum_or_at_once(row: Mapping[str, Any]) -> str:
-    """The solution of `chain_sum` for two tasks in five, the bare answer (`A:41`) for the others. Both are
-    correct, so a model learns both styles, but it can carry out only one of them reliably."""
-    worked = chain_sum(row)
-    is_worked = row["metadata"]["source_index"] % 5 < 2
-    return worked if is_worked else worked.split()[-1]

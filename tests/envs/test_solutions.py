@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from examples.solutions import calculator_chain, calculator_chain_or_guess
 
 from braid.config.rollout import ToolEnv
 from braid.envs.text.build import text_env_maker
-from braid.envs.text.worked import calculator_chain, calculator_chain_or_guess
 
 
 def _row(expression: str) -> dict[str, dict[str, str]]:

@@ -1,0 +1,55 @@
+"""Solutions to the tasks of quickstart.yaml and calculator.yaml, for their `response_function`.
+
+Each function takes a row of reasoning-gym's chain_sum or products. A model trained on the mixtures learns both
+styles, but can carry out only one of them reliably; reinforcement learning has to discover which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from braid.envs.text.calculator import calculate
+from braid.envs.text.tools import render_answer, render_call
+
+
+def chain_sum(row: Mapping[str, Any]) -> str:
+    """Running totals from left to right, then the answer after the marker `A:`. For `12 + 34 - 5` it is
+    `12+34=46 46-5=41 A:41`."""
+    first, *rest = row["metadata"]["expression"].split()
+    total, written = int(first), []
+    for operator, number in zip(rest[::2], rest[1::2], strict=True):
+        following = total + int(number) if operator == "+" else total - int(number)
+        written.append(f"{total}{operator}{number}={following}")
+        total = following
+    return " ".join([*written, f"A:{total}"])
+
+
+def chain_sum_or_at_once(row: Mapping[str, Any]) -> str:
+    """The solution of `chain_sum` for two tasks in five, the bare answer (`A:41`) for the others."""
+    solution = chain_sum(row)
+    return solution if _shows_working(row) else solution.split()[-1]
+
+
+def calculator_chain(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """One call of the calculator per operation, from left to right, then the answer after the marker `A:`.
+
+    Returns pieces (text, is_policy). For 2 * 3 * 4: `<calc>2*3</calc>`, the reply `<out>6</out>`,
+    `<calc>6*4</calc>`, the reply `<out>24</out>`, `A:24`.
+    """
+    total, *rest = row["metadata"]["expression"].split()
+    pieces: list[tuple[str, bool]] = []
+    for operator, number in zip(rest[::2], rest[1::2], strict=True):
+        call = f"{total}{operator}{number}"
+        total = calculate(call)
+        pieces += [(render_call("calc", call), True), (render_answer(total), False)]
+    return [*pieces, (f"A:{total}", True)]
+
+
+def calculator_chain_or_guess(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """`calculator_chain` for two tasks in five, the bare answer for the others."""
+    return calculator_chain(row) if _shows_working(row) else [(f"A:{row['answer']}", True)]
+
+
+def _shows_working(row: Mapping[str, Any]) -> bool:
+    return row["metadata"]["source_index"] % 5 < 2
