@@ -283,14 +283,16 @@ class Row:
     """One training sequence of T positions: a segment of a trajectory, or a simulator's episode. Lists of rows
     hold all rows of a trajectory, one after the other in the order of its segments.
 
-    `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text;
-    `observations` and `actions` for simulators. In every per-position array index t belongs to the token (or
-    action) at t: its log-prob given everything before it, its reward, its advantage, and the value of the
-    state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
+    `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text, `actions` for
+    simulators. In every per-position array index t belongs to the token (or action) at t: its log-prob given
+    everything before it, its reward, its advantage, and the value of the state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
 
-    `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, or an
-    env step of a simulator. By default each run of policy positions is one. `policy_versions` are the versions
+    `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, a chunk of
+    actions, or an env step of a simulator. By default the row is one. `policy_versions` are the versions
     of the weights that wrote each position, 0 outside the mask.
+
+    `observations` are what the decisions observed, such as states or images: arrays of any dtype with one entry
+    per decision, and a last one where the row goes on after its last decision. `observed` refers to them.
 
     `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, kl, values, advantages
     and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
@@ -308,14 +310,14 @@ class Row:
     score: float = 0.0
     baseline: float | None = None
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    observations: dict[str, NDArray[Any]] = field(default_factory=dict)
     decision: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     policy_versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     agent: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.decision):
-            begins = np.diff(self.mask, prepend=False) & self.mask
-            self.decision = np.where(self.mask, begins.cumsum() - 1, -1).astype(np.int32)
+            self.decision = np.where(self.mask, np.int32(0), np.int32(-1))
         if not len(self.policy_versions):
             self.policy_versions = np.zeros(len(self.mask), np.int32)
 
@@ -330,3 +332,9 @@ class Row:
     @property
     def num_decisions(self) -> int:
         return int(self.decision.max(initial=-1)) + 1
+
+    @property
+    def observed(self) -> NDArray[np.int32]:
+        """The index of each position's observation: that of its decision, or of the next one outside the
+        mask."""
+        return np.maximum.accumulate(self.decision) + ~self.mask

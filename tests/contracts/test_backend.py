@@ -44,8 +44,12 @@ def _perceptron(seed: int = 0, width: int = 8) -> MlpPolicy:
 
 
 def _perceptron_inputs(length: int, rng: np.random.Generator) -> dict[str, Any]:
-    observations = rng.normal(size=(length, 3)).astype(np.float32)
-    return {"observations": observations, "actions": rng.integers(0, 4, length)}
+    """The first position is read; each of the others is a decision."""
+    return {
+        "observations": {"state": rng.normal(size=(length, 3)).astype(np.float32)},
+        "decision": np.arange(-1, length - 1, dtype=np.int32),
+        "inputs": {"actions": rng.integers(0, 4, length)},
+    }
 
 
 def _language_model(seed: int = 0, width: int = 16) -> CausalLM:
@@ -68,7 +72,7 @@ def _language_model(seed: int = 0, width: int = 16) -> CausalLM:
 
 
 def _language_inputs(length: int, rng: np.random.Generator) -> dict[str, Any]:
-    return {"input_ids": rng.integers(0, 32, length)}
+    return {"inputs": {"input_ids": rng.integers(0, 32, length)}}
 
 
 MODELS: dict[str, tuple[Callable[..., TrainableModel], Callable[..., dict[str, Any]]]] = {
@@ -109,7 +113,8 @@ def case(request: pytest.FixtureRequest) -> Case:
         advantages = np.where(mask, rng.normal(size=length), 0).astype(np.float32)
         behavior = np.where(mask, -rng.random(length), 0).astype(np.float32)
         fields = {"advantages": advantages, "behavior_logprobs": behavior}
-        rows.append(Row(inputs(length, rng), mask, group=number // 2, trajectory=number, fields=fields))
+        row = Row(mask=mask, group=number // 2, trajectory=number, fields=fields, **inputs(length, rng))
+        rows.append(row)
     return Case(BACKENDS[backend], new_model, rows)
 
 

@@ -109,7 +109,9 @@ def rows(policy: CausalLM) -> list[Row]:
             if answer > 6:
                 mask[prompt + 3 : prompt + 5] = False
             ids = np.concatenate([shared, rng.integers(3, 11, answer)])
-            out.append(Row({"input_ids": ids}, mask, group=group, trajectory=len(out)))
+            is_second = (np.arange(len(mask)) > prompt + 4) & (answer > 6)
+            decision = np.where(mask, is_second, -1).astype(np.int32)
+            out.append(Row({"input_ids": ids}, mask, group, trajectory=len(out), decision=decision))
     backend = SingleBackend(policy, TrainConfig(), total_steps=0, device=CPU)
     for row, result in zip(out, backend.infer(out, frozenset({"logprobs"})), strict=True):
         for name, scale in (("old_logprobs", 0.3), ("behavior_logprobs", 0.3), ("ref_logprobs", 0.5)):

@@ -34,6 +34,7 @@ from braid.training.losses import policy_loss, value_loss_of
 from braid.training.step_fields import write_step_fields
 from braid.types import (
     Advantage,
+    AdvantageLevel,
     Aggregation,
     CorrectionLevel,
     CorrectionMode,
@@ -67,6 +68,7 @@ CASES: dict[str, Recipe] = {
     },
     **{f"advantage {name}": replace(BASE, advantage=name) for name in get_args(Advantage)},
     "advantage of turns": replace(BASE, advantage_level="turn"),
+    "gae of turns": replace(BASE, advantage="gae", advantage_level="turn"),
     **{f"ratio {level}": replace(BASE, ratio_level=level) for level in get_args(RatioLevel)},
     **{
         f"{mode} {level}": replace(BASE, corrections=(Correction(level=level, mode=mode, low=0.7, high=1.3),))
@@ -179,8 +181,9 @@ def _update(
     grads: dict[str, Tensor] = {}
     for name, p in model.module.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: grads.update({name: p.grad.clone()}))
+    counts_decisions = recipe.values_turns if loss else recipe.counts_decisions
     weights = row_weights(
-        [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in rows],
+        [row.num_decisions if counts_decisions else row.num_tokens for row in rows],
         [row.group for row in rows],
         mode=recipe.aggregation,
         constant=40.0,
@@ -231,9 +234,12 @@ def test_an_update_does_not_depend_on_segments(case: str, policy: CausalLM) -> N
         _assert_equal(_update(policy, CUT, CASES[case], micro_batch_tokens), whole)
 
 
+@pytest.mark.parametrize("level", get_args(AdvantageLevel))
 @pytest.mark.parametrize("mode", get_args(Aggregation))
-def test_a_critics_update_does_not_depend_on_segments(mode: Aggregation, policy: CausalLM) -> None:
-    recipe = replace(BASE, advantage="gae", aggregation=mode)
+def test_a_critics_update_does_not_depend_on_segments(
+    mode: Aggregation, level: AdvantageLevel, policy: CausalLM
+) -> None:
+    recipe = replace(BASE, advantage="gae", advantage_level=level, aggregation=mode)
     critic, loss = ValueModel.copy_of(policy), value_loss_of(recipe)
     with torch.no_grad():
         dict(critic.named_weights())["value_head.weight"].normal_(generator=torch.Generator().manual_seed(0))

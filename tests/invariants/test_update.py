@@ -233,11 +233,16 @@ def test_a_simulators_update_depends_on_neither_cut_nor_order(
     rows = []
     for number, length in enumerate(LENGTHS):
         mask = np.arange(length) < length - 1
-        inputs = {
-            "observations": rng.normal(size=(length, 3)).astype(np.float32),
-            "actions": rng.normal(size=(length, 2)).astype(np.float32),
-        }
-        rows.append(Row(inputs, mask, GROUPS[number], number, fields=_fields(mask, rng)))
+        row = Row(
+            {"actions": rng.normal(size=(length, 2)).astype(np.float32)},
+            mask,
+            GROUPS[number],
+            number,
+            fields=_fields(mask, rng),
+            observations={"state": rng.normal(size=(length, 3)).astype(np.float32)},
+            decision=np.where(mask, np.arange(length), -1).astype(np.int32),
+        )
+        rows.append(row)
     _with_logprobs(rows, policy)
     for model, loss in ((policy, policy_loss(POLICY)), (critic, value_loss_of(CRITIC))):
         whole = _update(model, rows, loss, mode)

@@ -166,6 +166,7 @@ def _row(number: int, a: int, b: int, early: float, late: float, greedy: float) 
         group=number // GROUP_SIZE,
         trajectory=number,
         baseline=greedy,
+        decision=np.array([-1, 0, -1, 1], np.int32),
         fields={"rewards": np.array([0, early, 0, late], np.float32), "values": np.zeros(4, np.float32)},
     )
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log, pi
 
 import numpy as np
 import pytest
 import torch
+from tests.rounding import assert_near, rounding
 
 from braid.config.model import MlpSpec
 from braid.models.batch import PackedBatch
@@ -25,8 +27,13 @@ def _policy(actions: ActionSpace, seed: int = 0) -> MlpPolicy:
 
 
 def _batch(observations: np.ndarray, actions: np.ndarray, mask: np.ndarray) -> PackedBatch:
-    inputs = {"observations": torch.from_numpy(observations), "actions": torch.from_numpy(actions)}
-    return PackedBatch(inputs, torch.from_numpy(mask), lengths=(len(mask),))
+    return PackedBatch(
+        {"actions": torch.from_numpy(actions)},
+        torch.from_numpy(mask),
+        lengths=(len(mask),),
+        observations={"state": torch.from_numpy(observations)},
+        observed=torch.arange(len(mask)),
+    )
 
 
 @pytest.mark.parametrize("actions", KINDS, ids=lambda a: a.kind)
@@ -42,6 +49,20 @@ def test_acting_and_training_give_the_same_logprobs(actions: ActionSpace) -> Non
     )  # fp32 rounding
     assert out["logprobs"][39] == 0
     assert out["entropy"][39] == 0
+
+
+def test_each_observation_is_read_once_however_many_positions_it_has() -> None:
+    policy, rng = _policy(KINDS[0]), np.random.default_rng(0)
+    states, actions = rng.normal(size=(20, 4)).astype(np.float32), rng.integers(0, 2, 40)
+    sizes: list[int] = []
+    policy.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    repeated = _batch(np.repeat(states, 2, axis=0), actions, np.ones(40, np.bool_))
+    once = replace(repeated, observations={"state": torch.from_numpy(states)}, observed=torch.arange(40) // 2)
+    expected, ours = (
+        policy.forward(batch, frozenset({"logprobs"}))["logprobs"].detach() for batch in (repeated, once)
+    )
+    assert sizes == [40, 20]
+    assert_near(ours, expected, rounding(16))
 
 
 @pytest.mark.parametrize("actions", KINDS, ids=lambda a: a.kind)

@@ -92,7 +92,7 @@ def test_suspicious_settings_cause_warnings(overrides: list[str], warning: str) 
         (
             ["algorithm.recipe=rloo", "algorithm.advantage_level=turn"],
             "algorithm.advantage_level",
-            "only grpo can compare turns instead of trajectories",
+            "only grpo and gae can work on turns",
         ),
         (
             ["algorithm.turn_weight=0.5"],

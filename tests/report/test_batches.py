@@ -24,6 +24,7 @@ def full_rows() -> list[Row]:
             trajectory=trajectory,
             is_terminal=bool(group),
             policy_versions=np.full(length, 7 + group, np.int32),
+            observations={"image": np.full((1 + group, 2), length, np.uint8)},
             fields={
                 "advantages": np.linspace(-1, 1, length, dtype=np.float32),
                 "values": np.full(length, np.nan, np.float32),
@@ -47,6 +48,7 @@ def test_rows_come_back_to_the_bit_with_where_they_are_from(
         for ours, theirs in (
             (row.inputs, expected.inputs),
             (row.fields, expected.fields),
+            (row.observations, expected.observations),
             ({"": row.mask}, {"": expected.mask}),
             ({"": row.decision}, {"": expected.decision}),
             ({"": row.policy_versions}, {"": expected.policy_versions}),

@@ -90,7 +90,8 @@ def test_a_truncated_text_is_terminal() -> None:
 @pytest.mark.parametrize(("status", "is_terminal"), [(Status.FINISHED, True), (Status.TRUNCATED, False)])
 def test_an_episode_row_has_the_final_observation_masked_out(status: Status, is_terminal: bool) -> None:
     (row,) = rows_of([Group(PROMPT, [_episode(status)])])
-    assert row.inputs["observations"].shape == (4, 2)
+    assert row.observations["state"].shape == (4, 2)
+    assert row.observed.tolist() == [0, 1, 2, 3]
     assert row.inputs["actions"].tolist() == [1, 0, 1, 0]
     assert row.mask.tolist() == [True, True, True, False]
     assert row.decision.tolist() == [0, 1, 2, -1]

@@ -14,10 +14,10 @@ from braid.config.model import MlpSpec
 from braid.envs.simulators.base import Tick, reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.errors import EngineError
-from braid.models.batch import PackedBatch
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.rows import rows_of
+from braid.training.packing import pack
 from braid.types import ActionSpace, EnvSteps, Group, Status, Trajectory
 
 
@@ -153,8 +153,7 @@ def test_recorded_logprobs_are_those_that_training_computes(env_id: str) -> None
     simulator = GymnasiumSimulator(env_id, 1)
     policy = _policy(simulator)
     for row in rows_of(groups):
-        inputs = {name: torch.from_numpy(array) for name, array in row.inputs.items()}
-        batch = PackedBatch(inputs, torch.from_numpy(row.mask), (len(row),))
+        batch = pack([row], torch.device("cpu"))
         logprobs = policy.forward(batch, frozenset({"logprobs"}))["logprobs"].detach().numpy()
         np.testing.assert_allclose(logprobs, row.fields["behavior_logprobs"], atol=1e-5)  # fp32 rounding
 

@@ -25,15 +25,16 @@ _NUMBERS = itertools.count()
 def text(*turns: tuple[str, float], group: int = 0, prompt: int = 0, tokens: int = 2, **more: object) -> Row:
     """A trajectory in one row of turns (what the environment said before it, its reward), each of `tokens` tokens that the policy wrote."""
     ids: list[int] = []
-    mask: list[bool] = []
+    decision: list[int] = []
     rewards: list[float] = []
     for number, (said, reward) in enumerate(turns):
         context = [prompt] if number == 0 else [ord(c) for c in said]
         ids += [*context, *[7] * tokens]
-        mask += [False] * len(context) + [True] * tokens
+        decision += [-1] * len(context) + [number] * tokens
         rewards += [0.0] * (len(context) + tokens - 1) + [reward]
-    fields = {"rewards": np.array(rewards, np.float32)}
-    return Row({"input_ids": np.array(ids)}, np.array(mask), group, next(_NUMBERS), fields=fields, **more)  # pyright: ignore[reportArgumentType]
+    fields, index = {"rewards": np.array(rewards, np.float32)}, np.array(decision, np.int32)
+    inputs = {"input_ids": np.array(ids)}
+    return Row(inputs, index >= 0, group, next(_NUMBERS), fields=fields, decision=index, **more)  # pyright: ignore[reportArgumentType]
 
 
 def answers(*rewards: float, group: int = 0) -> list[Row]:
@@ -100,6 +101,30 @@ def test_gae_writes_returns_and_reports_explained_variance() -> None:
     facts = assign_credit([row], RECIPES["ppo"])
     assert row.fields["returns"].tolist() == [0.0, 1.0, 1.0]
     assert set(facts) == {"critic/explained_variance"}
+
+
+def test_gae_of_turns_has_one_value_and_one_reward_per_turn() -> None:
+    """Values 1 and 2 at the first tokens, rewards 1 and 4, gamma lambda 1/4: deltas 1 + 2/2 - 1 = 1 and 4 - 2 = 2."""
+    row = text(("", 1.0), ("ok", 4.0))
+    row.fields["values"] = np.array([9.0, 1.0, 8.0, 9.0, 9.0, 2.0, 7.0], np.float32)
+    recipe = replace(GRPO, advantage="gae", advantage_level="turn", gamma=0.5, gae_lambda=0.5)
+    facts = assign_credit([row], recipe)
+    assert row.fields["advantages"].tolist() == [0.0, 1.5, 1.5, 0.0, 0.0, 2.0, 2.0]
+    assert row.fields["returns"].tolist() == [0.0, 2.5, 2.5, 0.0, 0.0, 4.0, 4.0]
+    # values are learned at the first tokens: returns 2.5 and 4, errors 1.5 and 2
+    assert facts == {"critic/explained_variance": pytest.approx(1 - 0.0625 / 0.5625)}
+
+
+def test_turns_that_touch_are_two() -> None:
+    row = text(("", 1.0), ("", 3.0))
+    row.fields["values"] = np.zeros(5, np.float32)
+    assert row.mask.tolist() == [False, True, True, True, True]
+    for recipe, expected in (
+        (replace(GRPO, advantage_level="turn", normalize_by_std=False), [-1.0, -1.0, 1.0, 1.0]),
+        (replace(GRPO, advantage="gae", advantage_level="turn", gamma=0.0), [1.0, 1.0, 3.0, 3.0]),
+    ):
+        assign_credit([row], recipe)
+        close(row.fields["advantages"][1:].tolist(), expected)
 
 
 # --- turns ---
@@ -176,7 +201,8 @@ def simulated(states: list[float], rewards: list[float], group: int = 0) -> Row:
     mask[-1] = False
     fields = {"rewards": np.array([*rewards, 0.0], np.float32)}
     decision = np.where(mask, np.arange(len(states)), -1).astype(np.int32)
-    return Row({"observations": observations}, mask, group, next(_NUMBERS), fields=fields, decision=decision)
+    seen = {"state": observations}
+    return Row({}, mask, group, next(_NUMBERS), fields=fields, observations=seen, decision=decision)
 
 
 def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
@@ -222,7 +248,7 @@ def test_a_trajectory_of_two_segments_counts_once_in_its_group() -> None:
 def test_gigpo_compares_a_turn_after_a_cut_by_what_was_new_in_its_context() -> None:
     whole, other = text(("", 0.0), ("hot", 4.0)), text(("", 0.0), ("hot", 0.0))
     first, second = _of_one(text(("", 0.0)), text(("", 0.0), ("hot", 0.0)))
-    second.mask[:3], second.decision[:] = False, np.where(np.arange(8) < 6, -1, 0)
+    second.mask[:3], second.decision[:] = False, [-1] * 6 + [0] * 2
     assign_credit([whole, first, second], GIGPO)
     expected = [whole.fields["advantages"].tolist(), second.fields["advantages"][-1]]
     uncut = text(("", 0.0), ("hot", 4.0))

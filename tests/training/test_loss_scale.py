@@ -33,8 +33,9 @@ def _backend(**train: Any) -> SingleBackend:
 
 def _rows() -> list[Row]:
     rng = np.random.default_rng(0)
-    inputs = {"observations": rng.normal(size=(6, 3)).astype(np.float32), "actions": rng.integers(0, 4, 6)}
-    return [Row(inputs, np.ones(6, bool), group=0, trajectory=0)]
+    states = {"state": rng.normal(size=(6, 3)).astype(np.float32)}
+    inputs, decision = {"actions": rng.integers(0, 4, 6)}, np.arange(6, dtype=np.int32)
+    return [Row(inputs, np.ones(6, bool), 0, 0, observations=states, decision=decision)]
 
 
 def _loss_of(factor: float) -> Loss:

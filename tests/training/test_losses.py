@@ -373,6 +373,21 @@ def test_a_geometric_mask_after_a_token_mask_is_over_the_tokens_that_it_kept() -
         assert _means(diagnostics)["policy/correction_masked_fraction"] == (1.0 if tokens == "all" else 0.5)
 
 
+def test_values_of_turns_are_learned_at_their_first_tokens() -> None:
+    """Errors 2 and 3 at the first tokens of the two turns, whatever the value of the token between."""
+    recipe = replace(GRPO, advantage="gae", advantage_level="turn", value_clip=None)
+    fields = {"values": torch.zeros(5), "returns": torch.tensor([0.0, 2.0, 2.0, 0.0, 3.0])}
+    values = torch.zeros(5).index_fill(0, torch.tensor([2]), 7.0).requires_grad_()
+    batch = PackedBatch({}, TURNS >= 0, (5,), fields, torch.full((5,), 0.5), TURNS)
+    outputs = {"values": values, "value_deviation": torch.ones(5)}
+    loss, diagnostics = value_loss_of(recipe).compute(outputs, batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 4 + 0.5 * 9))
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.0, -1.0, 0.0, 0.0, -1.5])
+    assert _means(diagnostics)["critic/return_mean"] == 2.5
+
+
 def test_without_a_value_clip_nothing_is_counted_as_clipped() -> None:
     batch = _batch(values=[1.0, 1.0], returns=[3.0, 1.0])
     outputs = {"values": torch.ones(3), "value_deviation": torch.ones(3)}

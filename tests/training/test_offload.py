@@ -36,11 +36,10 @@ def _backend(offload: OffloadConfig = ALL, *, total_steps: int = 10, **settings:
 
 def _rows() -> list[Row]:
     rng = np.random.default_rng(0)
-    inputs = {
-        "observations": rng.normal(size=(6, 3)).astype(np.float32),
-        "actions": rng.normal(size=(6, 2)).astype(np.float32),
-    }
-    return [Row(inputs, np.ones(6, bool), group=0, trajectory=0)]
+    states = {"state": rng.normal(size=(6, 3)).astype(np.float32)}
+    inputs = {"actions": rng.normal(size=(6, 2)).astype(np.float32)}
+    decision = np.arange(6, dtype=np.int32)
+    return [Row(inputs, np.ones(6, bool), 0, 0, observations=states, decision=decision)]
 
 
 def _step(backend: SingleBackend) -> float:

@@ -74,9 +74,8 @@ def test_rows_are_laid_end_to_end() -> None:
 
 
 def test_decisions_are_numbered_over_all_rows_of_a_batch() -> None:
-    conversation = Row({"input_ids": np.arange(6)}, np.array([0, 1, 1, 0, 1, 1], np.bool_), 0, 0)
-    assert conversation.decision.tolist() == [-1, 0, 0, -1, 1, 1]  # by default its runs
-    conversation.decision[5] = 2  # a turn right after another
+    decision = np.array([-1, 0, 0, -1, 1, 2], np.int32)  # the last turn is right after another
+    conversation = Row({"input_ids": np.arange(6)}, decision >= 0, 0, 0, decision=decision)
     batch = pack([conversation, _text(1, 2), conversation], CPU)
     assert batch.decision is not None
     assert batch.decision.tolist() == [-1, 0, 0, -1, 1, 2, -1, 3, 4, 4, -1, 5, 6]  # the prompt once
@@ -88,15 +87,24 @@ def test_fields_are_omitted_unless_requested() -> None:
     assert batch.weights is None
 
 
-def test_a_simulators_observations_and_actions_keep_their_shapes_and_types() -> None:
-    def steps(n: int) -> Row:
-        inputs = {"observations": np.ones((n, 4), np.float32), "actions": np.zeros((n, 2), np.float32)}
-        return Row(inputs, np.ones(n, np.bool_), group=0, trajectory=0)
+def test_what_a_decision_observed_is_stored_once_for_all_of_its_tokens() -> None:
+    def chunks(*sizes: int, value: int) -> Row:
+        """After two tokens of instruction, chunks of actions, each after an image and a state."""
+        decision = np.repeat([-1, *range(len(sizes))], [2, *sizes]).astype(np.int32)
+        seen = {
+            "image": np.full((len(sizes), 2, 2, 3), value, np.uint8),
+            "state": np.arange(4 * len(sizes), dtype=np.float32).reshape(-1, 4),
+        }
+        ids = {"input_ids": np.zeros(len(decision), np.int64)}
+        return Row(ids, decision >= 0, 0, value, observations=seen, decision=decision)
 
-    batch = pack([steps(3), steps(1)], CPU)
-    assert batch.inputs["observations"].shape == (4, 4)
-    assert batch.inputs["actions"].shape == (4, 2)
-    assert batch.inputs["observations"].dtype == torch.float32
+    batch = pack([chunks(3, 1, value=5), chunks(2, value=6)], CPU)
+    assert batch.num_positions == 10, "the images differ, so the prompt is not shared"
+    assert batch.observations["image"].dtype == torch.uint8
+    assert batch.observations["image"][:, 0, 0, 0].tolist() == [5, 5, 6]
+    assert batch.observations["state"].shape == (3, 4)
+    assert batch.observed is not None
+    assert batch.observed.tolist() == [0, 0, 0, 0, 0, 1, 2, 2, 2, 2]
 
 
 def test_outputs_come_back_row_by_row_in_float32() -> None:

@@ -25,7 +25,8 @@ def _explained_variance(value_clip: float | None) -> float:
     rng = np.random.default_rng(0)
     observations = rng.normal(size=(STATES, 2)).astype(np.float32)
     returns = (MEAN + DEVIATION * observations[:, 0]).astype(np.float32)
-    row = Row({"observations": observations}, np.ones(STATES, np.bool_), group=0, trajectory=0)
+    states, decision = {"state": observations}, np.arange(STATES, dtype=np.int32)
+    row = Row({}, np.ones(STATES, np.bool_), 0, 0, observations=states, decision=decision)
     row.fields["returns"] = returns
     train = TrainConfig(optimizer=OptimizerConfig(kind="sgd", lr=0.05))
     critic = MlpValue(MlpSpec(hidden_sizes=(32,)), 2, seed=0, normalizes=True)

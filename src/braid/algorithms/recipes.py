@@ -109,6 +109,11 @@ class Recipe:
         return self.logprob_level != "token" or self.turn_weighting == "turns"
 
     @property
+    def values_turns(self) -> bool:
+        """Whether a value is that of a turn instead of a token."""
+        return self.advantage == "gae" and self.advantage_level == "turn"
+
+    @property
     def full_kl_in(self) -> KlPlace | None:
         """Where KL over the whole vocabulary is used, if it is."""
         return self.kl_in if self.kl_coef > 0 and self.kl_estimator == "full" else None

@@ -57,6 +57,13 @@ def segments(mask: Bool[Tensor, "T"], index: Int[Tensor, "T"]) -> Segments:
     return Segments(mask, index, _sum_by(index, mask.double()).clamp(min=1.0))
 
 
+def first_positions(decision: Int[Tensor, "T"]) -> Bool[Tensor, "T"]:
+    """True at the first position of each decision. `decision` numbers them, and is -1 outside."""
+    is_first = decision >= 0
+    is_first[1:] &= decision[1:] != decision[:-1]
+    return is_first
+
+
 def _sum_by(index: Tensor, values: Tensor) -> Tensor:
     """At each position, the sum of `values` over all positions with the same index, [T].
 

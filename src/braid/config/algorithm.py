@@ -76,11 +76,12 @@ class AlgorithmConfig(Section):
     advantage: Advantage | None = None
     """Advantage estimator."""
     advantage_level: AdvantageLevel | None = None
-    """grpo: compare one reward per trajectory, or one per turn, within the group."""
+    """grpo: compare one reward per trajectory, or one per turn, within the group. gae: turn for one reward and one
+    value per turn, that of its first token, instead of one per token."""
     normalize_by_std: bool | None = None
     """grpo, gigpo: divide advantages by the group's standard deviation."""
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Discount factor. gae, reinforce: per position. gigpo: per turn."""
+    """Discount factor. gae, reinforce: per position. gigpo, and gae with advantage_level=turn: per turn."""
     gae_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
     """gae: lambda of generalized advantage estimation."""
     episode_weight: NonNegativeFloat | None = None

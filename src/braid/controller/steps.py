@@ -275,9 +275,11 @@ def improve(parts: Parts, rows: Sequence[RowFacts]) -> None:
 
 
 def _improve_critic(parts: Parts, critic: GroupBackend, rows: Sequence[RowFacts]) -> None:
-    loss = value_loss_of(parts.plan.recipe)
+    recipe = parts.plan.recipe
+    loss = value_loss_of(recipe)
     for batch in _batches(parts, rows, parts.config.critic.train or parts.config.train):
-        weights = _weights(parts, batch, [row.num_tokens for row in batch])
+        counts = [row.num_decisions if recipe.values_turns else row.num_tokens for row in batch]
+        weights = _weights(parts, batch, counts)
         record(parts.metrics, "critic", parts.data.train(critic, batch, weights, loss))
 
 

@@ -19,8 +19,10 @@ class PackedBatch:
 
     `inputs` and `fields` are the rows' arrays concatenated along T; `mask` [T] is True at positions that the
     policy wrote. `lengths` [B] are on the host. `positions` [T] is each position's index within its row.
-    `trajectories` [B] numbers the trajectories that rows belong to; empty: each row is one. `weights` [T] is each position's weight in the step's loss (see
-    algorithms.aggregate). `decision` [T] numbers the decisions of all rows, -1 outside the mask.
+    `trajectories` [B] numbers the trajectories that rows belong to; empty: each row is one. `weights` [T] is each
+    position's weight in the step's loss (see algorithms.aggregate). `decision` [T] numbers the decisions of all
+    rows, -1 outside the mask. `observations` are those of all rows, [K, ...], and `observed` [T] is the index of
+    each position's observation.
 
     Rows of a group share prefixes: `shared` [B] holds (earlier row, n) if the first n positions of a row are
     those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
@@ -36,6 +38,8 @@ class PackedBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     decision: Tensor | None = None
+    observations: dict[str, Tensor] = field(default_factory=dict)
+    observed: Tensor | None = None
     shared: tuple[tuple[int, int], ...] = ()
     trajectories: tuple[int, ...] = ()
     sequence: SequenceGroup | None = None

@@ -61,7 +61,7 @@ class MlpPolicy:
         """`logprobs` [T] (summed over action dimensions) and `entropy` [T]; 0 where the mask is False."""
         if unknown := outputs - {"logprobs", "entropy"}:
             raise AssertionError(f"not outputs of a policy: {sorted(unknown)}")
-        head = self._net(batch.inputs["observations"])
+        head = self._net(batch.observations["state"])[batch.observed]
         out: dict[str, Tensor] = {}
         if "logprobs" in outputs:
             out["logprobs"] = self._logprobs(head, batch.inputs["actions"])
@@ -153,10 +153,10 @@ class MlpValue:
         """See TrainableModel; it has them all."""
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`values` and `value_deviation` [T] of every observation, including the final one."""
+        """`values` and `value_deviation` [T] of each position's observation, including the final one."""
         if unknown := outputs - {"values", "value_deviation"}:
             raise AssertionError(f"not outputs of a value model: {sorted(unknown)}")
-        computed = self._head.outputs(self._module(batch.inputs["observations"]))
+        computed = self._head.outputs(self._module(batch.observations["state"])[batch.observed])
         return {name: values for name, values in computed.items() if name in outputs}
 
 

@@ -161,7 +161,7 @@ IDLE: tuple[Idle, ...] = (
         _unless("grpo", "gigpo"),
         ("algorithm.normalize_by_std",),
     ),
-    ("only grpo can compare turns instead of trajectories", _unless("grpo"), ("algorithm.advantage_level",)),
+    ("only grpo and gae can work on turns", _unless("grpo", "gae"), ("algorithm.advantage_level",)),
     (
         "only gigpo combines episode and turn advantages",
         _unless("gigpo"),

@@ -22,7 +22,7 @@ from braid.types import Group, Row
 
 from .files import to_json, write_atomically
 
-_ARRAYS = ("inputs", "mask", "decision", "policy_versions", "fields")
+_ARRAYS = ("inputs", "mask", "decision", "policy_versions", "fields", "observations")
 """Fields of Row stored in the arrays; the others are stored in the index."""
 
 
@@ -44,12 +44,16 @@ def write_batch(path: Path, groups: Sequence[Group], rows: Sequence[Row]) -> Non
     """
     trajectories = [t for group in groups for t in group.trajectories]
     index = []
-    start = 0
+    start = first = 0
     for row in rows:
         of = trajectories[row.trajectory]
         origin = Origin(of.prompt.uid, of.prompt.source, of.sample, str(of.status), of.reward)
         plain = {f.name: getattr(row, f.name) for f in fields(Row) if f.name not in _ARRAYS}
         index.append({"start": start, "length": len(row), **plain, "origin": asdict(origin)})
+        if row.observations:
+            num = len(next(iter(row.observations.values())))
+            index[-1]["observations"] = [first, num]
+            first += num
         start += len(row)
     arrays = {name: np.ascontiguousarray(np.concatenate(parts)) for name, parts in _parts(rows).items()}
     write_atomically(path.with_suffix(".safetensors"), [save(arrays)])
@@ -75,6 +79,7 @@ def _parts(rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
             "decision": row.decision,
             "policy_versions": row.policy_versions,
             **{f"fields/{name}": array for name, array in row.fields.items()},
+            **{f"observations/{name}": array for name, array in row.observations.items()},
         }
         for name, array in named.items():
             parts.setdefault(name, []).append(array)
@@ -85,17 +90,19 @@ def _parts(rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
 def _row(record: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> tuple[Row, Origin]:
     start, length = record.pop("start"), record.pop("length")
     part = slice(start, start + length)
+    first, num = record.pop("observations", (0, 0))
+
+    def named(prefix: str, part: slice) -> dict[str, NDArray[Any]]:
+        return {n.removeprefix(prefix): a[part] for n, a in arrays.items() if n.startswith(prefix)}
+
     origin = Origin(**record.pop("origin"))
     row = Row(
-        inputs={
-            name.removeprefix("inputs/"): a[part] for name, a in arrays.items() if name.startswith("inputs/")
-        },
+        inputs=named("inputs/", part),
         mask=arrays["mask"][part],
         decision=arrays["decision"][part],
         policy_versions=arrays["policy_versions"][part],
-        fields={
-            name.removeprefix("fields/"): a[part] for name, a in arrays.items() if name.startswith("fields/")
-        },
+        fields=named("fields/", part),
+        observations=named("observations/", slice(first, first + num)),
         **record,
     )
     return row, origin

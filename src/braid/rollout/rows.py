@@ -100,11 +100,12 @@ def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
     decision = np.arange(len(steps.observations), dtype=np.int32)
     decision[-1] = -1
     return Row(
-        {"observations": steps.observations, "actions": _padded(steps.actions)},
+        {"actions": _padded(steps.actions)},
         decision >= 0,
         group=0,
         trajectory=0,
         is_terminal=is_terminal,
+        observations={"state": steps.observations},
         fields={"behavior_logprobs": _padded(steps.logprobs), "rewards": _padded(steps.rewards)},
         decision=decision,
         policy_versions=np.where(decision >= 0, np.int32(steps.policy_version), np.int32(0)),

@@ -27,7 +27,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.algorithms.advantages import (
@@ -43,6 +42,7 @@ from braid.algorithms.advantages import (
 from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments, reward_statistics
+from braid.algorithms.segments import first_positions
 from braid.types import Advantage, Row
 
 
@@ -79,7 +79,7 @@ def assign_credit(
         advantages = advantages.clamp(-recipe.advantage_clip, recipe.advantage_clip)
     _unflatten(rows, "advantages", advantages)
     if recipe.advantage == "gae":
-        facts["critic/explained_variance"] = _explained_variance(rows)
+        facts["critic/explained_variance"] = _explained_variance(round_, recipe)
     return facts
 
 
@@ -217,58 +217,65 @@ class _Turns:
     """The K turns of a round: the decisions of its rows.
 
     `index` [T] is the turn of each position, -1 outside the mask; `rewards` [K] (float64) the sum of a turn's
-    rewards; `groups` [K] the group of its row; `states` [K] an id per pair of group and anchor state;
-    `lengths` [N] the number of turns of each trajectory.
+    rewards; `groups` [K] the group of its row; `lengths` [N] the number of turns of each trajectory.
     """
 
     index: Tensor
     rewards: Tensor
     groups: Tensor
-    states: Tensor
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, round_: _Round) -> _Turns:
-        index: list[NDArray] = []
-        groups: list[int] = []
-        states: list[int] = []
-        lengths: list[int] = []
-        numbers: dict[tuple[int, bytes], int] = {}
-        for trajectory in round_.trajectories:
-            first = len(groups)
-            for before, row in zip([None, *trajectory], trajectory, strict=False):
-                index.append(np.where(row.mask, row.decision + len(groups), -1))
-                groups += [row.group] * row.num_decisions
-                states += [numbers.setdefault((row.group, a), len(numbers)) for a in _anchors(row, before)]
-            lengths.append(len(groups) - first)
-        of = _flat(index)
+        numbers = [row.num_decisions for row in round_.rows]
+        first = np.cumsum([0, *numbers[:-1]])
+        index = _flat(
+            [np.where(row.mask, row.decision + n, -1) for row, n in zip(round_.rows, first, strict=True)]
+        )
+        groups = torch.repeat_interleave(
+            torch.tensor([row.group for row in round_.rows]), torch.tensor(numbers)
+        )
         rewards = torch.zeros(len(groups), dtype=torch.float64)
-        rewards.index_add_(0, of[round_.mask], round_.rewards[round_.mask].double())
-        return cls(of, rewards, torch.tensor(groups), torch.tensor(states), tuple(lengths))
+        rewards.index_add_(0, index[round_.mask], round_.rewards[round_.mask].double())
+        lengths = tuple(sum(row.num_decisions for row in of) for of in round_.trajectories)
+        return cls(index, rewards, groups, lengths)
 
     def spread(self, per_turn: Tensor) -> Tensor:
         """[K] -> [T], 0 outside the mask."""
         return torch.where(self.index >= 0, per_turn[self.index.clamp(min=0)], 0.0)
 
 
+def _states(round_: _Round) -> Tensor:
+    """An id per pair of group and anchor state, of each turn [K]."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    states = [
+        numbers.setdefault((row.group, anchor), len(numbers))
+        for of in round_.trajectories
+        for before, row in zip([None, *of], of, strict=False)
+        for anchor in _anchors(row, before)
+    ]
+    return torch.tensor(states)
+
+
 def _anchors(row: Row, before: Row | None) -> list[bytes]:
     """The anchor state of each of the row's turns. `before` is the row of the previous segment.
 
-    The anchor in text is what was read since the previous turn: for the first one the prompt, or the context of a
-    new segment without the tokens of the previous one, if it begins with them. In simulators it is the
-    observation.
+    The anchor is what a decision observed. In text that is what was read since the previous turn: for the first
+    one the prompt, or the context of a new segment, without the tokens of the previous one if it begins with
+    them.
     """
+    if row.observations:
+        # adding 0 turns -0.0 into 0.0, so that equal numbers have equal bytes
+        seen = [values[: row.num_decisions] + 0 for values in row.observations.values()]
+        return [b"".join(state.tobytes() for state in states) for states in zip(*seen, strict=True)]
     written = np.flatnonzero(row.mask)
     of = row.decision[written]
     begins = written[np.diff(of, prepend=-1) > 0]
-    if "observations" in row.inputs:
-        # adding 0.0 turns -0.0 into 0.0, so that equal numbers have equal bytes
-        return [state.tobytes() for state in row.inputs["observations"][begins] + 0.0]
+    ends = written[np.diff(of, append=row.num_decisions) > 0] + 1
     ids = row.inputs["input_ids"]
     known = 0 if before is None else len(before)
     if before is not None and not np.array_equal(ids[:known], before.inputs["input_ids"]):
         known = 0
-    ends = written[np.diff(of, append=row.num_decisions) > 0] + 1
     return [ids[a:b].tobytes() for a, b in zip([known, *ends[:-1]], begins, strict=True)]
 
 
@@ -286,21 +293,23 @@ def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:
 
 
 def _gae(round_: _Round, recipe: Recipe) -> Tensor:
-    """gae; also writes `returns` into the rows."""
-    rows, trajectories = round_.rows, round_.trajectories
-    advantages, returns = gae(
-        round_.rewards,
-        _flat([row.fields["values"] for row in rows]),
-        round_.mask,
-        round_.lengths,
-        torch.tensor(
-            [0.0 if of[-1].is_terminal else float(of[-1].fields["values"][-1]) for of in trajectories]
-        ),
-        gamma=recipe.gamma,
-        lam=recipe.gae_lambda,
-    )
-    _unflatten(rows, "returns", returns)
-    return advantages
+    """gae, over positions; or over turns, with the sum of a turn's rewards and the value of its first position.
+    Also writes `returns` into the rows."""
+    values = _flat([row.fields["values"] for row in round_.rows])
+    bootstrap = [
+        0.0 if of[-1].is_terminal else float(of[-1].fields["values"][-1]) for of in round_.trajectories
+    ]
+    if recipe.values_turns:
+        turns = _Turns.of(round_)
+        everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)
+        steps = (turns.rewards, values[first_positions(turns.index)], everywhere, turns.lengths)
+        spread = turns.spread
+    else:
+        steps = (round_.rewards, values, round_.mask, round_.lengths)
+        spread = Tensor.contiguous
+    advantages, returns = gae(*steps, torch.tensor(bootstrap), gamma=recipe.gamma, lam=recipe.gae_lambda)
+    _unflatten(round_.rows, "returns", spread(returns))
+    return spread(advantages)
 
 
 def _gigpo(round_: _Round, recipe: Recipe) -> Tensor:
@@ -317,7 +326,7 @@ def _gigpo(round_: _Round, recipe: Recipe) -> Tensor:
     everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)
     returns = discounted_returns(turns.rewards, everywhere, turns.lengths, gamma=recipe.gamma)
     of_episodes = round_.spread(group_advantages(round_.totals, round_.groups, normalize_by_std=by_std))
-    of_turns = turns.spread(group_advantages(returns, turns.states, normalize_by_std=by_std))
+    of_turns = turns.spread(group_advantages(returns, _states(round_), normalize_by_std=by_std))
     return recipe.episode_weight * of_episodes + recipe.turn_weight * of_turns
 
 
@@ -340,11 +349,12 @@ _ADVANTAGES: Mapping[Advantage, Callable[[_Round, Recipe], Tensor]] = {
 """Advantage estimators by name. Each returns the advantages of all positions [T], 0 outside the mask."""
 
 
-def _explained_variance(rows: Sequence[Row]) -> float:
-    """1 - var(return - value) / var(return) over the positions that the policy wrote; nan if all returns are
+def _explained_variance(round_: _Round, recipe: Recipe) -> float:
+    """1 - var(return - value) / var(return) over the positions whose value is learned; nan if all returns are
     equal."""
+    valued = first_positions(_Turns.of(round_).index) if recipe.values_turns else round_.mask
     returns, values = (
-        np.concatenate([row.fields[name][row.mask] for row in rows]).astype(np.float64)
+        _flat([row.fields[name] for row in round_.rows])[valued].numpy().astype(np.float64)
         for name in ("returns", "values")
     )
     variance = returns.var()

@@ -6,6 +6,7 @@ algorithms/.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from braid.algorithms.corrections import correction_factor, proximal_logprobs, s
 from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
 from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
-from braid.algorithms.segments import Segments, segments
+from braid.algorithms.segments import Segments, first_positions, segments
 from braid.algorithms.value_loss import value_loss
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
@@ -65,7 +66,8 @@ def _reads_sequences(recipe: Recipe) -> bool:
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
-    """value_loss_coef * value loss. Reads the fields `values` (of the critic before the update) and
+    """value_loss_coef * value loss, at the positions that the policy wrote; if values are those of turns, at the
+    first position of each, so the weights of rows must count decisions. Reads the fields `values` (of the critic before the update) and
     `returns`. Clip bounds are in units of the critic's deviation (ValueHead.deviation)."""
     return Loss(frozenset({"values", "value_deviation"}), partial(_value_loss, recipe))
 
@@ -195,6 +197,9 @@ def _value_loss(recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch) 
     means = {"value_mean": values.detach(), "return_mean": returns}
     if recipe.value_clip is not None:
         means["clip_fraction"] = ((values.detach() - old).abs() > recipe.value_clip * deviation).float()
+    if recipe.values_turns:
+        assert batch.decision is not None, "batches of rows carry the index of decisions"
+        batch = replace(batch, mask=first_positions(batch.decision))
     return _reduced(per_token, batch), _diagnostics("critic", batch.mask, means)
 
 

@@ -101,8 +101,9 @@ def grouped_micro_batches(
 
 
 def _prompt_length(row: Row) -> int:
-    """Positions before the first one that the policy wrote; 0 if they cannot be shared (simulators)."""
-    return int(row.mask.argmax()) if row.inputs.keys() == {"input_ids"} else 0
+    """Positions before the first one that the policy wrote; 0 if they cannot be shared, as with
+    observations."""
+    return int(row.mask.argmax()) if row.inputs.keys() == {"input_ids"} and not row.observations else 0
 
 
 def _prompt(row: Row) -> bytes:
@@ -127,10 +128,10 @@ def pack(
     weights: Sequence[float] | None = None,
     with_fields: bool = True,
 ) -> PackedBatch:
-    """The rows concatenated, as tensors on `device`; inputs, mask and fields keep their dtypes.
+    """The rows concatenated, as tensors on `device`; inputs, observations, mask and fields keep their dtypes.
 
-    `weights` [B] are repeated over each row's positions, in float32. All rows have the same inputs and
-    fields.
+    `weights` [B] are repeated over each row's positions, in float32. All rows have the same inputs, observations
+    and fields.
     """
     lengths = tuple(len(row) for row in rows)
     shared = _shared(rows)
@@ -147,6 +148,9 @@ def pack(
     before = np.cumsum([0, *(row.num_decisions for row in rows[:-1])], dtype=np.int32)
     decisions = [np.where(row.mask, row.decision + num, -1) for row, num in zip(rows, before, strict=True)]
 
+    seen = {name: np.concatenate([row.observations[name] for row in rows]) for name in rows[0].observations}
+    first = np.cumsum([0, *(len(next(iter(row.observations.values()))) for row in rows)]) if seen else ()
+
     return PackedBatch(
         inputs={name: join([row.inputs[name] for row in rows]) for name in rows[0].inputs},
         mask=join([row.mask for row in rows]),
@@ -154,6 +158,8 @@ def pack(
         fields={name: join([row.fields[name] for row in rows]) for name in names},
         weights=None if spread is None else torch.from_numpy(spread).to(device),
         decision=join(decisions),
+        observations={name: torch.from_numpy(values).to(device) for name, values in seen.items()},
+        observed=join([row.observed + n for row, n in zip(rows, first, strict=False)]) if seen else None,
         shared=shared if any(skips) else (),
         trajectories=tuple(numbers[row.trajectory] for row in rows),
     )
