@@ -274,8 +274,10 @@ class MegatronBackend(PartBackend):
         self._rest_optimizer()
 
     def _rest_optimizer(self) -> None:
-        if self._config.offload.optimizer:
-            for optimizer in self._inner():
+        for optimizer in self._inner():
+            if not isinstance(optimizer, torch.optim.AdamW):
+                _count_in_groups(optimizer)
+            if self._config.offload.optimizer:
                 move_states(optimizer, HOST)
 
     def _drop_gradients(self) -> None:
@@ -345,6 +347,8 @@ class MegatronBackend(PartBackend):
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
         for inner in self._inner():
             inner.state.clear()
+            for group in inner.param_groups:
+                group.pop("step", None)
         for shard, part in self._parts(with_copies=True):
             name = shard.pieces[0].name
             for key, (size, dtype) in like.get(name, {}).items():
@@ -360,7 +364,8 @@ class MegatronBackend(PartBackend):
         for each of the weights that are fused into it."""
         parts: dict[tuple[str, str], list[tuple[list[int], Tensor]]] = {}
         for shard, part in self._parts(with_copies=with_copies):
-            for key, value in part.state.items():
+            counted = {} if part.num_steps is None else {"step": torch.tensor(float(part.num_steps))}
+            for key, value in {**counted, **part.state}.items():
                 if value.ndim:
                     boxes = self._names.boxes(shard, value, part.start)
                 else:
@@ -477,11 +482,13 @@ class MegatronBackend(PartBackend):
 @dataclass(frozen=True, slots=True)
 class _Part:
     """The part of a parameter that this rank's optimizer updates: values in the trained precision, offset of
-    the first one among the parameter's elements, and optimizer state."""
+    the first one among the parameter's elements, and optimizer state. `num_steps` is set where the optimizer
+    counts steps outside of the state."""
 
     values: Tensor
     start: int
     state: dict[str, Tensor]
+    num_steps: int | None = None
 
     @classmethod
     def all_of(cls, shard: Shard) -> _Part:
@@ -495,13 +502,28 @@ class _Part:
         if not isinstance(optimizer, DistributedOptimizer):
             main = getattr(parameter, "main_param", None)
             main = parameter if main is None else main
-            return cls(main.detach(), 0, optimizer.optimizer.state[main])
+            return cls(main.detach(), 0, optimizer.optimizer.state[main], _num_steps(optimizer.optimizer))
         if parameter not in optimizer.model_param_group_index_map:
             return None
         group, place = optimizer.model_param_group_index_map[parameter]
         main = optimizer.optimizer.param_groups[group]["params"][place]
         start = optimizer._get_model_param_range_map(parameter)["param"].start
-        return cls(main.detach(), start, optimizer.optimizer.state[main])
+        return cls(main.detach(), start, optimizer.optimizer.state[main], _num_steps(optimizer.optimizer))
+
+
+def _num_steps(optimizer: torch.optim.Optimizer) -> int | None:
+    """Steps counted in the parameter groups, as the FusedAdam of Transformer Engine and Apex does. Empty
+    groups do not count."""
+    counts = (group["step"] for group in optimizer.param_groups if group["params"] and "step" in group)
+    return next(map(int, counts), None)
+
+
+def _count_in_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Move restored step counts from the state to the parameter groups, where FusedAdam has them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if "step" in (state := optimizer.state.get(parameter, {})):
+                group["step"] = int(state.pop("step"))
 
 
 def _head_names(model: CausalLM | ValueModel) -> dict[str, str]:
