@@ -40,9 +40,9 @@ CPU = torch.device("cpu")
 LEAVES = {"weights": True, "gradients": True, "optimizer": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2"},
-    "fsdp2, gradients travel in every pass": {
+    "fsdp2, gradients travel in the last pass only": {
         "backend": "fsdp2",
-        "fsdp": {"sync_last_micro_batch_only": False},
+        "fsdp": {"sync_last_micro_batch_only": True},
     },
     "fsdp2, replicas of one": {"backend": "fsdp2", "fsdp": {"size": 1}},
     "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},

@@ -25,9 +25,11 @@ CPU = torch.device("cpu")
 SPEC = BuildSpec(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, head_dim=16)
 
 
-def _backend(kind: Any, **keys: Any) -> FsdpBackend:
+def _backend(kind: Any, autocast: str = "auto", **keys: Any) -> FsdpBackend:
     model = build_model(SPEC, character_tokenizer(SPEC.characters), dtype=torch.float32, seed=0)
-    config = TrainConfig.model_validate({"backend": kind, "fsdp": keys, "micro_batch_tokens": 8})
+    config = TrainConfig.model_validate(
+        {"backend": kind, "autocast": autocast, "fsdp": keys, "micro_batch_tokens": 8}
+    )
     return FsdpBackend(CausalLM(model), config, total_steps=1, device=CPU, kind=kind)
 
 
@@ -91,13 +93,18 @@ def _check_fsdp2() -> None:
         assert all(p.offload_to_cpu for p in group.fsdp_params)
     for group in groups(param_dtype="bf16"):
         assert group.mp_policy.reduce_dtype == torch.float32
+    # float32 models are gathered in autocast's type, which would otherwise keep its own copy of all weights
+    for autocast, param_dtype in (("none", None), ("bf16", torch.bfloat16), ("auto", None)):
+        for module in _modules("fsdp2", autocast=autocast):
+            policy = module._get_fsdp_state()._fsdp_param_group.mp_policy
+            assert (policy.param_dtype, policy.reduce_dtype) == (param_dtype, torch.float32)
 
 
 def _check_gradients() -> None:
     """Those of several micro-batches in bf16, reduced after the last, add up in every kind of sharding."""
     rows = [Row({"input_ids": np.arange(3, 10)}, np.arange(7) > 0, i, i) for i in range(4)]
     norms = [
-        _backend("fsdp", sharding=sharding, param_dtype="bf16")
+        _backend("fsdp", sharding=sharding, param_dtype="bf16", sync_last_micro_batch_only=True)
         .train(rows, [1 / 24] * 4, supervised_loss(), rows[0])
         .grad_norm
         for sharding in ("full", "grad_op", "none")

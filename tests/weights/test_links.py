@@ -1,17 +1,20 @@
-"""Waiting for a collective that never completes: NCCL's, whose peer has failed."""
+"""Waiting for NCCL, whose peer has failed: for a group that is never made, and a collective that never completes."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.leftovers import LIMIT_S
 
 from braid.errors import EngineError
+from braid.weights import links
 from braid.weights.links import GroupInlet, GroupOutlet
 from braid.weights.wire import Wire
 
@@ -71,3 +74,35 @@ def test_a_hanging_collective_is_abandoned_at_the_deadline(wires: tuple[Wire, Wi
     outlet.put(PIECE, None, time.monotonic() + LIMIT_S)
     with pytest.raises(EngineError, match="did not complete in time"):
         outlet.flush(time.monotonic())
+
+
+class Waiting:
+    """A group that waits for its peers in its first collective."""
+
+    never: threading.Event
+
+    class Options:
+        _timeout: Any = None
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def allreduce(self, _: Any) -> None:
+        self.never.wait()
+
+
+@pytest.mark.parametrize(
+    ("dies", "words"),
+    [(True, "engine 0 failed while connecting by NCCL: out"), (False, "cannot create a nccl")],
+)
+def test_a_group_of_nccl_is_abandoned_if_a_peer_fails_or_time_is_up(
+    wires: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch, dies: bool, words: str
+) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Waiting, raising=False)
+    monkeypatch.setattr(Waiting, "never", threading.Event(), raising=False)
+    to_engine, to_trainer = wires
+    if dies:
+        to_trainer.close("out of memory")
+    deadline = time.monotonic() + LIMIT_S * dies
+    with pytest.raises(EngineError, match=words):
+        links._join("nccl", dist.HashStore(), 0, 2, LIMIT_S, torch.device("cpu"), [to_engine], deadline)
+    Waiting.never.set()

@@ -27,8 +27,9 @@ class FsdpConfig(Section):
     reshard_after_forward: bool | PositiveInt = True
     """fsdp2: free the gathered weights after the forward pass; a number reshards them to that many devices.
     grad_op keeps them gathered."""
-    sync_last_micro_batch_only: bool = True
-    """Reduce gradients only after the last micro-batch of a step instead of after each."""
+    sync_last_micro_batch_only: bool = False
+    """Reduce gradients only after the last micro-batch of a step instead of after each: less communication,
+    but every rank holds the gradients of the whole model."""
     forward_prefetch: bool = False
     """fsdp: gather the next layer's weights during the current layer's forward pass."""
     backward_prefetch: Literal["pre", "post", "off"] = "off"
@@ -40,7 +41,8 @@ class FsdpConfig(Section):
     """fsdp: expose the original parameters. Has no effect: they always are exposed, because optimizer groups
     and adapters need them."""
     param_dtype: DType | None = None
-    """Dtype of gathered weights and of computation; model.dtype when null."""
+    """Dtype of gathered weights and of computation. When null, that of train.autocast for fp32 models, else
+    model.dtype."""
     reduce_dtype: DType | None = None
     """Dtype of gradient reduction; fp32 when null."""
     buffer_dtype: DType | None = None
@@ -180,8 +182,8 @@ class MegatronConfig(Section):
     """fp16: consecutive finite steps after which the loss scale doubles."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Backend of collectives. auto: nccl on GPUs, gloo on CPUs."""
-    timeout_minutes: PositiveFloat = 30.0
-    """Timeout of one collective, in minutes."""
+    timeout_minutes: PositiveFloat | None = None
+    """Timeout of one collective, in minutes; cluster.call_timeout_s when null."""
     tp_comm_bootstrap: Literal["nccl", "mpi", "gloo"] = "nccl"
     """Bootstrap backend of overlapped tensor-parallel communication."""
     tp_comm_overlap_file: str | None = None

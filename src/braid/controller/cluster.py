@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
@@ -27,7 +27,7 @@ from braid.errors import ConfigError, Problem
 from braid.plan import Verb, resolve
 from braid.plan.available import missing_packages
 from braid.plan.layout import Layout, RoleLayout, Worker
-from braid.runtime.environment import environment
+from braid.runtime.environment import THREADS, environment
 from braid.runtime.interrupts import interrupts_held
 from braid.runtime.workers import Factory, Place
 
@@ -107,7 +107,12 @@ class Cluster:
             for name, of in seats.items():
                 reads = [_READS.get(name, "braid.training.worker")]
                 cluster.groups[name] = RayGroup(
-                    shown.get(name, name), of, config.cluster, machines=machines, reads=reads
+                    shown.get(name, name),
+                    of,
+                    config.cluster,
+                    machines=machines,
+                    reads=reads,
+                    env=environment_of(config, name),
                 )
         except BaseException:
             cluster.leave()
@@ -171,6 +176,19 @@ def _ranks(place: Place, *, config: RunConfig) -> Ranks:
     from braid.training.worker import Ranks
 
     return Ranks(place, config=config)
+
+
+def environment_of(config: RunConfig, name: str) -> dict[str, str | None]:
+    """Environment variables of a group's processes, unless set in cluster.env."""
+    if name == "rollout":  # engines in child processes inherit them, and choose their number of threads
+        return {"OMP_NUM_THREADS": None, "MKL_NUM_THREADS": None}
+    if name == ROWS:
+        return {**THREADS}
+    train = train_config(config, cast("TrainingRole", name))
+    env = {**THREADS, "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if train.backend == "megatron" and train.megatron.tensor_parallel > 1:
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # orders collectives before the products that overlap them
+    return env
 
 
 def _on_one_device(config: RunConfig, layout: Layout) -> RunConfig:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+THREADS: Mapping[str, str | None] = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""One thread for each of the worker processes that share a machine."""
+
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:

@@ -1,9 +1,11 @@
-"""Runs coroutines from synchronous code."""
+"""Runs coroutines from synchronous code, and calls that may never return."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import threading
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -31,6 +33,33 @@ class Loop:
             return
         self._thread.submit(self._runner.close).result()
         self._thread.shutdown()
+
+
+def call_until(call: Callable[[], object], deadline: float, watch: Callable[[], None] = lambda: None) -> None:
+    """Make a call that may block for ever, as NCCL's do when a peer is gone. Raises TimeoutError after
+    `deadline` (time.monotonic), and what `watch` raises in the meantime; the call then stays behind in its
+    thread. Exceptions of the call are re-raised."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # re-raised in the calling thread
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="braid-call", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_TICK_S)
+        if thread.is_alive():
+            watch()
+            if time.monotonic() > deadline:
+                raise TimeoutError
+    if failures:
+        raise failures[0]
+
+
+_TICK_S = 0.05
 
 
 def _is_running() -> bool:

@@ -273,8 +273,10 @@ class Machines:
         machine = self._machines[seat.node]
         env = dict(given)
         if len(self._machines) > 1 and machine.interface:
-            # By default gloo uses the address of the host name, which is often a loopback address.
+            # By default gloo uses the address of the host name, which is often a loopback address, and NCCL
+            # the first interface.
             env.setdefault("GLOO_SOCKET_IFNAME", machine.interface)
+            env.setdefault("NCCL_SOCKET_IFNAME", f"={env['GLOO_SOCKET_IFNAME']}")  # not those it begins
         if machine.gpus and seat.devices:
             first = seat.node * self._devices_per_node
             env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus[device - first] for device in seat.devices)

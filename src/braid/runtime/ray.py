@@ -34,6 +34,7 @@ from braid.config.cluster import ClusterConfig
 from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
 from braid.processes import children_of, kill_stopped
 
+from .environment import THREADS
 from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
 from .machines import Machines, connect, interface_of, is_joined, leave, num_cluster_gpus
 from .workers import Factory, Place, Seat
@@ -41,7 +42,6 @@ from .workers import Factory, Place, Seat
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
 
 LOOPBACK = "127.0.0.1"
-_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _TICK_S = 0.2
 """Interval, in seconds, at which waiting calls check for lost workers of any group."""
 _GRACE_S = 1.0
@@ -89,9 +89,12 @@ class _Process:
 class _Host:
     """The Ray actor of one worker."""
 
-    def __init__(self, env: Mapping[str, str], is_local: bool) -> None:
+    def __init__(self, env: Mapping[str, str | None], is_local: bool) -> None:
         """With `is_local` all workers are on this machine, and communicate over loopback."""
-        os.environ.update(env)
+        for name, value in env.items():
+            os.environ.pop(name, None)  # Ray sets OMP_NUM_THREADS itself
+            if value is not None:
+                os.environ[name] = value
         self._is_local = is_local
         if is_local and (interface := interface_of(LOOPBACK)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -114,6 +117,8 @@ class _Host:
             message = f"the machine {node} has no {ticket.log.parent}; choose a folder on a file system shared by all machines of the run"
             raise ConfigError([Problem("run.output_dir", message)])
         agents = children_of().get(os.getppid(), []) if is_own else []
+        if ticket.log is not None:  # of the last collectives, when one times out
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{ticket.log.with_suffix('')}.nccl.")
         self._lifeline = Lifeline(ticket, beside=[pid for pid in agents if pid != os.getpid()])
         faulthandler.enable()  # a crash in native code leaves its signal and stack in the last log lines
         stderr = Path("/proc/self/fd/2")
@@ -168,9 +173,11 @@ class RayGroup:
         *,
         machines: Machines | None = None,
         reads: Sequence[str] = (),
+        env: Mapping[str, str | None] = THREADS,
     ) -> None:
         """Start a process for each of the `seats` on `machines` (an int: that many, anywhere), and import the
-        modules `reads` in each, without waiting. `make` has to follow."""
+        modules `reads` in each, without waiting. `make` has to follow. `env` are environment variables that
+        `cluster.env` does not set; None removes one."""
         assert isinstance(seats, int) == (machines is None), "pass machines if and only if seats are given"
         self.role, self.size = role, seats if isinstance(seats, int) else len(seats)
         self._seats = None if isinstance(seats, int) else seats
@@ -186,10 +193,8 @@ class RayGroup:
         given = config.variables
         try:
             for seat in self._seats or [None] * self.size:
-                where, env = machines.spot(seat, given) if machines and seat else ("DEFAULT", given)
-                self._hosts.append(
-                    host.options(scheduling_strategy=where).remote({**_THREADS, **env}, is_local)
-                )
+                where, own = machines.spot(seat, given) if machines and seat else ("DEFAULT", given)
+                self._hosts.append(host.options(scheduling_strategy=where).remote({**env, **own}, is_local))
             for h in self._hosts:
                 h.read.remote(reads)  # an import error surfaces when the module is needed
         except BaseException:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import datetime
+import os
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
+from braid.errors import TrainingError
 from braid.models.base import TrainableModel
 from braid.models.roles import make_critic, make_policy, make_reference
+from braid.runtime.loops import call_until
 from braid.runtime.workers import Place
 from braid.weights.sender import join_send, open_sender
 from braid.weights.sending import Sender, SendOptions
@@ -35,12 +41,15 @@ class Ranks:
 
     def __init__(self, place: Place, *, config: RunConfig) -> None:
         """Starts without models."""
-        self._device = _join(place, config)
+        self._device, self._place = _join(place, config), place
+        self._start_timeout_s = config.cluster.start_timeout_s
         self._backends: dict[str, ShardedBackend] = {}
         self._sender: Sender | None = None
 
     def add(self, name: str, role: TrainingRole, config: RunConfig, total_steps: int) -> None:
         """Build this rank's part of a role's model under `name`. A reference is the one of a policy here."""
+        if not self._backends:
+            check_reach(self._device, self._place, self._start_timeout_s)
         self._backends[name] = _backend_of(role, config, total_steps, self._device)
         if role == "reference" and "policy" in self._backends:
             self._backends["policy"].use_reference(self._backends[name].logits)
@@ -144,6 +153,8 @@ def _join(place: Place, config: RunConfig) -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     torch.set_num_threads(config.run.num_threads or 1)
     timeout = datetime.timedelta(seconds=config.cluster.call_timeout_s)
+    # Of the groups that libraries create; NCCL's would be 10 minutes.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
         store=_store(place, timeout),
@@ -152,6 +163,22 @@ def _join(place: Place, config: RunConfig) -> torch.device:
         timeout=timeout,
     )
     return device
+
+
+def check_reach(device: torch.device, place: Place, timeout_s: float) -> None:
+    """Exchange a number between all ranks. Raises TrainingError if that fails or takes longer than
+    `timeout_s`."""
+    number, how = torch.ones(1, device=device), "nccl" if device.type == "cuda" else "gloo"
+    try:
+        call_until(lambda: (dist.all_reduce(number), number.item()), time.monotonic() + timeout_s)
+    except (RuntimeError, TimeoutError) as error:
+        variable = f"{how.upper()}_SOCKET_IFNAME"
+        raise TrainingError(
+            f"rank {place.rank} of {place.size} on {socket.gethostname()} cannot exchange data with the others by {how} within "
+            f"{timeout_s:g} s ({str(error) or 'no answer'}). Its network interface is {os.environ.get(variable) or 'chosen by ' + how}; "
+            f"set {variable} in cluster.env to one by which all machines reach each other, and open all ports between them "
+            f"(NCCL_DEBUG=INFO logs more), or raise cluster.start_timeout_s"
+        ) from error
 
 
 def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:

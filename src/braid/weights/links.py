@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braid.errors import EngineError
+from braid.runtime.loops import call_until
 
 from .copying import copy
 from .fingerprint import BLOCK_BYTES, SMALL_BYTES, Fingerprint
@@ -376,8 +377,10 @@ def make_inlet(message: Message, wire: Wire, *, device: torch.device, deadline: 
             is_master=False,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        timeout_s, own = message["timeout_s"], own_end([wire])
-        group, device = _join(way, store, message["rank"], message["size"], timeout_s, device, own)
+        timeout_s = message["timeout_s"]
+        group, device = _join(
+            way, store, message["rank"], message["size"], timeout_s, device, [wire], deadline
+        )
         wire.send({"kind": "ready"}, deadline, "linking")
         return GroupInlet(group, device, [wire])
     memory = _map(message["path"])
@@ -417,17 +420,26 @@ def _open_group(
     how = {"kind": "link", "way": way, "host": host, "port": store.port, "size": size, "timeout_s": timeout_s}
     for rank, wire in enumerate(wires.values(), start=1):
         wire.send({**how, "rank": rank}, deadline, "linking")
-    group, device = _join(way, store, 0, size, timeout_s, device, own_end(wires.values()))
+    group, device = _join(way, store, 0, size, timeout_s, device, list(wires.values()), deadline)
     for wire in wires.values():
         wire.receive("ready", deadline, "linking")
     return GroupOutlet(group, device, wires.values())
 
 
 def _join(
-    way: str, store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device, address: str
+    way: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    device: torch.device,
+    wires: Sequence[Wire],
+    deadline: float,
 ) -> tuple[Group, torch.device]:
     """Join a process group that is independent of the default one; return it with the device of its tensors.
-    gloo listens at `address` unless GLOO_SOCKET_IFNAME names an interface other than loopback."""
+    gloo listens at this end of the `wires` to the other processes unless GLOO_SOCKET_IFNAME names an
+    interface other than loopback. NCCL connects at the first collective, and would wait for ever for a peer
+    that has failed: it is made here, while the wires are watched."""
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         if way == "gloo":
@@ -436,13 +448,23 @@ def _join(
             settings._timeout = timeout
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
             is_named = interface and not interface.startswith("lo")  # loopback: for groups on one machine
-            where = {"interface": interface} if is_named else {"hostname": address}
+            where = {"interface": interface} if is_named else {"hostname": own_end(wires)}
             settings._devices = [gloo.create_device(**where)]
             return cast("Group", gloo(store, rank, size, settings)), torch.device("cpu")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return cast("Group", dist.ProcessGroupNCCL(store, rank, size, options)), device
-    except RuntimeError as error:
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        first = torch.zeros(1, device=device)
+
+        def watch() -> None:
+            for wire in wires:
+                wire.look_ahead(deadline, "connecting by NCCL")
+
+        call_until(lambda: group.allreduce([first]), deadline, watch)
+        return cast("Group", group), device
+    except EngineError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
         raise EngineError(
             f"cannot create a {way} process group with the engines ({_first_line(error)}); their machines must be able to "
             "connect (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects the network interface)"

@@ -46,6 +46,7 @@ from braid.training.optimizer import HALF
 from braid.training.shards import Boxes
 
 from .ranks import Pass, RankBackend, WholeMoments
+from .single import autocast_dtype
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _SHARDINGS = {
@@ -87,6 +88,9 @@ class FsdpBackend(RankBackend):
         whole = {name: tensor.detach() for name, tensor in _tensors_of(model.module)}
         mesh = _mesh(config.fsdp, device)
         computes_in = _use_float32_shards(model.module, kind) if total_steps else None
+        if computes_in is None and next(iter(whole.values())).dtype == torch.float32:
+            # Gathered in this type: autocast would keep a converted copy of all weights for the backward pass.
+            computes_in = autocast_dtype(config, device)
         if computes_in or config.fsdp.param_dtype:
             for p in model.module.parameters():
                 p.grad_dtype = None  # gradients stay in half precision until they are reduced

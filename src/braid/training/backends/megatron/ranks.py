@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from braid.config.backends import MegatronConfig
 from braid.errors import TrainingError
@@ -66,7 +67,7 @@ def join(config: MegatronConfig) -> Ranks:
             "expert_model_parallel_size": config.expert_parallel,
             "expert_tensor_parallel_size": config.expert_tensor_parallel or config.tensor_parallel,
         },
-        timeout_minutes=config.timeout_minutes,
+        timeout_minutes=config.timeout_minutes or distributed_c10d.default_pg_timeout.total_seconds() / 60,
     )
     return Ranks(
         tensor=groups.get_tensor_model_parallel_rank(),

@@ -1,0 +1,56 @@
+"""Ranks that cannot reach each other, and the deadlines of their collectives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from braid.config.load import load_config
+from braid.errors import TrainingError
+from braid.runtime.workers import Place
+from braid.training import worker
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """The place of a rank that has joined."""
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    threads, place = torch.get_num_threads(), Place(0, 1)
+    worker._join(
+        place, load_config(None, ["model.build={}", "cluster.call_timeout_s=1234", "run.device=cpu"]).config
+    )
+    yield place
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def test_the_runs_deadline_is_that_of_every_group(place: Place) -> None:
+    assert distributed_c10d.default_pg_nccl_timeout is distributed_c10d.default_pg_timeout
+    made: Any = dist.new_group([place.rank])
+    assert made._get_backend(CPU).options._timeout.total_seconds() == 1234
+
+
+def test_ranks_that_cannot_reach_each_other_are_reported_before_a_model_is_built(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.check_reach(CPU, place, 60.0)
+    never = threading.Event()
+    monkeypatch.setattr(dist, "all_reduce", lambda _: never.wait())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    config = load_config(None, ["model.build={}", "run.device=cpu"]).config
+    ranks: Any = worker.Ranks.__new__(worker.Ranks)
+    ranks._device, ranks._place, ranks._start_timeout_s, ranks._backends = CPU, place, 0.0, {}
+    with pytest.raises(
+        TrainingError, match=r"rank 0 of 1 on .* by gloo .*interface is eth7; set GLOO_SOCKET_IFNAME"
+    ):
+        ranks.add("policy", "policy", config, 0)
+    never.set()
