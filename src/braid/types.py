@@ -168,7 +168,7 @@ class EnvSteps:
     actions: NDArray[Any]
     logprobs: NDArray[np.float32]
     rewards: NDArray[np.float32]
-    policy_version: int
+    policy_version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from braid.errors import EngineError
 from braid.models.attention import PackedAttention
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
-from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.rollout.engine import Completion, NewWeights, Request, RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.published import RemoteEngine
 from braid.weights.files import FileSender
@@ -51,9 +51,14 @@ def engine(
 
 def publish(engine: RolloutEngine, lm: CausalLM, version: int) -> None:
     """Sync weights as a run does, also to an engine in another process."""
-    if not isinstance(engine, NativeEngine):
+    asyncio.run(set_weights(engine, lm, version))
+
+
+async def set_weights(engine: RolloutEngine, lm: CausalLM, version: int, when: NewWeights = "drain") -> None:
+    def load() -> None:
         engine.load_weights(version, lm.named_weights())  # pyright: ignore[reportAttributeAccessIssue]
-    engine.publish(version)
+
+    await engine.set_weights(version, when, None if isinstance(engine, NativeEngine) else load)
 
 
 def scale(lm: CausalLM, factor: float) -> None:
@@ -247,7 +252,7 @@ def test_weights_are_not_synced_while_requests_run(engine: RolloutEngine, lm: Ca
         task = asyncio.create_task(engine.generate(replace(REQUEST, sampling=Sampling(40))))
         await asyncio.sleep(0)  # it has begun
         with pytest.raises(EngineError, match="while 1 requests run"):
-            publish(engine, lm, 9)
+            await set_weights(engine, lm, 9)
         await task
 
     asyncio.run(scenario())
@@ -291,7 +296,7 @@ def test_a_damaged_transfer_is_reported_and_blocks_sampling_until_one_succeeds(
     with pytest.raises(EngineError, match="has no weights"):
         generate(engine, [REQUEST])
     with pytest.raises(EngineError, match="has version None of the weights, not 12"):
-        engine.publish(12)
+        asyncio.run(engine.set_weights(12))
     publish(engine, lm, 13)
     (completion,) = generate(engine, [replace(REQUEST, sampling=Sampling(10, greedy=True))])
     assert completion.token_ids == trainer_greedy(lm, REQUEST.prompt_ids, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def test_every_replica_has_the_trainers_tokens_after_each_weight_sync_also_with_
                     if "mlp" in name:
                         weight.mul_(factor)
             router.load_weights(version, lm.named_weights())
-            router.publish(version)
+            asyncio.run(router.set_weights(version))
             expected = [trainer_greedy(lm, ids, 8) for ids in prompts]
             for engine in engines:
                 assert [c.token_ids for c in generate(engine, groups[::2])] == expected

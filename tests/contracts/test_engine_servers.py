@@ -257,14 +257,14 @@ def test_files_for_several_servers_are_written_once_and_groups_stay_together(
 
         for version in (1, 2):
             router.load_weights(version, weights())
-        router.publish(2)
+        asyncio.run(router.set_weights(2))
         assert num_reads == 2, "once per version, not per server"
         link = EngineLink(engines)  # from ranks in other processes
         with ThreadPoolExecutor(1) as pool, closing(open_sender(link.names, engines[0].sending)) as sender:
             taken = pool.submit(link.take, 3, sender.ticket.as_dict())
             sender.send(3, lm.named_weights())
             taken.result(30)
-        router.publish(3)
+        asyncio.run(router.set_weights(3))
         groups = [Request((n, 4), Sampling(max_new_tokens=4), (n, i)) for n in range(3, 7) for i in range(3)]
         answers = ask(router, *groups)
         assert len(tokens_of(answers)) == len(groups)
@@ -317,7 +317,7 @@ def test_a_server_of_the_run_is_started_reported_when_it_dies_and_stopped(
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 2, "the server, and what ends it with this process"
         engine.load_weights(1, lm.named_weights())
-        engine.publish(1)
+        asyncio.run(engine.set_weights(1))
         (completion,) = ask(engine, REQUEST)
         assert isinstance(completion, Completion)
         assert completion.policy_version == 1

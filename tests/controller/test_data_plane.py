@@ -27,17 +27,11 @@ def _prompt(i: int) -> Prompt:
 class _Writer:
     """A driver whose policy repeats the number of its prompt `length` times."""
 
-    cache_bytes = 0
-
     def __init__(self, length: int) -> None:
         self._length = length
 
-    async def run(
-        self, prompts: Any, group_size: int, *, key: tuple[int, ...], numbers: Any = None
-    ) -> list[Group]:
-        return [
-            self._group(prompt, group_size, number) for prompt, number in zip(prompts, numbers, strict=True)
-        ]
+    async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
+        return self._group(prompt, group_size, key[-1])
 
     def _group(self, prompt: Prompt, group_size: int, number: int) -> Group:
         trajectories = [Trajectory(prompt, sample) for sample in range(group_size)]
@@ -49,7 +43,9 @@ class _Writer:
         trajectories[-1].invalidate("engine: gone")
         return Group(prompt, trajectories)
 
-    def publish(self, version: int) -> None: ...
+
+class _Engine:
+    """Never used."""
 
     def close(self) -> None: ...
 
@@ -69,11 +65,13 @@ class _Scorer:
 @contextmanager
 def _collected(length: int) -> Iterator[tuple[Collector, list[GroupFacts]]]:
     prompts = [_prompt(i) for i in range(4)]
+    engine: Any = _Engine()
     scorer: Any = _Scorer()
     collector = Collector(
         {"train": prompts, "eval": ()},
         {"train": _Writer(length), "eval": _Writer(length)},
         None,
+        engine,
         scorer,
         shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
     )

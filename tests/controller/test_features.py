@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -360,7 +361,7 @@ def test_weights_damaged_after_a_sync_are_detected(load_tiny: LoadTiny, tmp_path
     config = load_tiny().config.model
     lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
     engine = NativeEngine(lm, decode=str, dtype="bf16")
-    engine.publish(1)
+    asyncio.run(engine.set_weights(1))
     check_published(
         lm.model.named_parameters(), engine.named_parameters(), version=1, folder=tmp_path / "sets"
     )

@@ -91,7 +91,7 @@ def test_graphs_see_weights_changed_in_place_and_weights_replaced(lm: CausalLM) 
                     parameter.data = changed
                 else:
                     parameter.copy_(changed)
-        engine.publish(1)
+        asyncio.run(engine.set_weights(1))
         for request, completion in zip(work, run_all(engine, work), strict=True):
             expected = plain_logprobs(lm, request, completion)
             torch.testing.assert_close(

@@ -234,7 +234,9 @@ def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, r
         run_all(small, [Request((2,) * 60, Sampling(max_new_tokens=5), (0,))])
 
 
-def test_shared_weights_are_read_in_place_and_copies_wait_for_publish(tiny_lm: TinyLM, run_all: Run) -> None:
+def test_shared_weights_are_read_in_place_and_copies_wait_for_set_weights(
+    tiny_lm: TinyLM, run_all: Run
+) -> None:
     lm = tiny_lm()
     shared, copied = make_engine(lm), make_engine(lm, dtype="bf16")
     request = Request((3, 4, 5), Sampling(max_new_tokens=20), (0,))
@@ -246,7 +248,7 @@ def test_shared_weights_are_read_in_place_and_copies_wait_for_publish(tiny_lm: T
     assert changed.token_ids != before[0].token_ids
     assert facts(same) == facts(before[1])
     for engine in (shared, copied):
-        engine.publish(7)
+        asyncio.run(engine.set_weights(7))
     after = [run_all(e, [request])[0] for e in (shared, copied)]
     assert [c.policy_version for c in after] == [7, 7]
     assert facts(after[0]) == facts(changed)
@@ -263,17 +265,181 @@ def test_a_bf16_copy_keeps_rotary_frequencies_exact_and_stays_near(tiny_lm: Tiny
     torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=25 * 2**-8)
 
 
-def test_weights_are_not_taken_while_requests_run(tiny_lm: TinyLM) -> None:
+def train(lm: CausalLM) -> None:
+    """Change the weights in place, as training does."""
+    with torch.no_grad():
+        for parameter in lm.model.parameters():
+            parameter.mul_(1.2)
+
+
+GREEDY = [Request(ids, Sampling(max_new_tokens=30, greedy=True), (i,)) for i, ids in enumerate(prompts(12))]
+
+
+def test_weights_are_not_switched_under_requests_that_read_them_in_place(tiny_lm: TinyLM) -> None:
     engine = make_engine(tiny_lm())
 
     async def scenario() -> None:
-        task = asyncio.create_task(engine.generate(Request((2,), Sampling(max_new_tokens=9), (0,))))
-        await asyncio.sleep(0)
+        task = asyncio.create_task(engine.generate(GREEDY[0]))
+        await let_run(1)
         with pytest.raises(EngineError, match="cannot sync version 1 while 1 requests run"):
-            engine.publish(1)
-        await task
+            await engine.set_weights(1)
+        assert (await task).policy_version == 0
 
     asyncio.run(scenario())
+
+
+async def interrupted(engine: NativeEngine, lm: CausalLM) -> list[Completion]:
+    """Train while requests run, and switch to the new weights some steps later."""
+    tasks = [asyncio.create_task(engine.generate(request)) for request in GREEDY]
+    await let_run(8)
+    train(lm)
+    await let_run(4)
+    await engine.set_weights(5, "interrupt")
+    return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep_cache", "recompute"])
+def test_interrupted_requests_continue_with_new_weights(
+    tiny_lm: TinyLM, run_all: Run, on_new_weights: str
+) -> None:
+    lm = tiny_lm()
+    old = [c.token_ids for c in run_all(make_engine(tiny_lm()), GREEDY)]
+    engine = make_engine(lm, on_new_weights=on_new_weights, owns_weights=True)
+    completions = asyncio.run(interrupted(engine, lm))
+    begun: list[int] = []
+    for completion, before in zip(completions, old, strict=True):
+        (first, num_old), (second, num_new) = completion.policy_version  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+        assert (first, second) == (0, 5)
+        assert num_old + num_new == len(completion.token_ids) == len(completion.logprobs)
+        assert completion.token_ids[:num_old] == before[:num_old], "training was seen before the switch"
+        begun.append(num_old)
+    rest = [
+        Request((*r.prompt_ids, *c.token_ids[:n]), Sampling(30 - n, greedy=True), r.key)
+        for r, c, n in zip(GREEDY, completions, begun, strict=True)
+    ]
+    fresh = [c.token_ids for c in run_all(make_engine(lm), rest)]
+    continued = [c.token_ids[n:] for c, n in zip(completions, begun, strict=True)]
+    assert continued != [ids[n:] for ids, n in zip(old, begun, strict=True)]
+    assert (continued == fresh) == (on_new_weights == "recompute"), "an old cache gives other tokens"
+    num_prompt_tokens = sum(len(r.prompt_ids) for r in GREEDY)
+    num_again = sum(len(r.prompt_ids) for r in rest) if on_new_weights == "recompute" else 0
+    assert engine.counters.prefilled_tokens == num_prompt_tokens + num_again
+
+
+def test_a_recomputed_sequence_keeps_its_place_in_its_random_numbers(tiny_lm: TinyLM, run_all: Run) -> None:
+    """With equal weights before and after, nothing changes."""
+    how = Sampling(max_new_tokens=30, min_new_tokens=20, repetition_penalty=1.3, stop_token_ids=(7, 8, 9))
+    requests = [replace(request, sampling=how) for request in GREEDY]
+    expected = [c.token_ids for c in run_all(make_engine(tiny_lm()), requests)]
+    engine = make_engine(tiny_lm(), on_new_weights="recompute", owns_weights=True)
+
+    async def scenario() -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        for version in (1, 2, 3):
+            await let_run(6)
+            await engine.set_weights(version, "interrupt")
+        return await asyncio.gather(*tasks)
+
+    assert [c.token_ids for c in asyncio.run(scenario())] == expected
+
+
+def test_draining_finishes_running_requests_with_the_old_weights_and_holds_new_ones(
+    tiny_lm: TinyLM, run_all: Run
+) -> None:
+    lm = tiny_lm()
+    engine = make_engine(lm, owns_weights=True)
+    old, new = run_all(make_engine(tiny_lm()), GREEDY), run_all(make_engine(trained(tiny_lm())), GREEDY)
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        running = [asyncio.create_task(engine.generate(request)) for request in GREEDY]
+        await let_run(5)
+        train(lm)
+        switch = asyncio.create_task(engine.set_weights(1))
+        await let_run(1)
+        held = [asyncio.create_task(engine.generate(request)) for request in GREEDY]
+        before = await asyncio.gather(*running)
+        await switch
+        return before, await asyncio.gather(*held)
+
+    before, after = asyncio.run(scenario())
+    assert [(c.token_ids, c.policy_version) for c in before] == [(c.token_ids, 0) for c in old]
+    assert [(c.token_ids, c.policy_version) for c in after] == [(c.token_ids, 1) for c in new]
+
+
+def trained(lm: CausalLM) -> CausalLM:
+    train(lm)
+    return lm
+
+
+def test_a_drain_ends_when_its_requests_are_cancelled_and_a_cancelled_drain_holds_nothing(
+    tiny_lm: TinyLM,
+) -> None:
+    engine = make_engine(tiny_lm(), owns_weights=True)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.generate(GREEDY[0]))
+        await let_run(3)
+        switch = asyncio.create_task(engine.set_weights(1))
+        await let_run(1)
+        running.cancel()
+        await switch
+        running = asyncio.create_task(engine.generate(GREEDY[0]))
+        await let_run(3)
+        switch = asyncio.create_task(engine.set_weights(2))
+        held = asyncio.create_task(engine.generate(GREEDY[1]))
+        await let_run(3)
+        assert (engine.num_running, engine.num_waiting) == (1, 1)
+        switch.cancel()
+        await let_run(3)
+        assert (engine.num_running, engine.num_waiting) == (2, 0)
+        assert [(await task).policy_version for task in (running, held)] == [1, 1]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep_cache", "recompute"])
+def test_syncs_take_effect_in_order(tiny_lm: TinyLM, on_new_weights: str) -> None:
+    engine = make_engine(tiny_lm(), owns_weights=True, on_new_weights=on_new_weights)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.generate(GREEDY[0]))
+        await let_run(6)
+        switches = [
+            asyncio.create_task(engine.set_weights(version, when))
+            for version, when in ((1, "interrupt"), (2, "drain"), (3, "interrupt"), (4, "drain"))
+        ]
+        await let_run(1)
+        held = asyncio.create_task(engine.generate(GREEDY[1]))
+        versions = (await running).policy_version
+        assert isinstance(versions, tuple)
+        assert [version for version, _ in versions] == [0, 1]
+        await asyncio.gather(*switches)
+        assert (await held).policy_version == 4
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_do_not_arrive_fail_the_requests_and_the_next_sync_repairs_the_engine(
+    tiny_lm: TinyLM, run_all: Run
+) -> None:
+    engine = make_engine(tiny_lm())
+
+    def lost() -> None:
+        raise EngineError("the connection was lost")
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.generate(GREEDY[0]))
+        await let_run(3)
+        with pytest.raises(EngineError, match="the connection was lost"):
+            await engine.set_weights(1, "interrupt", lost)
+        with pytest.raises(EngineError, match=r"version 1 .* could not be loaded: the connection was lost"):
+            await running
+        with pytest.raises(EngineError, match="no weights"):
+            await engine.generate(GREEDY[0])
+        await engine.set_weights(2, load=lambda: None)
+
+    asyncio.run(scenario())
+    assert {c.policy_version for c in run_all(engine, GREEDY)} == {2}
 
 
 def test_non_finite_logits_fail_only_their_request(tiny_lm: TinyLM, run_all: Run) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 import gymnasium
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.driven import drive
 
 from braid.config.model import MlpSpec
 from braid.envs.simulators.base import Tick, reset_prompts
@@ -16,6 +18,7 @@ from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.errors import EngineError
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver
+from braid.rollout.engines.simulators import SimulatorEngine
 from braid.rollout.rows import rows_of
 from braid.training.packing import pack
 from braid.types import ActionSpace, EnvSteps, Group, Status, Trajectory
@@ -41,12 +44,11 @@ def _collect(
     greedy: bool = False,
 ) -> list[Group]:
     simulator = GymnasiumSimulator(env_id, num_envs, kwargs)
-    driver = SimulatorDriver(simulator, _policy(simulator), seed=seed, retries=1, greedy=greedy)
-    driver.publish(6)
-    try:
-        return asyncio.run(driver.run(reset_prompts(env_id, num_prompts), group_size, key=key))
-    finally:
-        driver.close()
+    engine = SimulatorEngine(simulator, _policy(simulator), retries=1)
+    asyncio.run(engine.set_weights(6))
+    driver = SimulatorDriver(engine, seed=seed, greedy=greedy)
+    with closing(engine):
+        return drive(driver, reset_prompts(env_id, num_prompts), group_size, key)
 
 
 def _steps(groups: Sequence[Group]) -> list[EnvSteps]:
@@ -197,8 +199,8 @@ class Fragile:
 
 def _fragile(num_failures: int) -> list[Trajectory]:
     simulator = Fragile(num_failures)
-    driver = SimulatorDriver(simulator, _policy(simulator), seed=0, retries=1)
-    groups = asyncio.run(driver.run(reset_prompts("fragile", 4), 1, key=(0, 0)))
+    engine = SimulatorEngine(simulator, _policy(simulator), retries=1)
+    groups = drive(SimulatorDriver(engine, seed=0), reset_prompts("fragile", 4))
     return [t for g in groups for t in g.trajectories]
 
 
@@ -220,6 +222,35 @@ def test_a_policy_with_non_finite_outputs_is_an_error() -> None:
     simulator = GymnasiumSimulator("CartPole-v1", 1)
     policy = _policy(simulator)
     torch.nn.init.constant_(policy.module.get_parameter("head.bias"), float("nan"))
-    driver = SimulatorDriver(simulator, policy, seed=0, retries=1)
+    engine = SimulatorEngine(simulator, policy, retries=1)
     with pytest.raises(EngineError, match="not finite"):
-        asyncio.run(driver.run(reset_prompts("CartPole-v1", 1), 1, key=(0, 0)))
+        drive(SimulatorDriver(engine, seed=0), reset_prompts("CartPole-v1", 1))
+
+
+def test_new_weights_take_over_running_episodes_or_wait_for_them() -> None:
+    simulator = GymnasiumSimulator("Pendulum-v1", 2, {"max_episode_steps": 12})
+    policy = _policy(simulator)
+    engine = SimulatorEngine(simulator, policy, retries=0, owns_weights=True)
+    driver = SimulatorDriver(engine, seed=0)
+    (prompt,) = reset_prompts("Pendulum-v1", 1)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(driver.group(prompt, 2, (0, 0)))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        torch.nn.init.constant_(policy.module.get_parameter("head.weight"), 0.0)
+        torch.nn.init.constant_(policy.module.get_parameter("head.bias"), 100.0)  # every action is near 100
+        await engine.set_weights(1, "interrupt")
+        switch = asyncio.create_task(engine.set_weights(2))
+        await asyncio.sleep(0)
+        held = asyncio.create_task(driver.group(prompt, 2, (0, 1)))
+        for row in rows_of([await running]):
+            versions = row.policy_versions[:12]
+            assert versions.tolist() == sorted(versions)
+            assert set(versions) == {0, 1}
+            assert ((row.inputs["actions"][:12, 0] > 50) == (versions == 1)).all()
+        await switch
+        assert {steps.policy_version for steps in _steps([await held])} == {2}
+
+    with closing(engine):
+        asyncio.run(scenario())

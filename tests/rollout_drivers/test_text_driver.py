@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.driven import drive, groups_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -71,12 +72,6 @@ class ScriptedEngine:
             ids = [*ids, EOS]
         return Completion(ids, [-0.25 * i for i in range(len(ids))], reason, self.version, 1.0, 2.0)
 
-    def publish(self, version: int) -> None:
-        self.version = version
-
-    def close(self) -> None:
-        pass
-
 
 class Env:
     """Replies or raises as configured."""
@@ -110,12 +105,11 @@ def _drive(
     sampling: Sampling = SAMPLING,
     key: tuple[int, ...] = (0, 5),
 ) -> tuple[ScriptedEngine, list[Group]]:
-    engine = ScriptedEngine(script)
-    engine.publish(9)
+    engine = ScriptedEngine(script, version=9)
     driver = TextDriver(
         engine, env, TOKENIZER, sampling, seed=7, retries=retries, max_context_tokens=max_context_tokens
     )
-    groups = asyncio.run(driver.run([_prompt(p) for p in prompts], group_size, key=key))
+    groups = drive(driver, [_prompt(p) for p in prompts], group_size, key)
     return engine, groups
 
 
@@ -308,7 +302,7 @@ def test_a_bug_is_raised_and_the_requests_that_still_run_are_cancelled() -> None
         sampling = Sampling(max_new_tokens=8)
         driver = TextDriver(engine, SingleTurn, TOKENIZER, sampling, seed=0, retries=5, max_context_tokens=50)
         with pytest.raises(ZeroDivisionError, match="a bug"):
-            await driver.run([_prompt("1+1=")] * 20, 1, key=(0, 0))
+            await groups_of(driver, [_prompt("1+1=")] * 20)
         return engine
 
     engine = asyncio.run(run())

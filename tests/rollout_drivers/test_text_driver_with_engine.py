@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
+from tests.driven import drive
 
 from braid.config.model import BuildSpec, ModelConfig
 from braid.controller.inputs import TextInputs
@@ -60,10 +61,8 @@ def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[
         max_new_tokens=24, temperature=TEMPERATURE, stop_token_ids=tuple(TOKENIZER.encode("<eos>"))
     )
     driver = TextDriver(engine, Echo, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128)
-    try:
-        return asyncio.run(driver.run(prompts, 4, key=(0, 1)))
-    finally:
-        driver.close()
+    with closing(engine):
+        return drive(driver, prompts, 4, (0, 1))
 
 
 def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm: CausalLM) -> None:
@@ -73,10 +72,8 @@ def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm:
     engine = NativeEngine(lm, decode=inputs.decode)
     sampling = Sampling(max_new_tokens=24, temperature=2.0, stop_strings=("<eos>",))
     driver = TextDriver(engine, SingleTurn, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128)
-    try:
-        groups = asyncio.run(driver.run(_prompts(8), 4, key=(0, 1)))
-    finally:
-        driver.close()
+    with closing(engine):
+        groups = drive(driver, _prompts(8), 4, (0, 1))
     trajectories = [t for g in groups for t in g.trajectories]
     written = [t.turns[0].output_ids for t in trajectories]
     ended = [ids for ids in written if 1 in ids]

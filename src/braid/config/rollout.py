@@ -172,6 +172,9 @@ class NativeEngineConfig(Section):
     """Dtype of the engine's weights: auto shares the trainer's tensors, the others keep a copy."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
+    on_new_weights: Literal["keep_cache", "recompute"] = "keep_cache"
+    """Key/value cache of running sequences when they continue with new weights: keep_cache keeps what the old
+    weights computed, recompute prefills prompt and tokens again."""
 
 
 class _ServedEngine(Section):
@@ -295,8 +298,7 @@ class RolloutConfig(Section):
     publish: PublishConfig = PublishConfig()
     """Weight sync to engines in other processes."""
     request_batch: PositiveInt | None = None
-    """Prompts submitted to the engine at a time; the next batch is submitted when all of them are done. null
-    submits the whole round."""
+    """Maximum number of prompts sampled at a time; null for the whole round."""
     print_outputs: bool = False
     """Log every response as text."""
     check_weights: bool = False

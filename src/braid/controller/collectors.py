@@ -22,12 +22,12 @@ from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
 from braid.rollout.drivers.base import Driver
-from braid.rollout.drivers.batches import Batches
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
+from braid.rollout.engines.simulators import SimulatorEngine
 from braid.runtime.workers import Place
 from braid.types import Prompt, ShapedReward, Trajectory
 from braid.weights.receiver import Receiver, open_receiver
@@ -116,9 +116,9 @@ def text_collector(
     env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
     assert isinstance(env, SingleTurnEnv | ToolEnv), "env is a simulator, not a text environment"
 
-    def driver(sampling: SamplingConfig, context: int | None, batch: int | None) -> Driver:
+    def driver(sampling: SamplingConfig, context: int | None) -> Driver:
         assert context is not None, "text episodes have a context limit"
-        driver = TextDriver(
+        return TextDriver(
             engine,
             text_env_maker(env),
             tokenizer,
@@ -127,17 +127,17 @@ def text_collector(
             retries=rollout.retries,
             max_context_tokens=context,
         )
-        return driver if batch is None else Batches(driver, batch)
 
     longest = plan.max_trajectory_tokens
     eval_sampling = config.eval.sampling or rollout.sampling
     return Collector(
         inputs.prompts,
         {
-            "train": driver(rollout.sampling, longest, rollout.request_batch),
-            "eval": driver(eval_sampling, plan.eval_max_trajectory_tokens, config.eval.batch_prompts),
+            "train": driver(rollout.sampling, longest),
+            "eval": driver(eval_sampling, plan.eval_max_trajectory_tokens),
         },
-        driver(_greedy(rollout.sampling), longest, rollout.request_batch) if plan.needs_greedy else None,
+        driver(_greedy(rollout.sampling), longest) if plan.needs_greedy else None,
+        engine,
         build_scorer(
             config.reward,
             base_dir=base_dir,
@@ -145,6 +145,7 @@ def text_collector(
             services=reward_services(config, engine, inputs, device_of(config)),
         ),
         shape=_shape_of(config),
+        limits=_limits(config),
         link=link,
     )
 
@@ -156,22 +157,27 @@ def simulator_collector(
     env, rollout = config.env, config.rollout
     assert isinstance(env, GymnasiumEnv), "only Gymnasium simulators are implemented"
 
-    def driver(sampling: SamplingConfig, batch: int | None) -> Driver:
-        driver = SimulatorDriver(
-            simulator, policy, seed=config.run.seed, retries=rollout.retries, greedy=sampling.greedy
-        )
-        return driver if batch is None else Batches(driver, batch)
+    engine = SimulatorEngine(simulator, policy, retries=rollout.retries)
+
+    def driver(sampling: SamplingConfig) -> Driver:
+        return SimulatorDriver(engine, seed=config.run.seed, greedy=sampling.greedy)
 
     return Collector(
         reset_states(env),
         {
-            "train": driver(rollout.sampling, rollout.request_batch),
-            "eval": driver(config.eval.sampling or rollout.sampling, config.eval.batch_prompts),
+            "train": driver(rollout.sampling),
+            "eval": driver(config.eval.sampling or rollout.sampling),
         },
-        driver(_greedy(rollout.sampling), rollout.request_batch) if plan.needs_greedy else None,
+        driver(_greedy(rollout.sampling)) if plan.needs_greedy else None,
+        engine,
         build_scorer(config.reward, base_dir=base_dir),
         shape=_shape_of(config),
+        limits=_limits(config),
     )
+
+
+def _limits(config: RunConfig) -> dict[Use, int | None]:
+    return {"train": config.rollout.request_batch, "eval": config.eval.batch_prompts}
 
 
 def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:

@@ -153,7 +153,7 @@ class PublicationHere:
         lm = self.lm
         weights = lm.merged_weights() if lm.has_adapters else lm.named_weights()
         self.engine.load_weights(version, weights)
-        self.collector.publish(version)
+        self.collector.set_weights(version)
 
 
 def _model_folder(

@@ -34,7 +34,7 @@ class Publication:
         if self._ticket is None:
             names = [name for of in self.engines.call("receivers") for name in of]
             self._ticket = self.ranks.call("open_sender", names, self.options)[0]
-        taken = self.engines.start("take_weights", version, self._ticket)
+        taken = self.engines.start("set_weights", version, self._ticket)
         self.ranks.call("send_weights", "policy", version, self.merged)
         taken.wait()
 

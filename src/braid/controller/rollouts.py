@@ -48,8 +48,8 @@ class Rollouts:
         key: tuple[int, ...],
         numbers: Sequence[int],
     ) -> None:
-        """Sample a group for each of the prompts at indices `places`; `key` and `numbers` as in
-        Driver.run."""
+        """Sample a group for each of the prompts at indices `places`; `key` and `numbers`
+        give each its random numbers."""
         prompts = self.prompts[use]
         lengths = [len(prompts[i].token_ids) for i in places]
         shares = least_load(lengths, self.workers.size)
@@ -96,7 +96,7 @@ class Rollouts:
     def publish(self, version: int) -> None:
         """Sync the policy's current weights to the engines, as `version`."""
         if self.publication is None:
-            self.workers.call("publish", version)
+            self.workers.call("set_weights", version)
         else:
             self.publication.send(version)
 

@@ -353,6 +353,11 @@ IDLE: tuple[Idle, ...] = (
         ("rollout.vllm.executor",),
     ),
     (
+        "weights are synced between rounds, when no request runs",
+        lambda *_: True,
+        ("rollout.native.on_new_weights",),
+    ),
+    (
         "weights sent to other processes are always verified by fingerprints on arrival",
         lambda config, plan: config.rollout.engine != "native" or not _is_in_process(config, plan),
         ("rollout.check_weights", "rollout.check_weights_dir"),

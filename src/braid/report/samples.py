@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from braid.types import EnvSteps, Group, Prompt, Row, Segment, Status, Trajectory, Turn
+from braid.types import EnvSteps, Group, PolicyVersion, Prompt, Row, Segment, Status, Trajectory, Turn
 
 from .files import to_json, write_atomically
 
@@ -168,9 +168,12 @@ def _turn(record: dict[str, Any]) -> Turn:
     texts = ("context_text", "output_text")
     turn = Turn(**{name: value for name, value in record.items() if name not in texts})
     turn.logprobs = [_number(x) for x in turn.logprobs]
-    if isinstance(turn.policy_version, list):
-        turn.policy_version = tuple((version, num) for version, num in turn.policy_version)
+    turn.policy_version = _version(record["policy_version"])
     return turn
+
+
+def _version(value: int | list[list[int]]) -> PolicyVersion:
+    return value if isinstance(value, int) else tuple((version, num) for version, num in value)
 
 
 def _env_steps(record: dict[str, Any]) -> EnvSteps:
@@ -181,7 +184,7 @@ def _env_steps(record: dict[str, Any]) -> EnvSteps:
         actions=actions if actions.dtype.kind == "i" else np.array(record["actions"], np.float32),
         logprobs=np.array(record["logprobs"], np.float32),
         rewards=np.array(record["rewards"], np.float32),
-        policy_version=record["policy_version"],
+        policy_version=_version(record["policy_version"]),
     )
 
 

@@ -8,15 +8,19 @@ status, rewards and lengths. Tokens leave only as rows for training, or as whole
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
-from braid.runtime.loops import Loop
+from braid.runtime.loops import Loop, all_of
 from braid.types import Group, Lengths, Prompt, Row, ShapedReward, Status, Trajectory
 
 from .drivers.base import Driver
+from .engine import Engine
 from .rows import group_rows
 
 Use = Literal["train", "eval"]
@@ -84,16 +88,19 @@ class Collector:
         prompts: Mapping[Use, Sequence[Prompt]],
         drivers: Mapping[Use, Driver],
         greedy: Driver | None,
+        engine: Engine,
         scorer: Scorer,
         *,
         shape: Callable[[Trajectory], ShapedReward] | None,
+        limits: Mapping[Use, int | None] = MappingProxyType({}),
         link: WeightLink | None = None,
     ) -> None:
         """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
-        reward. `shape` computes the reward used for training; None for the reward itself. `link` receives new
-        weights; None if the engine shares the trainer's tensors."""
-        self._prompts, self._drivers, self._greedy = prompts, drivers, greedy
-        self._scorer, self._shape, self._link = scorer, shape, link
+        reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
+        reward itself. `limits` are the numbers of prompts that are sampled at a time. `link` receives new
+        weights; None if the engine reads the trainer's tensors."""
+        self._prompts, self._drivers, self._greedy, self._engine = prompts, drivers, greedy, engine
+        self._scorer, self._shape, self._limits, self._link = scorer, shape, limits, link
         self._loop = Loop()
         self._groups: dict[int, Group] = {}
         self._unscored: list[Group] = []
@@ -101,17 +108,22 @@ class Collector:
     def collect(
         self, use: Use, prompts: Sequence[int], group_size: int, key: tuple[int, ...], numbers: Sequence[int]
     ) -> None:
-        """Sample a group for each of `prompts` (indices into the data of `use`); `key` and `numbers` as in
-        Driver.run. The groups are identified by these numbers from then on."""
+        """Sample a group for each of `prompts` (indices into the data of `use`); the random
+        numbers of each depend only on `key` and its number, which identifies the group from then on."""
         drawn = [self._prompts[use][i] for i in prompts]
-        groups = self._loop.run(self._drivers[use].run(drawn, group_size, key=key, numbers=numbers))
-        if use == "train" and self._greedy is not None:
-            answers = self._loop.run(self._greedy.run(drawn, 1, key=key, numbers=numbers))
-            for group, answer in zip(groups, answers, strict=True):
-                (group.greedy,) = answer.trajectories
-        for number, group in zip(numbers, groups, strict=True):
+        limit = self._limits.get(use)
+        places = asyncio.Semaphore(len(drawn) if limit is None else limit)
+
+        async def sample(prompt: Prompt, number: int) -> Group:
+            async with places:
+                group = await self._drivers[use].group(prompt, group_size, (*key, number))
+                if use == "train" and self._greedy is not None:
+                    (group.greedy,) = (await self._greedy.group(prompt, 1, (*key, number))).trajectories
             group.number = number
-            self._groups[number] = group
+            return group
+
+        groups = self._loop.run(all_of(map(sample, drawn, numbers)))
+        self._groups |= zip(numbers, groups, strict=True)
         self._unscored += groups
 
     def score(self, use: Use) -> tuple[list[GroupFacts], Metrics]:
@@ -140,45 +152,39 @@ class Collector:
         """Drop all groups."""
         self._groups, self._unscored = {}, []
 
-    def publish(self, version: int) -> None:
-        """Sample from the policy's current weights from now on, as `version`."""
-        for driver in self._all_drivers():
-            driver.publish(version)
+    def set_weights(self, version: int, ticket: Mapping[str, Any] | None = None) -> None:
+        """See Engine.set_weights. The weights come from the sender of `ticket`; without one they are those that
+        the engine has received already, or the trainer's own tensors."""
+        load = None
+        if ticket is not None:
+            assert self._link is not None, "the engine reads the trainer's own weights"
+            load = partial(self._link.take, version, ticket)
+        self._loop.run(self._engine.set_weights(version, load=load))
 
     def receivers(self) -> Sequence[str]:
         """See WeightLink.names."""
         assert self._link is not None, "the engine reads the trainer's own weights"
         return self._link.names
 
-    def take_weights(self, version: int, ticket: Mapping[str, Any]) -> None:
-        """Receive weights from the sender of `ticket` and sample from them, as `version`."""
-        assert self._link is not None, "the engine reads the trainer's own weights"
-        self._link.take(version, ticket)
-        self.publish(version)
-
     def cache_bytes(self) -> int:
-        """Bytes of the engine's key/value cache in this process."""
-        return self._drivers["train"].cache_bytes
+        """See Engine."""
+        return self._engine.cache_bytes
 
     def sleep(self) -> None:
-        """Free the device memory that the engine does not need until `wake`."""
-        self._drivers["train"].sleep()
+        """See Engine."""
+        self._engine.sleep()
 
     def wake(self) -> None:
-        """Prepare for sampling and scoring."""
-        self._drivers["train"].wake()
+        """See Engine."""
+        self._engine.wake()
 
     def close(self) -> None:
         """Stop the engine, the environments, and the scorer's processes."""
-        for driver in self._all_drivers():
-            driver.close()
+        self._engine.close()
         if self._link is not None:
             self._link.close()
         self._scorer.close()
         self._loop.close()
-
-    def _all_drivers(self) -> list[Driver]:
-        return [*self._drivers.values(), *([] if self._greedy is None else [self._greedy])]
 
 
 def _facts_of(group: Group) -> GroupFacts:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from .random import stream
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+NewWeights = Literal["drain", "interrupt"]
+"""When an engine switches to new weights. drain: after the running requests; later ones wait. interrupt: at
+once; running requests continue with the new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +65,23 @@ class Completion:
     end_s: float
 
 
-class RolloutEngine(Protocol):
-    """Samples completions. Cancelling the task that awaits `generate` frees the request's slot at once.
-
-    Every failure is raised as EngineError: a request that fails or times out has no completion.
-    """
+class Engine(Protocol):
+    """What samples from the policy's weights."""
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the engine's key/value cache in this process."""
         ...
 
-    async def generate(self, request: Request) -> Completion: ...
+    async def set_weights(
+        self, version: int, when: NewWeights = "drain", load: Callable[[], object] | None = None
+    ) -> None:
+        """Sample with new weights from now on, as `version`; returns once that is so. `load` brings the
+        weights to the engine. It is called in a thread, while nothing is sampled. Without it the engine reads
+        the trainer's tensors, which must not change until this returns.
 
-    def publish(self, version: int) -> None:
-        """Sample with the policy's current weights from now on, as `version`. An engine that does not share
-        the trainer's tensors must have received them before. Not while requests run."""
+        If `load` fails, its error is raised, running requests fail, and further ones are refused until a call
+        succeeds. Calls take effect in order. Cancelling a call that waits has no effect on requests."""
         ...
 
     def sleep(self) -> None:
@@ -89,6 +96,15 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Fail pending requests and stop child processes. Idempotent."""
         ...
+
+
+class RolloutEngine(Engine, Protocol):
+    """Samples completions. Cancelling the task that awaits `generate` frees the request's slot at once.
+
+    Every failure is raised as EngineError: a request that fails or times out has no completion.
+    """
+
+    async def generate(self, request: Request) -> Completion: ...
 
 
 class PublishedEngine(RolloutEngine, Protocol):
@@ -121,6 +137,12 @@ def check_request(request: Request, *, longest: int, key: str) -> None:
             f"positions; raise {key} if the model allows more, or lower rollout.sampling.max_new_tokens or "
             "data.max_prompt_tokens"
         )
+
+
+def version_runs(versions: Sequence[int]) -> PolicyVersion:
+    """The versions of all tokens in compact form."""
+    runs = tuple((version, sum(1 for _ in same)) for version, same in groupby(versions))
+    return runs[0][0] if len(runs) == 1 else runs
 
 
 def seed_of(key: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.types import EnvSteps, Group, Row, Status, Trajectory, Turn
+from braid.types import EnvSteps, Group, PolicyVersion, Row, Status, Trajectory, Turn
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
@@ -71,7 +71,7 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = [x for t in turns for x in t.logprobs]
     versions = np.zeros(len(mask), np.int32)
-    versions[mask] = np.concatenate([_versions(t) for t in turns])
+    versions[mask] = np.concatenate([_versions(t.policy_version, len(t.output_ids)) for t in turns])
     input_ids = np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)
     fields = {"behavior_logprobs": logprobs, "rewards": rewards}
     return Row(
@@ -86,11 +86,11 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
     )
 
 
-def _versions(turn: Turn) -> NDArray[np.int32]:
-    """The policy version of each of the turn's tokens."""
-    if isinstance(turn.policy_version, int):
-        return np.full(len(turn.output_ids), turn.policy_version, np.int32)
-    versions, lengths = np.array(turn.policy_version, np.int32).T
+def _versions(version: PolicyVersion, num: int) -> NDArray[np.int32]:
+    """The policy version of each of `num` tokens or env steps."""
+    if isinstance(version, int):
+        return np.full(num, version, np.int32)
+    versions, lengths = np.array(version, np.int32).T
     return np.repeat(versions, lengths)
 
 
@@ -108,7 +108,7 @@ def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
         observations={"state": steps.observations},
         fields={"behavior_logprobs": _padded(steps.logprobs), "rewards": _padded(steps.rewards)},
         decision=decision,
-        policy_versions=np.where(decision >= 0, np.int32(steps.policy_version), np.int32(0)),
+        policy_versions=_padded(_versions(steps.policy_version, len(steps.actions))),
     )
 
 

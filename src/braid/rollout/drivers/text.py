@@ -8,10 +8,9 @@ not depend on what else is in the batch.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +19,7 @@ from braid.envs.text.base import Reply, TextEnv
 from braid.errors import EngineError, EnvError
 from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.runtime.loops import all_of
 from braid.types import Group, Prompt, Segment, Status, Trajectory, Turn
 
 
@@ -51,55 +51,12 @@ class TextDriver:
         self._retries = retries
         self._max_context_tokens = max_context_tokens
 
-    async def run(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        *,
-        key: tuple[int, ...],
-        numbers: Sequence[int] | None = None,
-    ) -> list[Group]:
-        """See Driver; groups are in the order of `prompts`, whichever finishes first.
-
-        Failures of environments and of the engine (EngineError) become statuses; other exceptions are raised
-        after the running requests have been cancelled.
-        """
-        places = range(len(prompts)) if numbers is None else numbers
-        tasks = [
-            asyncio.create_task(self._trajectory(prompt, sample, (self._seed, *key, number, sample)))
-            for number, prompt in zip(places, prompts, strict=True)
-            for sample in range(group_size)
-        ]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [
-            Group(prompt, done[number * group_size : (number + 1) * group_size])
-            for number, prompt in enumerate(prompts)
-        ]
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the engine's key/value cache in this process."""
-        return self._engine.cache_bytes
-
-    def publish(self, version: int) -> None:
-        """Sample from the policy's current weights from now on, as `version`."""
-        self._engine.publish(version)
-
-    def sleep(self) -> None:
+    async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
         """See Driver."""
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        """See Driver."""
-        self._engine.wake()
-
-    def close(self) -> None:
-        self._engine.close()
+        samples = range(group_size)
+        return Group(
+            prompt, await all_of(self._trajectory(prompt, i, (self._seed, *key, i)) for i in samples)
+        )
 
     async def _trajectory(self, prompt: Prompt, sample: int, key: tuple[int, ...]) -> Trajectory:
         trajectory = Trajectory(prompt, sample)

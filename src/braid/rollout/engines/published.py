@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from braid.errors import EngineError
-from braid.rollout.engine import PublishedEngine
+from braid.rollout.engine import NewWeights, PublishedEngine
 from braid.weights.sender import open_sender
 from braid.weights.sending import Sender, SendOptions
 
@@ -77,8 +78,15 @@ class RemoteEngine(PublishedEngine):
             self._regain(self._gone)
             self._gone = ()
 
-    def publish(self, version: int) -> None:
+    async def set_weights(
+        self,
+        version: int,
+        when: NewWeights = "drain",  # noqa: ARG002
+        load: Callable[[], object] | None = None,
+    ) -> None:
         """See RolloutEngine. Raises EngineError unless `version` has been received."""
+        if load is not None:
+            await asyncio.to_thread(load)
         if version != self._version:
             raise EngineError(f"{self.name} has version {self._version} of the weights, not {version}")
 

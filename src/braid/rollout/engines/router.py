@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, Request
+from braid.rollout.engine import Completion, NewWeights, Request
 from braid.weights.sender import open_sender
 from braid.weights.sending import Sender
 
@@ -71,10 +72,14 @@ class Router:
         self._failures[home.engine] = 0
         return completion
 
-    def publish(self, version: int) -> None:
+    async def set_weights(
+        self, version: int, when: NewWeights = "drain", load: Callable[[], object] | None = None
+    ) -> None:
         """See RolloutEngine."""
+        if load is not None:
+            await asyncio.to_thread(load)
         for engine in self.engines:
-            engine.publish(version)
+            await engine.set_weights(version, when)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See PublishedEngine; the weights are read once and sent to all engines in parallel."""

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, Request
+from braid.rollout.engine import Completion, Request, version_runs
+from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
 
 from .cache import KVCache, PrefillAttention, padded_prompt, padded_rows
@@ -58,7 +59,7 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A pending request. `slot` is -1 while it waits."""
+    """A pending request. `slot` is -1 while it waits. `versions` has the policy version of each token."""
 
     request: Request
     future: asyncio.Future[Completion]
@@ -67,20 +68,26 @@ class _Sequence:
     slot: int = -1
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     @property
-    def padded_prompt(self) -> int:
-        return padded_prompt(len(self.request.prompt_ids))
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens to prefill: the prompt, and those sampled before the cache was dropped."""
+        return (*self.request.prompt_ids, *self.token_ids) if self.token_ids else self.request.prompt_ids
+
+    @property
+    def padded_prefix(self) -> int:
+        return padded_prompt(len(self.request.prompt_ids) + len(self.token_ids))
 
     @property
     def longest(self) -> int:
         return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
 
-class NativeEngine:
+class NativeEngine(SteppedEngine):
     """Samples completions with the trainer's module; see rollout.engine.RolloutEngine for the contract."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         lm: LanguageModel,
         *,
@@ -91,16 +98,22 @@ class NativeEngine:
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         cuda_graphs: bool = True,
         max_length: int | None = None,
+        on_new_weights: Literal["keep_cache", "recompute"] = "keep_cache",
+        owns_weights: bool = False,
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
 
-        With a `dtype` other than that of the weights, the engine keeps a copy of the weights, updated by
-        `publish`.
+        With `owns_weights`, or a `dtype` other than that of the weights, the engine keeps a copy of the
+        weights, updated by `set_weights`. `on_new_weights` says what becomes of the cache of sequences that
+        continue with new weights.
         """
+        super().__init__()
         self._source = lm
         weight = next(lm.model.parameters())
-        is_shared = dtype == "auto" or _DTYPES[dtype] == weight.dtype
-        self._lm = lm if is_shared else _cast_copy(lm, _DTYPES[dtype])
+        dtype_ = weight.dtype if dtype == "auto" else _DTYPES[dtype]
+        is_shared = dtype_ == weight.dtype and not owns_weights
+        self._lm = lm if is_shared else _cast_copy(lm, dtype_)
+        self._recomputes = on_new_weights == "recompute"
         self._device = weight.device
         self._max_running, self._kv_budget_tokens = max_running, kv_budget_tokens
         self._prefill_tokens, self._max_length = prefill_tokens, max_length
@@ -115,10 +128,13 @@ class NativeEngine:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._held_steps = 0
-        self._stepper: asyncio.Task[None] | None = None
-        self._version = 0
-        self._is_closed = self._is_asleep = False
+        self._is_asleep = False
         self.counters = Counters()
+
+    @property
+    def num_pending(self) -> int:
+        """See SteppedEngine."""
+        return len(self._waiting) + len(self._running)
 
     @property
     def num_running(self) -> int:
@@ -130,7 +146,7 @@ class NativeEngine:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine uses the trainer's tensors rather than a copy."""
+        """See SteppedEngine."""
         return self._lm is self._source
 
     @property
@@ -145,28 +161,17 @@ class NativeEngine:
         end_tokens = frozenset(request.sampling.stop_token_ids)
         sequence = _Sequence(request, future, time.time(), end_tokens)
         self._waiting.append(sequence)
-        if self._stepper is None or self._stepper.done():
-            self._stepper = asyncio.create_task(self._run())
+        self._start_stepping()
         try:
             return await future
         except asyncio.CancelledError:
             self._drop(sequence)
             raise
 
-    def publish(self, version: int) -> None:
-        """See RolloutEngine. Copies nothing if the engine shares the trainer's tensors."""
-        if self._waiting or self._running:
-            pending = len(self._waiting) + len(self._running)
-            raise EngineError(f"cannot sync version {version} while {pending} requests run; await them first")
-        self._version = version
-        if self._lm is not self._source:
-            _copy_weights(self._source, self._lm)
-
     def sleep(self) -> None:
         """See RolloutEngine. Frees the cache; the next request allocates it again."""
-        if self._waiting or self._running:
-            pending = len(self._waiting) + len(self._running)
-            raise EngineError(f"cannot sleep while {pending} requests run; await them first")
+        if self.num_pending:
+            raise EngineError(f"cannot sleep while {self.num_pending} requests run; await them first")
         self._is_asleep = True
         self._cache.free()
         if self._device.type == "cuda":
@@ -183,18 +188,17 @@ class NativeEngine:
     def close(self) -> None:
         """Fail all pending requests and free the cache."""
         self._is_closed = True
-        if self._stepper is not None:
-            self._stepper.cancel()
+        self._stop_stepping()
         self._abandon("the engine was closed")
         self._cache.free()
 
     def _check(self, request: Request) -> None:
         """Raise EngineError for a request that can never run, instead of queueing it forever."""
         sampling, prompt = request.sampling, request.prompt_ids
-        if self._is_closed:
-            raise EngineError("the engine is closed; create a new one")
+        self._check_usable()
         if self._is_asleep:
             raise EngineError("the engine is asleep; call wake() first")
+        self._current_version()
         if not prompt or min(prompt) < 0 or max(prompt) >= self._lm.vocab_size:
             what = f"a token id outside 0..{self._lm.vocab_size - 1}" if prompt else "no token"
             raise EngineError(f"the prompt has {what}; use the model's tokenizer")
@@ -213,23 +217,31 @@ class NativeEngine:
                 "lower rollout.sampling.max_new_tokens"
             )
 
-    async def _run(self) -> None:
-        """Step until no request is pending. An error fails all pending requests; the engine remains
-        usable."""
-        try:
-            while self._waiting or self._running:
-                await asyncio.sleep(0)
-                self._step()
-        except Exception as error:  # any error of the model must reach the waiting callers
-            self._abandon(f"the engine failed with {len(self._running)} running sequences: {error!r}", error)
-        finally:
-            self._abandon("the engine's task was cancelled")
+    @property
+    def _has_begun(self) -> bool:
+        """See SteppedEngine. A request that has begun may have returned to the queue."""
+        return bool(self._running or (self._waiting and self._waiting[0].token_ids))
+
+    def _copy_weights(self) -> None:
+        _copy_weights(self._source, self._lm)
+
+    def _drop_stale(self) -> None:
+        """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue."""
+        if self._recomputes:
+            for sequence in self._running:
+                sequence.slot = -1
+            self._waiting.extendleft(reversed(self._running))
+            self._running.clear()
 
     @torch.inference_mode()
     def _step(self) -> None:
         start = time.perf_counter()
         if admitted := self._admit():
-            self._prefill(admitted)
+            try:
+                self._prefill(admitted)
+            except Exception:
+                self._waiting.extend(s for s in admitted if s.slot < 0)  # to fail with the others
+                raise
         if self._running:
             self._decode()
         self.counters.steps += 1
@@ -237,10 +249,12 @@ class NativeEngine:
 
     def _admit(self) -> list[_Sequence]:
         """Take requests from the queue, in order, that fit beside the running sequences at their maximum
-        lengths."""
+        lengths. New ones wait for pending weights."""
         num, count = len(self._running), 0
         longest = max((s.longest for s in self._running), default=0)
         for sequence in self._waiting:
+            if self._is_draining and not sequence.token_ids:
+                break
             if not self._cache.fits(num + count + 1, max(longest, sequence.longest)):
                 break
             longest, count = max(longest, sequence.longest), count + 1
@@ -254,36 +268,36 @@ class NativeEngine:
         return [self._waiting.popleft() for _ in range(count)]
 
     def _prefill(self, admitted: Sequence[_Sequence]) -> None:
-        """Prefill the distinct prompts, shortest first, in packs of up to `prefill_tokens`."""
+        """Prefill the distinct prefixes, shortest first, in packs of up to `prefill_tokens`."""
         groups: dict[tuple[int, ...], list[_Sequence]] = {}
         for sequence in admitted:
-            groups.setdefault(sequence.request.prompt_ids, []).append(sequence)
+            groups.setdefault(sequence.prefix, []).append(sequence)
         pack: list[list[_Sequence]] = []
         num_tokens = 0
-        for group in sorted(groups.values(), key=lambda g: g[0].padded_prompt):
-            if pack and num_tokens + group[0].padded_prompt > self._prefill_tokens:
+        for group in sorted(groups.values(), key=lambda g: g[0].padded_prefix):
+            if pack and num_tokens + group[0].padded_prefix > self._prefill_tokens:
                 self._prefill_pack(pack)
                 pack, num_tokens = [], 0
             pack.append(group)
-            num_tokens += group[0].padded_prompt
+            num_tokens += group[0].padded_prefix
         self._prefill_pack(pack)
 
     def _prefill_pack(self, pack: Sequence[Sequence[_Sequence]]) -> None:
-        """Prefill one prompt per group and sample the first token of each member."""
+        """Prefill one prefix per group and sample the next token of each member."""
         first = len(self._running)
         tokens: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
         for group in pack:
-            prompt, width = group[0].request.prompt_ids, group[0].padded_prompt
-            ends += [len(tokens) + len(prompt) - 1] * len(group)
-            padding = [0] * (width - len(prompt))
-            tokens += [*prompt, *padding]
-            positions += [*range(len(prompt)), *padding]
+            prefix, width = group[0].prefix, group[0].padded_prefix
+            ends += [len(tokens) + len(prefix) - 1] * len(group)
+            padding = [0] * (width - len(prefix))
+            tokens += [*prefix, *padding]
+            positions += [*range(len(prefix)), *padding]
             for sequence in group:
                 self._start(sequence)
-            self.counters.prefilled_tokens += len(prompt)
-        attention = PrefillAttention(self._cache, first, [(g[0].padded_prompt, len(g)) for g in pack])
+            self.counters.prefilled_tokens += len(prefix)
+        attention = PrefillAttention(self._cache, first, [(g[0].padded_prefix, len(g)) for g in pack])
         hidden = self._lm.hidden(self._to_device(tokens), self._to_device(positions), attention)
         num = len(ends)
         ends += ends[:1] * (padded_rows(num) - num)
@@ -291,10 +305,10 @@ class NativeEngine:
         self._take(logits[:num], first)
 
     def _start(self, sequence: _Sequence) -> None:
-        """Assign the next slot to a sequence. Its next input is at the position after the prompt."""
-        slot, request = len(self._running), sequence.request
-        self._sampler.put(slot, request.sampling, request.key, request.prompt_ids)
-        self._positions[slot] = len(request.prompt_ids)
+        """Assign the next slot to a sequence. Its next input is at the position after the prefix."""
+        slot, request, prefix = len(self._running), sequence.request, sequence.prefix
+        self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
+        self._positions[slot] = len(prefix)
         sequence.slot = slot
         self._running.append(sequence)
 
@@ -315,10 +329,12 @@ class NativeEngine:
         tokens, logprobs = self._sampler.sample(logits, first)
         self._tokens[first : first + len(tokens)] = tokens
         self.counters.decoded_tokens += len(tokens)
+        version = self._current_version()
         done: list[_Sequence] = []
         for sequence, token, logprob in zip(self._running[first:], tokens, logprobs, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
+            sequence.versions.append(version)
             if not math.isfinite(logprob):
                 self._fail(sequence)
             elif reason := self._reason_to_stop(sequence):
@@ -343,10 +359,14 @@ class NativeEngine:
 
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
         if not sequence.future.done():
-            end = time.time()
             sequence.future.set_result(
                 Completion(
-                    sequence.token_ids, sequence.logprobs, reason, self._version, sequence.start_s, end
+                    sequence.token_ids,
+                    sequence.logprobs,
+                    reason,
+                    version_runs(sequence.versions),
+                    sequence.start_s,
+                    time.time(),
                 )
             )
 

@@ -43,22 +43,30 @@ class Sampler:
         self._end_tokens: list[tuple[int, ...]] = [()] * slots
         self._seen: Tensor | None = None
 
-    def put(self, slot: int, sampling: Sampling, key: tuple[int, ...], prompt_ids: tuple[int, ...]) -> None:
-        """Begin a sequence in `slot`."""
+    def put(
+        self,
+        slot: int,
+        sampling: Sampling,
+        key: tuple[int, ...],
+        prefix_ids: tuple[int, ...],
+        num_tokens: int = 0,
+    ) -> None:
+        """Begin a sequence in `slot`, or continue one that has `num_tokens` sampled tokens at the end of
+        `prefix_ids`."""
         row = self._settings[slot]
         row["temperature"], row["is_greedy"] = sampling.temperature, sampling.greedy
         row["top_p"] = 1.0 if sampling.greedy else sampling.top_p
         row["top_k"] = 0 if sampling.greedy or sampling.top_k >= self._vocab_size else sampling.top_k
         row["min_p"] = 0.0 if sampling.greedy else sampling.min_p
         row["penalty"], row["min_tokens"] = sampling.repetition_penalty, sampling.min_new_tokens
-        row["num_tokens"], row["stream"] = 0, stream(key)
+        row["num_tokens"], row["stream"] = num_tokens, stream(key)
         self._end_tokens[slot] = sampling.stop_token_ids
         if sampling.repetition_penalty != 1.0:
             if self._seen is None:
                 shape = (len(self._settings), self._vocab_size)
                 self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
             self._seen[slot] = False
-            self._seen[slot, list(prompt_ids)] = True
+            self._seen[slot, list(prefix_ids)] = True
 
     def move(self, source: int, target: int) -> None:
         """Copy the state of slot `source` to slot `target`."""

@@ -1,0 +1,260 @@
+"""Plays episodes of a simulator with the policy.
+
+Whole episodes, as many at a time as the simulator has slots, in lock step; a free slot starts the next waiting
+episode, whichever group it belongs to. An episode's reset state depends only on its prompt's number, and the
+random numbers of an action only on episode and env step, so results depend neither on the number of slots nor
+on which episodes ran side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from braid.envs.simulators.base import Simulator, Tick
+from braid.errors import EngineError
+from braid.rollout.engine import version_runs
+from braid.rollout.random import absorb, stream, unit_interval
+from braid.types import EnvSteps, Prompt, Status, Trajectory
+
+from .stepped import SteppedEngine
+
+
+class ActingPolicy(Protocol):
+    """A policy as the engine needs it (such as models.mlp.MlpPolicy)."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def num_uniforms(self) -> int: ...
+
+    def act(
+        self, observations: NDArray[np.float32], uniforms: NDArray[np.float64] | None
+    ) -> tuple[NDArray, NDArray[np.float32]]: ...
+
+
+class SimulatorEngine(SteppedEngine):
+    """See rollout.engine.Engine for the contract."""
+
+    def __init__(
+        self, simulator: Simulator, policy: ActingPolicy, *, retries: int, owns_weights: bool = False
+    ) -> None:
+        """An episode whose environment fails is restarted up to `retries` times, with other actions, then left
+        invalid. With `owns_weights` the engine keeps a copy of the policy, updated by `set_weights`."""
+        super().__init__()
+        self._simulator = simulator
+        self._source = policy
+        self._policy = copy.deepcopy(policy) if owns_weights else policy
+        self._retries = retries
+        self._waiting: deque[Episode] = deque()
+        self._running: dict[int, Episode] = {}
+
+    async def play(self, episode: Episode) -> Trajectory:
+        """Play an episode to its end. Cancelling the task that awaits this frees its slot. Raises EngineError
+        if the policy fails."""
+        self._check_usable()
+        self._current_version()
+        episode.future = asyncio.get_running_loop().create_future()
+        self._waiting.append(episode)
+        self._start_stepping()
+        try:
+            await episode.future
+        except asyncio.CancelledError:
+            self._waiting = deque(e for e in self._waiting if e is not episode)
+            self._running = {slot: e for slot, e in self._running.items() if e is not episode}
+            raise
+        return episode.trajectory()
+
+    @property
+    def shares_weights(self) -> bool:
+        """See SteppedEngine."""
+        return self._policy is self._source
+
+    @property
+    def num_pending(self) -> int:
+        """See SteppedEngine."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def cache_bytes(self) -> int:
+        """A simulator's policy has no cache."""
+        return 0
+
+    def sleep(self) -> None:
+        """A simulator's policy has no memory to free."""
+
+    def wake(self) -> None:
+        """See `sleep`."""
+
+    def close(self) -> None:
+        """Fail all pending episodes and close the simulator."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._stop_stepping()
+            self._abandon("the engine was closed")
+            self._simulator.close()
+
+    @property
+    def _has_begun(self) -> bool:
+        """See SteppedEngine. An episode that starts over has begun."""
+        return bool(self._running or (self._waiting and self._waiting[0].attempt))
+
+    def _step(self) -> None:
+        """Start an episode in each free slot; then one action and one env step for every running episode."""
+        self._start()
+        if self._running:
+            self._act()
+
+    def _copy_weights(self) -> None:
+        self._policy.module.load_state_dict(self._source.module.state_dict())
+
+    def _abandon(self, reason: str, cause: Exception | None = None) -> None:
+        """See SteppedEngine. An EngineError is raised as it is."""
+        pending = [*self._running.values(), *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        for episode in pending:
+            if not episode.future.done():
+                error = cause if isinstance(cause, EngineError) else EngineError(reason)
+                error.__cause__ = cause
+                episode.future.set_exception(error)
+
+    def _start(self) -> None:
+        started: dict[int, Episode] = {}
+        for slot in range(self._simulator.num_envs):
+            is_next = self._waiting and (self._waiting[0].attempt or not self._is_draining)
+            if slot not in self._running and is_next:
+                started[slot] = self._running[slot] = self._waiting.popleft()
+        if not started:
+            return
+        tick = self._simulator.reset({slot: episode.reset_seed for slot, episode in started.items()})
+        self._drop_failed(tick)
+        for slot, episode in started.items():
+            if slot not in tick.failures:
+                episode.observations.append(tick.observations[slot])
+
+    def _act(self) -> None:
+        actions: dict[int, NDArray] = {}
+        logprobs: dict[int, float] = {}
+        for is_greedy in (False, True):
+            running = {slot: e for slot, e in self._running.items() if e.is_greedy is is_greedy}
+            if not running:
+                continue
+            drawn = None if is_greedy else self._uniforms(list(running.values()))
+            observations = np.stack([episode.observations[-1] for episode in running.values()])
+            acts, of_acts = self._policy.act(observations, drawn)
+            if not np.isfinite(of_acts).all():
+                raise EngineError(
+                    f"the policy (version {self._version}) gave an action log-prob that is not finite"
+                )
+            actions |= zip(running, acts, strict=True)
+            logprobs |= zip(running, of_acts, strict=True)
+        tick = self._simulator.step(actions)
+        version = self._current_version()
+        for slot, episode in self._running.items():
+            if slot not in tick.failures:
+                episode.record(actions[slot], logprobs[slot], version, tick, slot)
+        self._drop_failed(tick)
+        for slot, episode in list(self._running.items()):
+            if episode.status is not None:
+                self._end(slot)
+
+    def _uniforms(self, episodes: Sequence[Episode]) -> NDArray[np.float64]:
+        """[running, num_uniforms]"""
+        width = self._policy.num_uniforms
+        states = absorb(
+            np.array([e.random_state() for e in episodes]), np.array([len(e.actions) for e in episodes])
+        )
+        states = absorb(np.repeat(states, width), np.tile(np.arange(width), len(episodes)))
+        return unit_interval(states).reshape(len(episodes), width)
+
+    def _drop_failed(self, tick: Tick) -> None:
+        for slot, reason in tick.failures.items():
+            episode = self._running[slot]
+            if episode.attempt < self._retries:
+                episode.restart()
+                self._waiting.appendleft(self._running.pop(slot))
+            else:
+                episode.status, episode.reason = Status.INVALID, f"environment: {reason}"
+                self._end(slot)
+
+    def _end(self, slot: int) -> None:
+        episode = self._running.pop(slot)
+        if not episode.future.done():
+            episode.future.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """An episode and its record so far. `key` is (seed, *key of the call, number of the prompt). With
+    `is_greedy` the policy takes its most probable action."""
+
+    prompt: Prompt
+    sample: int
+    key: tuple[int, ...]
+    is_greedy: bool
+    attempt: int = 0
+    status: Status | None = None
+    reason: str = ""
+    observations: list[NDArray[np.float32]] = field(default_factory=list)
+    actions: list[NDArray] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    future: asyncio.Future[None] = field(init=False)
+    _random_state: np.uint64 | None = None
+
+    @property
+    def reset_seed(self) -> int:
+        """The same for all episodes of a group, in [0, 2^32)."""
+        return int(np.random.SeedSequence(self.key).generate_state(1)[0])
+
+    def random_state(self) -> np.uint64:
+        """Base of the random numbers of this attempt's env steps."""
+        if self._random_state is None:
+            self._random_state = stream((*self.key, self.sample, self.attempt))
+        return self._random_state
+
+    def restart(self) -> None:
+        """Start over; the next attempt samples other actions."""
+        self.attempt += 1
+        self._random_state = None
+        for record in (self.observations, self.actions, self.logprobs, self.rewards, self.versions):
+            record.clear()
+
+    def record(self, action: NDArray, logprob: float, version: int, tick: Tick, slot: int) -> None:
+        """Record the env step of `slot`."""
+        self.actions.append(action)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        self.rewards.append(tick.rewards[slot])
+        self.observations.append(tick.observations[slot])
+        if tick.is_terminated[slot]:
+            self.status = Status.FINISHED
+        elif tick.is_truncated[slot]:
+            self.status = Status.TRUNCATED
+
+    def trajectory(self) -> Trajectory:
+        assert self.status is not None, "the episode is over"
+        trajectory = Trajectory(self.prompt, self.sample, self.status, attempts=self.attempt + 1)
+        if self.status is Status.INVALID:
+            trajectory.invalidate(self.reason)
+            return trajectory
+        trajectory.env_steps = EnvSteps(
+            observations=np.stack(self.observations),
+            actions=np.stack(self.actions),
+            logprobs=np.array(self.logprobs, np.float32),
+            rewards=np.array(self.rewards, np.float32),
+            policy_version=version_runs(self.versions),
+        )
+        trajectory.reward = float(np.sum(self.rewards, dtype=np.float64))
+        return trajectory

@@ -1,0 +1,22 @@
+"""Groups that a driver samples side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from braid.rollout.drivers.base import Driver
+from braid.runtime.loops import all_of
+from braid.types import Group, Prompt
+
+
+async def groups_of(
+    driver: Driver, prompts: Sequence[Prompt], group_size: int = 1, key: tuple[int, ...] = (0, 0)
+) -> list[Group]:
+    return await all_of(driver.group(p, group_size, (*key, i)) for i, p in enumerate(prompts))
+
+
+def drive(
+    driver: Driver, prompts: Sequence[Prompt], group_size: int = 1, key: tuple[int, ...] = (0, 0)
+) -> list[Group]:
+    return asyncio.run(groups_of(driver, prompts, group_size, key))
