@@ -34,7 +34,7 @@ HEAVY = (
         "braid.config.schema",
         "braid.config.load",
         "braid.plan",
-        "braid.dialects.load",
+        "braid_dialects.load",
         "braid.report.metrics",
     ],
 )
@@ -42,6 +42,18 @@ def test_a_light_module_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_only_a_foreign_config_loads_the_dialects(*, is_foreign: bool) -> None:
+    native = Path(__file__).parents[2] / "examples/quickstart.yaml"
+    config = SEEDS / "roll-rlvr-002.yaml" if is_foreign else native
+    code = (
+        "import sys; from braid.cli.main import main; code = main(['show', sys.argv[1]]); "
+        "print('braid_dialects' in sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, check=True)
+    assert done.stderr.split()[-1] == str(is_foreign)
 
 
 @pytest.mark.slow

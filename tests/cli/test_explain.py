@@ -16,9 +16,9 @@ from braid.cli.explain import print_key, print_ledger
 from braid.cli.main import main
 from braid.config.load import load_config
 from braid.config.model import BuildSpec, ModelConfig
-from braid.dialects.load import read_config
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 from braid.plan import resolve
+from braid_dialects.load import read_config
 
 SEEDS = Path(__file__).parents[1] / "dialects/seeds"
 SKYRL = SEEDS / "skyrl-004.yaml"

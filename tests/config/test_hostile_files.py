@@ -12,9 +12,9 @@ from types import FrameType
 import pytest
 
 from braid.config.load import load_config
-from braid.dialects.load import read_config
 from braid.errors import BraidError, ConfigError
 from braid.plan import resolve
+from braid_dialects.load import read_config
 
 MAX_CPU_S = 2.0
 """Limit of CPU time per file, to detect hangs; reading takes less than a hundredth of it."""

@@ -12,8 +12,8 @@ import pytest
 from braid.cli.main import main
 from braid.config.load import load_config, to_yaml
 from braid.config.secrets import Reference
-from braid.dialects.load import read_config
 from braid.errors import ConfigError
+from braid_dialects.load import read_config
 
 SECRET = "sk-1234-not-for-the-record"
 CONFIG = """\

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from braid.dialects.load import Read, read_config
-from braid.dialects.table import DialectName
+from braid_dialects.load import Read, read_config
+from braid_dialects.table import DialectName
 
 SEEDS = Path(__file__).parent / "seeds"
 ENVIRONMENT = {"HOME": "/home/user", "REPO_PATH": "/opt/rlinf"}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from braid.config.source import Written
-from braid.dialects.compose import compose
-from braid.dialects.load import DIALECTS, read_foreign
+from braid_dialects.compose import compose
+from braid_dialects.load import DIALECTS, read_foreign
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -12,10 +12,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from braid.dialects.devices import DEVICES
-from braid.dialects.load import DIALECTS, read_config, read_foreign
-from braid.dialects.translate import NATIVE, translate
 from braid.errors import BraidError
+from braid_dialects.devices import DEVICES
+from braid_dialects.load import DIALECTS, read_config, read_foreign
+from braid_dialects.translate import NATIVE, translate
 
 from .conftest import ALL_SEEDS, IN_ONE_PROCESS, Reader, Seed, leaves
 

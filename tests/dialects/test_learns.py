@@ -12,7 +12,7 @@ from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.controller import commands
-from braid.dialects.load import read_config
+from braid_dialects.load import read_config
 
 from .conftest import IN_ONE_PROCESS, SEEDS
 

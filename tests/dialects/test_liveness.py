@@ -31,12 +31,12 @@ from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, shape_of
 from braid.config.source import Written, parse_path, place
 from braid.config.train import OptimizerConfig
-from braid.dialects.load import DIALECTS, read_foreign
-from braid.dialects.table import Apply, Rule
-from braid.dialects.translate import translate
-from braid.dialects.values import Takes
 from braid.errors import ConfigError
 from braid.plan import resolve
+from braid_dialects.load import DIALECTS, read_foreign
+from braid_dialects.table import Apply, Rule
+from braid_dialects.translate import translate
+from braid_dialects.values import Takes
 
 from .conftest import ALL_SEEDS, IN_ONE_PROCESS, Reader, Seed
 

@@ -11,12 +11,12 @@ import yaml
 
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of
-from braid.dialects.load import Read, read_config, read_foreign
-from braid.dialects.rlinf import RLINF
-from braid.dialects.table import Apply, Became, Entry, Source
-from braid.dialects.translate import translate
 from braid.errors import ConfigError
 from braid.plan import resolve
+from braid_dialects.load import Read, read_config, read_foreign
+from braid_dialects.rlinf import RLINF
+from braid_dialects.table import Apply, Became, Entry, Source
+from braid_dialects.translate import translate
 
 SEEDS = Path(__file__).parent / "seeds"
 MATH_000 = SEEDS / "rlinf-math-000.yaml"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from braid.dialects.load import read_config
 from braid.errors import ConfigError
+from braid_dialects.load import read_config
 
 SEED = Path(__file__).parent / "seeds" / "rlinf-math-003.yaml"
 EIGHT = "cluster.num_gpus_per_node=8"

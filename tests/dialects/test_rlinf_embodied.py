@@ -9,8 +9,8 @@ import pytest
 
 from braid.config.rollout import LiberoEnv, ManiskillEnv
 from braid.config.schema import RunConfig
-from braid.dialects.load import Read, read_config
 from braid.errors import ConfigError
+from braid_dialects.load import Read, read_config
 
 SEED = Path(__file__).parent / "seeds" / "rlinf-embodied-003.yaml"
 LIBERO = ("env@env.train=libero_10", "env@env.eval=libero_10")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from braid.config.load import Loaded
 from braid.config.reward import ChoiceReward, JudgeReward, RepetitionReward
-from braid.dialects.devices import MAX_DEVICES, parse_devices
-from braid.dialects.load import Read, read_config
-from braid.dialects.roll import NO_MODEL
 from braid.errors import ConfigError
 from braid.plan import resolve
 from braid.plan.placement import format_numbers
 from braid.plan.placement import parse_devices as parse_native
+from braid_dialects.devices import MAX_DEVICES, parse_devices
+from braid_dialects.load import Read, read_config
+from braid_dialects.roll import NO_MODEL
 
 from .conftest import IN_ONE_PROCESS, SEEDS, laid_over
 

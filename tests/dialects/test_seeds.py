@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from braid.dialects.load import DIALECTS, read_foreign
-from braid.dialects.table import Unsupported
-from braid.dialects.translate import NATIVE
 from braid.plan import derive, idle_keys, resolve
 from braid.plan.available import missing_sections
+from braid_dialects.load import DIALECTS, read_foreign
+from braid_dialects.table import Unsupported
+from braid_dialects.translate import NATIVE
 
 from .conftest import ALL_SEEDS, ENVIRONMENT, IN_ONE_PROCESS, TEXT_SEEDS, Reader, Seed, leaves
 

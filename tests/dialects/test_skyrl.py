@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from braid.cli.explain import shown
-from braid.dialects.load import Read, read_config
-from braid.dialects.skyrl import SKYRL
-from braid.dialects.table import Apply
 from braid.errors import ConfigError
+from braid_dialects.load import Read, read_config
+from braid_dialects.skyrl import SKYRL
+from braid_dialects.table import Apply
 
 SEED = Path(__file__).parent / "seeds/skyrl-004.yaml"
 SINGLE = {"backend": "single", "engine": "native"}

@@ -14,8 +14,8 @@ from braid.config.load import DEFAULT, Loaded, leaves, path_text, plain_data, wi
 from braid.config.schema import RunConfig
 from braid.config.shape import shape_of
 from braid.config.source import KeyPath, child, place
-from braid.dialects.load import DIALECTS, Read
-from braid.dialects.translate import DEFAULT_OF, WHOLE
+from braid_dialects.load import DIALECTS, Read
+from braid_dialects.translate import DEFAULT_OF, WHOLE
 
 _COMMENT_COLUMN, _MAX_KEYS = 56, 3
 

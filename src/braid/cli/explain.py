@@ -14,9 +14,9 @@ from rich.text import Text
 from braid.config.explain import show_value
 from braid.config.schema import RunConfig
 from braid.config.shape import allowed, fields_of
-from braid.dialects.load import DIALECTS
-from braid.dialects.table import ABSENT, Apply, Dialect, Entry, Implied, NoEffect, Rule
 from braid.errors import ConfigError, Problem, suggest
+from braid_dialects.load import DIALECTS
+from braid_dialects.table import ABSENT, Apply, Dialect, Entry, Implied, NoEffect, Rule
 
 _STYLES = {
     "applied": "green",

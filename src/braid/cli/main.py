@@ -33,9 +33,9 @@ from braid.runtime.interrupts import NUMBERS, stop_signals
 if TYPE_CHECKING:
     from braid.config.load import Loaded
     from braid.controller.commands import Outcome
-    from braid.dialects.load import Read
-    from braid.dialects.table import DialectName, Entry
     from braid.plan import Verb
+    from braid_dialects.load import Read
+    from braid_dialects.table import DialectName, Entry
 
 OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -188,7 +188,7 @@ def _show(args: argparse.Namespace) -> int:
     from braid.cli import show
     from braid.plan import resolve
 
-    loaded = _read(args).loaded
+    loaded, _ = _read(args)
     verb = args.verb or ("sft" if loaded.config.sft and not loaded.config.data.train else "train")
     plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
     if args.check:
@@ -205,7 +205,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from braid.cli import explain
-    from braid.dialects.load import Refused
+    from braid_dialects.load import Refused
 
     if args.key is not None:
         explain.print_key(args.key)
@@ -214,11 +214,11 @@ def _explain(args: argparse.Namespace) -> int:
         raise ConfigError("pass a config to explain, or --key KEY for a single key")
     args.allow_unsupported = ["*"]
     try:
-        read = _read(args)
+        _, read = _read(args)
     except Refused as refusal:
         _write_ledger(args, refusal.language, refusal.ledger)
         raise
-    if read.language == "native":
+    if read is None:
         raise ConfigError(f"{args.config} is a native config; use: braid show {args.config}")
     _write_ledger(args, read.language, read.ledger)
     return OK
@@ -226,7 +226,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _write_ledger(args: argparse.Namespace, language: DialectName, ledger: Sequence[Entry]) -> None:
     from braid.cli.explain import print_ledger
-    from braid.dialects.load import DIALECTS, ledger_text
+    from braid_dialects.load import DIALECTS, ledger_text
 
     if args.json:
         sys.stdout.write(ledger_text(ledger))
@@ -237,8 +237,8 @@ def _write_ledger(args: argparse.Namespace, language: DialectName, ledger: Seque
 def _convert(args: argparse.Namespace) -> int:
     from braid.cli.convert import native_text
 
-    read = _read(args)
-    if read.language == "native":
+    _, read = _read(args)
+    if read is None:
         raise ConfigError(f"{args.config} is already a native config")
     output = None if args.output is None else Path(args.output)
     text = native_text(read, None if output is None else output.parent)
@@ -272,8 +272,8 @@ def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
     found later can be reported with their origin."""
     from braid.plan import resolve
 
-    read = _read(args)
-    args.loaded, args.language, loaded = read.loaded, read.language, read.loaded
+    loaded, read = _read(args)
+    args.loaded, args.language = loaded, "native" if read is None else read.language
     if verb == "train" and loaded.config.run.eval_only:
         verb = "eval"
     os.environ.update(loaded.config.cluster.variables)  # before the import of torch, which reads some of them
@@ -282,17 +282,21 @@ def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
     return loaded
 
 
-def _read(args: argparse.Namespace) -> Read:
-    from braid.dialects.load import read_config
+def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
+    """The config, and how it was translated if it is another system's. A native config never loads the
+    dialects."""
+    from braid.config.load import load_config
+    from braid.config.schema import RunConfig
+    from braid.config.source import read_file
 
-    return read_config(
-        _config_path(args.config),
-        args.overrides,
-        dialect=args.dialect,
-        backend=args.backend,
-        engine=args.engine,
-        allowed=args.allow_unsupported,
-    )
+    path, chosen = _config_path(args.config), {"backend": args.backend, "engine": args.engine}
+    dialect = args.dialect
+    if dialect == "native" or (dialect is None and set(read_file(path).tree) <= set(RunConfig.model_fields)):
+        return load_config(path, args.overrides, **chosen), None
+    from braid_dialects.load import read_config
+
+    read = read_config(path, args.overrides, dialect=dialect, allowed=args.allow_unsupported, **chosen)
+    return read.loaded, None if read.language == "native" else read
 
 
 def _config_path(text: str) -> Path:

@@ -105,14 +105,21 @@ class Loaded:
         return replace(problem, message=message, origin=problem.origin if origin == DEFAULT else origin)
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
+def load_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    backend: str | None = None,
+    engine: str | None = None,
+) -> Loaded:
     """Read, override, interpolate and validate a config; without a `path`, from overrides only.
 
-    Raises ConfigError with every problem found, each with its origin.
+    `backend` and `engine` take precedence over train.backend and rollout.engine. Raises ConfigError with every problem found, each with its origin.
     """
     file = None if path is None else Path(path)
     written = Written() if file is None else read_file(file)
-    for text in overrides:
+    chosen = {"train.backend": backend, "rollout.engine": engine}
+    for text in (*overrides, *(f"{key}={value}" for key, value in chosen.items() if value is not None)):
         apply_override(written, text)
     written.tree = interpolate(written, lambda tree: _with_defaults(tree, RunConfig))
     return validate(written, file)

@@ -63,9 +63,7 @@ def read_config(
     """
     language = recognise(path) if dialect is None else dialect
     if language == "native":
-        chosen = {"train.backend": backend, "rollout.engine": engine}
-        forced = [f"{key}={value}" for key, value in chosen.items() if value is not None]
-        return Read(load_config(path, [*overrides, *forced]), "native")
+        return Read(load_config(path, overrides, backend=backend, engine=engine), "native")
     translation = translate(
         read_foreign(path, overrides, DIALECTS[language]),
         DIALECTS[language],
