@@ -1,4 +1,4 @@
-"""Conversions shared by all dialects: conditions, value tables, and negation."""
+"""Steps of conversions, shared by all dialects: conditions, value tables, fixed values."""
 
 from __future__ import annotations
 
@@ -7,23 +7,60 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from braid.config.explain import show_value
+
 from .table import Became, Convert, Source, implied, no_effect, unsupported
 
-Idle = Callable[[Source], str]
-"""Reason why a key has no effect in this file; empty if it has one."""
 
-
-def when(*idle: Idle, then: Convert | None = None) -> Convert:
-    """Apply the value, converted by `then` if given, unless a condition in `idle` gives a reason; then the
-    key has no effect, for the first such reason."""
+def unless(test: Callable[[Source], Any], why: str | Callable[[Source], str]) -> Convert:
+    """No effect in a file for which `test` holds."""
 
     def convert(value: Any, source: Source) -> Any:
-        why = next((reason for condition in idle if (reason := condition(source))), "")
-        if why:
-            return no_effect(why)
-        return value if then is None else then(value, source)
+        return no_effect(why if isinstance(why, str) else why(source)) if test(source) else value
 
     return convert
+
+
+def needs(key: str, *values: Any) -> Convert:
+    """No effect unless another key is on (or has one of `values`)."""
+
+    def convert(value: Any, source: Source) -> Any:
+        now = source[key]
+        is_on = now in values if values else now
+        return value if is_on else no_effect(f"{key.lstrip('.')} is {_shown(now)}")
+
+    return convert
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else value if isinstance(value, str) else show_value(value)
+
+
+def overridden(*keys: str) -> Convert:
+    """No effect where the file has one of other keys."""
+
+    def convert(value: Any, source: Source) -> Any:
+        found = next((key for key in keys if source.has(key)), None)
+        return value if found is None else no_effect(f"overridden by {found}")
+
+    return convert
+
+
+def of_engine(*names: str) -> Convert:
+    """No effect unless the rollout engine is one of `names`."""
+    return _only_of("engine", names)
+
+
+def of_backend(*names: str) -> Convert:
+    """No effect unless the training backend is one of `names`."""
+    return _only_of("backend", names)
+
+
+def _only_of(place: str, names: tuple[str, ...]) -> Convert:
+    return unless(
+        lambda s: s.place(place) not in names,
+        lambda s: f"for {' and '.join(names)} only; the {place} is {s.place(place)}",
+    )
 
 
 def mapped(values: Mapping[Any, Any]) -> Convert:
@@ -36,19 +73,24 @@ def opposite(value: Any, _: Source) -> Any:
     return not value
 
 
+def or_null(value: Any, _: Source) -> Any:
+    """Null for 0."""
+    return value or None
+
+
+def at_least_0(value: Any, _: Source) -> Any:
+    """0 for negative values, which mean never."""
+    return max(value, 0)
+
+
 def null_as(native: Any) -> Convert:
     """Replace null by `native`."""
     return lambda value, _: native if value is None else value
 
 
-def unless_null(then: Convert | None = None, why: str = "null: not set") -> Convert:
-    """No effect for null; otherwise the value, converted by `then` if given."""
-    return lambda v, source: no_effect(why) if v is None else v if then is None else then(v, source)
-
-
-def several(*native: str) -> Convert:
-    """Set several native keys to the value."""
-    return lambda value, _: Became(dict.fromkeys(native, value))
+def unless_null(why: str = "not set", result: Callable[[str], Became] = no_effect) -> Convert:
+    """No effect (or another result) for null."""
+    return lambda value, _: result(f"null: {why}") if value is None else value
 
 
 def only(usual: Any, instead: str, why: str = "braid always does this") -> Convert:
@@ -57,7 +99,12 @@ def only(usual: Any, instead: str, why: str = "braid always does this") -> Conve
     return lambda value, _: implied(why) if value == usual else unsupported(instead)
 
 
-def folder_name(text: str) -> str:
+def off(instead: str, why: str) -> Convert:
+    """Accept a feature that braid lacks only when disabled (false, null, 0, empty)."""
+    return lambda value, _: unsupported(instead) if value else implied(why)
+
+
+def folder_name(text: str, _: Source | None = None) -> str:
     """Convert a run name to a valid folder name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 

@@ -24,7 +24,7 @@ from .skyrl import SKYRL
 from .table import Dialect, DialectName, Entry
 from .translate import NATIVE, defaults_tree, overlap, translate
 
-DIALECTS: dict[DialectName, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL)}
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL)}
 Language = Literal["native", "rlinf", "roll", "skyrl"]
 
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from . import rlinf_actor, rlinf_algorithm, rlinf_embodied, rlinf_rollout, rlinf_run
 from . import rlinf_facts as facts
+from .compat import ABSENT, Dialect, Source, become, table
 from .rlinf_checks import CHECKS
-from .table import ABSENT, Apply, Dialect, Source, table
-from .translate import become
 
 _RULES = table(
     *rlinf_run.RULES,
@@ -77,8 +76,8 @@ def _critic(source: Source) -> dict[str, Any]:
         return {}
     view, native = rlinf_run.critic_view(source), dict[str, Any]()
     for path, rule in _RULES.items():
-        has_value = path in view.values or (isinstance(rule, Apply) and rule.default is not ABSENT)
-        if isinstance(rule, Apply) and has_value and "*" not in path and not path.startswith("critic."):
+        has_value = path in view.values or (rule.disposition == "applied" and rule.default is not ABSENT)
+        if rule.disposition == "applied" and has_value and "*" not in path and not path.startswith("critic."):
             native |= become(rule, view.get(path), replace(view, at=path)).native
     chosen = {} if source.backend is None else {"critic.train.backend": source.backend}
     return rlinf_run.of_critic(native) | chosen
@@ -104,6 +103,7 @@ RLINF = Dialect(
     ),
     rules=_RULES,
     base=_base,
+    places={},
     checks=CHECKS,
     aliases=dict(_aliases()),
 )

@@ -7,7 +7,24 @@ from typing import Any
 from braid.plan.placement import MAX_DEVICES
 
 from . import rlinf_facts as facts
-from .conversions import Idle, mapped, null_as, unless_null, when
+from .compat import (
+    Apply,
+    Became,
+    Convert,
+    Idle,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    implied,
+    mapped,
+    no_effect,
+    null_as,
+    unless_null,
+    unsupported,
+    when,
+)
 from .rlinf_facts import (
     cluster,
     constant,
@@ -20,19 +37,6 @@ from .rlinf_facts import (
     robots_only,
 )
 from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
-from .table import (
-    Apply,
-    Became,
-    Convert,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    implied,
-    no_effect,
-    unsupported,
-)
 from .values import (
     ANY,
     BOOL,
@@ -266,25 +270,23 @@ def _steps_of_round(value: int, source: Source) -> Became:
     return Became({"train.steps_per_pass": max(1, chunks // value)})
 
 
-def _megatron(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Apply:
+def _megatron(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Rule:
     """Map `actor.KEY` to train.megatron.NAME; if `name` is empty, the conversion returns the path."""
     native = name and f"train.megatron.{name}"
     return Apply(f"actor.{key}", native, takes, when(megatron, then=then), note=note)
 
 
-def _layer(key: str, name: str, takes: Takes, note: str = "") -> Apply:
+def _layer(key: str, name: str, takes: Takes, note: str = "") -> Rule:
     """Map `actor.model.KEY` to train.megatron.transformer.NAME."""
     return _megatron(f"model.{key}", f"transformer.{name}", takes, note=note)
 
 
-def _fsdp(
-    key: str, name: str, takes: Takes, idle: Idle, then: Convert | None = None, note: str = ""
-) -> Apply:
+def _fsdp(key: str, name: str, takes: Takes, idle: Idle, then: Convert | None = None, note: str = "") -> Rule:
     """Map `actor.fsdp_config.KEY` to train.fsdp.NAME, for the FSDP versions that `idle` allows."""
     return Apply(f"actor.fsdp_config.{key}", f"train.fsdp.{name}", takes, when(idle, then=then), note=note)
 
 
-def _schedule(key: str, name: str, takes: Takes, convert: Convert | None = None, note: str = "") -> Apply:
+def _schedule(key: str, name: str, takes: Takes, convert: Convert | None = None, note: str = "") -> Rule:
     """Map `actor.KEY` to train.optimizer.schedule.NAME; if `name` is empty, the conversion returns the
     path."""
     native = name and f"train.optimizer.schedule.{name}"

@@ -5,10 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conversions import mapped, null_as, opposite, unless_null, when
+from .compat import (
+    Apply,
+    Became,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    mapped,
+    no_effect,
+    null_as,
+    opposite,
+    unless_null,
+    unsupported,
+    when,
+)
 from .rlinf_facts import fixed_batches, robots_only, text_only
 from .rlinf_run import eval_prompts, logprob_rows
-from .table import Apply, Became, Implied, NoEffect, Rule, Source, Unsupported, no_effect, unsupported
 from .values import BOOL, COUNT, NON_NEGATIVE, POSITIVE, SHARE, choice, integer, list_of, nullable, number
 
 _RECIPES = {

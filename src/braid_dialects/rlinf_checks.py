@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import rlinf_facts as facts
-from .table import Check, Source
+from .compat import Check, Source
 
 _Found = Iterator[tuple[str, str]]
 

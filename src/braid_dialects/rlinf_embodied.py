@@ -6,9 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conversions import mapped, opposite, when
+from .compat import (
+    Apply,
+    Became,
+    Convert,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    mapped,
+    opposite,
+    unsupported,
+    when,
+)
 from .rlinf_facts import cluster, robots_only
-from .table import Apply, Became, Convert, Implied, NoEffect, Rule, Source, Unsupported, unsupported
 from .values import (
     BOOL,
     COUNT,
@@ -84,7 +96,7 @@ def _env_rules(role: str, native: str) -> Iterator[Rule]:
         then: Convert | None = None,
         note: str = "",
         idle: Any = robots_only,
-    ) -> Apply:
+    ) -> Rule:
         return Apply(
             f"env.{role}.{key}",
             f"{native}.{name}" if name else "",
@@ -137,7 +149,7 @@ def _env_rules(role: str, native: str) -> Iterator[Rule]:
     yield apply("init_params.camera_widths", "camera_width", COUNT)
 
 
-def _vla(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Apply:
+def _vla(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Rule:
     """Map a key of the robot policy."""
     return Apply(f"actor.model.{key}", f"model.vla.{name}", takes, when(robots_only, then=then), note=note)
 

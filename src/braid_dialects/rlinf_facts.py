@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from braid.plan.placement import Devices, parse_placement
 
-from .table import Source
+from .compat import Source
 
 ROLES = {
     "actor": "policy",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conversions import opposite, unless_null, when
-from .rlinf_facts import cluster, megatron, robots_only, served, sglang, vllm
-from .table import (
+from .compat import (
     Apply,
     Became,
     Convert,
@@ -17,8 +15,12 @@ from .table import (
     Source,
     Unsupported,
     no_effect,
+    opposite,
+    unless_null,
     unsupported,
+    when,
 )
+from .rlinf_facts import cluster, megatron, robots_only, served, sglang, vllm
 from .values import ANY, BOOL, COUNT, NATURAL, PATH, POSITIVE, TEXT, Takes, choice, nullable, number
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}

@@ -11,10 +11,23 @@ from braid.errors import suggest
 from braid.plan.placement import parse_devices, split_roles
 
 from . import rlinf_facts as facts
-from .conversions import folder_name, unless_null, wandb_mode, when
+from .compat import (
+    Apply,
+    Became,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    become,
+    folder_name,
+    no_effect,
+    unless_null,
+    unsupported,
+    wandb_mode,
+    when,
+)
 from .rlinf_facts import cluster, robots_only, text_only
-from .table import Apply, Became, Implied, NoEffect, Rule, Source, Unsupported, no_effect, unsupported
-from .translate import become
 from .values import ANY, BOOL, COUNT, NATURAL, PATH, TEXT, Takes, choice, integer, list_of, nullable, number
 
 PATHS = Takes(

@@ -1,5 +1,5 @@
-"""ROLL's worker keys: actor_train, critic, reference and actor_infer; their models, optimizers and
-devices."""
+"""ROLL's worker keys: models, optimizers, devices and strategies of actor_train, critic, reference and
+actor_infer."""
 
 from __future__ import annotations
 
@@ -8,37 +8,23 @@ from typing import Any
 from braid.plan.placement import format_numbers
 
 from . import roll_facts as facts
-from .conversions import Idle, mapped, null_as, only, opposite, when
+from .conversions import (
+    needs,
+    null_as,
+    of_backend,
+    of_engine,
+    only,
+    opposite,
+    overridden,
+    unless,
+    unless_null,
+)
 from .devices import DEVICES, parse_devices
-from .roll_facts import of_backend, of_engine
-from .roll_strategies import ENGINES, of_batch, per_worker, strategies
-from .table import (
-    Apply,
-    Became,
-    Convert,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    implied,
-    no_effect,
-    unsupported,
-)
-from .values import (
-    ANY,
-    BOOL,
-    COUNT,
-    NATURAL,
-    NON_NEGATIVE,
-    PATH,
-    POSITIVE,
-    TEXT,
-    choice,
-    mapping_of,
-    nullable,
-    number,
-)
+from .roll_facts import ENGINES, TRAIN, file_backend, role_of
+from .roll_pipeline import ONE_PROCESS, with_batches
+from .rows import always, ignored, missing, rows, section, to
+from .table import Became, Source, implied, no_effect, unsupported
+from .values import ANY, TEXT, choice, mapping_of, nullable, number
 
 SCHEDULES = {
     "linear": "linear",
@@ -49,359 +35,441 @@ SCHEDULES = {
     "warmup_stable_decay": "wsd",
 }
 OTHER_SCHEDULES = ("cosine_with_restarts", "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr")
+TORCH_DTYPES = {name: name for name in ("fp32", "bf16", "fp16")} | {
+    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"
+}  # fmt: skip
+LOSSES = {
+    "vanilla": "policy_gradient",
+    "ppo": "ppo_clip",
+    "tis": "cispo",
+    "topr": "topr",
+    "cispo": "cispo",
+    "kimi15": "kimi",
+}
 
 
-def _mapping(role: str) -> Convert:
-    def convert(value: Any, source: Source) -> Any:
-        made: dict[str, Any] = {} if role in ("reference", "actor_infer") else {**facts.batches(source)}
-        devices = parse_devices(value)
-        if not facts.one_process(source):
-            made[f"cluster.placement.{facts.NATIVE_ROLE[role]}"] = format_numbers(devices)
-            if role == "actor_infer" and facts.engine(source) != "native":
-                made[f"rollout.{facts.engine(source)}.replicas"] = facts.replicas(source)
-        return Became(made) if made else no_effect(facts.one_process(source))
-
-    return convert
+def used(value: Any, source: Source) -> Any:
+    """No effect for keys of a critic or reference that is not used, or has no settings of its own."""
+    role = role_of(source)
+    if role == "reference" and facts.kl_place(source) is None:
+        return no_effect("there is no KL term, so no reference")
+    if role == "critic" and not facts.has_own_critic(source):
+        return no_effect(f"adv_estimator={source['adv_estimator']} uses no critic")
+    return value
 
 
-def _compute_type(native: str) -> Convert:
-    def convert(value: str | None, _: Source) -> Became:
-        chosen = "auto" if value is None else "none" if value == "fp32" else value
-        scaler = {f"{native}.grad_scaler.init_scale": 65536.0} if value == "fp16" else {}
-        return Became({f"{native}.autocast": chosen} | scaler)
+def _device_mapping(value: Any, source: Source) -> Any:
+    role, numbers = role_of(source), format_numbers(parse_devices(value))
+    made: dict[str, Any] = facts.batches(source) if role in ("actor_train", "critic") else {}
+    if not facts.is_one_process(source):
+        made |= dict.fromkeys(source.native, numbers)
+        if role == "actor_infer" and facts.engine(source) != "native":
+            made[f"rollout.{facts.engine(source)}.replicas"] = facts.replicas(source)
+    return Became(made) if made else ONE_PROCESS(value, source)
 
-    return convert
+
+def _compute_dtype(value: str | None, source: Source) -> Became:
+    scaler = {f"{TRAIN[role_of(source)]}.grad_scaler.init_scale": 65536.0} if value == "fp16" else {}
+    return Became(dict.fromkeys(source.native, _AUTOCAST[value]) | scaler)
 
 
-def _betas(native: str, role: str) -> Convert:
-    def convert(_: Any, source: Source) -> Became:
-        betas = [source.get(f"{role}.training_args.adam_beta{i}") for i in (1, 2)]
-        return Became({f"{native}.optimizer.betas": betas})
-
-    return convert
+def _betas(_: Any, source: Source) -> list[float]:
+    return [source[f".adam_beta{i}"] for i in (1, 2)]
 
 
 def _schedule(value: str, _: Source) -> Any:
-    if value in OTHER_SCHEDULES:
-        return unsupported(f"use one of {', '.join(SCHEDULES)}")
-    return SCHEDULES[value]
-
-
-def _warmup_ratio(role: str) -> Idle:
-    path = f"{role}.training_args.warmup_steps"
-    return lambda source: "overridden by warmup_steps" if source.get(path) else ""
-
-
-def _checkpointing(role: str) -> Idle:
-    def idle(source: Source) -> str:
-        is_megatron = facts.backend(source, role) == "megatron"
-        return "Megatron uses recompute_granularity instead" if is_megatron else ""
-
-    return idle
-
-
-def _fixed(flag: str) -> Idle:
-    return lambda source: "" if source.get(flag) else f"{flag} is false"
+    return SCHEDULES.get(value) or unsupported(f"use one of {', '.join(SCHEDULES)}")
 
 
 def _names(value: str | list[str], _: Source) -> list[str]:
-    parts = value if isinstance(value, list) else value.split(",")
-    return [part.strip() for part in parts]
+    return [part.strip() for part in (value if isinstance(value, list) else value.split(","))]
 
 
-def _model(role: str, native: str, *idle: Idle) -> tuple[Rule, ...]:
-    """The model_args keys of a trained role."""
-    model = f"{role}.model_args"
-    return (
-        Apply(
-            f"{model}.dtype", f"{native}.autocast", nullable(choice("fp32", "bf16", "fp16")),
-            when(*idle, then=_compute_type(native)), default="bf16",
-            note="type of matrix products; trained weights are always fp32, as in ROLL except for FSDP2 with "
-            "param_dtype. null: bf16 on GPUs, fp32 on CPUs",
-        ),
-        Apply(
-            f"{model}.disable_gradient_checkpointing", f"{native}.gradient_checkpointing", BOOL,
-            when(*idle, _checkpointing(role), then=opposite), default=False,
-        ),
-        NoEffect(f"{model}.gradient_checkpointing_use_reentrant", nullable(BOOL), "always non-reentrant"),
-        Apply(
-            f"{model}.ulysses_size", f"{native}.sequence_parallel", nullable(COUNT),
-            when(
-                *idle,
-                lambda s: "for FSDP2 only; the file's strategy is Megatron" if facts.file_backend(s,
-                role) == "megatron" else "",
-                then=of_batch(f"{native}.sequence_parallel", of_backend("fsdp2", role)),
-            ),
-            default=1, note="sequence-parallel size (Ulysses); dp = devices / ulysses_size",
-        ),
-    )  # fmt: skip
+def _variant(_: str, source: Source) -> Became:
+    variant, (low, high) = facts.variant(source), facts.clip_range(source)
+    fixed = {"clip_low": low, "clip_high": high} if variant in ("tis", "cispo") else {}
+    parts = {"policy_loss": LOSSES[variant], **fixed}
+    return Became({f"algorithm.{name}": part for name, part in parts.items()})
 
 
-def _any_model(role: str) -> tuple[Rule, ...]:
-    """The model_args keys that braid supports for no role or overrides."""
-    model = f"{role}.model_args"
-    return (
-        Apply(f"{model}.moe_aux_loss_coef", "", nullable(NON_NEGATIVE),
-              only(None, "remove it; there is no auxiliary router loss")),
-        NoEffect(f"{model}.model_type", nullable(TEXT), "determined by the role"),
-        NoEffect(f"{model}.num_labels", COUNT, "determined by the role"),
-        Apply(f"{model}.model_config_kwargs", "", mapping_of(ANY), only({}, "set it in config.json of the model folder")),
-        Apply(f"{model}.freeze_module_prefix", "", nullable(TEXT),
-              only(None, "use adapters (lora_target) instead of training some weights")),
-        NoEffect(f"{model}.device_map", nullable(TEXT), "determined by the placement"),
-        NoEffect(f"{model}.flash_attn", nullable(TEXT), "not read by ROLL; use attn_implementation"),
-        NoEffect(f"{model}.autocast_adapter_dtype", BOOL, "adapters always have the dtype of the weights"),
-        Apply(f"{model}.additional_target", "", nullable(TEXT), only(None, "list the layers in lora_target")),
-    )  # fmt: skip
-
-
-def _lora() -> tuple[Rule, ...]:
-    model = "actor_train.model_args"
-    return (
-        Apply(f"{model}.lora_target", "model.lora.targets", nullable(TEXT),
-              lambda v, s: implied("all weights are trained") if v is None else _names(v, s),
-              note="comma-separated layer names, or all-linear"),
-        Apply(f"{model}.lora_rank", "model.lora.rank", nullable(COUNT), when(facts.no_lora), default=8),
-        Apply(f"{model}.lora_alpha", "model.lora.alpha", nullable(POSITIVE),
-              when(facts.no_lora, then=lambda v, s: v or 2 * s.get(f"{model}.lora_rank")), default=None,
-              note="null: 2 * lora_rank"),
-        Apply(f"{model}.lora_dropout", "", number(0.0, 0.9),
-              only(0, "set it to 0: log-probs must be the same in rollout and training", "adapters have no dropout")),
-        Apply(f"{model}.adapter_name_or_path", "model.lora.path", nullable(PATH), when(facts.no_lora)),
-    )  # fmt: skip
-
-
-def _trainer(role: str, *idle: Idle) -> tuple[Rule, ...]:
-    """Keys of a trained role (actor_train, critic)."""
-    native = facts.NATIVE_TRAIN[role]
-    arguments, packing = f"{role}.training_args", f"{role}.sequence_packing_args"
-    schedule = f"{native}.optimizer.schedule"
-    return (
-        *_model(role, native, *idle),
-        *_any_model(role),
-        # training_args
-        Apply(f"{arguments}.learning_rate", f"{native}.optimizer.lr", POSITIVE, when(*idle), default=5e-5),
-        Apply(f"{arguments}.weight_decay", f"{native}.optimizer.weight_decay", NON_NEGATIVE, when(*idle),
-              default=0.0),
-        Apply(f"{arguments}.adam_beta1", f"{native}.optimizer.betas", number(0.0, 0.999),
-              when(*idle, then=_betas(native, role)), default=0.9),
-        Apply(f"{arguments}.adam_beta2", f"{native}.optimizer.betas", number(0.0, 0.9999),
-              when(*idle, then=_betas(native, role)), default=0.999),
-        Apply(f"{arguments}.adam_epsilon", f"{native}.optimizer.eps", POSITIVE, when(*idle), default=1e-8),
-        Apply(f"{arguments}.lr_scheduler_type", f"{schedule}.decay", choice(*SCHEDULES, *OTHER_SCHEDULES),
-              when(*idle, then=_schedule), default="linear", note="to the last optimizer step of the run"),
-        Apply(f"{arguments}.warmup_steps", f"{schedule}.warmup_steps", NATURAL, when(*idle), default=0,
-              note="optimizer steps, not rounds"),
-        Apply(f"{arguments}.warmup_ratio", f"{schedule}.warmup_fraction", number(0.0, 0.9),
-              when(*idle, _warmup_ratio(role)), default=0.0),
-        Apply(f"{arguments}.per_device_train_batch_size", f"{native}.micro_batch_rows", COUNT,
-              when(*idle, then=of_batch(f"{native}.micro_batch_rows", _dynamic(role, "train"))), default=8,
-              note="rows per micro-batch; global batch = per_device_train_batch_size * gradient_accumulation_steps * dp"),
-        Apply(f"{arguments}.gradient_accumulation_steps", f"{native}.steps_per_pass", COUNT,
-              when(*idle, then=of_batch()), default=1,
-              note="micro-batches per optimizer step; steps_per_pass = S / global batch"),
-        *(
-            NoEffect(f"{arguments}.{name}", ANY, "set by keys of the pipeline, as in ROLL")
-            for name in ("max_steps", "num_train_epochs", "output_dir", "seed", "bf16", "fp16", "logging_steps", "save_steps", "eval_steps")
-        ),
-        *(
-            NoEffect(f"{arguments}.{name}", ANY, "not read by ROLL in reinforcement learning")
-            for name in ("tf32", "data_seed", "dataloader_num_workers")
-        ),
-        # Micro-batches by tokens
-        *_by_tokens(role, "train", f"{native}.micro_batch", f"{packing}.max_packed_sequence_length_train", *idle),
-        *_by_tokens(role, "infer", f"{native}.infer_batch", f"{packing}.max_packed_sequence_length_forward", *idle),
-        Apply(f"{role}.infer_batch_size", f"{native}.infer_batch_rows", COUNT, when(*idle, _dynamic(role, "infer")),
-              default=16,
-              note="rows per forward pass without gradients"),
-        *_packing(role),
-        Implied(f"{role}.apply_loss_scale", BOOL, "denominators count the whole optimizer step"),
-        Implied(f"{role}.logits_in_fp32", BOOL, "log-probs are computed in fp32"),
-        Apply(f"{role}.mtp_training_mode", "", nullable(choice("disabled", "standalone", "joint")),
-              only("disabled", "set it to disabled; multi-token prediction is not supported")),
-        Apply(f"{role}.world_size", f"{native}.steps_per_pass", nullable(COUNT),
-              when(*idle, lambda s: "overridden by device_mapping" if facts.devices(s, role) else "",
-                   then=lambda v, s: implied("null: one rank") if v is None else of_batch()(v, s)),
-              note="number of ranks without devices, for the batch sizes"),
-        *strategies(role, *idle),
-    )  # fmt: skip
-
-
-def _packing(role: str) -> tuple[Rule, ...]:
-    """Keys of sequence packing without a native counterpart."""
-    packing = f"{role}.sequence_packing_args"
-    return (
-        NoEffect(f"{role}.use_sequence_packing", BOOL, "rows are always packed"),
-        NoEffect(
-            f"{packing}.algorithm", choice("none", "load_balance"), "rows are always packed and balanced"
-        ),
-        NoEffect(f"{packing}.min_num_micro_batches_train", COUNT, "results do not depend on micro-batches"),
-        NoEffect(f"{packing}.min_num_micro_batches_forward", COUNT, "results do not depend on micro-batches"),
-    )
-
-
-def _dynamic(role: str, what: str) -> Idle:
-    return lambda source: (
-        f"overridden by use_dynamic_batching_in_{what}"
-        if source.get(f"{role}.use_dynamic_batching_in_{what}")
-        else ""
-    )
-
-
-def _by_tokens(role: str, what: str, native: str, packed: str, *idle: Idle) -> tuple[Rule, ...]:
-    """Keys that limit micro-batches by tokens."""
-    flag, limit = f"{role}.use_dynamic_batching_in_{what}", f"{role}.max_tokens_per_microbatch_in_{what}"
-
-    def convert(_: Any, source: Source) -> Any:
-        if not source.get(flag):
-            return implied("micro-batches have a fixed number of rows")
-        return Became({f"{native}_tokens": source.get(limit) or 8192})
-
-    return (
-        Apply(flag, f"{native}_tokens", BOOL, when(*idle, then=convert),
-              note="micro-batches of max_tokens_per_microbatch tokens"),
-        Apply(limit, f"{native}_tokens", nullable(NATURAL), when(*idle, _fixed(flag), then=convert)),
-        NoEffect(f"{role}.sequence_length_round_in_{what}", COUNT, "rows are packed without padding"),
-        Apply(packed, f"{native}_tokens", nullable(COUNT),
-              when(*idle, _fixed(f"{role}.use_sequence_packing"), then=lambda v,
-              _: implied("null: no separate limit") if v is None else v)),
-    )  # fmt: skip
-
-
-def _worker(role: str) -> tuple[Rule, ...]:
-    """Keys common to all workers."""
-    native = facts.NATIVE_ROLE[role]
-    idle = {"critic": (facts.no_critic,), "reference": (facts.no_reference,)}.get(role, ())
-    return (
-        Apply(f"{role}.name", f"cluster.group_names.{native}", TEXT, when(*idle, facts.one_process)),
-        Apply(f"{role}.device_mapping", f"cluster.placement.{native}", nullable(DEVICES),
-              when(*idle, then=lambda v,
-              s: implied("null: processes without a device") if v is None else _mapping(role)(v, s)),
-              note="parsed, never evaluated. Roles on the same devices take turns"),
-        Apply(f"{role}.system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
-              lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
-              note="applies to every worker; roles cannot have different values"),
-        NoEffect(f"{role}.max_concurrency", COUNT, "workers process one call at a time, engines many"),
-        NoEffect(f"{role}.offload_nccl", BOOL, "always disabled, as in ROLL"),
-        NoEffect(f"{role}.use_remove_padding", BOOL, "not read by ROLL; rows are always packed"),
-    )  # fmt: skip
-
-
-def _data_of(role: str) -> tuple[Rule, ...]:
-    return (NoEffect(f"{role}.data_args.*", ANY, "data_args are read only under actor_train and validation"),)
-
-
-def _variant(value: str, source: Source) -> Any:
-    if facts.variant(source) != value:
-        return no_effect("needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL")
-    losses = {
-        "vanilla": "policy_gradient",
-        "ppo": "ppo_clip",
-        "tis": "cispo",
-        "topr": "topr",
-        "cispo": "cispo",
-        "kimi15": "kimi",
-    }
-    made: dict[str, Any] = {"algorithm.policy_loss": losses[value]}
-    if value in ("tis", "cispo"):
-        low, high = facts.clip_range(source)
-        made |= {"algorithm.clip_low": low, "algorithm.clip_high": high}
-    return Became(made)
-
-
-def _worker_class(value: str, source: Source) -> Any:
+def _worker_class(value: str, source: Source) -> Became:
     match value.rpartition(".")[2]:
         case "ActorWorker":
             return implied("PPO's loss")
         case "ActorPGWorker":
-            return _variant(facts.variant(source), source)
+            return _variant(value, source)
     return unsupported("use ActorWorker or ActorPGWorker; other workers are not supported")
 
 
-def _no_topr(source: Source) -> str:
-    return "" if facts.variant(source) == "topr" else "pg_variant is not topr"
+def _sized(value: int | None, source: Source) -> Became:
+    """A size in the batch arithmetic. Where the command line chooses another backend, it sets only the number
+    of optimizer steps."""
+    is_used = source.backend in (None, file_backend(source, role_of(source)))
+    return with_batches(value or 1, source) if is_used else Became(facts.batches(source))
 
 
-ACTOR_TRAIN: tuple[Rule, ...] = (
-    *_worker("actor_train"),
-    *_trainer("actor_train"),
-    Apply("actor_train.model_args.model_name_or_path", "model.path", PATH, note="takes precedence over pretrain"),
-    Apply("actor_train.model_args.attn_implementation", "model.attention", nullable(choice("sdpa", "fa2", "auto")),
-          mapped({"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"})),
-    *_lora(),
-    Apply("actor_train.training_args.save_hf_model", "checkpoint.export_every_rounds", BOOL,
-          lambda v, s: s.get("save_steps") if v else 0, note="a Hugging Face folder every save_steps rounds"),
-    Apply("actor_train.worker_cls", "algorithm.policy_loss", TEXT, _worker_class),
-    Apply("actor_train.pg_variant", "algorithm.policy_loss",
-          choice("vanilla", "ppo", "tis", "topr", "cispo", "kimi15"), _variant,
-          note="vanilla -A log p; tis -sg(clip(ratio, 0, 1)) A log p; cispo the same with [0.9, 1.1]; topr no ratio where the "
-          "advantage is positive, clip(ratio, 0, 1) elsewhere; kimi15 -A log p + 0.05 (log p - old log p)^2"),
-    Apply("actor_train.topr_positive_weight", "algorithm.topr_positive_weight", NON_NEGATIVE, when(_no_topr),
-          default=1.0),
-    Apply("actor_train.topr_negative_weight", "algorithm.topr_negative_weight", NON_NEGATIVE, when(_no_topr),
-          default=1.0),
-    Apply("actor_train.model_update_frequency", "", COUNT,
-          only(1, "set it to 1; weights are synced every round", "weights are synced every round")),
-    Unsupported("actor_train.opd_kl_coef", "distillation from a teacher is not implemented"),
-)  # fmt: skip
-
-CRITIC: tuple[Rule, ...] = (
-    *_worker("critic"),
-    *_trainer("critic", facts.no_critic),
-    *_data_of("critic"),
-    Apply("critic.model_args.model_name_or_path", "critic.path", PATH, when(facts.no_critic),
-          note="takes precedence over reward_pretrain"),
-    Implied("critic.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "same as the policy's"),
-    NoEffect("critic.training_args.save_hf_model", BOOL, "only the policy is exported"),
-    NoEffect("critic.worker_cls", TEXT, "there is only one kind of critic"),
-)  # fmt: skip
-
-REFERENCE: tuple[Rule, ...] = (
-    *_worker("reference"),
-    *strategies("reference", facts.no_reference),
-    *_any_model("reference"),
-    *_data_of("reference"),
-    Apply("reference.model_args.model_name_or_path", "reference.path", PATH, when(facts.no_reference)),
-    Apply("reference.model_args.dtype", "reference.train.autocast", nullable(choice("fp32", "bf16", "fp16")),
-          when(facts.no_reference, then=lambda v, _: {None: "auto", "fp32": "none"}.get(v, v)), default="bf16"),
-    Implied("reference.model_args.attn_implementation", nullable(choice("sdpa", "fa2", "auto")), "same as the policy's"),
-    NoEffect("reference.model_args.disable_gradient_checkpointing", BOOL, "the reference model has no backward pass"),
-    Apply("reference.model_args.ulysses_size", "reference.train.sequence_parallel", nullable(COUNT),
-          when(facts.no_reference, of_backend("fsdp2", "reference"), then=null_as(1))),
-    Apply("reference.infer_batch_size", "reference.train.infer_batch_rows", COUNT, when(facts.no_reference),
-          default=16),
-    *_by_tokens("reference", "infer", "reference.train.infer_batch", "reference.sequence_packing_args.max_packed_sequence_length_forward",
-                facts.no_reference),
-    *_packing("reference"),
-    NoEffect("reference.sequence_packing_args.max_packed_sequence_length_train", nullable(COUNT),
-             "the reference model is not trained"),
-    NoEffect("reference.world_size", COUNT, "determined by device_mapping"),
-    NoEffect("reference.worker_cls", TEXT, "there is only one kind of reference"),
-)  # fmt: skip
+def _micro_rows(value: int, source: Source) -> Became:
+    by_tokens = source["..use_dynamic_batching_in_train"]
+    return Became(facts.batches(source)) if by_tokens else with_batches(value, source)
 
 
-ACTOR_INFER: tuple[Rule, ...] = (
-    *_worker("actor_infer"),
-    *_any_model("actor_infer"),
-    *_data_of("actor_infer"),
-    Apply("actor_infer.num_gpus_per_worker", "", COUNT,
-          when(of_engine("vllm", "sglang"), facts.own_tensor_parallel, then=per_worker), default=1,
-          note="devices per engine: its tensor-parallel size unless the engine's own key sets it"),
-    Apply("actor_infer.strategy_args.strategy_name", "rollout.engine", choice(*facts.ENGINES),
-          when(lambda s: "overridden by --engine" if s.engine else "",
-          then=mapped(facts.ENGINES)),
-          default="vllm", note="hf_infer is the native engine, which shares the trainer's weights"),
-    Apply("actor_infer.model_args.dtype", "rollout.native.dtype", nullable(choice("fp32", "bf16", "fp16")),
-          lambda v, s: Became({f"rollout.{facts.engine(s)}.dtype": v or "auto"}),
-          note="dtype of the engine's weights; without it, the native engine shares the trainer's"),
-    Implied("actor_infer.model_args.model_name_or_path", PATH, "the engine always uses the policy's weights"),
-    NoEffect("actor_infer.model_args.disable_gradient_checkpointing", BOOL, "an engine has no backward pass"),
-    NoEffect("actor_infer.model_args.attn_implementation", nullable(TEXT), "chosen by the engine"),
-    *(NoEffect(f"actor_infer.model_args.{name}", ANY, "the engine always uses the policy's adapters")
-      for name in ("lora_target", "lora_rank", "lora_alpha", "lora_dropout", "adapter_name_or_path")),
-    NoEffect("actor_infer.infer_batch_size", COUNT, "the engine schedules requests itself, as in ROLL"),
-    NoEffect("actor_infer.world_size", COUNT, "determined by device_mapping"),
-    NoEffect("actor_infer.backend_timeout", COUNT, "use rpc_timeout"),
-    NoEffect("actor_infer.worker_cls", TEXT, "determined by strategy_name"),
-    *ENGINES,
-)  # fmt: skip
+def _tokens(_: Any, source: Source) -> Any:
+    """A limit of micro-batches in tokens."""
+    what = source.at.rpartition("_")[2]
+    if not source[f".use_dynamic_batching_in_{what}"]:
+        return implied("micro-batches have a fixed number of rows")
+    return source[f".max_tokens_per_microbatch_in_{what}"] or 8192
+
+
+def _strategy(_: str, source: Source) -> Became:
+    if source.backend is not None:
+        return no_effect("overridden by --backend; batch sizes are computed as for the file's strategy")
+    made: dict[str, Any] = {} if role_of(source) == "reference" else facts.batches(source)
+    return Became(made | dict.fromkeys(source.native, file_backend(source, role_of(source))))
+
+
+def _sequence_parallel(value: bool, source: Source) -> Any:
+    if (source[".tensor_model_parallel_size"] or 1) == 1:
+        return no_effect("for tensor_model_parallel_size above 1 only")
+    return value or (source[".expert_model_parallel_size"] or 1) > 1
+
+
+def _recompute(value: str | None, source: Source) -> Became:
+    (native,) = source.native
+    made: dict[str, Any] = {native: value or "off"}
+    if value == "full" and source[".recompute_method"] is None and source[".recompute_num_layers"] is None:
+        megatron = native.rpartition(".")[0]
+        made |= {f"{megatron}.recompute_method": "uniform", f"{megatron}.recompute_num_layers": 1}
+    return Became(made)
+
+
+def _fsdp_size(value: int, source: Source) -> int | None:
+    return value if 1 < value < facts.world(source, role_of(source)) else None
+
+
+def _engine_sizes(value: int, source: Source) -> Became:
+    sizes = {"tensor_parallel": facts.engine_tensor_parallel(source), "replicas": facts.replicas(source)}
+    own = {f"rollout.{facts.engine(source)}.{name}": size for name, size in sizes.items()}
+    return Became(dict.fromkeys(source.native, value) | own)
+
+
+_AUTOCAST = {"fp32": "none", "bf16": "bf16", "fp16": "fp16", None: "auto"}
+_FRACTION = number(0.0, 1.0, above=True, samples=(0.4, 0.7))
+_IS_LORA = unless(
+    lambda s: not s[".lora_target"], "there are no adapters without actor_train.model_args.lora_target"
+)
+_IS_TOPR = unless(lambda s: facts.variant(s) != "topr", "pg_variant is not topr")
+_BY_ROWS = unless(
+    lambda s: s[".use_dynamic_batching_in_infer"], "overridden by use_dynamic_batching_in_infer"
+)
+_OF_FILE = {
+    name: unless(
+        lambda s, name=name: file_backend(s, role_of(s)) != name,
+        lambda s: f"the file's strategy is {file_backend(s, role_of(s))}",
+    )
+    for name in ("megatron", "fsdp2")
+}
+_MEGATRON, _FSDP2, _SERVED = of_backend("megatron"), of_backend("fsdp2"), of_engine("vllm", "sglang")
+_CONFIG = "strategy_args.strategy_config"
+_DP = "dp = devices / (TP * PP * CP)"
+
+# One rule per line.
+# fmt: off
+_OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
+    to("name", "cluster.group_names.{seat}", "text", used, ONE_PROCESS),
+    to("device_mapping", "cluster.placement.{seat}", nullable(DEVICES), used,
+       unless_null("processes without a device", implied), _device_mapping,
+       note="parsed, never evaluated. Roles on the same devices take turns"),
+    to("system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
+       lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
+       note="applies to every worker; roles cannot have different values"),
+    ignored("max_concurrency", "workers process one call at a time, engines many", "count"),
+    ignored("offload_nccl", "always disabled, as in ROLL", "bool"),
+    ignored("use_remove_padding", "not read by ROLL; rows are always packed", "bool"),
+    section("model_args")(
+        to("moe_aux_loss_coef", "", "non-negative?",
+           only(None, "remove it; there is no auxiliary router loss")),
+        ignored("model_type", "determined by the role", "text?"),
+        ignored("num_labels", "determined by the role", "count"),
+        to("model_config_kwargs", "", mapping_of(ANY), only({}, "set it in config.json of the model folder")),
+        to("freeze_module_prefix", "", "text?",
+           only(None, "use adapters (lora_target) instead of training some weights")),
+        ignored("device_map", "determined by the placement", "text?"),
+        ignored("flash_attn", "not read by ROLL; use attn_implementation", "text?"),
+        ignored("autocast_adapter_dtype", "adapters always have the dtype of the weights", "bool"),
+        to("additional_target", "", "text?", only(None, "list the layers in lora_target"))))
+
+_TRAINED = section("{actor_train,critic}")(
+    to("strategy_args.strategy_name", "{train}.backend", "megatron_train|fsdp2_train", used, _strategy,
+       default="fsdp2_train"),
+    to("infer_batch_size", "{train}.infer_batch_rows", "count", used, _BY_ROWS, default=16,
+       note="rows per forward pass without gradients"),
+    to("model_args.dtype", "{train}.autocast", "fp32|bf16|fp16?", used, _compute_dtype, default="bf16",
+       note="type of matrix products; trained weights are always fp32, as in ROLL except for FSDP2 with "
+       "param_dtype. null: bf16 on GPUs, fp32 on CPUs"),
+    to("model_args.disable_gradient_checkpointing", "{train}.gradient_checkpointing", "bool", used,
+       unless(lambda s: s.place("backend") == "megatron", "Megatron uses recompute_granularity instead"),
+       opposite, default=False),
+    ignored("model_args.gradient_checkpointing_use_reentrant", "always non-reentrant", "bool?"),
+    to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _OF_FILE["fsdp2"], _sized,
+       default=1,
+       note="sequence-parallel size (Ulysses); dp = devices / ulysses_size"),
+    section("training_args", "{train}.optimizer", used)(
+        to("learning_rate", ".lr", "positive", default=5e-5),
+        to("weight_decay", ".weight_decay", "non-negative", default=0.0),
+        to("adam_beta1", ".betas", number(0.0, 0.999), _betas, default=0.9),
+        to("adam_beta2", ".betas", number(0.0, 0.9999), _betas, default=0.999),
+        to("adam_epsilon", ".eps", "positive", default=1e-8),
+        to("lr_scheduler_type", ".schedule.decay", choice(*SCHEDULES, *OTHER_SCHEDULES), _schedule,
+           default="linear",
+           note="to the last optimizer step of the run"),
+        to("warmup_steps", ".schedule.warmup_steps", "natural", default=0,
+           note="optimizer steps, not rounds"),
+        to("warmup_ratio", ".schedule.warmup_fraction", number(0.0, 0.9),
+           unless(lambda s: s[".warmup_steps"], "overridden by warmup_steps"), default=0.0),
+        to("per_device_train_batch_size", "{train}.micro_batch_rows", "count", _micro_rows, default=8,
+           note="rows per micro-batch; global batch = per_device_train_batch_size * "
+           "gradient_accumulation_steps * dp"),
+        to("gradient_accumulation_steps", "{train}.steps_per_pass", "count", with_batches, default=1,
+           note="micro-batches per optimizer step; steps_per_pass = S / global batch"),
+        ignored("max_steps num_train_epochs output_dir seed bf16 fp16 logging_steps save_steps eval_steps",
+                "set by keys of the pipeline, as in ROLL"),
+        ignored("tf32 data_seed dataloader_num_workers", "not read by ROLL in reinforcement learning")),
+    to("use_dynamic_batching_in_train", "{train}.micro_batch_tokens", "bool", used, _tokens,
+       note="micro-batches of max_tokens_per_microbatch tokens"),
+    to("max_tokens_per_microbatch_in_train", "{train}.micro_batch_tokens", "natural?", used,
+       needs(".use_dynamic_batching_in_train"), _tokens),
+    ignored("sequence_length_round_in_train", "rows are packed without padding", "count"),
+    to("sequence_packing_args.max_packed_sequence_length_train", "{train}.micro_batch_tokens", "count?", used,
+       needs("..use_sequence_packing"), unless_null("no separate limit", implied)),
+    always("apply_loss_scale", "denominators count the whole optimizer step", "bool"),
+    always("logits_in_fp32", "log-probs are computed in fp32", "bool"),
+    to("mtp_training_mode", "", "disabled|standalone|joint?",
+       only("disabled", "set it to disabled; multi-token prediction is not supported")),
+    to("world_size", "{train}.steps_per_pass", "count?", used,
+       unless(lambda s: facts.devices(s, role_of(s)), "overridden by device_mapping"),
+       unless_null("one rank", implied), with_batches,
+       note="number of ranks without devices, for the batch sizes"),
+    section(_CONFIG)(
+        to("tensor_model_parallel_size", "{train}.megatron.tensor_parallel", "count?", used,
+           _OF_FILE["megatron"], _sized,
+           note=_DP),
+        to("pipeline_model_parallel_size", "{train}.megatron.pipeline_parallel", "count?", used,
+           _OF_FILE["megatron"], _sized,
+           note=_DP),
+        to("context_parallel_size", "{train}.megatron.context_parallel", "count?", used, _OF_FILE["megatron"],
+           _sized,
+           note=_DP)))
+
+_WITH_LOGPROBS = section("{actor_train,critic,reference}")(
+    always("num_gpus_per_worker", "training workers always have one device, as in ROLL", "count"),
+    to("backend_timeout", "{train}.megatron.timeout_minutes", "count", used, _MEGATRON, default=30),
+    always("router_replay.mode", "no router replay", choice("disable")),
+    to("use_dynamic_batching_in_infer", "{train}.infer_batch_tokens", "bool", used, _tokens,
+       note="micro-batches of max_tokens_per_microbatch tokens"),
+    to("max_tokens_per_microbatch_in_infer", "{train}.infer_batch_tokens", "natural?", used,
+       needs(".use_dynamic_batching_in_infer"), _tokens),
+    ignored("sequence_length_round_in_infer", "rows are packed without padding", "count"),
+    to("sequence_packing_args.max_packed_sequence_length_forward", "{train}.infer_batch_tokens", "count?",
+       used, needs("..use_sequence_packing"), unless_null("no separate limit", implied)),
+    ignored("use_sequence_packing", "rows are always packed", "bool"),
+    ignored("sequence_packing_args.algorithm", "rows are always packed and balanced", "none|load_balance"),
+    ignored("sequence_packing_args.min_num_micro_batches_{train,forward}",
+            "results do not depend on micro-batches", "count"),
+    section(_CONFIG, "{train}.megatron", used, of_backend("megatron"))(
+        to("expert_model_parallel_size", ".expert_parallel", "count?", null_as(1),
+           note="does not enter the batch arithmetic"),
+        to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
+        to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?"),
+        to("sequence_parallel", ".*", "bool", _sequence_parallel,
+           note="always on with TP > 1 and EP > 1, as required by Megatron"),
+        to("recompute_granularity", ".*", "full|selective?", _recompute,
+           note="only full set: recompute each layer separately (uniform, 1)"),
+        to("recompute_method", ".*", "uniform|block|recompute?",
+           lambda v, _: "block" if v == "recompute" else v,
+           note="recompute, as in ROLL's list, is block"),
+        to("{recompute_num_layers,ddp_bucket_size}", ".*", "count?"),
+        to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall", default="allgather"),
+        to("moe_grouped_gemm", ".*", "bool?", null_as(False)),
+        to("{moe_layer_recompute,moe_shared_expert_overlap,overlap_grad_reduce}", ".*", "bool"),
+        to("overlap_param_gather", ".*", "bool", note="not supported by ROLL"),
+        to("use_distributed_optimizer", ".distributed_optimizer", "bool", default=False),
+        to("ckpt_format", ".checkpoint.format", {"legacy": "torch", "torch_dist": "torch_dist"}),
+        to("{variable_seq_lengths,apply_rope_fusion,bias_activation_fusion}", ".transformer.*", "bool"),
+        ignored("delay_grad_reduce", "gradients are always reduced after the last micro-batch"),
+        ignored("accumulate_allreduce_grads_in_fp32", "gradients are always fp32"),
+        ignored("check_for_nan_in_loss_and_grad", "every step is checked, and skipped if not finite"),
+        ignored("calculate_per_token_loss", "set by loss_agg_mode"),
+        ignored("use_flash_attn", "not read by ROLL; use attn_implementation"),
+        ignored("overlap_p2p_comm", "use braid.train.megatron.transformer"),
+        ignored("sequence_packing", "rows are always packed"),
+        ignored("save_hf_model", "use training_args.save_hf_model"),
+        ignored("save_merged_model", "braid export always writes merged weights"),
+        ignored("async_save_ckpt ckpt_d2h_non_blocking",
+                "checkpoints are written directly to their final location"),
+        ignored("compile_warmup", "use braid.train.compile"),
+        ignored("moe_router_dtype", "the router always computes in fp32"),
+        ignored("cross_entropy_loss_fusion", "for Megatron's loss only; log-probs are computed from logits"),
+        ignored("bf16", "overridden by model_args.dtype, as in ROLL"),
+        ignored("use_batched_model_update", "weights are always sent in buckets of "
+                "model_update_buffer_size_mb"),
+        missing("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+                "pipeline_model_parallel_layout recompute_modules moe_aux_loss_coeff "
+                "moe_router_load_balancing_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
+                "moe_token_drop_policy moe_enable_routing_replay mtp_num_layers transformer_impl "
+                "cuda_graph_impl cuda_graph_scope fp8 fp8_recipe fp8_param additional_configs "
+                "distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient "
+                "ddp_average_in_collective optimizer optimizer_cpu_offload optimizer_offload_fraction",
+                "remove it, or use the keys of braid.train.megatron", default=False)),
+    section(_CONFIG, "{train}.fsdp", used, of_backend("fsdp2"))(
+        to("fsdp_size", ".size", "int", _fsdp_size,
+           note="values up to 1 mean all devices: a single shard group"),
+        to("param_dtype", ".*", TORCH_DTYPES,
+           note="dtype of gathered weights and computation; trained weights stay fp32, while ROLL trains "
+           "them in it"),
+        to("reduce_dtype", ".*", TORCH_DTYPES),
+        to("reshard_after_forward", ".*", "bool?", null_as(True)),
+        to("offload_policy", ".cpu_offload .pin_memory", "bool"),
+        to("reduce_scatter_during_grad_accumulation", ".sync_last_micro_batch_only", "bool", opposite,
+           default=True),
+        ignored("wrap_policy", "each decoder layer is always wrapped as a unit"),
+        ignored("save_only_model", "checkpoints always contain the whole state", "bool"),
+        missing("{ep_size,efsdp_size}", "remove it; experts are sharded like other weights", default=1),
+        missing("{moe_use_grouped_mm,apply_expert_patch}",
+                "remove it; experts are sharded like other weights", default=False),
+        missing("{apply_tiled_mlp,tiled_num_shards}", "use a lower braid.train.micro_batch_tokens")))
+
+_ACTOR_TRAIN = section("actor_train")(
+    to("model_args.model_name_or_path", "model.path", "path", note="takes precedence over pretrain"),
+    to("model_args.attn_implementation", "model.attention",
+       {"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"}),
+    to("model_args.lora_target", "model.lora.targets", "text?",
+       lambda v, s: implied("all weights are trained") if v is None else _names(v, s),
+       note="comma-separated layer names, or all-linear"),
+    to("model_args.lora_rank", "model.lora.rank", "count?", _IS_LORA, default=8),
+    to("model_args.lora_alpha", "model.lora.alpha", "positive?", _IS_LORA,
+       lambda v, s: v or 2 * s[".lora_rank"], default=None,
+       note="null: 2 * lora_rank"),
+    to("model_args.lora_dropout", "", number(0.0, 0.9),
+       only( 0, "set it to 0: log-probs must be the same in rollout and training", "adapters have no dropout" )),
+    to("model_args.adapter_name_or_path", "model.lora.path", "path?", _IS_LORA),
+    to("training_args.save_hf_model", "checkpoint.export_every_rounds", "bool",
+       lambda v, s: s["save_steps"] if v else 0,
+       note="a Hugging Face folder every save_steps rounds"),
+    to("worker_cls", "algorithm.policy_loss", "text", _worker_class),
+    to("pg_variant", "algorithm.policy_loss", choice(*LOSSES),
+       unless( lambda s: facts.variant(s) != s["actor_train.pg_variant"], "needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL", ),
+       _variant,
+       note="vanilla -A log p; tis -sg(clip(ratio, 0, 1)) A log p; cispo the same with [0.9, 1.1]; topr no "
+       "ratio where the advantage is positive, clip(ratio, 0, 1) elsewhere; kimi15 -A log p + 0.05 (log p - "
+       "old log p)^2"),
+    to("{topr_positive_weight,topr_negative_weight}", "algorithm.*", "non-negative", _IS_TOPR, default=1.0),
+    to("model_update_frequency", "", "count",
+       only(1, "set it to 1; weights are synced every round", "weights are synced every round")),
+    missing("opd_kl_coef", "distillation from a teacher is not implemented"))
+
+_CRITIC = section("critic")(
+    to("model_args.model_name_or_path", "critic.path", "path", used,
+       note="takes precedence over reward_pretrain"),
+    ignored("training_args.save_hf_model", "only the policy is exported", "bool"),
+    ignored("worker_cls", "there is only one kind of critic", "text"))
+
+_REFERENCE = section("reference")(
+    to("strategy_args.strategy_name", "reference.train.backend", "megatron_infer|fsdp2_infer|hf_infer", used,
+       _strategy, default="fsdp2_infer"),
+    to("infer_batch_size", "reference.train.infer_batch_rows", "count", used, default=16),
+    to("model_args.model_name_or_path", "reference.path", "path", used),
+    to("model_args.dtype", "reference.train.autocast", _AUTOCAST, used, default="bf16"),
+    ignored("model_args.disable_gradient_checkpointing", "the reference model has no backward pass", "bool"),
+    to("model_args.ulysses_size", "reference.train.sequence_parallel", "count?", used, _FSDP2, null_as(1)),
+    to(f"{_CONFIG}.tensor_model_parallel_size", "reference.train.megatron.tensor_parallel", "count?", used,
+       _MEGATRON, null_as(1),
+       note=_DP),
+    to(f"{_CONFIG}.pipeline_model_parallel_size", "reference.train.megatron.pipeline_parallel", "count?",
+       used, _MEGATRON, null_as(1),
+       note=_DP),
+    to(f"{_CONFIG}.context_parallel_size", "reference.train.megatron.context_parallel", "count?", used,
+       _MEGATRON, null_as(1),
+       note=_DP),
+    ignored("sequence_packing_args.max_packed_sequence_length_train", "the reference model is not trained",
+            "count?"),
+    ignored("world_size", "determined by device_mapping", "count"),
+    ignored("worker_cls", "there is only one kind of reference", "text"))
+
+_OWN = "vLLM's default is used"
+_ACTOR_INFER = section("actor_infer")(
+    to("num_gpus_per_worker", "", "count", _SERVED,
+       unless(facts.sets_tensor_parallel, "overridden by the engine's tensor-parallel size, as in ROLL"),
+       _engine_sizes, default=1,
+       note="devices per engine: its tensor-parallel size unless the engine's own key sets it"),
+    to("strategy_args.strategy_name", "rollout.engine", ENGINES,
+       unless(lambda s: s.engine, "overridden by --engine"), default="vllm",
+       note="hf_infer is the native engine, which shares the trainer's weights"),
+    to("model_args.dtype", "rollout.{engine}.dtype", "fp32|bf16|fp16?", null_as("auto"),
+       note="dtype of the engine's weights; without it, the native engine shares the trainer's"),
+    always("model_args.model_name_or_path", "the engine always uses the policy's weights", "path"),
+    ignored("model_args.disable_gradient_checkpointing", "an engine has no backward pass", "bool"),
+    ignored("model_args.attn_implementation", "chosen by the engine", "text?"),
+    ignored("model_args.{lora_target,lora_rank,lora_alpha,lora_dropout,adapter_name_or_path}",
+            "the engine always uses the policy's adapters"),
+    ignored("infer_batch_size", "the engine schedules requests itself, as in ROLL", "count"),
+    ignored("world_size", "determined by device_mapping", "count"),
+    ignored("backend_timeout", "use rpc_timeout", "count"),
+    ignored("worker_cls", "determined by strategy_name", "text"),
+    section(_CONFIG)(
+        to("load_format", "rollout.{engine}.load_weights", "dummy|auto|safetensors|pt", _SERVED,
+           lambda v, _: v != "dummy", default="dummy",
+           note="dummy: random weights until the first weight sync, which precedes sampling")),
+    section(_CONFIG, "rollout.vllm", of_engine("vllm"))(
+        to("gpu_memory_utilization", ".memory_fraction", _FRACTION),
+        to("block_size", ".block_size", "count?"),
+        to("max_model_len", ".max_model_tokens", "count?"),
+        to("tensor_parallel_size", ".tensor_parallel", "count", _engine_sizes),
+        to("pipeline_parallel_size", ".pipeline_parallel", "count", _engine_sizes),
+        to("enforce_eager", ".cuda_graphs", "bool", opposite),
+        to("enable_prefix_caching", ".prefix_caching", "bool"),
+        to("enable_chunked_prefill", ".chunked_prefill", "bool"),
+        to("max_num_batched_tokens", ".prefill_tokens", "count"),
+        to("disable_log_stats", ".log_stats", "bool", opposite),
+        to("distributed_executor_backend", ".executor", "mp|ray|uni"),
+        to("max_num_seqs", ".max_running", "count", overridden("max_running_requests"),
+           note="max_running_requests takes precedence"),
+        ignored("{disable_custom_all_reduce,swap_space}", _OWN),
+        ignored("{optimization_level,cuda_graph_sizes,cudagraph_capture_sizes}",
+                f"{_OWN}; see enforce_eager"),
+        ignored("{sleep_level,enable_memory_saver}", "a sleeping engine always releases weights and cache"),
+        ignored("logprobs_mode", "log-probs are always those of the sampling distribution"),
+        ignored("disable_mm_preprocessor_cache", "prompts are text only"),
+        ignored("seed", "the run's seed is used"),
+        ignored("grpc_mode", "the engine runs inside the run"),
+        missing("data_parallel_size quantization online_quantization online_quantization_config.* "
+                "speculative_config dp_size ep_size enable_expert_parallel", "remove it, or start servers "
+                "and list them in braid.rollout.vllm.servers")),
+    section(_CONFIG, "rollout.sglang", of_engine("sglang"))(
+        to("mem_fraction_static", ".memory_fraction", _FRACTION),
+        to("tp_size", ".tensor_parallel", "count", _engine_sizes),
+        to("pp_size", ".pipeline_parallel", "count", _engine_sizes),
+        to("context_length", ".max_model_tokens", "count?"),
+        to("attention_backend", ".attention", "text?"),
+        to("disable_cuda_graph", ".cuda_graphs", "bool", opposite),
+        to("cuda_graph_max_bs", ".cuda_graph_max_batch", "count?"),
+        to("disable_radix_cache", ".prefix_caching", "bool", opposite),
+        to("chunked_prefill_size", ".prefill_tokens", "count"),
+        to("enable_torch_compile", ".torch_compile", "bool"),
+        to("torch_compile_max_bs", ".torch_compile_max_batch", "count"),
+        to("decode_log_interval", ".decode_log_interval", "count"),
+        to("max_running_requests", ".max_running", "count", overridden("max_running_requests"))))
+
+WORKERS = rows(
+    _ACTOR_TRAIN,
+    _CRITIC,
+    _REFERENCE,
+    _ACTOR_INFER,
+    _OF_EVERY_ROLE,
+    _TRAINED,
+    _WITH_LOGPROBS,
+    always("{critic,reference}.model_args.attn_implementation", "same as the policy's", "sdpa|fa2|auto?"),
+    ignored("{critic,reference,actor_infer}.data_args.*",
+            "data_args are read only under actor_train and validation"),
+)
+# fmt: on

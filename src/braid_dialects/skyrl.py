@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .compat import Dialect, table
 from .skyrl_algorithm import ALGORITHM
 from .skyrl_checks import CHECKS
 from .skyrl_generator import GENERATOR
 from .skyrl_models import MODELS
 from .skyrl_trainer import TRAINER, base
-from .table import Dialect, table
 
 _ENGINE_KEYS = (
     "model_dtype",
@@ -55,6 +55,7 @@ SKYRL = Dialect(
     marks=frozenset(["trainer", "generator", "data", "deepspeed_config", "environment"]),
     rules=table(*TRAINER, *MODELS, *ALGORITHM, *GENERATOR),
     base=base,
+    places={},
     checks=CHECKS,
     aliases=ALIASES,
 )

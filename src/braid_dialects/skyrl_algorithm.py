@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conversions import mapped, null_as, when
+from .compat import (
+    Apply,
+    Became,
+    NoEffect,
+    Rule,
+    Source,
+    implied,
+    mapped,
+    no_effect,
+    null_as,
+    unsupported,
+    when,
+)
 from .skyrl_facts import (
     not_estimator,
     not_loss,
@@ -16,7 +28,6 @@ from .skyrl_facts import (
     without_critic,
     without_reference,
 )
-from .table import Apply, Became, NoEffect, Rule, Source, implied, no_effect, unsupported
 from .values import (
     BOOL,
     COUNT,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from .compat import Check, Source
 from .skyrl_algorithm import corrections
 from .skyrl_facts import (
     Role,
@@ -22,7 +23,6 @@ from .skyrl_facts import (
     uses_reference,
     world,
 )
-from .table import Check, Source
 
 Finding = tuple[str, str]
 _LARGE = 10**9

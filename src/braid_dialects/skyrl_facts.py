@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from .conversions import Idle
-from .table import Became, Convert, Source, implied, no_effect, unsupported
+from .compat import Became, Convert, Idle, Source, implied, no_effect, unsupported
 
 Role = Literal["policy", "critic", "ref"]
 

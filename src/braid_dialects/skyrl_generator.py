@@ -6,7 +6,23 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from .conversions import mapped, only, opposite, unless_null, when
+from .compat import (
+    Apply,
+    Became,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    implied,
+    mapped,
+    no_effect,
+    only,
+    opposite,
+    unless_null,
+    unsupported,
+    when,
+)
 from .skyrl_facts import (
     always,
     engine,
@@ -17,18 +33,6 @@ from .skyrl_facts import (
     longest_input,
     of_engine,
     off_only,
-)
-from .table import (
-    Apply,
-    Became,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    implied,
-    no_effect,
-    unsupported,
 )
 from .values import (
     ANY,

@@ -6,7 +6,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .conversions import Idle, only, when
+from .compat import (
+    Apply,
+    Became,
+    Idle,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    Unsupported,
+    implied,
+    no_effect,
+    only,
+    unsupported,
+    when,
+)
 from .skyrl_facts import (
     NATIVE_TRAIN,
     NO_REWARD_WORKERS,
@@ -18,18 +32,6 @@ from .skyrl_facts import (
     off_only,
     without_critic,
     without_reference,
-)
-from .table import (
-    Apply,
-    Became,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    implied,
-    no_effect,
-    unsupported,
 )
 from .values import (
     ANY,

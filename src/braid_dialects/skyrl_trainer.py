@@ -13,7 +13,21 @@ import re
 from pathlib import Path, PurePath
 from typing import Any
 
-from .conversions import folder_name, mapped, wandb_mode, when
+from .compat import (
+    Apply,
+    Became,
+    Implied,
+    NoEffect,
+    Rule,
+    Source,
+    folder_name,
+    implied,
+    mapped,
+    no_effect,
+    unsupported,
+    wandb_mode,
+    when,
+)
 from .skyrl_facts import (
     NATIVE_TRAIN,
     NO_REWARD_WORKERS,
@@ -32,17 +46,6 @@ from .skyrl_facts import (
     without_critic,
     without_reference,
     world,
-)
-from .table import (
-    Apply,
-    Became,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    implied,
-    no_effect,
-    unsupported,
 )
 from .values import (
     ANY,

@@ -1,29 +1,27 @@
-"""A dialect as a table of rules: for each foreign key, the values it accepts and how it translates.
+"""A dialect as a table of rules: for each foreign key, the values it accepts and what it becomes.
 
-    Apply        sets a native key: to the same value, or to one converted in the light of other keys
-    Implied      asks for what braid always does; gives the reason
-    NoEffect     changes nothing in braid; gives the reason
-    Unsupported  stops the run unless allowed by name; gives the alternative
-
-Paths are dotted; one component may be `*`, which matches any name. Rules are independent of each other: a
-conversion reads other keys through `Source`, which also knows the dialect's defaults.
+A component `*` of a key matches any name. Rules are independent of each other: a conversion reads other keys
+through `Source`, which also knows the dialect's defaults. rows.py has the notation of the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 from braid.errors import Problem
 
-from .values import ANY, Takes
+from .values import Takes
 
 Disposition = Literal["applied", "unused", "implied", "no effect", "unsupported", "refused"]
 DialectName = Literal["rlinf", "roll", "skyrl"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
 """Marks a missing value where null is a valid value."""
+_PLACE = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,59 +52,41 @@ def unsupported(instead: str) -> Became:
 
 
 Convert = Callable[[Any, "Source"], "Became | Any"]
-"""(value, source) -> the native value, or a Became for several values, none, or other native paths. Raises
-ValueError if the value is invalid."""
+"""(value, source) -> the native value, or a Became that ends the conversion. Raises ValueError if the value
+is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
-    """The key sets a native key."""
+class Rule:
+    """A row of the table, for one key."""
 
     path: str
-    native: str
-    """Native path; empty when `convert` returns the paths."""
     takes: Takes
-    convert: Convert | None = None
-    default: Any = ABSENT
-    """The original system's default, applied when the key is missing. ABSENT keeps braid's own default."""
+    disposition: Disposition
     note: str = ""
-    """Note for users: a formula, a difference from other systems, or a bug of the original that braid does
-    not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Implied:
-    """The key asks, with any value, for what braid always does."""
-
-    path: str
-    takes: Takes
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class NoEffect:
-    """The key changes nothing in braid."""
-
-    path: str
-    takes: Takes
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """The key is known and asks for a feature braid lacks."""
-
-    path: str
-    instead: str
-    takes: Takes = ANY
+    """For users: a formula, a difference from the original; the reason or the alternative of other rows."""
+    native: str = ""
+    """Native paths, separated by spaces; empty when the conversion returns them. `*` is the last name of the
+    key; `{engine}` and other places (see `Dialect.places`) follow from the file."""
+    convert: Sequence[Convert] = ()
+    """Steps of the conversion; each receives the value of the one before."""
     default: Any = ABSENT
-    """Value that turns the feature off; it, null, {} and [] have no effect."""
+    """The original system's default, applied when the key is missing (of `missing` rows: the value that turns
+    the feature off). ABSENT keeps braid's own default."""
 
-    def asks_nothing(self, value: Any) -> bool:
-        return value in (None, {}, []) or value == self.default
+    def become(self, value: Any, source: Source) -> Became:
+        """Convert a value that the rule accepts. Raises ValueError if the conversion rejects it."""
+        if self.disposition == "unsupported" and (value in (None, {}, []) or value == self.default):
+            return no_effect("the default value, which turns the feature off")
+        if self.disposition != "applied":
+            return Became({}, self.disposition, self.note)
+        for step in self.convert:
+            value = step(value, source)
+            if isinstance(value, Became):
+                return value
+        return Became(dict.fromkeys(source.placed(self.native), value))
 
 
-Rule = Apply | Implied | NoEffect | Unsupported
 Check = Callable[["Source"], Iterator[tuple[str, str]]]
 """source -> (foreign key, error) for each violated constraint between keys."""
 
@@ -116,8 +96,9 @@ class Dialect:
     """Config language of one system.
 
     `marks` are top-level keys by which a file is recognised. `aliases` maps other spellings of a key to the
-    one in `rules`. `base` computes native values that no single key determines (such as the engine or the
-    task).
+    one in `rules`. `base` computes native values that no single key determines. `places` computes what
+    `{name}` stands for in native paths; all dialects have `engine`, the rollout engine, and `backend`, the
+    training backend (of the role whose key is converted).
     """
 
     name: DialectName
@@ -125,6 +106,7 @@ class Dialect:
     marks: frozenset[str]
     rules: Mapping[str, Rule]
     base: Callable[[Source], Mapping[str, Any]]
+    places: Mapping[str, Callable[[Source], str | Sequence[str]]]
     checks: tuple[Check, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -136,6 +118,10 @@ class Dialect:
         parts = path.split(".")
         patterns = (".".join([*parts[:i], "*", *parts[i + 1 :]]) for i in reversed(range(len(parts))))
         return next((self.rules[pattern] for pattern in patterns if pattern in self.rules), None)
+
+    def natives(self, rule: Rule) -> list[str]:
+        """The native paths of a rule in a file without keys."""
+        return Source(self, {}, at=rule.path).placed(rule.native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,23 +139,44 @@ class Source:
     own: Mapping[str, Any] = field(default_factory=dict)
     """Native path -> value of the keys below `braid` in the file."""
     at: str = ""
-    """The key being converted, for rules with `*`."""
+    """The key being converted."""
 
-    def get(self, path: str) -> Any:
-        """Return the value of a foreign key: the file's, else the original system's default, else None."""
+    def __getitem__(self, path: str) -> Any:
+        """The value of a foreign key: the file's, else the original system's default, else None. A path that
+        begins with dots is relative to the key being converted: `.x` beside it, `..x` one section above."""
+        if path.startswith("."):
+            name = path.lstrip(".")
+            path = ".".join([*self.at.split(".")[: len(name) - len(path)], name])
         if path in self.values:
             return self.values[path]
         rule = self.dialect.rules.get(path)
-        return rule.default if isinstance(rule, Apply) and rule.default is not ABSENT else None
+        is_set = rule is not None and rule.disposition == "applied" and rule.default is not ABSENT
+        return rule.default if rule is not None and is_set else None
+
+    get = __getitem__
 
     def has(self, path: str) -> bool:
         """Whether the file has the key, or keys below it."""
         return path in self.values or any(name.startswith(f"{path}.") for name in self.values)
 
-    def below(self, path: str) -> dict[str, Any]:
-        """Return name -> value of the keys below a foreign path."""
-        prefix = f"{path}."
-        return {name.removeprefix(prefix): v for name, v in self.values.items() if name.startswith(prefix)}
+    def place(self, name: str) -> Any:
+        """What `{name}` stands for in native paths."""
+        return self.dialect.places[name](self)
+
+    def placed(self, native: str) -> list[str]:
+        """The native paths that a rule's text stands for."""
+        paths = []
+        for text in native.replace("*", self.at.rpartition(".")[2]).split():
+            names = _PLACE.findall(text)
+            found = [[of] if isinstance(of := self.place(name), str) else of for name in names]
+            paths += [text.format(**dict(zip(names, chosen, strict=True))) for chosen in product(*found)]
+        return paths
+
+    @property
+    def native(self) -> list[str]:
+        """The native paths of the key being converted."""
+        rule = self.dialect.rule_of(self.at)
+        return [] if rule is None else self.placed(rule.native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +195,7 @@ class Entry:
     origin: str = ""
 
 
-def table(*rules: Rule) -> dict[str, Rule]:
+def table(rules: list[Rule]) -> dict[str, Rule]:
     """Index rules by path; paths must be unique."""
     out: dict[str, Rule] = {}
     for rule in rules:

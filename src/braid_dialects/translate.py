@@ -13,19 +13,7 @@ from braid.config.secrets import Reference, distinct, hidden
 from braid.config.source import Written, child, parse_path, path_text, place
 from braid.errors import Problem, suggest
 
-from .table import (
-    ABSENT,
-    Apply,
-    Became,
-    Dialect,
-    Entry,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    problems_of,
-)
+from .table import ABSENT, Became, Dialect, Entry, Source, problems_of
 
 NATIVE = "braid"
 """Top-level key of a foreign file or an override below which native keys may be set."""
@@ -162,7 +150,7 @@ def defaults_tree(dialect: Dialect, tree: Mapping[str, Any]) -> dict[str, Any]:
     from the file."""
     out: dict[str, Any] = {}
     for path, rule in dialect.rules.items():
-        if isinstance(rule, Apply) and rule.default is not ABSENT and "*" not in path:
+        if rule.disposition == "applied" and rule.default is not ABSENT and "*" not in path:
             place(out, parse_path(path), rule.default)
     return _merged(out, tree)
 
@@ -272,35 +260,19 @@ def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
         if _is_section(path, source.dialect):
             return Entry(path, value, "implied", {}, "an empty section: its keys have their defaults", origin)
         return Entry(path, value, "no effect", {}, f"a variable of the file, used as ${{{path}}}", origin)
-    became = become(rule, value, replace(source, at=name))
-    note = became.note or (rule.note if isinstance(rule, Apply) else "")
+    became = rule.become(value, replace(source, at=name))
+    note = became.note or (rule.note if rule.disposition == "applied" else "")
     if name != path:
         note = f"alias of {name}" + (f"; {note}" if note else "")
     return Entry(path, value, became.disposition, became.native, note, origin)
 
 
-def become(rule: Rule, value: Any, source: Source) -> Became:
-    """Convert a foreign value that its rule accepts. Raises ValueError if the conversion rejects it."""
-    match rule:
-        case Implied(why=why):
-            return Became({}, "implied", why)
-        case NoEffect(why=why):
-            return Became({}, "no effect", why)
-        case Unsupported() if rule.asks_nothing(value):
-            return Became({}, "no effect", "the default value, which turns the feature off")
-        case Unsupported(instead=instead):
-            return Became({}, "unsupported", instead)
-        case Apply(native=native, convert=convert):
-            made = value if convert is None else convert(value, source)
-            return made if isinstance(made, Became) else Became({native: made})
-
-
 def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Became]]:
     for path, rule in source.dialect.rules.items():
-        if not isinstance(rule, Apply) or rule.default is ABSENT or "*" in path or path in source.values:
+        if rule.disposition != "applied" or rule.default is ABSENT or "*" in path or path in source.values:
             continue
         try:
-            yield path, become(rule, rule.default, replace(source, at=path))
+            yield path, rule.become(rule.default, replace(source, at=path))
         except ValueError as error:
             problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
 

@@ -125,3 +125,23 @@ SHARE = number(0.0, 1.0)
 TEXT = text()
 PATH = text("folder/one", "folder/two")
 ANY = Takes("any value", lambda _: True, ("one", "two"))
+
+_NAMED = {
+    "bool": BOOL, "count": COUNT, "natural": NATURAL, "int": INT, "number": NUMBER, "positive": POSITIVE,
+    "non-negative": NON_NEGATIVE, "share": SHARE, "text": TEXT, "path": PATH, "any": ANY,
+}  # fmt: skip
+
+
+def takes(spec: str | Takes) -> Takes:
+    """The values that a row of a table names: `count`, `count?` (or null), `[count]` (a list),
+    `one|of|these`, `count or -1`."""
+    if isinstance(spec, Takes):
+        return spec
+    if spec.endswith("?"):
+        return nullable(takes(spec[:-1]))
+    if spec.startswith("["):
+        return list_of(takes(spec[1:-1]))
+    if " or " in spec:
+        first, second = spec.split(" or ")
+        return either(takes(first), takes(second))
+    return choice(*spec.split("|")) if "|" in spec else _NAMED.get(spec) or choice(int(spec))

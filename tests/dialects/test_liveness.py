@@ -34,7 +34,7 @@ from braid.config.train import OptimizerConfig
 from braid.errors import ConfigError
 from braid.plan import resolve
 from braid_dialects.load import DIALECTS, read_foreign
-from braid_dialects.table import Apply, Rule
+from braid_dialects.table import Rule
 from braid_dialects.translate import translate
 from braid_dialects.values import Takes
 
@@ -269,7 +269,7 @@ def test_a_change_of_an_applied_key_changes_what_the_run_depends_on(
                 continue
             tried.add(row)
             rule = file.dialect.rule_of(file.dialect.aliases.get(entry.path, entry.path))
-            assert isinstance(rule, Apply)
+            assert rule is not None
             without += [
                 f"{seed.name} {chosen} {entry.path}: {entry.value!r} -> {value!r}"
                 for value in others(name, entry.path, rule.takes, entry.value)

@@ -15,7 +15,7 @@ from braid.errors import ConfigError
 from braid.plan import resolve
 from braid_dialects.load import Read, read_config, read_foreign
 from braid_dialects.rlinf import RLINF
-from braid_dialects.table import Apply, Became, Entry, Source
+from braid_dialects.table import Entry, Source
 from braid_dialects.translate import translate
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -631,16 +631,13 @@ def test_every_value_that_a_key_takes_is_converted_to_native_keys_or_refused_wit
     foreign = read_foreign(SEEDS / f"{seed}.yaml", [], RLINF)
     values = {entry.path: entry.value for entry in translate(foreign, RLINF).ledger}
     for path, rule in RLINF.rules.items():
-        if not isinstance(rule, Apply):
+        if rule.disposition != "applied":
             continue
         for value in rule.takes.samples:
-            source = Source(RLINF, {**values, path: value}, backend, engine)
             try:
-                made = value if rule.convert is None else rule.convert(value, source)
+                made = rule.become(value, Source(RLINF, {**values, path: value}, backend, engine, at=path))
             except ValueError:
                 continue
-            if not isinstance(made, Became):
-                made = Became({rule.native: made})
             assert made.native or made.note or rule.note, (path, value)
             for native in made.native:
                 plain = re.sub(r"\[\d+\]", "[]", native)

@@ -128,7 +128,7 @@ def test_in_one_process_keys_of_devices_engines_and_megatron_have_no_effect() ->
         "the run has a single process (--backend single)",
     )
     expert = why["actor_train.strategy_args.strategy_config.expert_model_parallel_size"]
-    assert (expert.disposition, expert.note) == ("no effect", "for megatron only; actor_train uses single")
+    assert (expert.disposition, expert.note) == ("no effect", "for megatron only; the backend is single")
 
 
 def test_the_page_s_file_takes_one_optimizer_step_a_round_with_a_horizon_of_500() -> None:

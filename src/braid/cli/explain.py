@@ -16,7 +16,7 @@ from braid.config.schema import RunConfig
 from braid.config.shape import allowed, fields_of
 from braid.errors import ConfigError, Problem, suggest
 from braid_dialects.load import DIALECTS
-from braid_dialects.table import ABSENT, Apply, Dialect, Entry, Implied, NoEffect, Rule
+from braid_dialects.table import ABSENT, Dialect, Entry, Rule
 
 _STYLES = {
     "applied": "green",
@@ -146,18 +146,15 @@ def _facts(rule: Rule, key: str, dialect: Dialect) -> list[tuple[str, str]]:
     spellings = [name for name in (rule.path, *others) if name != key]
     facts = [("also", ", ".join(spellings))] if spellings else []
     facts.append(("takes", rule.takes.words))
-    match rule:
-        case Apply(native=native, note=note, default=default):
-            facts += [] if default is ABSENT else [("default", shown(default))]
-            facts += [("becomes", native)] if native else []
-            facts += [("note", note)] if note else []
-            facts += [("does", described)] if (described := _described(native)) else []
-        case Implied(why=why):
-            facts.append(("implied", why))
-        case NoEffect(why=why):
-            facts.append(("no effect", why))
-        case _:
-            facts.append(("instead", f"not supported; {rule.instead}"))
+    if rule.disposition == "unsupported":
+        return [*facts, ("instead", f"not supported; {rule.note}")]
+    if rule.disposition != "applied":
+        return [*facts, (rule.disposition, rule.note)]
+    natives = dialect.natives(rule)
+    facts += [] if rule.default is ABSENT else [("default", shown(rule.default))]
+    facts += [("becomes", ", ".join(natives))] if natives else []
+    facts += [("note", rule.note)] if rule.note else []
+    facts += [("does", does)] if natives and (does := _described(natives[0])) else []
     return facts
 
 
@@ -166,11 +163,7 @@ def _sources_of(native: str) -> list[tuple[str, str]]:
     return [
         (dialect.title, ", ".join(paths))
         for dialect in DIALECTS.values()
-        if (
-            paths := [
-                p for p, rule in dialect.rules.items() if isinstance(rule, Apply) and rule.native == native
-            ]
-        )
+        if (paths := [p for p, rule in dialect.rules.items() if native in dialect.natives(rule)])
     ]
 
 

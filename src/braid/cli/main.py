@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from braid.controller.commands import Outcome
     from braid.plan import Verb
     from braid_dialects.load import Read
-    from braid_dialects.table import DialectName, Entry
+    from braid_dialects.table import Entry
 
 OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -224,7 +224,7 @@ def _explain(args: argparse.Namespace) -> int:
     return OK
 
 
-def _write_ledger(args: argparse.Namespace, language: DialectName, ledger: Sequence[Entry]) -> None:
+def _write_ledger(args: argparse.Namespace, language: str, ledger: Sequence[Entry]) -> None:
     from braid.cli.explain import print_ledger
     from braid_dialects.load import DIALECTS, ledger_text
 

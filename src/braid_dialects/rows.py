@@ -1,0 +1,85 @@
+"""Notation of the tables: each row makes the rules of one key, or of several that share everything.
+
+    to         sets native keys: to the same value, or to one converted in the light of other keys
+    always     asks for what braid always does
+    ignored    changes nothing in braid
+    missing    asks for a feature that braid lacks; stops the run unless allowed by name
+
+`actor.{lr,eps}` stands for two keys, as does `actor.lr actor.eps`. values.py has the notation of values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .conversions import mapped
+from .table import ABSENT, Convert, Rule
+from .values import Takes, choice, takes
+
+_ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+
+
+def to(
+    keys: str,
+    native: str,
+    values: str | Takes | Mapping[Any, Any],
+    *convert: Convert,
+    default: Any = ABSENT,
+    note: str = "",
+) -> list[Rule]:
+    """Keys that set native keys, with the steps of their conversion. A mapping of values is the last step."""
+    if isinstance(values, Mapping):
+        values, convert = choice(*values), (*convert, mapped(values))
+    return [Rule(path, takes(values), "applied", note, native, convert, default) for path in _paths(keys)]
+
+
+def always(keys: str, why: str, values: str | Takes) -> list[Rule]:
+    """Keys that ask, with any value, for what braid always does."""
+    return [Rule(path, takes(values), "implied", why) for path in _paths(keys)]
+
+
+def ignored(keys: str, why: str, values: str | Takes = "any") -> list[Rule]:
+    """Keys that change nothing in braid."""
+    return [Rule(path, takes(values), "no effect", why) for path in _paths(keys)]
+
+
+def missing(keys: str, instead: str, default: Any = ABSENT) -> list[Rule]:
+    """Keys that ask for a feature braid lacks; `default` turns it off, as do null, {} and []."""
+    return [Rule(path, takes("any"), "unsupported", instead, default=default) for path in _paths(keys)]
+
+
+def rows(*parts: list[Rule]) -> list[Rule]:
+    """A part of a table."""
+    return [rule for part in parts for rule in part]
+
+
+def section(keys: str, into: str = "", *given: Convert) -> Callable[..., list[Rule]]:
+    """A part of a table whose keys are below others, and whose conversions begin with the steps `given`.
+
+    Native paths that begin with a dot are below `into`."""
+
+    def below(*parts: list[Rule]) -> list[Rule]:
+        made = []
+        for above in _paths(keys):
+            for rule in rows(*parts):
+                native = " ".join(into + of if of.startswith(".") else of for of in rule.native.split())
+                path, steps = f"{above}.{rule.path}", (*given, *rule.convert)
+                made.append(replace(rule, path=path, native=native, convert=steps))
+        return made
+
+    return below
+
+
+def _paths(text: str) -> list[str]:
+    """Expand alternatives: `a.{b,c}` -> `a.b`, `a.c`."""
+    out = []
+    for word in text.split():
+        if (found := _ALTERNATIVES.search(word)) is None:
+            out.append(word)
+        else:
+            head, tail = word[: found.start()], word[found.end() :]
+            out += [path for name in found[1].split(",") for path in _paths(head + name + tail)]
+    return out
