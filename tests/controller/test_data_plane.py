@@ -113,6 +113,19 @@ def test_rows_do_not_depend_on_the_worker() -> None:
     assert [(len(f), f.num_tokens, f.group) for f in facts] == [(len(r), r.num_tokens, r.group) for r in rows]
 
 
+def test_segments_of_a_trajectory_stay_in_order_whichever_worker_made_them() -> None:
+    def group(first: int) -> Group:
+        turns = [Turn([first + k], [9], [-1.0], "stop", 0) for k in range(3)]
+        segments = [Segment([turn]) for turn in turns]
+        return Group(_prompt(first), [Trajectory(_prompt(first), 0, segments=segments, reward=1.0)])
+
+    experience = Experience(RECIPES["grpo"], None)
+    facts = experience.open([group_rows(group(20), 1, 1), group_rows(group(10), 0, 0)])
+    rows = experience.take([of.index for of in facts], False)
+    assert [of.trajectory for of in facts] == [0, 0, 0, 1, 1, 1]
+    assert [int(row.inputs["input_ids"][0]) for row in rows] == [10, 11, 12, 20, 21, 22]
+
+
 def test_inferred_values_reach_their_rows() -> None:
     rows = [Row({"input_ids": np.zeros(n, np.int64)}, np.ones(n, np.bool_), 0, n) for n in (1, 2, 3)]
     experience = Experience(RECIPES["grpo"], None)
