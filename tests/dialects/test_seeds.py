@@ -111,7 +111,7 @@ def disposition_table(reader: Reader) -> str:
 
 def test_the_docs_count_the_keys_by_disposition(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m tests.dialects.test_seeds` prints the table to put there."""
-    monkeypatch.setattr("braid.plan.megatron.find_spec", lambda _: None)  # as without Transformer Engine
+    monkeypatch.setattr("braid.plan.unused.find_spec", lambda _: None)  # as without Transformer Engine
     assert disposition_table(reader) in DOCS.read_text("utf-8")
 
 

@@ -391,7 +391,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["data.use_chat_template=never", "model.chat_template=x"],
-            "model.chat_template: has no effect: data.use_chat_template=never",
+            "model.chat_template: has no effect: data.use_chat_template is never",
         ),
     ],
 )

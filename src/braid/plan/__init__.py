@@ -1,11 +1,11 @@
 """Everything derived from a config: numbers, checks across keys, the layout, memory. Does not import
 torch."""
 
-from .checks import idle_keys, why_unused
 from .lengths import longest_row, rotary_problem
 from .plan import Memory, Plan, Verb
 from .resolve import derive, merge_recipe, resolve
 from .sizes import policy_size
+from .unused import idle_keys, why_unused
 
 __all__ = [
     "Memory",

@@ -1,4 +1,4 @@
-"""Consistency checks across the keys of a config, and detection of unused keys.
+"""Consistency checks across the keys of a config.
 
 Each check is a function from (config, plan) to (key, message) pairs. A problem stops the run before it
 starts; a warning marks what is legal but rarely intended. Every accepted key either has an effect or is
@@ -8,14 +8,11 @@ reported.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
-from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
+from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
 
 from . import available, credit
@@ -24,6 +21,7 @@ from .parallel import copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
+from .unused import has_tokens, idle_keys, is_of_text, set_keys
 
 Finding = tuple[str, str]
 """The key that should be changed, and what is wrong."""
@@ -189,7 +187,7 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             f"algorithm.policy_loss={recipe.policy_loss} selects tokens by their log-probs before the update, which "
             f"{plan.old_logprobs} does not compute; set it to auto, recompute or behavior",
         )
-    if recipe.logprob_level != "token" and _is_of_text(config):
+    if recipe.logprob_level != "token" and is_of_text(config):
         level = f"algorithm.logprob_level={recipe.logprob_level}"
         if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSS_KEYS[recipe.policy_loss]:
             yield (
@@ -225,7 +223,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     prompt = config.data.max_prompt_tokens
     limit = None if plan.model_size is None else plan.model_size.max_positions
     bound = config.rollout.max_sequence_tokens
-    if bound is not None and prompt >= bound and _has_tokens(config, plan):
+    if bound is not None and prompt >= bound and has_tokens(config):
         yield (
             "rollout.max_sequence_tokens",
             f"data.max_prompt_tokens={prompt} leaves no room for an answer in {bound} tokens; raise it above {prompt}",
@@ -302,7 +300,7 @@ def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             "all answers of a group are identical, so their advantages are 0",
         )
     truncations = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
-    used = [name for name in truncations if _is_set(sampling, name)]
+    used = [name for name in truncations if any(set_keys(sampling, name))]
     if used:
         yield (
             f"rollout.sampling.{used[0]}",
@@ -417,290 +415,10 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Keys with a non-default value that are unused in this run."""
-    for because, is_idle, keys in _IDLE:
-        if is_idle(config, plan):
-            for key in keys:
-                for given in _set_keys(config, key):
-                    yield given, f"has no effect: {because}"
+    for key, why in idle_keys(config, plan).items():
+        for given in set_keys(config, key):
+            yield given, f"has no effect: {why}"
 
-
-def idle_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """Unused key or section -> the reason, whether or not it is set. `key[]` stands for all items of a
-    list."""
-    return {key: why for why, is_idle, keys in reversed(_IDLE) if is_idle(config, plan) for key in keys}
-
-
-def why_unused(reasons: Mapping[str, str], key: str) -> str:
-    """The reason that `idle_keys` gives for a key or a section that contains it; empty if there is none."""
-    parts = re.sub(r"\[\d+\]", "[]", key).split(".")
-    above = (".".join(parts[: i + 1]) for i in range(len(parts)))
-    return next((reasons[name] for name in above if name in reasons), "")
-
-
-def _is_set(section: Any, key: str) -> bool:
-    return any(_set_keys(section, key))
-
-
-def _set_keys(section: Any, key: str, at: str = "") -> Iterator[str]:
-    """The keys that `key` stands for whose values differ from their defaults."""
-    name, _, rest = key.partition(".")
-    is_list, name = name.endswith("[]"), name.removesuffix("[]")
-    field = type(section).model_fields.get(name)
-    value = None if field is None else getattr(section, name)
-    if not rest:
-        if field is not None and value != field.get_default(call_default_factory=True):
-            yield f"{at}{name}"
-    elif is_list:
-        for i, item in enumerate(value or ()):
-            yield from _set_keys(item, rest, f"{at}{name}[{i}].")
-    elif value is not None:
-        yield from _set_keys(value, rest, f"{at}{name}.")
-
-
-def _has_tokens(config: RunConfig, _: Plan) -> bool:
-    return not isinstance(config.env, GymnasiumEnv)
-
-
-def _is_of_text(config: RunConfig) -> bool:
-    return isinstance(config.env, SingleTurnEnv | ToolEnv)
-
-
-def _bound_is_wide(config: RunConfig, _: Plan) -> bool:
-    bound, samplings = config.rollout.max_sequence_tokens, (config.rollout.sampling, config.eval.sampling)
-    if bound is None:
-        return False
-    if isinstance(config.env, ToolEnv):
-        return bound >= config.env.max_context_tokens
-    longest = max(sampling.max_new_tokens for sampling in samplings if sampling is not None)
-    return bound >= config.data.max_prompt_tokens + longest
-
-
-_OF_TEXT = tuple(name for name in SamplingConfig.model_fields if name != "greedy")
-"""Sampling settings that apply only to text."""
-
-_IDLE: tuple[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]], ...] = (
-    (
-        "the advantage uses no critic",
-        lambda _, plan: not plan.needs_critic,
-        (
-            "critic.path",
-            "critic.train",
-            "critic.warmup_rounds",
-        ),
-    ),
-    (
-        "the reference model is not trained",
-        lambda _, plan: plan.needs_reference,
-        tuple(
-            f"reference.train.{name}"
-            for name in (
-                "optimizer",
-                "steps_per_pass",
-                "passes_per_round",
-                "shuffle",
-                "max_grad_norm",
-                "max_skipped_steps",
-                "gradient_checkpointing",
-                "grad_scaler",
-                "micro_batch_rows",
-                "offload.gradients",
-                "offload.optimizer",
-            )
-        ),
-    ),
-    *(
-        (
-            f"algorithm.policy_loss={name} does not use it",
-            lambda _, plan, name=name: plan.recipe.policy_loss == name,
-            tuple(f"algorithm.{key}" for key in sorted(frozenset().union(*POLICY_LOSS_KEYS.values()) - keys)),
-        )
-        for name, keys in POLICY_LOSS_KEYS.items()
-    ),
-    (
-        "with algorithm.old_logprobs=behavior there is nothing to correct",
-        lambda _, plan: plan.old_logprobs == "behavior",
-        ("algorithm.corrections",),
-    ),
-    (
-        "rounds are sampled with the weights that they start from, so interpolated log-probs are the engine's",
-        lambda _, plan: plan.old_logprobs == "interpolated",
-        ("algorithm.corrections",),
-    ),
-    (
-        "only a turn of text has several tokens; a simulator's policy has one log-prob per env step",
-        lambda config, _: not _is_of_text(config),
-        ("algorithm.logprob_level", "algorithm.entropy_level"),
-    ),
-    (
-        "algorithm.logprob_level is not token, so every turn counts once",
-        lambda _, plan: plan.recipe.logprob_level != "token",
-        ("algorithm.turn_weighting",),
-    ),
-    (
-        "algorithm.entropy_coef is 0",
-        lambda _, plan: plan.recipe.entropy_coef == 0,
-        ("algorithm.entropy_level",),
-    ),
-    (
-        "with algorithm.old_logprobs=current all ratios are 1",
-        lambda _, plan: plan.old_logprobs == "current",
-        ("algorithm.early_stop_ratio",),
-    ),
-    (
-        "algorithm.aggregation is not token_sum_constant",
-        lambda _, plan: plan.recipe.aggregation != "token_sum_constant",
-        ("algorithm.aggregation_constant",),
-    ),
-    (
-        "algorithm.kl_coef is 0",
-        lambda _, plan: not plan.needs_reference,
-        (
-            "algorithm.kl_estimator",
-            "algorithm.kl_in",
-            "algorithm.kl_clamp",
-            "reference.path",
-            "reference.train",
-            "reference.update_every_epochs",
-        ),
-    ),
-    (
-        "a simulator has no text",
-        lambda config, plan: not _has_tokens(config, plan),
-        (
-            *(f"{where}.sampling.{name}" for where in ("rollout", "eval") for name in _OF_TEXT),
-            "rollout.native",
-            "rollout.max_sequence_tokens",
-            "reward.overlong",
-            "rollout.print_outputs",
-            "rollout.check_weights",
-            "checkpoint.export_every_rounds",
-            "critic.path",
-            "data.mix",
-            "data.max_prompt_tokens",
-            "data.overlong",
-            "data.use_chat_template",
-            "data.chat_template_kwargs",
-            "model.tokenizer",
-            "model.chat_template",
-        ),
-    ),
-    (
-        "there are no data.eval sources",
-        lambda config, _: _is_of_text(config) and not config.data.eval,
-        (
-            "eval.every_rounds",
-            "eval.samples_per_prompt",
-            "eval.pass_at",
-            "eval.sampling",
-            "eval.batch_prompts",
-            "eval.shuffle",
-            "report.eval_samples",
-        ),
-    ),
-    (
-        "there are no data.eval sources, and algorithm.supervised_coef is 0",
-        lambda config, plan: (
-            _is_of_text(config) and not config.data.eval and plan.recipe.supervised_coef == 0
-        ),
-        ("eval.success_reward",),
-    ),
-    (
-        "run.resume is none",
-        lambda config, _: config.run.resume == "none",
-        ("run.allow_changes",),
-    ),
-    (
-        "checkpoint.every_rounds is set",
-        lambda config, _: config.checkpoint.every_rounds > 0,
-        ("checkpoint.every_s",),
-    ),
-    (
-        "only sft.data has target responses",
-        lambda *_: True,
-        tuple(f"data.{use}[].response_{name}" for use in ("train", "eval") for name in ("key", "function")),
-    ),
-    (
-        "supervised examples are not scored",
-        lambda *_: True,
-        ("sft.data[].answer_key", "sft.data[].source_key"),
-    ),
-    (
-        "there are no reward parts",
-        lambda config, _: not config.reward.parts,
-        ("reward.timeout_s", "reward.retries", "reward.concurrency"),
-    ),
-    (
-        "judges have their own retries",
-        lambda config, _: all(isinstance(part, JudgeReward) for part in config.reward.parts),
-        ("reward.retries",),
-    ),
-    (
-        "no reward part runs programs",
-        lambda config, _: not any(isinstance(part, CodeReward) for part in config.reward.parts),
-        ("reward.code",),
-    ),
-    (
-        "token-level weights depend on a single token",
-        lambda config, _: all(of.level == "token" for of in config.algorithm.corrections or ()),
-        ("algorithm.corrections[].tokens",),
-    ),
-    (
-        "rollout.check_weights is false",
-        lambda config, _: not config.rollout.check_weights,
-        ("rollout.check_weights_dir",),
-    ),
-    (
-        "checkpoint.export_every_rounds is 0",
-        lambda config, _: not config.checkpoint.export_every_rounds,
-        ("checkpoint.export_dir",),
-    ),
-    (
-        "report.tensorboard is false",
-        lambda config, _: not config.report.tensorboard,
-        ("report.tensorboard_queue",),
-    ),
-    (
-        "TensorBoard and trackers are off",
-        lambda config, _: not (config.report.tensorboard or config.report.wandb or config.report.swanlab),
-        ("report.dir",),
-    ),
-    ("data.shuffle is false", lambda config, _: not config.data.shuffle, ("data.seed",)),
-    (
-        "everything runs in one process",
-        lambda _, plan: plan.layout.mode == "in_process",
-        ("cluster.group_names",),
-    ),
-    (
-        "a round does not have more prompts than that",
-        lambda config, _: (config.rollout.request_batch or 0) >= config.rollout.prompts_per_round,
-        ("rollout.request_batch",),
-    ),
-    (
-        "the limits of prompt and answer do not add up to more than that",
-        _bound_is_wide,
-        ("rollout.max_sequence_tokens",),
-    ),
-    (
-        "rollout.sampling.greedy always takes the most likely token",
-        lambda config, _: config.rollout.sampling.greedy,
-        ("rollout.sampling.top_p", "rollout.sampling.top_k", "rollout.sampling.min_p"),
-    ),
-    (
-        "data.use_chat_template=never",
-        lambda config, _: config.data.use_chat_template == "never",
-        ("model.chat_template", "data.chat_template_kwargs"),
-    ),
-    (
-        "a round has fewer trajectories than that",
-        lambda config, plan: (
-            isinstance(config.env, GymnasiumEnv) and config.env.num_envs > plan.trajectories_per_round
-        ),
-        ("env.num_envs",),
-    ),
-    *credit.IDLE,
-    *available.IDLE,
-)
-"""(why, when, keys)."""
 
 _WARNINGS: tuple[_Check, ...] = (
     _suspicious_sampling,

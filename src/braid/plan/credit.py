@@ -1,13 +1,12 @@
-"""Consistency checks of rewards, filters and advantages, and their unused keys."""
+"""Consistency checks of rewards, filters and advantages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from braid.config.schema import RunConfig
 from braid.types import Advantage
 
-from .available import Idle
 from .plan import Plan
 
 _COMPARING: frozenset[Advantage] = frozenset({"grpo", "rloo", "raft", "maxrl", "gigpo"})
@@ -118,88 +117,3 @@ def credit_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _has_filter(config: RunConfig, _: Plan) -> bool:
     return any(getattr(config.rollout.filter, bound) is not None for bound in _BOUNDS)
-
-
-def _is_of_differences(_: RunConfig, plan: Plan) -> bool:
-    """Whether subtracting a constant from all rewards of a group leaves the advantages unchanged. Not with
-    whitened rewards: there it matters at which position it is subtracted."""
-    recipe = plan.recipe
-    is_of_trajectories = recipe.advantage == "grpo" and recipe.advantage_level == "trajectory"
-    return not recipe.whiten_rewards and (recipe.advantage in ("rloo", "remax", "raft") or is_of_trajectories)
-
-
-def _is_of_order(_: RunConfig, plan: Plan) -> bool:
-    """Whether advantages depend only on the order of the group's rewards, and no other term is weighed
-    against them."""
-    recipe = plan.recipe
-    has_penalty = recipe.kl_coef > 0 and recipe.kl_in == "reward"
-    return recipe.advantage == "raft" and not recipe.whiten_rewards and not has_penalty
-
-
-def _unless(*advantages: Advantage) -> Callable[[RunConfig, Plan], bool]:
-    return lambda _, plan: plan.recipe.advantage not in advantages
-
-
-IDLE: tuple[Idle, ...] = (
-    (
-        "the advantage uses no critic",
-        lambda _, plan: not plan.needs_critic,
-        (
-            "algorithm.gae_lambda",
-            "algorithm.value_clip",
-            "algorithm.huber_delta",
-            "algorithm.value_loss_coef",
-        ),
-    ),
-    (
-        "only gae, reinforce and gigpo use discounting",
-        _unless("gae", "reinforce", "gigpo"),
-        ("algorithm.gamma",),
-    ),
-    (
-        "only grpo and gigpo divide advantages by the group's standard deviation",
-        _unless("grpo", "gigpo"),
-        ("algorithm.normalize_by_std",),
-    ),
-    ("only grpo and gae can work on turns", _unless("grpo", "gae"), ("algorithm.advantage_level",)),
-    (
-        "only gigpo combines episode and turn advantages",
-        _unless("gigpo"),
-        ("algorithm.episode_weight", "algorithm.turn_weight"),
-    ),
-    (
-        "advantages are differences within a group, so a constant subtracted from its rewards cancels",
-        _is_of_differences,
-        ("algorithm.reward_mean",),
-    ),
-    (
-        "the best of a group gets advantage 1, so the scale of rewards does not matter",
-        _is_of_order,
-        ("algorithm.reward_std",),
-    ),
-    (
-        "algorithm.kl_coef is 0",
-        lambda _, plan: not plan.needs_reference,
-        ("algorithm.kl_target", "algorithm.kl_horizon"),
-    ),
-    (
-        "algorithm.kl_target is off",
-        lambda _, plan: plan.recipe.kl_target is None,
-        ("algorithm.kl_horizon",),
-    ),
-    (
-        "rollout.group_size is 1, so a group's rewards have no standard deviation",
-        lambda config, _: config.rollout.group_size == 1,
-        ("rollout.filter.min_std",),
-    ),
-    (
-        "rollout.filter.then is not resample",
-        lambda config, _: config.rollout.filter.then != "resample",
-        ("rollout.filter.max_batches",),
-    ),
-    (
-        "rollout.filter.then is not replace",
-        lambda config, _: config.rollout.filter.then != "replace",
-        ("rollout.filter.min_kept_fraction",),
-    ),
-)

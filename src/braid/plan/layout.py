@@ -115,14 +115,8 @@ def lay_out(config: RunConfig, needs: Needs) -> Layout:
     if not layout.refusals:
         return layout
     known = {key: value for refusal in layout.refusals for key, value in refusal.fix.items()}
-    fixes = candidate_fixes(
-        config,
-        known,
-        roles=needs.roles,
-        num_nodes=layout.num_nodes,
-        devices_per_node=layout.devices_per_node,
-        is_fixed=needs.num_gpus > 0,
-    )
+    num_devices = layout.num_nodes * layout.devices_per_node
+    fixes = candidate_fixes(config, known, roles=needs.roles, num_devices=num_devices)
     fix = next(fix for fix in fixes if not _seat(with_values(config, fix), needs).refusals)
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in fix.items())
     told = tuple(Refusal(of.key, f"{of.message}. This works: {text}", fix) for of in layout.refusals)

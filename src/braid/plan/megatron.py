@@ -3,14 +3,11 @@ made when it is built (training/backends/megatron)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator
 
 from braid.config.backends import MegatronConfig
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
-
-from .plan import Plan
 
 _OTHERS = "fsdp2, fsdp or deepspeed"
 
@@ -72,135 +69,3 @@ def _unknown_schedules(own: MegatronConfig) -> Iterator[tuple[str, str]]:
             "weights are loaded from a Hugging Face folder; convert the Megatron checkpoint to one, set model.path to it, and "
             "remove this",
         )
-
-
-def idle_in_megatron(
-    key: str, train_of: Callable[[RunConfig], TrainConfig | None]
-) -> Iterator[tuple[str, Callable[[RunConfig, Plan], bool], tuple[str, ...]]]:
-    """(why, when, keys), as in plan.available.IDLE, of the training settings at section `key`, which
-    `train_of` returns."""
-
-    def when(condition: Callable[[RunConfig, Plan, TrainConfig], bool]) -> Callable[[RunConfig, Plan], bool]:
-        def is_idle(config: RunConfig, plan: Plan) -> bool:
-            train = train_of(config)
-            return train is not None and train.backend == "megatron" and condition(config, plan, train)
-
-        return is_idle
-
-    for why, condition, names in _IDLE:
-        yield why.format(key=key), when(condition), tuple(f"{key}.{name}" for name in names)
-
-
-def _own(*names: str) -> tuple[str, ...]:
-    return tuple(f"megatron.{name}" for name in names)
-
-
-_IDLE: tuple[tuple[str, Callable[[RunConfig, Plan, TrainConfig], bool], tuple[str, ...]], ...] = (
-    (
-        "rows are packed without padding",
-        lambda *_: True,
-        _own("transformer.variable_seq_lengths", "transformer.seq_length"),
-    ),
-    (
-        "norms are computed in float32 by torch's kernels, and the softmax of attention always in float32",
-        lambda *_: True,
-        _own("transformer.persist_layer_norm", "transformer.attention_softmax_fp32"),
-    ),
-    (
-        "the fused kernel needs Transformer Engine, which is not installed",
-        lambda *_: find_spec("transformer_engine") is None,
-        _own("transformer.apply_rope_fusion"),
-    ),
-    (
-        "collectives use NCCL on GPUs and gloo on CPUs",
-        lambda *_: True,
-        _own("distributed_backend", "tp_comm_bootstrap"),
-    ),
-    (
-        "no supported model has shared experts",
-        lambda *_: True,
-        _own("moe_shared_expert_overlap"),
-    ),
-    (
-        "the model has no experts",
-        lambda config, plan, _: (
-            plan.model_size is not None
-            and not plan.model_size.num_experts
-            and config.critic.path is None
-            and config.reference.path is None
-        ),
-        _own("moe_grouped_gemm", "moe_layer_recompute", "moe_token_dispatcher"),
-    ),
-    (
-        "weights are converted in memory when loaded from model.path, and all backends share one checkpoint format",
-        lambda *_: True,
-        _own(
-            "transformer.cpu_initialization",
-            *(
-                f"checkpoint.{name}"
-                for name in (
-                    "format",
-                    "distributed",
-                    "preset",
-                    "model_type",
-                    "hf_path",
-                    "cache_dir",
-                    "num_processes",
-                    "devices",
-                    "tensor_parallel",
-                    "pipeline_parallel",
-                )
-            ),
-        ),
-    ),
-    (
-        "{key}.megatron.recompute_granularity is not full",
-        lambda _, __, train: train.megatron.recompute_granularity != "full",
-        _own("recompute_method", "recompute_num_layers"),
-    ),
-    (
-        "recompute_granularity=full recomputes whole layers",
-        lambda _, __, train: train.megatron.recompute_granularity == "full",
-        _own("moe_layer_recompute"),
-    ),
-    (
-        "{key}.megatron.recompute_granularity is used instead",
-        lambda _, __, train: train.megatron.recompute_granularity != "off",
-        ("gradient_checkpointing",),
-    ),
-    (
-        "{key}.megatron.tensor_parallel is 1",
-        lambda _, __, train: train.megatron.tensor_parallel == 1,
-        _own("sequence_parallel"),
-    ),
-    (
-        "{key}.megatron.pipeline_parallel is 1",
-        lambda _, __, train: train.megatron.pipeline_parallel == 1,
-        _own("transformer.batch_p2p_comm"),
-    ),
-    (
-        "with {key}.megatron.overlap_grad_reduce=false all gradients form one bucket",
-        lambda _, __, train: not train.megatron.overlap_grad_reduce,
-        _own("ddp_bucket_size"),
-    ),
-    (
-        "optimizer states are not sharded",
-        lambda _, __, train: not train.megatron.distributed_optimizer or train.optimizer.kind == "sgd",
-        _own("overlap_param_gather"),
-    ),
-    (
-        "SGD has no optimizer states",
-        lambda _, __, train: train.optimizer.kind == "sgd",
-        _own("distributed_optimizer"),
-    ),
-    (
-        "fp16 is not used",
-        lambda config, _, train: config.model.dtype != "fp16" and train.autocast != "fp16",
-        _own("dynamic_loss_scale_window"),
-    ),
-    (
-        "the backend megatron uses {key}.megatron.dynamic_loss_scale_window",
-        lambda *_: True,
-        ("grad_scaler.growth_interval",),
-    ),
-)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from braid.config.base import Section
@@ -29,43 +30,29 @@ _WHOLE_ENGINE: dict[str, Any] = {"tensor_parallel": 1, "pipeline_parallel": 1, "
 
 
 def candidate_fixes(
-    config: RunConfig,
-    known: Mapping[str, Any],
-    *,
-    roles: Sequence[Role],
-    num_nodes: int,
-    devices_per_node: int,
-    is_fixed: bool,
+    config: RunConfig, known: Mapping[str, Any], *, roles: Sequence[Role], num_devices: int
 ) -> Iterator[dict[str, Any]]:
-    """Candidate values by key; the last candidate always works.
-
-    In this order: `known` alone; the placement reduced to possible counts; all roles on the same devices;
-    unless the number of devices `is_fixed`, these with as many devices as needed; finally one device for
-    everything.
-    """
+    """Candidate values by key. In this order: `known` alone; the placement cut to possible counts; all roles
+    on the same devices; one device and no parallelism, which always works."""
     yield dict(known)
     if config.cluster.runtime == "in_process":
         known = {**known, "cluster.runtime": "auto"}
     config = with_values(config, known)
     asked = _asked(config)
-    seated: list[Role] = [role for role in roles if role != "inference" or asked.get(role)]
-    sizes = [(num_nodes, devices_per_node)]
-    needed = max(device_unit(config, role) for role in seated)
-    if not is_fixed and needed > devices_per_node:
-        sizes.append((1, max(needed, num_nodes * devices_per_node)))
-    for nodes, per_node in sizes:
-        everything = tuple(range(nodes * per_node))
-        for wanted in (asked, {}):
-            seats: dict[Role, tuple[int, ...]] = {
-                role: _cut(
-                    config, role, wanted.get(role, wanted.get("policy", everything)), everything, per_node
-                )
-                for role in seated
-            }
-            if all(seats.values()):
-                yield {**known, **_cluster(config, nodes, per_node), "cluster.placement": _lines(seats)}
-    on_first: dict[Role, tuple[int, ...]] = {role: (0,) for role in seated if role != "inference"}
-    yield {**known, **_whole(config, seated), **_cluster(config, 1, 1), "cluster.placement": _lines(on_first)}
+    seated: list[Role] = [role for role in roles if role != "inference" or role in asked]
+    everything = range(num_devices)
+    for wanted in (asked, {}):
+        cut = {
+            role: _cut(config, role, wanted.get(role, wanted.get("policy", everything)), num_devices)
+            for role in seated
+        }
+        yield {**known, "cluster.placement": _lines(cut)}
+    whole = {f"rollout.{name}.{key}": v for name in ("vllm", "sglang") for key, v in _WHOLE_ENGINE.items()}
+    for role in TRAINING_ROLES:
+        whole |= {f"{section_of(config, role)}.{key}": value for key, value in _WHOLE_MODEL.items()}
+    changed = {key: value for key, value in whole.items() if attrgetter(key)(config) != value}
+    alone = _lines({role: [0] for role in seated if role != "inference"})
+    yield {**known, **changed, "cluster.placement": alone}
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -91,59 +78,17 @@ def _asked(config: RunConfig) -> dict[str, tuple[int, ...]]:
     return {role: devices.numbers for role, devices in placed.items() if devices is not None}
 
 
-def _cut(
-    config: RunConfig, role: Role, asked: Sequence[int], there: Sequence[int], per_node: int
-) -> tuple[int, ...]:
-    """The requested devices that exist, cut to a number that is possible for the role; empty if too few. The
-    devices of an engine are on one machine."""
-    devices = sorted(set(asked) & set(there))
-    if role != "rollout":
-        return tuple(
-            devices[:1] if device_limit(config, role) == 1 else devices[: _multiple(devices, config, role)]
-        )
-    limit = device_limit(config, role)
-    nodes = [[d for d in devices if d // per_node == node] for node in {d // per_node: None for d in devices}]
-    kept = [d for node in nodes for d in node[: _multiple(node, config, role)]]
-    return tuple(kept if limit is None else kept[:limit] if len(kept) >= limit else ())
-
-
-def _multiple(devices: Sequence[int], config: RunConfig, role: Role) -> int:
+def _cut(config: RunConfig, role: Role, asked: Iterable[int], num_devices: int) -> list[int]:
+    """As many of the devices as the role can use, at least one."""
+    devices = [device for device in asked if device < num_devices] or [0]
     unit = device_unit(config, role)
-    return len(devices) // unit * unit
+    count = device_limit(config, role) or max(1, len(devices) // unit * unit)
+    return devices[:count]
 
 
-def _lines(seats: Mapping[Role, Sequence[int]]) -> dict[str, str]:
+def _lines(seats: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """`cluster.placement` with one line per set of devices."""
     roles: dict[str, list[str]] = {}
     for role, devices in seats.items():
         roles.setdefault(format_numbers(devices), []).append(role)
     return {",".join(names): text for text, names in roles.items()}
-
-
-def _cluster(config: RunConfig, num_nodes: int, devices_per_node: int) -> dict[str, int]:
-    """Cluster keys that have to change for this size."""
-    said = config.cluster
-    changed = {} if said.num_nodes == num_nodes else {"cluster.num_nodes": num_nodes}
-    if said.devices_per_node not in (None, devices_per_node):
-        changed["cluster.devices_per_node"] = devices_per_node
-    return changed
-
-
-def _whole(config: RunConfig, roles: Sequence[Role]) -> dict[str, Any]:
-    """Keys that have to change so that every device holds a whole model."""
-    wanted = {
-        f"{section_of(config, role)}.{key}": value
-        for role in roles
-        if role in TRAINING_ROLES
-        for key, value in _WHOLE_MODEL.items()
-    } | {
-        f"rollout.{name}.{key}": value for name in ("vllm", "sglang") for key, value in _WHOLE_ENGINE.items()
-    }
-    return {key: value for key, value in wanted.items() if _value(config, key) != value}
-
-
-def _value(config: RunConfig, path: str) -> Any:
-    section: Any = config
-    for name in path.split("."):
-        section = getattr(section, name)
-    return section
