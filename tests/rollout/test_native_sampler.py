@@ -11,13 +11,15 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rounding import rounding
 
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
-from braid.rollout.engines.native.sampler import Sampler
+from braid.rollout.engines.native.sampler import _BLOCK, Sampler, _draw
 from braid.rollout.engines.native.stopping import StopFinder
 
 PROMPT = (3, 1, 4)
@@ -136,19 +138,33 @@ def test_a_uniform_goes_through_the_inverse_of_the_cumulative_distribution() -> 
     assert drawn == np.searchsorted([0.1, 0.1, 0.7, 1.0], numbers, side="right").tolist()
 
 
-def test_a_large_vocabulary_is_drawn_from_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(10, 50, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("vocab_size", [1024, 1300, 2047])
+def test_a_large_vocabulary_gives_the_tokens_of_the_exact_cumulative_distribution(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = (torch.randn(400, vocab_size, generator=generator) * 3).softmax(-1)
+    probs[:, 100:900] = 0.0  # a whole block
+    probs[:, -5:] = 0.0
+    uniforms = torch.rand(400, 1, generator=generator, dtype=torch.float64)
+    uniforms[0], uniforms[1] = 0.0, 1 - 2**-53
+    tokens, total = _draw(probs, uniforms)
+    assert (probs.gather(1, tokens) > 0).all()
+    mass = probs.double().cumsum(-1)
+    mass /= mass[:, -1:].clone()
+    below, above = F.pad(mass, (1, 0)).gather(1, tokens), mass.gather(1, tokens)
+    error = rounding(_BLOCK)  # of float32 sums over a block
+    assert (below <= uniforms + error).all()
+    assert (uniforms < above + error).all()
+    torch.testing.assert_close(total, probs.double().sum(-1, keepdim=True), rtol=error, atol=0)
 
-    def draw() -> tuple[list[int], list[float]]:
-        sampler = Sampler(10, 50, torch.device("cpu"))
-        for slot in range(10):
-            how = Sampling(max_new_tokens=1, top_k=slot, greedy=slot % 3 == 0, top_p=0.9)
-            sampler.put(slot, how, (slot,), ())
-        return sampler.sample(logits.clone(), 0)
 
-    whole = draw()
-    monkeypatch.setattr("braid.rollout.engines.native.sampler._CHUNK_ELEMENTS", 150)
-    assert draw() == whole
+def test_a_row_of_a_large_vocabulary_is_independent_of_the_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(37, 5000, generator=generator).softmax(-1)
+    uniforms = torch.rand(37, 1, generator=generator, dtype=torch.float64)
+    tokens, total = _draw(probs, uniforms)
+    for row in range(37):
+        alone = _draw(probs[row : row + 1].clone(), uniforms[row : row + 1])
+        assert (alone[0].item(), alone[1].item()) == (tokens[row].item(), total[row].item())
 
 
 def test_ties_at_a_border_are_kept_whole() -> None:

@@ -11,14 +11,15 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.rollout.engine import Sampling
 from braid.rollout.random import absorb, stream, unit_interval
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Largest number of elements of a [rows, V] block of float64 sums in memory."""
+_BLOCK = 512
+"""Tokens whose probabilities are summed in float32; larger vocabularies are drawn from in two stages."""
 
 
 class Sampler:
@@ -42,6 +43,7 @@ class Sampler:
         )
         self._end_tokens: list[tuple[int, ...]] = [()] * slots
         self._seen: Tensor | None = None
+        self._columns: dict[str, Tensor] = {}  # settings on the device
 
     def put(
         self,
@@ -53,6 +55,7 @@ class Sampler:
     ) -> None:
         """Begin a sequence in `slot`, or continue one that has `num_tokens` sampled tokens at the end of
         `prefix_ids`."""
+        self._columns.clear()
         row = self._settings[slot]
         row["temperature"], row["is_greedy"] = sampling.temperature, sampling.greedy
         row["top_p"] = 1.0 if sampling.greedy else sampling.top_p
@@ -70,6 +73,7 @@ class Sampler:
 
     def move(self, source: int, target: int) -> None:
         """Copy the state of slot `source` to slot `target`."""
+        self._columns.clear()
         self._settings[target] = self._settings[source]
         self._end_tokens[target] = self._end_tokens[source]
         if self._seen is not None:
@@ -85,22 +89,33 @@ class Sampler:
         rows = slice(first, first + logits.shape[0])
         settings = self._settings[rows]
         logits = self._shaped(logits.float(), settings, rows)
-        choices = logits.argmax(-1) if settings["is_greedy"].any() else None
+        choices = logits.argmax(-1, keepdim=True) if settings["is_greedy"].any() else None
         if (settings["temperature"] != 1.0).any():
-            logits = logits / self._column(settings["temperature"])
+            logits = logits / self._column("temperature", rows)
+        if (top_k := settings["top_k"]).any():
+            logits = _keep_top_k(logits, self._column("top_k", rows), int(top_k.max()))
+        probs = logits.softmax(-1)
+        if (settings["top_p"] < 1.0).any():
+            probs = _keep_top_p(probs, self._column("top_p", rows))
+        if settings["min_p"].any():
+            least = self._column("min_p", rows) * probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(probs < least, 0.0)
         uniforms = unit_interval(absorb(settings["stream"], settings["num_tokens"]))
         settings["num_tokens"] += 1
-        tokens, probs = self._draw(logits, settings, uniforms, choices)
+        tokens, total = _draw(probs, torch.from_numpy(uniforms).to(self._device)[:, None])
+        if choices is not None:
+            tokens = torch.where(self._column("is_greedy", rows), choices, tokens)
         if self._seen is not None:
             self._seen[rows].scatter_(1, tokens, True)
+        # The only copy to the host in a step. Token ids are exact in float64.
+        drawn = torch.cat((tokens.double(), probs.gather(1, tokens) / total), dim=1).tolist()
         # One at a time: a vectorised log has different rounding at the end of a tensor than in its middle.
-        logprobs = [math.log(p) if p > 0 else math.nan for p in probs.squeeze(1).tolist()]
-        return tokens.squeeze(1).tolist(), logprobs
+        return [int(token) for token, _ in drawn], [math.log(p) if p > 0 else math.nan for _, p in drawn]
 
     def _shaped(self, logits: Tensor, settings: NDArray[np.void], rows: slice) -> Tensor:
         """Apply the repetition penalty, and mask end tokens of rows with fewer than min_new_tokens tokens."""
         if self._seen is not None and (settings["penalty"] != 1.0).any():
-            penalty = self._column(settings["penalty"])
+            penalty = self._column("penalty", rows)
             penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
             is_penalised = self._seen[rows] & (penalty != 1.0)
             logits = torch.where(is_penalised, penalised, logits)
@@ -111,56 +126,47 @@ class Sampler:
             logits = logits.index_put((row_ids, token_ids), logits.new_tensor(float("-inf")))
         return logits
 
-    def _draw(
-        self,
-        logits: Tensor,
-        settings: NDArray[np.void],
-        uniforms: NDArray[np.float64],
-        choices: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and their probabilities, each [N, 1], from logits at temperature 1, in chunks of rows."""
-        size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-        drawn = [
-            self._draw_chunk(
-                logits[at : at + size],
-                settings[at : at + size],
-                self._column(uniforms[at : at + size]),
-                None if choices is None else choices[at : at + size, None],
-            )
-            for at in range(0, len(logits), size)
-        ]
-        if len(drawn) == 1:
-            return drawn[0]
-        tokens, probs = zip(*drawn, strict=True)
-        return torch.cat(tokens), torch.cat(probs)
-
-    def _draw_chunk(
-        self, logits: Tensor, settings: NDArray[np.void], uniforms: Tensor, choices: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if (top_k := settings["top_k"]).any():
-            logits = _keep_top_k(logits, self._column(top_k))
-        probs = logits.softmax(-1)
-        if ((top_p := settings["top_p"]) < 1.0).any():
-            probs = _keep_top_p(probs, self._column(top_p))
-        if (min_p := settings["min_p"]).any():
-            probs = probs.masked_fill(probs < self._column(min_p) * probs.amax(-1, keepdim=True), 0.0)
-        mass = probs.cumsum(-1, dtype=torch.float64)
-        total = mass[:, -1:]
-        # u < 1 in steps of 2**-53, so u * total < total after rounding: a token of probability 0 is never
-        # taken.
-        tokens = torch.searchsorted(mass, uniforms * total, right=True).clamp_(max=self._vocab_size - 1)
-        if choices is not None:
-            tokens = torch.where(self._column(settings["is_greedy"]), choices, tokens)
-        return tokens, probs.gather(1, tokens) / total
-
-    def _column(self, values: NDArray[np.generic]) -> Tensor:
-        """[N] on the host -> [N, 1] on the device."""
-        return torch.from_numpy(values.copy()).to(self._device)[:, None]
+    def _column(self, name: str, rows: slice) -> Tensor:
+        """A setting of `rows` [N, 1], kept on the device while the slots stay the same."""
+        if name not in self._columns:
+            self._columns[name] = torch.from_numpy(self._settings[name].copy()).to(self._device)[:, None]
+        return self._columns[name][rows]
 
 
-def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """-inf below the k-th largest value; 0 keeps all. [N, V], [N, 1] -> [N, V]."""
-    best = logits.topk(int(top_k.max()), dim=-1).values
+def _draw(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [N, 1] at `uniforms` [N, 1] of the cumulative distributions of `probs` [N, V], which need not be
+    normalised, and the sums of `probs` [N, 1].
+
+    A large vocabulary is divided into blocks: a search in the cumulative sums of all blocks, then in those of
+    one. Sums over blocks are float32, as accurate as the probabilities; float64 needs several passes over the
+    vocabulary.
+    """
+    vocab_size = probs.shape[1]
+    whole = 0 if vocab_size <= _BLOCK else vocab_size // _BLOCK * _BLOCK
+    sums = probs
+    if whole:
+        blocks = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+        sums = torch.cat((blocks, probs[:, whole:].sum(-1, keepdim=True)), dim=1)
+    mass = sums.cumsum(-1, dtype=torch.float64)
+    total = mass[:, -1:]
+    # u < 1 in steps of 2**-53, so u * total < total after rounding: nothing of probability 0 is ever taken.
+    border = uniforms * total
+    places = torch.searchsorted(mass, border, right=True).clamp_(max=sums.shape[1] - 1)
+    if not whole:
+        return places, total
+    tokens = places * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).masked_fill_(tokens >= vocab_size, 0.0)
+    within = inside.cumsum(-1, dtype=torch.float64)
+    # The float32 sum of a block can exceed its float64 sum.
+    most = within[:, -1:].nextafter(torch.zeros_like(total))
+    border = torch.minimum(border - F.pad(mass, (1, 0)).gather(1, places), most)
+    tokens = places * _BLOCK + torch.searchsorted(within, border, right=True)
+    return tokens.clamp_(max=vocab_size - 1), total
+
+
+def _keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """-inf below the k-th largest value; 0 keeps all. [N, V], [N, 1] -> [N, V]. `most` is the largest k."""
+    best = logits.topk(most, dim=-1).values
     floor = best.gather(1, (top_k - 1).clamp_(min=0))
     return logits.masked_fill((logits < floor) & (top_k > 0), float("-inf"))
 
