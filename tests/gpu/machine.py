@@ -396,6 +396,14 @@ def updates(machine: Machine) -> dict[str, Any]:
     return {"product_tflops": ceiling / 1e12, **found}
 
 
+ARITHMETICS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
+"""Dtype of the weights, and of autocast. The last is the default on GPUs."""
+
+
 def decoding(machine: Machine) -> dict[str, Any]:
     """Tokens per second of the native engine as a share of what the memory's bandwidth allows."""
     lengths = (8, 8) if machine.is_tiny else (128, 256)  # of prompts and answers
@@ -404,27 +412,34 @@ def decoding(machine: Machine) -> dict[str, Any]:
     bandwidth = 2 * size / machine.seconds(lambda: target.copy_(source))
     found: dict[str, Any] = {"bandwidth_gb_per_s": bandwidth / 1e9}
     for shape in ("tiny",) if machine.is_tiny else ("0.5B", "1.5B"):
-        for dtype in (torch.float32, torch.bfloat16):
-            lm = language_model(machine, shape, dtype)
+        for kind, (dtype, autocast) in ARITHMETICS.items():
+            lm, width = language_model(machine, shape, dtype), (autocast or dtype).itemsize
             sizes = SHAPES[shape]
             per_token = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
-            held = sum(p.numel() for p in lm.module.parameters()) * dtype.itemsize
+            held = sum(p.numel() for p in lm.module.parameters()) * width
             for num in (2, 4) if machine.is_tiny else (32, 256):
-                cache = num * per_token * dtype.itemsize * (lengths[0] + lengths[1] / 2)
+                cache = num * per_token * width * (lengths[0] + lengths[1] / 2)
                 bound = num * bandwidth / (held + cache)
                 for graphs in (True, False) if machine.is_cuda else (False,):
-                    rate = _decode(machine, lm, num, lengths, graphs=graphs)
-                    name = f"{shape} {str(dtype).removeprefix('torch.')} {num}{' graphs' if graphs else ''}"
+                    rate = _decode(machine, lm, num, lengths, graphs=graphs, autocast=autocast)
+                    name = f"{shape} {kind} {num}{' graphs' if graphs else ''}"
                     found[name] = {"tokens_per_s": rate, "share_of_bound": rate / bound}
     return found
 
 
-def _decode(machine: Machine, lm: CausalLM, num: int, lengths: tuple[int, int], *, graphs: bool) -> float:
+def _decode(
+    machine: Machine,
+    lm: CausalLM,
+    num: int,
+    lengths: tuple[int, int],
+    *,
+    graphs: bool,
+    autocast: torch.dtype | None,
+) -> float:
     """Tokens per second of `num` sequences."""
     rng, (prompt, answer) = np.random.default_rng(0), lengths
-    budget = num * (prompt + answer + 64)
     engine = NativeEngine(
-        lm, decode=str, max_running=num, kv_budget_tokens=budget, cuda_graphs=graphs, max_length=8192
+        lm, decode=str, max_running=num, cuda_graphs=graphs, max_length=8192, autocast=autocast
     )
     requests = [
         Request(tuple(rng.integers(0, lm.vocab_size, prompt).tolist()), Sampling(max_new_tokens=answer), (i,))

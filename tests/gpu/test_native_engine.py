@@ -34,8 +34,10 @@ def lm() -> CausalLM:
     return load_policy(config, temperature=1.0, seed=0, device=torch.device("cuda"))
 
 
-def make_engine(lm: CausalLM, *, cuda_graphs: bool = True) -> NativeEngine:
-    return NativeEngine(lm, decode=str, max_running=24, kv_budget_tokens=24 * 512, cuda_graphs=cuda_graphs)
+def make_engine(
+    lm: CausalLM, *, cuda_graphs: bool = True, autocast: torch.dtype | None = None
+) -> NativeEngine:
+    return NativeEngine(lm, decode=str, max_running=24, cuda_graphs=cuda_graphs, autocast=autocast)
 
 
 def requests(num: int, **how: float | bool) -> list[Request]:
@@ -73,12 +75,26 @@ def test_logprobs_are_those_of_a_plain_forward(cuda_graphs: bool, lm: CausalLM) 
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
-def test_graphs_and_eager_decoding_give_the_same_greedy_tokens(lm: CausalLM) -> None:
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_graphs_and_eager_decoding_give_the_same_greedy_tokens(
+    autocast: torch.dtype | None, lm: CausalLM
+) -> None:
     work = requests(30, greedy=True)
     graphs, eager = (
-        [c.token_ids for c in run_all(make_engine(lm, cuda_graphs=on), work)] for on in (True, False)
+        [c.token_ids for c in run_all(make_engine(lm, cuda_graphs=on, autocast=autocast), work)]
+        for on in (True, False)
     )
     assert graphs == eager
+
+
+def test_the_cache_takes_most_of_the_free_memory_at_most(lm: CausalLM) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    engine = make_engine(lm)
+    run_all(engine, requests(4))
+    assert engine._cache.budget_tokens is not None
+    per_token = 2 * 2 * 2 * 32 * 4  # at most: keys and values, 2 layers, 2 heads of 32, 4 bytes
+    assert 0.3 * free < engine._cache.budget_tokens * per_token
+    assert engine.cache_bytes < 0.8 * free
 
 
 def test_graphs_see_weights_changed_in_place_and_weights_replaced(lm: CausalLM) -> None:

@@ -228,6 +228,27 @@ def test_the_cache_counts_keys_and_values_of_all_layers() -> None:
     assert found.max_concurrent == 4000 // (1024 + 256)
 
 
+def test_the_native_engine_computes_as_training_does() -> None:
+    def of_engine(num_gpus: int, *overrides: str) -> tuple[int | None, bool]:
+        found = resolve(config(*overrides), num_gpus=num_gpus)
+        return found.kv_bytes_per_token, any(of.role == "engine's copy" for of in found.memory)
+
+    half = 2 * 4 * 2 * 64 * 2
+    assert of_engine(0) == (2 * half, False)
+    assert of_engine(1) == (half, True)
+    assert of_engine(1, "run.device=cpu") == (2 * half, False)
+    assert of_engine(1, "train.autocast=none") == (2 * half, False)
+    assert of_engine(0, "train.autocast=bf16") == (half, True)
+    assert of_engine(1, "model.dtype=bf16") == (half, False)
+    assert of_engine(0, "train.backend=fsdp2", "train.fsdp.param_dtype=bf16") == (half, True)
+
+
+def test_the_cache_of_a_gpu_has_no_fixed_size() -> None:
+    on_gpu, on_cpu = (resolve(config("rollout.native.max_running=24"), num_gpus=num) for num in (1, 0))
+    assert (on_gpu.kv_budget_bytes, on_gpu.max_concurrent) == (None, 24)
+    assert on_cpu.kv_budget_bytes == 131_072 * 4096
+
+
 def test_a_plan_is_plain_data() -> None:
     found = json.loads(json.dumps(plan("algorithm.recipe=ppo").to_json()))
     assert found["trajectories_per_round"] == 256

@@ -8,15 +8,21 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.rounding import rounding
 from transformers import PreTrainedModel
 
+from braid.config.train import TrainConfig
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native import engine as engine_module
+from braid.rollout.engines.native.cache import KVCache
+from braid.training.backends.single import SingleBackend
+from braid.types import Row
 
 Run = Callable[[NativeEngine, Sequence[Request]], list[Completion]]
 TinyLM = Callable[..., CausalLM]
@@ -27,7 +33,7 @@ def letters(token_ids: Sequence[int]) -> str:
     return "".join(chr(ord("A") + t) for t in token_ids)
 
 
-def make_engine(lm: CausalLM, **limits: int | str) -> NativeEngine:
+def make_engine(lm: CausalLM, **limits: int | str | torch.dtype) -> NativeEngine:
     return NativeEngine(lm, decode=letters, **limits)  # pyright: ignore[reportArgumentType]
 
 
@@ -263,6 +269,100 @@ def test_a_bf16_copy_keeps_rotary_frequencies_exact_and_stays_near(tiny_lm: Tiny
     expected = full_logprobs(plain(lm), request.prompt_ids, completion.token_ids, 1.0)
     # about 25 roundings to the 8 bits of bfloat16 of numbers of size 1
     torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=25 * 2**-8)
+
+
+def gap(lm: CausalLM, engine: NativeEngine, run_all: Run) -> float:
+    """Mean difference between the engine's log-probs and those of training under autocast, in nats."""
+    work = [Request(p, Sampling(max_new_tokens=30), (i,)) for i, p in enumerate(prompts(6))]
+    completions = run_all(engine, work)
+    rows = [
+        Row(
+            {"input_ids": np.array([*of.prompt_ids, *done.token_ids])},
+            np.arange(len(of.prompt_ids) + 30) >= len(of.prompt_ids),
+            group=0,
+            trajectory=i,
+        )
+        for i, (of, done) in enumerate(zip(work, completions, strict=True))
+    ]
+    trainer = SingleBackend(lm, TrainConfig(autocast="bf16"), total_steps=1, device=lm.device)
+    found = trainer.infer(rows, frozenset({"logprobs"}))
+    sampled = np.concatenate([done.logprobs for done in completions])
+    trained = np.concatenate([of["logprobs"][row.mask] for of, row in zip(found, rows, strict=True)])
+    return float(np.abs(sampled - trained).mean())
+
+
+def test_under_autocast_the_engine_has_the_arithmetic_of_training(
+    architecture: str, tiny_lm: TinyLM, run_all: Run
+) -> None:
+    lm = tiny_lm(architecture, tie_word_embeddings=True)
+    engine = make_engine(lm, autocast=torch.bfloat16)
+    assert not engine.shares_weights
+    # Products of the same numbers; a sum in another order may round to the next number of bf16, but seldom does.
+    for version in (1, 2):
+        assert gap(lm, engine, run_all) < gap(lm, make_engine(lm), run_all) / 4
+        with torch.no_grad():
+            for parameter in lm.model.parameters():
+                parameter.mul_(1.1)
+        asyncio.run(engine.set_weights(version))
+    dtypes = {name: parameter.dtype for name, parameter in engine.named_parameters()}
+    assert dtypes.keys() == dict(lm.model.named_parameters()).keys()
+    assert dtypes["model.embed_tokens.weight"] == dtypes["model.norm.weight"] == torch.float32
+    assert dtypes["model.layers.0.self_attn.q_proj.weight"] == torch.bfloat16
+
+
+def test_autocast_converts_nothing_in_a_model_of_its_type(tiny_lm: TinyLM) -> None:
+    lm = tiny_lm()
+    lm.model.to(torch.bfloat16)
+    assert make_engine(lm, autocast=torch.bfloat16).shares_weights
+
+
+def test_the_cache_has_the_size_of_the_free_memory_after_each_sleep(
+    tiny_lm: TinyLM, run_all: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_token = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads, 8 numbers of 4 bytes
+    free = 1000 * per_token
+    monkeypatch.setattr(engine_module, "free_bytes", lambda _: free)
+    engine, request = make_engine(tiny_lm()), Request((3,), Sampling(max_new_tokens=700), (0,))
+    run_all(engine, [request])
+    assert 700 * per_token < engine.cache_bytes
+    engine.sleep()
+    free //= 2
+    engine.wake()
+    with pytest.raises(
+        EngineError, match=r"above rollout\.native\.kv_budget_tokens=400 \(from the free memory\)"
+    ):
+        run_all(engine, [request])
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 16), ("cuda", 5)])
+def test_gpus_have_no_slots_beyond_the_budget(device: str, expected: int) -> None:
+    cache = KVCache(5 * 4096, 256, torch.device(device))
+    cache.reserve(1, 4096, 0)
+    assert (cache.slots, cache.length) == (expected, 4096)
+
+
+def test_a_step_copies_to_the_host_once(
+    tiny_lm: TinyLM, run_all: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = 0
+
+    def counted(method: Callable[..., object]) -> Callable[..., object]:
+        def count(*args: object, **kwargs: object) -> object:
+            nonlocal copies
+            copies += 1
+            return method(*args, **kwargs)
+
+        return count
+
+    engine, work = (
+        make_engine(tiny_lm()),
+        [Request((3, 4, i), Sampling(max_new_tokens=20), (i,)) for i in range(5)],
+    )
+    run_all(engine, work)
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+    run_all(engine, work)
+    assert copies == 20
 
 
 def train(lm: CausalLM) -> None:

@@ -11,6 +11,7 @@ from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.plan import Plan
 from braid.plan.end_tokens import end_tokens
+from braid.plan.sizes import kv_budget_tokens
 from braid.rewards.isolation import find_isolation
 
 UNKNOWN = "unknown"
@@ -83,6 +84,7 @@ def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     rollout = config.rollout
+    kv_budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
     yield Figure(
         "trajectories per round",
         f"{plan.trajectories_per_round:,}",
@@ -95,18 +97,18 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
             f"{plan.trajectories_per_round:,} trajectories x {plan.max_trajectory_tokens:,}",
         )
     if plan.max_concurrent is not None:
-        native = rollout.native
+        cache = "" if kv_budget is None else f", {kv_budget:,} cached tokens / {plan.max_trajectory_tokens:,}"
         yield Figure(
             "concurrent trajectories",
             f"{plan.max_concurrent:,} at full length",
-            f"minimum of {plan.trajectories_per_round:,} trajectories, max_running {native.max_running:,}, "
-            f"{native.kv_budget_tokens:,} cached tokens / {plan.max_trajectory_tokens:,}",
+            f"minimum of {plan.trajectories_per_round:,} trajectories, max_running {rollout.native.max_running:,}"
+            f"{cache}",
         )
     if plan.kv_budget_bytes is not None:
         yield Figure(
             "KV cache",
             f"at most {human_bytes(plan.kv_budget_bytes)}",
-            f"{rollout.native.kv_budget_tokens:,} tokens x {human_bytes(plan.kv_bytes_per_token or 0)}",
+            f"{kv_budget:,} tokens x {human_bytes(plan.kv_bytes_per_token or 0)}",
         )
 
 

@@ -158,18 +158,23 @@ EnvConfig = Annotated[
 ]
 
 
+CPU_KV_BUDGET_TOKENS = 131_072
+
+
 class NativeEngineConfig(Section):
     """Options of the native engine."""
 
     max_running: PositiveInt = 256
     """Maximum number of sequences decoded together."""
-    kv_budget_tokens: PositiveInt = 131_072
-    """Capacity of the key/value cache in tokens; a request is admitted once its longest possible length
-    fits."""
+    kv_budget_tokens: PositiveInt | None = None
+    """Capacity of the key/value cache in tokens; a request is admitted once its longest possible length fits.
+    null: 80% of the free memory on CUDA devices, 131,072 tokens on CPUs."""
     prefill_tokens: PositiveInt = 8192
     """Maximum prompt tokens per forward pass."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of the engine's weights: auto shares the trainer's tensors, the others keep a copy."""
+    """Dtype of the engine's weights and computation. auto: the arithmetic of training, with the trainer's
+    tensors; under train.autocast (by default on CUDA), with a copy whose linear layers have its dtype. Others
+    keep a copy if they differ from model.dtype."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
     on_new_weights: Literal["keep_cache", "recompute"] = "keep_cache"

@@ -29,6 +29,7 @@ from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import SimulatorEngine
 from braid.runtime.workers import Place
+from braid.training.backends.single import autocast_dtype
 from braid.types import Prompt, ShapedReward, Trajectory
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
@@ -44,6 +45,7 @@ from .services import reward_services
 
 NUM_RESET_STATES = 2**12
 """Number of reset states in an epoch of a simulator."""
+_NAMES = {None: "auto", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def make_collector(
@@ -92,14 +94,20 @@ class NativeLink:
 
 
 def native_engine(config: RunConfig, inputs: TextInputs, lm: CausalLM) -> NativeEngine:
-    """The native engine, sampling with `lm`. Raises ModelError if it decodes this architecture
-    incorrectly."""
+    """The native engine, sampling with `lm` in the arithmetic of training, unless rollout.native.dtype names
+    another. Raises ModelError if it decodes this architecture incorrectly."""
     check_decoding(lm, longest_row(config))
+    options, autocast = config.rollout.native.model_dump(), None
+    if options["dtype"] == "auto":
+        autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
+        if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype
+            options["dtype"] = fsdp.param_dtype or _NAMES[autocast]
     return NativeEngine(
         lm,
         decode=inputs.decode,
         max_length=getattr(lm.config, "max_position_embeddings", None),
-        **config.rollout.native.model_dump(),
+        autocast=autocast,
+        **options,
     )
 
 

@@ -21,6 +21,7 @@ from .parallel import copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
+from .sizes import kv_budget_tokens
 from .unused import has_tokens, idle_keys, is_of_text, set_keys
 
 Finding = tuple[str, str]
@@ -246,8 +247,8 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         changed, arithmetic = _total(config, key, sampling, total)
         if limit is not None and total > limit:
             yield changed, f"{arithmetic}, but the model accepts {limit}; lower one of them"
-        budget = config.rollout.native.kv_budget_tokens
-        if total > budget:
+        budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
+        if budget is not None and total > budget:
             yield (
                 "rollout.native.kv_budget_tokens",
                 f"{arithmetic}, which never fits in a KV cache of {budget} tokens; raise it to at least {total}",

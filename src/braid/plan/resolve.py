@@ -29,7 +29,7 @@ from .lengths import token_bounds
 from .machine import count_gpus
 from .parallel import TRAINING_ROLES
 from .plan import Memory, OldLogprobs, Plan, Verb
-from .sizes import BYTES, ModelSize, policy_size, size_of_folder
+from .sizes import BYTES, ModelSize, engine_dtype, kv_budget_tokens, policy_size, size_of_folder
 
 
 def resolve(
@@ -81,7 +81,10 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     _, eval_total = token_bounds(config, config.eval.sampling or rollout.sampling)
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
     size = policy_size(config)
-    kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[_engine_dtype(config)]
+    has_gpus = num_gpus > 0 and config.run.device != "cpu"
+    samples_in = engine_dtype(config, has_gpus=has_gpus)
+    kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[samples_in]
+    kv_budget = kv_budget_tokens(config, has_gpus=has_gpus)
     constant = recipe.aggregation_constant
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
@@ -108,12 +111,14 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         max_tokens_per_round=None if total is None else trajectories * total,
         max_tokens_per_step=None if total is None else rows_per_step * total,
         kv_bytes_per_token=kv_per_token,
-        kv_budget_bytes=None if kv_per_token is None else rollout.native.kv_budget_tokens * kv_per_token,
+        kv_budget_bytes=None if kv_per_token is None or kv_budget is None else kv_budget * kv_per_token,
         max_concurrent=None
         if total is None
-        else min(trajectories, rollout.native.max_running, rollout.native.kv_budget_tokens // total),
+        else min(
+            trajectories, rollout.native.max_running, *([] if kv_budget is None else [kv_budget // total])
+        ),
         model_size=size,
-        memory=_memory(config, recipe, size),
+        memory=_memory(config, recipe, size, samples_in),
         layout=lay_out(config, _needs(config, recipe, verb, old_logprobs, size, num_gpus)),
     )
 
@@ -184,14 +189,11 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
     return "recompute" if is_needed or steps_per_round > 1 else "current"
 
 
-def _engine_dtype(config: RunConfig) -> str:
-    chosen = config.rollout.native.dtype
-    return config.model.dtype if chosen == "auto" else chosen
-
-
-def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tuple[Memory, ...]:
+def _memory(
+    config: RunConfig, recipe: Recipe, policy: ModelSize | None, samples_in: str
+) -> tuple[Memory, ...]:
     """Gradients, AdamW's two moments, and the master weights of half-precision models are fp32. With adapters
-    only these are trained, and the reference is a copy of them."""
+    only these are trained, and the reference is a copy of them. `samples_in`: dtype of the native engine."""
     if policy is None:
         return ()
     width, lora = BYTES[config.model.dtype], config.model.lora
@@ -210,8 +212,8 @@ def _memory(config: RunConfig, recipe: Recipe, policy: ModelSize | None) -> tupl
             reference = policy.parameters if adapters is None else adapters
         if reference is not None:
             roles.append(Memory("reference", reference, reference * width))
-    if _engine_dtype(config) != config.model.dtype:
-        copy = policy.parameters * BYTES[_engine_dtype(config)]
+    if config.rollout.engine == "native" and samples_in != config.model.dtype:
+        copy = policy.parameters * BYTES[samples_in]
         roles.append(Memory("engine's copy", policy.parameters, copy))
     for part in config.reward.parts:
         if isinstance(part, ModelReward) and (size := size_of_folder(Path(part.path))) is not None:

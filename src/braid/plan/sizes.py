@@ -16,6 +16,7 @@ from typing import Any
 
 from braid.config.backends import LoraConfig
 from braid.config.model import BuildSpec
+from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
 
 SPECIAL_TOKENS = 3
@@ -157,3 +158,20 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
     if not shapes:
         raise ValueError(f"no safetensors files in {folder}")
     return shapes
+
+
+def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
+    """Dtype in which the native engine computes; by default that of training."""
+    chosen, train = config.rollout.native.dtype, config.train
+    if chosen != "auto":
+        return chosen
+    if train.backend in ("fsdp", "fsdp2") and train.fsdp.param_dtype is not None:
+        return train.fsdp.param_dtype
+    if train.autocast == "none" or (train.autocast == "auto" and not has_gpus):
+        return config.model.dtype
+    return "fp16" if train.autocast == "fp16" else "bf16"
+
+
+def kv_budget_tokens(config: RunConfig, *, has_gpus: bool) -> int | None:
+    """Capacity of the native engine's cache; None if it depends on the free memory."""
+    return config.rollout.native.kv_budget_tokens or (None if has_gpus else CPU_KV_BUDGET_TOKENS)

@@ -25,6 +25,7 @@ from braid.config.train import TrainConfig
 
 from .parallel import served_engine
 from .plan import Plan
+from .sizes import engine_dtype
 
 _Unused = Iterator[tuple[str, str]]
 """(reason, keys)."""
@@ -319,7 +320,7 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
         served_engine(config),
         plan.layout.mode == "in_process",
     )
-    own_dtype = config.rollout.native.dtype
+    samples_in = engine_dtype(config, has_gpus=plan.layout.has_gpus)
     if served is not None and served.servers:
         own = ",".join(set(type(served).model_fields) - {"servers", "max_model_tokens"})
         yield (
@@ -338,7 +339,7 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
         )
     else:
         yield "the native engine reads the trainer's weights in place", "rollout.publish.*"
-    is_copy = name != "native" or not is_in_process or own_dtype not in ("auto", config.model.dtype)
+    is_copy = name != "native" or not is_in_process or samples_in != config.model.dtype
     if (config.model.mlp is not None or not is_copy) and not plan.needs_critic and not plan.needs_reference:
         yield "the engine samples with the trainer's own weights", "train.offload.weights"
 

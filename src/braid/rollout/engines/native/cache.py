@@ -53,21 +53,32 @@ def padded_prompt(length: int) -> int:
     return round_up(length, _PROMPT_MULTIPLE)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that this process can still allocate; None on CPUs."""
+    if device.type == "cpu":
+        return None
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
+
+
 class KVCache:
     """Slots for keys and values within a token budget.
 
-    `budget_tokens` bounds slots x length; each token takes the memory of its keys and values in all layers.
+    `budget_tokens` bounds slots x length, and must be set before use; each token takes the memory of its keys
+    and values in all layers.
     """
 
-    def __init__(self, budget_tokens: int, max_slots: int) -> None:
-        """The slots that padding rows write to come on top of both limits."""
-        self._budget, self._max_slots = budget_tokens, max_slots
+    def __init__(self, budget_tokens: int | None, max_slots: int, device: torch.device) -> None:
+        """On CPUs, the slots that padding rows write to come on top of both limits."""
+        self.budget_tokens, self._max_slots = budget_tokens, max_slots
+        self._pads = device.type == "cpu"
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.slots, self.length, self.generation = 0, 0, 0
 
     def fits(self, slots: int, length: int) -> bool:
         """Whether `slots` sequences of up to `length` tokens can run together."""
-        return slots <= self._max_slots and slots * padded_length(length) <= self._budget
+        assert self.budget_tokens is not None
+        return slots <= self._max_slots and slots * padded_length(length) <= self.budget_tokens
 
     def reserve(self, slots: int, length: int, num_used: int) -> None:
         """Allocate room for sizes that `fits` accepted, keeping the content of the first `num_used` slots.
@@ -77,9 +88,12 @@ class KVCache:
         """
         if slots <= self.slots and length <= self.length:
             return
-        most = self._budget // slots // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE
+        assert self.budget_tokens is not None
+        most = self.budget_tokens // slots // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE
         self.length = min(1 << (padded_length(length) - 1).bit_length(), most)
-        self.slots = padded_rows(min(self._max_slots, self._budget // self.length))
+        self.slots = min(self._max_slots, self.budget_tokens // self.length)
+        if self._pads:
+            self.slots = padded_rows(self.slots)
         self.generation += 1
         for layer, old in self._layers.items():
             self._layers[layer] = (self._moved(old[0], num_used), self._moved(old[1], num_used))

@@ -34,8 +34,7 @@ class LanguageModel(Protocol):
 @dataclass(slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-    positions: Tensor
+    inputs: Tensor
     logits: Tensor
 
 
@@ -46,7 +45,7 @@ class Decoder:
         self._lm, self._cache, self._device = lm, cache, device
         self._has_graphs = cuda_graphs and device.type == "cuda"
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._captured_from: tuple[int, ...] = ()
+        self._generation, self._addresses = -1, list[int]()
 
     def rows(self, num_running: int) -> int:
         """Number of rows to compute for `num_running` sequences, including padding."""
@@ -54,46 +53,52 @@ class Decoder:
             return padded_rows(num_running)
         return min(self._cache.slots, padded_rows(1 << (num_running - 1).bit_length()))
 
-    def logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Logits [B, V] after `tokens` [B] at `positions` [B], all below `longest`.
+    def logits(self, inputs: Tensor, longest: int) -> Tensor:
+        """Logits [B, V] after the tokens `inputs[0]` at the positions `inputs[1]` [B], all below `longest`.
 
-        Arguments are CPU tensors. The next call may overwrite the result.
+        `inputs` is a CPU tensor. The next call may overwrite the result.
         """
         width = padded_length(longest)
         if self._device.type == "cpu":
-            return self._compute(tokens, positions, width)
+            return self._compute(inputs, width)
         width = min(self._cache.length, 1 << max(8, (width - 1).bit_length()))
         if not self._has_graphs:
-            return self._compute(tokens.to(self._device), positions.to(self._device), width)
-        self._drop_stale()
-        graph = self._graphs.get((len(tokens), width)) or self._capture(tokens, positions, width)
-        graph.tokens.copy_(tokens)
-        graph.positions.copy_(positions)
+            return self._compute(inputs.to(self._device), width)
+        if self._generation != self._cache.generation:
+            self.drop_graphs()
+        graph = self._graphs.get((inputs.shape[1], width)) or self._capture(inputs, width)
+        graph.inputs.copy_(inputs)
         graph.graph.replay()
         return graph.logits
 
-    def _compute(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
+    def drop_graphs(self) -> None:
+        """Free the graphs with their memory."""
+        self._graphs.clear()
+        self._generation = self._cache.generation
+
+    def drop_stale_graphs(self) -> None:
+        """Drop all graphs if a weight has moved, since they read fixed addresses. To be called before the first
+        step after weights may have moved."""
+        addresses = [p.data_ptr() for p in self._lm.model.parameters()] if self._has_graphs else []
+        if addresses != self._addresses:
+            self.drop_graphs()
+            self._addresses = addresses
+
+    def _compute(self, inputs: Tensor, width: int) -> Tensor:
+        tokens, positions = inputs
         context = DecodeAttention(self._cache, positions, width)
         return self._lm.logits(self._lm.hidden(tokens, positions, context))
 
-    def _capture(self, tokens: Tensor, positions: Tensor, width: int) -> _Graph:
-        tokens, positions = tokens.to(self._device), positions.to(self._device)
+    def _capture(self, inputs: Tensor, width: int) -> _Graph:
+        inputs = inputs.to(self._device)
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(tokens, positions, width)  # libraries initialise outside of the capture
+            self._compute(inputs, width)  # libraries initialise outside of the capture
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._compute(tokens, positions, width)
-        self._graphs[len(tokens), width] = captured = _Graph(graph, tokens, positions, logits)
+            logits = self._compute(inputs, width)
+        self._graphs[inputs.shape[1], width] = captured = _Graph(graph, inputs, logits)
         return captured
-
-    def _drop_stale(self) -> None:
-        """Drop all graphs if the cache or a weight has moved, since they read fixed addresses."""
-        weights = (p.data_ptr() for p in self._lm.model.parameters())
-        addresses = (self._cache.generation, *weights)
-        if addresses != self._captured_from:
-            self._graphs.clear()
-            self._captured_from = addresses

@@ -23,23 +23,28 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.errors import EngineError
 from braid.rollout.engine import Completion, Request, version_runs
 from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
 
-from .cache import KVCache, PrefillAttention, padded_prompt, padded_rows
+from .cache import KVCache, PrefillAttention, free_bytes, padded_prompt, padded_rows
 from .decoder import Decoder, LanguageModel
 from .sampler import Sampler
 from .stopping import Decode, StopFinder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SAMPLE_TOKENS = 32
+_CACHE_FRACTION = 0.8
+"""Part of the free device memory for the cache; the rest is for activations, logits and graphs."""
 _ADMIT_FRACTION = 16
 """Waiting requests are admitted if they number at least 1 / _ADMIT_FRACTION of those running, since a prefill
 costs about as much as a step ..."""
@@ -87,44 +92,50 @@ class _Sequence:
 class NativeEngine(SteppedEngine):
     """Samples completions with the trainer's module; see rollout.engine.RolloutEngine for the contract."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913  # a config section's keys among them
         self,
         lm: LanguageModel,
         *,
         decode: Decode,
         max_running: int = 256,
-        kv_budget_tokens: int = 131_072,
+        kv_budget_tokens: int | None = None,
         prefill_tokens: int = 8192,
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         cuda_graphs: bool = True,
         max_length: int | None = None,
         on_new_weights: Literal["keep_cache", "recompute"] = "keep_cache",
         owns_weights: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
+        `kv_budget_tokens`: see config.rollout.NativeEngineConfig.
 
-        With `owns_weights`, or a `dtype` other than that of the weights, the engine keeps a copy of the
-        weights, updated by `set_weights`. `on_new_weights` says what becomes of the cache of sequences that
-        continue with new weights.
+        With `autocast` the model runs under autocast of this type, as in training. With `owns_weights`, a
+        `dtype` other than that of the weights, or an `autocast` type other than that of linear layers, the
+        engine keeps a copy of the weights, updated by `set_weights`. `on_new_weights` says what becomes of the
+        cache of sequences that continue with new weights.
         """
         super().__init__()
         self._source = lm
-        weight = next(lm.model.parameters())
-        dtype_ = weight.dtype if dtype == "auto" else _DTYPES[dtype]
-        is_shared = dtype_ == weight.dtype and not owns_weights
-        self._lm = lm if is_shared else _cast_copy(lm, dtype_)
+        self._device = next(lm.model.parameters()).device
+        self._lm = _converted(lm, None if dtype == "auto" else _DTYPES[dtype], autocast, copies=owns_weights)
+        # no cache, since a graph must not refer to its memory
+        self._autocast = partial(
+            torch.autocast, self._device.type, autocast, enabled=autocast is not None, cache_enabled=False
+        )
         self._recomputes = on_new_weights == "recompute"
-        self._device = weight.device
         self._max_running, self._kv_budget_tokens = max_running, kv_budget_tokens
         self._prefill_tokens, self._max_length = prefill_tokens, max_length
         slots = padded_rows(max_running)
-        self._cache = KVCache(kv_budget_tokens, max_running)
+        self._cache = KVCache(kv_budget_tokens, max_running, self._device)
         self._sampler = Sampler(slots, lm.vocab_size, self._device)
         self._decoder = Decoder(self._lm, self._cache, self._device, cuda_graphs=cuda_graphs)
         self._stops = StopFinder(decode)
-        # The next input token of each slot and its position; on CPU the model reads these arrays without a
-        # copy.
-        self._tokens, self._positions = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether it
+        # has stop strings. On CPU the model reads these arrays without a copy.
+        self._slots = np.zeros((4, slots), np.int64)
+        self._tokens, self._positions, self._longest, self._has_strings = self._slots
+        self._is_end_token = np.zeros(lm.vocab_size, np.bool_)  # of any request so far
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._held_steps = 0
@@ -174,6 +185,8 @@ class NativeEngine(SteppedEngine):
             raise EngineError(f"cannot sleep while {self.num_pending} requests run; await them first")
         self._is_asleep = True
         self._cache.free()
+        self._cache.budget_tokens = self._kv_budget_tokens
+        self._decoder.drop_graphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -183,7 +196,8 @@ class NativeEngine(SteppedEngine):
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See RolloutEngine."""
-        return self._lm.model.named_parameters()
+        names = (name for name, _ in self._source.model.named_parameters())
+        return ((name, self._lm.model.get_parameter(name)) for name in names)
 
     def close(self) -> None:
         """Fail all pending requests and free the cache."""
@@ -211,11 +225,28 @@ class NativeEngine(SteppedEngine):
                 f"{sizes}, above the model's {self._max_length} positions; lower rollout.sampling.max_new_tokens or "
                 "data.max_prompt_tokens"
             )
+        if self._cache.budget_tokens is None:
+            self._cache.budget_tokens = self._affordable_tokens()
         if not self._cache.fits(1, longest):
+            origin = "" if self._kv_budget_tokens else " (from the free memory)"
             raise EngineError(
-                f"{sizes}, above rollout.native.kv_budget_tokens={self._kv_budget_tokens}; raise it or "
+                f"{sizes}, above rollout.native.kv_budget_tokens={self._cache.budget_tokens}{origin}; raise it or "
                 "lower rollout.sampling.max_new_tokens"
             )
+
+    @torch.inference_mode()
+    def _affordable_tokens(self) -> int:
+        """Tokens whose keys and values fit into the free memory, less a reserve."""
+        free = free_bytes(self._device)
+        if free is None:
+            return CPU_KV_BUDGET_TOKENS
+        sample, width = KVCache(_SAMPLE_TOKENS, 1, self._device), padded_prompt(1)
+        sample.reserve(1, width, 0)
+        ids = self._to_device([0] * width)
+        with self._autocast():
+            self._lm.hidden(ids, ids, PrefillAttention(sample, 0, [(width, 1)]))
+        per_token = sample.num_bytes // (sample.slots * sample.length)
+        return int(_CACHE_FRACTION * free) // per_token
 
     @property
     def _has_begun(self) -> bool:
@@ -237,6 +268,7 @@ class NativeEngine(SteppedEngine):
     def _step(self) -> None:
         start = time.perf_counter()
         if admitted := self._admit():
+            self._decoder.drop_stale_graphs()
             try:
                 self._prefill(admitted)
             except Exception:
@@ -251,7 +283,7 @@ class NativeEngine(SteppedEngine):
         """Take requests from the queue, in order, that fit beside the running sequences at their maximum
         lengths. New ones wait for pending weights."""
         num, count = len(self._running), 0
-        longest = max((s.longest for s in self._running), default=0)
+        longest = int(self._longest[:num].max(initial=0))
         for sequence in self._waiting:
             if self._is_draining and not sequence.token_ids:
                 break
@@ -298,17 +330,20 @@ class NativeEngine(SteppedEngine):
                 self._start(sequence)
             self.counters.prefilled_tokens += len(prefix)
         attention = PrefillAttention(self._cache, first, [(g[0].padded_prefix, len(g)) for g in pack])
-        hidden = self._lm.hidden(self._to_device(tokens), self._to_device(positions), attention)
         num = len(ends)
         ends += ends[:1] * (padded_rows(num) - num)
-        logits = self._lm.logits(hidden.index_select(0, self._to_device(ends)))
+        with self._autocast():
+            hidden = self._lm.hidden(self._to_device(tokens), self._to_device(positions), attention)
+            logits = self._lm.logits(hidden.index_select(0, self._to_device(ends)))
         self._take(logits[:num], first)
 
     def _start(self, sequence: _Sequence) -> None:
         """Assign the next slot to a sequence. Its next input is at the position after the prefix."""
         slot, request, prefix = len(self._running), sequence.request, sequence.prefix
         self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
-        self._positions[slot] = len(prefix)
+        self._positions[slot], self._longest[slot] = len(prefix), sequence.longest
+        self._has_strings[slot] = bool(request.sampling.stop_strings)
+        self._is_end_token[[token for token in sequence.end_tokens if token < self._lm.vocab_size]] = True
         sequence.slot = slot
         self._running.append(sequence)
 
@@ -318,8 +353,8 @@ class NativeEngine(SteppedEngine):
         rows = self._decoder.rows(num)
         self._tokens[num:rows] = self._positions[num:rows] = 0  # padding rows write to unused slots
         longest = int(self._positions[:num].max()) + 1
-        tokens, positions = (torch.from_numpy(a[:rows]) for a in (self._tokens, self._positions))
-        logits = self._decoder.logits(tokens, positions, longest)
+        with self._autocast():
+            logits = self._decoder.logits(torch.from_numpy(self._slots[:2, :rows]), longest)
         self._positions[:num] += 1
         self._take(logits[:num], 0)
 
@@ -327,15 +362,19 @@ class NativeEngine(SteppedEngine):
         """Sample a token for each of the slots first, first + 1, ... and finish the sequences that are
         done."""
         tokens, logprobs = self._sampler.sample(logits, first)
-        self._tokens[first : first + len(tokens)] = tokens
+        slots, running = slice(first, first + len(tokens)), self._running[first:]
+        self._tokens[slots] = tokens
         self.counters.decoded_tokens += len(tokens)
         version = self._current_version()
-        done: list[_Sequence] = []
-        for sequence, token, logprob in zip(self._running[first:], tokens, logprobs, strict=True):
+        for sequence, token, logprob in zip(running, tokens, logprobs, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-            if not math.isfinite(logprob):
+        may_stop = self._is_end_token[tokens] | (self._positions[slots] + 1 >= self._longest[slots])
+        may_stop |= (self._has_strings[slots] > 0) | ~np.isfinite(logprobs)
+        done: list[_Sequence] = []
+        for sequence in (running[i] for i in np.flatnonzero(may_stop)):
+            if not math.isfinite(sequence.logprobs[-1]):
                 self._fail(sequence)
             elif reason := self._reason_to_stop(sequence):
                 self._finish(sequence, reason)
@@ -390,7 +429,7 @@ class NativeEngine(SteppedEngine):
         if last is not sequence:
             self._cache.move(last.slot, slot, int(self._positions[last.slot]))
             self._sampler.move(last.slot, slot)
-            self._tokens[slot], self._positions[slot] = self._tokens[last.slot], self._positions[last.slot]
+            self._slots[:, slot] = self._slots[:, last.slot]
             self._running[slot], last.slot = last, slot
         sequence.slot = -1
 
@@ -419,16 +458,34 @@ class NativeEngine(SteppedEngine):
         return torch.tensor(numbers, device=self._device)
 
 
-def _cast_copy(lm: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-    """A copy of the model with parameters of another dtype. Buffers (rotary frequencies) keep theirs."""
-    lm = copy.deepcopy(lm)
-    for parameter in lm.model.requires_grad_(False).parameters():
-        parameter.grad = None
-        parameter.data = parameter.data.to(dtype)
+def _converted(
+    lm: LanguageModel, dtype: torch.dtype | None, autocast: torch.dtype | None, *, copies: bool
+) -> LanguageModel:
+    """A copy of the model with parameters in `dtype`, and weights of linear layers in the `autocast` type, so that
+    autocast need not convert them in every step; `lm` itself if nothing differs, unless `copies`. A tied head is
+    untied if only the head is converted. Buffers (rotary frequencies) keep their dtype."""
+
+    def copied(parameter: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
+        return nn.Parameter(parameter.detach().to(dtype or parameter.dtype, copy=True), requires_grad=False)
+
+    def converted_by_autocast(lm: LanguageModel) -> list[tuple[nn.Module, str, Tensor]]:
+        linear = (module for module in lm.model.modules() if isinstance(module, nn.Linear) and autocast)
+        weights = [(module, *of) for module in linear for of in module.named_parameters(recurse=False)]
+        return [of for of in weights if of[2].dtype != autocast]
+
+    parameters = list(lm.model.parameters())
+    is_alike = all(p.dtype == (dtype or p.dtype) for p in parameters) and not converted_by_autocast(lm)
+    if is_alike and not copies:
+        return lm
+    memo: dict[int, object] = {id(p): copied(p, dtype) for p in parameters}
+    lm = copy.deepcopy(lm, memo)
+    memo.clear()
+    for module, name, parameter in converted_by_autocast(lm):
+        setattr(module, name, copied(parameter, autocast))
     return lm
 
 
 @torch.no_grad()
 def _copy_weights(source: LanguageModel, target: LanguageModel) -> None:
-    for old, new in zip(target.model.parameters(), source.model.parameters(), strict=True):
-        old.copy_(new)
+    for name, new in source.model.named_parameters(remove_duplicate=False):
+        target.model.get_parameter(name).copy_(new)

@@ -32,7 +32,7 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
     num_decoded = min(_MOST_DECODED, len(rows[-1]) - 1)
     ends = [len(row) - num_decoded for row in shortest_first]
     widths = [padded_prompt(end) for end in ends]
-    cache = KVCache(num_rows * 64, num_rows)
+    cache = KVCache(num_rows * 64, num_rows, lm.device)
     cache.reserve(num_rows, max(map(len, rows)), 0)
     prompts = [F.pad(row[:e], (0, w - e)) for row, e, w in zip(shortest_first, ends, widths, strict=True)]
     positions = [F.pad(torch.arange(e), (0, w - e)) for e, w in zip(ends, widths, strict=True)]
@@ -47,7 +47,8 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
             torch.stack([row[e + step] for row, e in zip(shortest_first, ends, strict=True)]), padding
         )
         places = F.pad(torch.tensor([end + step for end in ends]), padding)
-        steps.append(decoder.logits(tokens, places, int(places.max()) + 1)[:num_rows].clone())
+        inputs = torch.stack((tokens, places))
+        steps.append(decoder.logits(inputs, int(places.max()) + 1)[:num_rows].clone())
     return list(torch.stack(steps, dim=1).log_softmax(-1).flip(0))
 
 
