@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from braid.config.load import load_config
-from braid.errors import TrainingError
+from braid.errors import ModelError, TrainingError
 from braid.runtime.workers import Place
 from braid.training import worker
+from braid.training.backend import Work
 
 CPU = torch.device("cpu")
 
@@ -54,3 +55,34 @@ def test_ranks_that_cannot_reach_each_other_are_reported_before_a_model_is_built
     ):
         ranks.add("policy", "policy", config, 0)
     never.set()
+
+
+TINY = "model.build={hidden_size: 32, intermediate_size: 48, num_layers: 2, num_heads: 2, head_dim: 16}"
+
+
+@pytest.mark.parametrize(
+    "options", [{"autocast": "bf16"}, {"fsdp": {"param_dtype": "bf16"}}, {"backend": "fsdp"}], ids=str
+)
+@pytest.mark.usefixtures("place")
+def test_a_wrapped_model_agrees_with_its_own_forward_pass_up_to_rounding(options: dict[str, Any]) -> None:
+    train = {"backend": "fsdp2", **options}
+    config = load_config(
+        None, [TINY, "run.device=cpu", f"train={train}", "rollout.sampling.temperature=0.7"]
+    ).config
+    backend = worker._backend_of("policy", config, 3, CPU)
+    assert backend.take_work() == Work()
+
+
+@pytest.mark.usefixtures("place")
+def test_a_model_that_its_wrapper_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mixed precision would that rounds rotary frequencies."""
+    wrap = worker._WRAPS["fsdp2"]
+
+    def damaging(model: Any, *args: Any) -> Any:
+        model.backbone.rotary_emb.inv_freq.mul_(1.5)
+        return wrap(model, *args)
+
+    monkeypatch.setitem(worker._WRAPS, "fsdp2", damaging)
+    config = load_config(None, [TINY, "run.device=cpu", "train.backend=fsdp2"]).config
+    with pytest.raises(ModelError, match=r"train.backend=fsdp2 gives different log-probs"):
+        worker._backend_of("policy", config, 3, CPU)

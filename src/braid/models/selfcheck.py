@@ -16,7 +16,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -42,6 +44,9 @@ _OF_LARGEST, _OF_MEAN = 8.0, 3.0
 """Additional tolerance as a multiple of the plain module's own rounding error, for the largest and the mean
 difference: both computations sum the same terms in different orders, and a mean varies less than a maximum. A
 wrong mask changes log-probs by 0.1 or more."""
+
+_OF_WRAPPED = 6.0
+"""The same for a backend, which may also add its residuals in half precision, while autocast adds in float32."""
 
 Logprobs = Callable[[CausalLM, Sequence[Tensor]], list[Tensor]]
 """Computes log-probs [n, V] at the last n positions of each row of tokens [L]."""
@@ -117,6 +122,51 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
             f"{type(model).__name__} with these weights gives different log-probs with {check.what} than in its own forward "
             f"pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; {check.instead}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLogprobs:
+    """Log-probs of the tokens after the first of each of `rows` [L] in the model's own forward pass: a flat
+    array, and its mean rounding error in the type in which a backend computes."""
+
+    rows: list[NDArray[np.int64]]
+    values: NDArray[np.float32]
+    rounding: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls, lm: CausalLM, longest: int | None, dtype: torch.dtype | None, *, is_hollow: bool
+    ) -> PlainLogprobs:
+        """`longest` as in check_against_plain; `dtype` is the type in which the backend computes, None for
+        the model's own. Of a model without weights there are only the rows."""
+        model, rows = lm.model, _random_rows(lm, longest)
+        arrays = [row.cpu().numpy() for row in rows]
+        if is_hollow:
+            return cls(arrays, np.zeros(0, np.float32), 0.0)
+        with _plain_attention(model):
+            plain = _plain_logprobs(model, rows)
+            if dtype is None or torch.finfo(dtype).eps <= torch.finfo(model.dtype).eps:
+                error = _rounding(model, rows, plain)
+            else:
+                with torch.autocast(lm.device.type, dtype):
+                    error = _errors(_plain_logprobs(model, rows), plain)
+        values = [
+            p[:-1].div(lm.temperature).log_softmax(-1).gather(1, row[1:, None])[:, 0]
+            for p, row in zip(plain, rows, strict=True)
+        ]
+        rounding = error.mean().item() / min(1.0, lm.temperature)
+        return cls(arrays, torch.cat(values).float().cpu().numpy(), rounding)
+
+    def check(self, found: Sequence[NDArray[np.float32]], backend: str) -> None:
+        """Raise ModelError if a backend's log-probs [L] of the rows differ by more than rounding."""
+        error = float(np.abs(np.concatenate([row[1:] for row in found]) - self.values).mean())
+        allowed = _OF_WRAPPED * self.rounding + _LEAST
+        if not error <= allowed:
+            raise ModelError(
+                f"train.backend={backend} gives different log-probs than the model's own forward pass: by {error:.2g} nats on "
+                f"average, where rounding explains {allowed:.2g}; set dtypes in its options to null, or choose another backend"
+            )
 
 
 class _NotBuiltError(Exception):

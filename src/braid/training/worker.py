@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,12 +20,18 @@ from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.errors import TrainingError
 from braid.models.base import TrainableModel
+from braid.models.causal_lm import CausalLM
+from braid.models.loading import TORCH_DTYPES
 from braid.models.roles import make_critic, make_policy, make_reference
+from braid.models.selfcheck import PlainLogprobs
+from braid.plan import longest_row
 from braid.runtime.loops import call_until
 from braid.runtime.workers import Place
+from braid.types import Row
 from braid.weights.sender import join_send, open_sender
 from braid.weights.sending import Sender, SendOptions
 
+from .backends.single import autocast_dtype
 from .group import ShardedBackend
 
 Wrap = Callable[[TrainableModel, TrainConfig, int, torch.device], ShardedBackend]
@@ -89,7 +96,21 @@ def _backend_of(
     train = train_config(config, role)
     wrap = _WRAPS[train.backend]
     rank = None if train.backend == "single" else dist.get_rank()
-    return wrap(_MODELS[role](config, device, rank=rank), train, total_steps, device)
+    model = _MODELS[role](config, device, rank=rank)
+    if rank is None or not isinstance(model, CausalLM) or train.liger_kernels:  # Liger needs a GPU
+        return wrap(model, train, total_steps, device)
+    types = [autocast_dtype(train, device)]
+    if "fsdp" in train.backend and train.fsdp.param_dtype:
+        types.append(TORCH_DTYPES[train.fsdp.param_dtype])
+    dtype = max((t for t in types if t), key=lambda t: torch.finfo(t).eps, default=None)
+    plain = PlainLogprobs.of(model, longest_row(config), dtype, is_hollow=rank > 0)
+    backend = wrap(model, train, total_steps, device)
+    rows = [Row({"input_ids": ids}, np.arange(len(ids)) > 0, i, i) for i, ids in enumerate(plain.rows)]
+    found = [row["logprobs"] for row in backend.infer(rows, frozenset({"logprobs"}), rows[0])]
+    if rank == 0:  # the others may get their weights only when they are wrapped
+        plain.check(found, train.backend)
+    backend.take_work()  # not the run's
+    return backend
 
 
 class _Make(Protocol):
