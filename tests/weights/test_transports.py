@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from braid.config.load import load_config
 from braid.config.rollout import PublishConfig
+from braid.controller.publication import send_options
 from braid.errors import ConfigError
+from braid.plan import derive
 from braid.weights.transports import Meeting, choose_transport, on_existing
 
 CASES = [
@@ -41,6 +45,14 @@ def test_an_impossible_transport_is_refused(asked: str, meeting: Meeting, messag
     config = PublishConfig.model_validate({"transport": asked})
     with pytest.raises(ConfigError, match=f"rollout.publish.transport: {message}.*set it to auto"):
         choose_transport(config, meeting)
+
+
+@pytest.mark.parametrize(("dtype", "sent"), [("bf16", torch.bfloat16), ("auto", None)])
+def test_engines_get_weights_in_their_own_type(dtype: str, sent: torch.dtype | None) -> None:
+    options = ["model.build={}", "rollout.engine=vllm", f"rollout.vllm.dtype={dtype}", "run.device=cpu"]
+    config = load_config(None, options).config
+    layout = derive(config, None, "train").layout
+    assert send_options(config, layout, "unused", torch.device("cpu")).dtype == sent
 
 
 def test_servers_replace_connections_of_earlier_runs_and_own_engines_refuse() -> None:

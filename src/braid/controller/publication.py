@@ -16,6 +16,8 @@ from braid.runtime.workers import WorkerGroup
 from braid.weights.sending import SendOptions
 from braid.weights.transports import Meeting, choose_transport, on_existing
 
+_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(slots=True)
 class Publication:
@@ -49,7 +51,8 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
     is_cuda = device.type == "cuda"
     seats = [set(worker.devices) for worker in rollout.workers]
     shared = [bool(seat & set(first.devices)) for seat in seats]
-    servers = {"native": (), "vllm": config.rollout.vllm.servers, "sglang": config.rollout.sglang.servers}
+    engine = {"vllm": config.rollout.vllm, "sglang": config.rollout.sglang}.get(config.rollout.engine)
+    servers = engine.servers if engine else ()
     meeting = Meeting(
         is_one_machine=all(worker.node == first.node for worker in rollout.workers),
         is_one_device=is_cuda and all(seat == set(first.devices) for seat in seats),
@@ -65,9 +68,10 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
         bucket_bytes=publish.bucket_bytes,
         timeout_s=config.cluster.call_timeout_s,
         device=device,
-        existing=on_existing(publish, is_server=bool(servers[config.rollout.engine])),
+        dtype=_DTYPES[engine.dtype] if engine else None,
+        existing=on_existing(publish, is_server=bool(servers)),
         # None: the sender listens at the address by which other machines reach this one.
-        host="127.0.0.1" if meeting.is_one_machine and not servers[config.rollout.engine] else None,
+        host="127.0.0.1" if meeting.is_one_machine and not servers else None,
         folder=folder,
         beside=_folder(config.model.path),
     )
