@@ -7,6 +7,7 @@ not count. Reads of the plan's recipe count as reads of `algorithm`.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -26,12 +27,12 @@ from transformers import AutoConfig
 
 from braid.algorithms.recipes import Correction, Recipe
 from braid.config.base import Section
-from braid.config.load import Loaded, _replaced, leaves, plain_data
+from braid.config.load import Loaded, leaves, plain_data
 from braid.config.roles import TrainingRole, train_config
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.config.shape import _members
-from braid.config.source import parse_path, path_text
+from braid.config.source import parse_path, path_text, place
 from braid.config.train import TrainConfig
 from braid.controller import commands
 from braid.controller.publication import send_options
@@ -402,7 +403,9 @@ class Effects:
         path, annotation, value = _placed(self._config, key)
         for other in values or others(annotation, value):
             try:
-                config = RunConfig.model_validate(_replaced(self._tree, parse_path(path), other))
+                tree = copy.deepcopy(self._tree)
+                place(tree, parse_path(path), other)
+                config = RunConfig.model_validate(tree)
             except ValidationError:
                 continue
             plan = derive(config, self._num_prompts, "train")

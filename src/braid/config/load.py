@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from .source import (
     child,
     parse_path,
     path_text,
+    place,
     plain_scalar,
     read_file,
 )
@@ -233,14 +235,11 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
     written.variables |= {name for _, text in pending for name in _REFERRED.findall(text)}
     problems = {}
     for path, text in pending:
-        try:
-            OmegaConf.create({"value": text})
-        except GrammarParseError as error:
-            what = str(error).splitlines()[0]
+        if what := _malformed(text):
             problems[path] = (
                 f"{text!r} is not a valid interpolation: {what}; write ${{key}}, or \\${{ for a literal ${{"
             )
-            tree = _replaced(tree, path, None)
+            place(tree, path, None)
     whole = context_of(tree)
     context = _context(_mentioned(whole, pending))
     for path, text in pending:
@@ -251,7 +250,7 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
             if any(isinstance(item, int) and abs(item) > MAX_NUMBER for _, item in leaves(value)):
                 problems[path] = f"{text} is an integer above the maximum of {MAX_NUMBER:.0e}"
                 continue
-            tree = _replaced(tree, path, value)
+            place(tree, path, value)
             if (kept := reference_for(text, value, secrets)) != value or isinstance(kept, Reference):
                 written.references |= {
                     path_text((*path, *below)): item
@@ -283,30 +282,26 @@ def _mentioned(tree: dict[str, Any], pending: Sequence[tuple[KeyPath, str]]) -> 
 
 def _context(tree: dict[str, Any]) -> Any:
     """The tree in which interpolations are resolved, without malformed interpolations."""
+    tree = deepcopy(tree)
+    for path, text in list(leaves(tree)):
+        if isinstance(text, str) and "${" in text and _malformed(text):
+            place(tree, path, None)
+    return OmegaConf.create(tree)
+
+
+def _malformed(text: str) -> str:
+    """Why a text is not a valid interpolation; empty if it is one."""
     try:
-        return OmegaConf.create(tree)
-    except GrammarParseError:
-        for path, text in list(leaves(tree)):
-            try:
-                OmegaConf.create({"value": text})
-            except GrammarParseError:
-                tree = _replaced(tree, path, None)
-        return OmegaConf.create(tree)
+        OmegaConf.create({"value": text})
+    except GrammarParseError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def _resolve(context: Any, path: KeyPath) -> Any:
     for key in path:
         context = context[key]
     return OmegaConf.to_container(context, resolve=True) if OmegaConf.is_config(context) else context
-
-
-def _replaced(tree: Any, path: KeyPath, value: Any) -> Any:
-    """Copy `tree` with `value` at `path`; unchanged subtrees are shared."""
-    if not path:
-        return value
-    copy: Any = tree.copy()
-    copy[path[0]] = _replaced(tree[path[0]], path[1:], value)
-    return copy
 
 
 def _with_defaults(tree: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .base import Section
 from .load import Loaded, leaves, plain_data
-from .source import OVERRIDE, KeyPath, path_text
+from .schema import RunConfig
+from .source import OVERRIDE, KeyPath, path_text, place
 
 _FOLDERS = re.compile(
     r"run\.output_dir|checkpoint\.(export_)?dir|report\.dir|rollout\.check_weights_dir"
@@ -32,15 +32,13 @@ _FUNCTIONS = re.compile(
 
 def with_absolute_paths(loaded: Loaded) -> Loaded:
     """Make all paths of the config absolute, so that it is independent of the working directory."""
-    config = loaded.config
-    for path, value in leaves(plain_data(config)):
+    data = plain_data(loaded.config)
+    for path, value in list(leaves(data)):
         name = path_text(path)
+        start = Path.cwd() if loaded.origins.get(name) == OVERRIDE else loaded.base_dir
         if isinstance(value, str) and value:
-            start = Path.cwd() if loaded.origins.get(name) == OVERRIDE else loaded.base_dir
-            kind = _value_at(config, path[:-1], "kind")
-            if (found := _absolute(name, value, start, kind)) != value:
-                config = _replaced(config, path, found)
-    return replace(loaded, config=config)
+            place(data, path, _absolute(name, value, start, _kind_at(data, path)))
+    return replace(loaded, config=RunConfig.model_validate(data))
 
 
 def _absolute(name: str, value: str, start: Path, kind: object) -> str:
@@ -68,22 +66,10 @@ def _is_surely_local(value: str, start: Path) -> bool:
     return bool(slash) and (start / owner).is_dir()
 
 
-def _value_at(node: Any, path: KeyPath, name: str) -> object:
-    """The attribute `name` of the section that contains `path`, skipping an enclosing list."""
-    for key in path:
-        node = getattr(node, str(key)) if isinstance(node, Section) else node[key]
-        if isinstance(node, Section) and hasattr(node, name):
-            return getattr(node, name)
-    return None
-
-
-def _replaced(node: Any, path: KeyPath, value: Any) -> Any:
-    """Copy a section or tuple with `value` at `path`."""
-    if not path:
-        return value
-    key, rest = path[0], path[1:]
-    if isinstance(node, Section):
-        return node.model_copy(update={str(key): _replaced(getattr(node, str(key)), rest, value)})
-    items = list(node)
-    items[int(key)] = _replaced(items[int(key)], rest, value)
-    return tuple(items)
+def _kind_at(node: Any, path: KeyPath) -> str | None:
+    """The `kind` of the innermost section around a key; None if none has one."""
+    kind = None
+    for key in path[:-1]:
+        node = node[key]
+        kind = node.get("kind", kind) if isinstance(node, dict) else kind
+    return kind
