@@ -420,7 +420,7 @@ def decoding(machine: Machine) -> dict[str, Any]:
             for num in (2, 4) if machine.is_tiny else (32, 256):
                 cache = num * per_token * width * (lengths[0] + lengths[1] / 2)
                 bound = num * bandwidth / (held + cache)
-                for graphs in (True, False) if machine.is_cuda else (False,):
+                for graphs in (True, False) if machine.is_cuda and kind == "bfloat16" else (machine.is_cuda,):
                     rate = _decode(machine, lm, num, lengths, graphs=graphs, autocast=autocast)
                     name = f"{shape} {kind} {num}{' graphs' if graphs else ''}"
                     found[name] = {"tokens_per_s": rate, "share_of_bound": rate / bound}

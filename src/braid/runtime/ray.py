@@ -50,8 +50,8 @@ the actual loss."""
 _NUM_LAST_LINES = 3
 _ENDED = "its process was killed or crashed"
 _LESS_MEMORY = (
-    "lower train.micro_batch_tokens (critic.train's for the critic), set train.offload, lower rollout.native.kv_budget_tokens or "
-    "rollout.vllm.memory_fraction, or use a machine with more memory"
+    "lower train.micro_batch_tokens (critic.train's for the critic), set train.offload, set lower values of "
+    "rollout.native.kv_budget_tokens or rollout.vllm.memory_fraction, or use a machine with more memory"
 )
 
 
