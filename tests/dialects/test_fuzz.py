@@ -134,7 +134,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 _SLOW_INPUTS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
 _FAST = settings(max_examples=25, suppress_health_check=_SLOW_INPUTS)
-_LONG = settings(max_examples=400, suppress_health_check=_SLOW_INPUTS)
+_LONG = settings(max_examples=150, suppress_health_check=_SLOW_INPUTS)
 _SEEDS = st.sampled_from([seed for seed in ALL_SEEDS if seed.variant is None])
 
 

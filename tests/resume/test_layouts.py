@@ -2,7 +2,7 @@
 Megatron's tensor and pipeline parallelism, one process.
 
 Two processes run all layouts in turn, by what a training group's workers call. Megatron's have two of their own for each
-layout, with tests/megatron_cpu on their path: the CPU in place of its GPU.
+layout, with the CPU in place of its GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.forks import run_ranks, use_megatron_on_cpu
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
@@ -53,7 +53,6 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "megatron, pipeline": {"backend": "megatron", "megatron": {"pipeline_parallel": 2}},
     "megatron, copies": {"backend": "megatron"},
 }
-MEGATRON_CPU = Path(__file__).parents[1] / "megatron_cpu"
 _ODD = {
     # three heads of 24: rows that two ranks cannot halve evenly
     "hidden_size": 64,
@@ -252,7 +251,7 @@ def test_each_layout_resumes_from_checkpoints_of_the_others(
 ) -> None:
     course = _course(lora)
     (tmp_path / "course").write_bytes(pickle.dumps(course))
-    mp.spawn(_go_round, (tmp_path, lora), 2)
+    run_ranks(_go_round, tmp_path, lora)
     for name in _layouts(lora):
         _assert_one_process_goes_on(tmp_path / name, lora, course)
 
@@ -266,18 +265,14 @@ def _assert_one_process_goes_on(
     _assert_close(dict(resumed.named_weights()), course.fourth)
 
 
-def test_megatron_and_other_layouts_resume_from_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron_and_other_layouts_resume_from_each_other(tmp_path: Path) -> None:
     """One process -> FSDP2 -> Megatron -> FSDP2 and one process, each with a step of its own."""
     course = _course(None, "even")
     (tmp_path / "course").write_bytes(pickle.dumps(course))
-    mp.spawn(_save_third, (tmp_path,), 2)
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(MEGATRON_CPU), prepend=os.pathsep)
-        for name in MEGATRON:
-            mp.spawn(_go_on_in_megatron, (tmp_path, name), 2)
-    mp.spawn(_go_on_from_megatron, (tmp_path,), 2)
+    run_ranks(_save_third, tmp_path)
+    for name in MEGATRON:
+        run_ranks(_go_on_in_megatron, tmp_path, name)
+    run_ranks(_go_on_from_megatron, tmp_path)
     for name in MEGATRON:
         _assert_one_process_goes_on(tmp_path / name, None, course, "even")
 
@@ -297,6 +292,7 @@ def _save_third(rank: int, folder: Path) -> None:
 
 
 def _go_on_in_megatron(rank: int, folder: Path, name: str) -> None:
+    use_megatron_on_cpu()
     (folder / f"rendezvous of {name}").mkdir(exist_ok=True)
     _join(rank, folder / f"rendezvous of {name}")
     course: Course = pickle.loads((folder / "course").read_bytes())
@@ -344,7 +340,7 @@ def test_both_ranks_report_a_full_disk_of_one(tmp_path: Path) -> None:
     if os.system(f"mount -t tmpfs -o size=64k tmpfs {tmp_path} 2>/dev/null"):
         pytest.skip("a small file system cannot be mounted here")
     try:
-        mp.spawn(_fill, (tmp_path,), 2)
+        run_ranks(_fill, tmp_path)
     finally:
         os.system(f"umount {tmp_path}")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.forks import run_ranks
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel, ShardingStrategy
 
 from braid.config.model import BuildSpec
@@ -122,4 +122,4 @@ def _check(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_every_key_is_in_what_torch_has_wrapped(tmp_path: Path) -> None:
-    mp.spawn(_check, (tmp_path,), 2)
+    run_ranks(_check, tmp_path)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.forks import run_ranks, use_megatron_on_cpu
 from torch import Tensor
 
 from braid.algorithms.recipes import RECIPES
@@ -30,7 +30,6 @@ from braid.types import Row
 CPU = torch.device("cpu")
 LOWER = 1e-6
 RATES = (LOWER, 1e-5)
-MEGATRON_CPU = Path(__file__).parents[1] / "megatron_cpu"
 BUILD = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -201,6 +200,8 @@ def _sharded(name: str, lr: float, **keys: Any) -> SingleBackend:
 def _go_on(rank: int, folder: Path, names: list[str], lora: dict[str, Any] | None) -> None:
     """From one process's state after 10 steps 10 more, through a checkpoint of this layout after 8 of them, at
     the lower of the rates: it is where weights without masters stand still."""
+    if names[0] in MEGATRON:
+        use_megatron_on_cpu()
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     place = folder / f"rendezvous of {names[0]}"
@@ -246,7 +247,7 @@ def _assert_all_move_alike(folder: Path, names: list[str], lora: dict[str, Any] 
     (folder / "halfway").write_bytes(pickle.dumps((before, copy.deepcopy(backend.state()))))
     for _ in range(20):
         _step(whole)
-    mp.spawn(_go_on, (folder, names, lora), 2)
+    run_ranks(_go_on, folder, names, lora)
     moves = pickle.loads((folder / "moves").read_bytes())
     assert list(moves) == names
     for name, move in moves.items():
@@ -265,9 +266,6 @@ def test_every_backend_moves_half_precision_weights_as_far_as_float32(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_megatron_moves_half_precision_weights_as_far_as_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(MEGATRON_CPU), prepend=os.pathsep)
+def test_megatron_moves_half_precision_weights_as_far_as_float32(tmp_path: Path) -> None:
     for name in MEGATRON:
         _assert_all_move_alike(tmp_path, [name])
