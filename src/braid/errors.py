@@ -7,6 +7,7 @@
     ├── RewardError (RuntimeError)     a reward part failed; recorded on the trajectory, never scored
     ├── EnvError (RuntimeError)        an environment failed; recorded on the trajectory, never scored
     ├── EngineError (RuntimeError)     the rollout engine failed
+    │   └── ServerError                a server did not answer a request, or refused it
     ├── TrainingError (RuntimeError)   training cannot continue (repeated non-finite steps, no valid rows)
     │   └── RolloutError               too many trajectories of a round failed
     ├── WorkerError (RuntimeError)     a worker process died, hung or failed; names it and its operation
@@ -84,6 +85,15 @@ class EnvError(BraidError, RuntimeError):
 
 class EngineError(BraidError, RuntimeError):
     """The rollout engine failed or refused a request."""
+
+
+class ServerError(EngineError):
+    """A server did not answer a request, or refused it. `why` is the cause without server and request. A retry
+    may succeed after `wait_s` seconds, unless the failure `is_final`."""
+
+    def __init__(self, message: str, why: str = "", *, wait_s: float = 0.0, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.why, self.wait_s, self.is_final = why, wait_s, is_final
 
 
 class TrainingError(BraidError, RuntimeError):

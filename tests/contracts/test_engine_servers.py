@@ -18,13 +18,13 @@ import pytest
 import torch
 from tests.leftovers import LIMIT_S
 
+from braid import http
 from braid.config.rollout import SglangConfig
 from braid.controller.engines import EngineLink
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.rollout.engines import http
 from braid.rollout.engines.http import ServerEngine
 from braid.rollout.engines.router import Router
 from braid.rollout.engines.sglang.engine import SglangEngine

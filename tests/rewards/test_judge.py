@@ -16,9 +16,10 @@ import pytest
 
 from braid.config.reward import JudgeReward, RewardConfig
 from braid.errors import ConfigError, RewardError
+from braid.http import retry_after_s
 from braid.report.metrics import Metrics
 from braid.rewards.base import Services
-from braid.rewards.judge import backoff_s, retry_after_s
+from braid.rewards.judge import backoff_s
 from braid.rewards.scorer import Scorer, build_scorer
 from braid.types import Message, Status, Trajectory
 
@@ -97,11 +98,11 @@ def test_scores_are_read_as_configured(
             "the judge's reply was truncated; raise reward.parts[0].max_tokens",
         ),
         (completion(None), "the judge's reply has no text"),
-        (Answer("<html>"), "the server's reply is not a chat completion: '<html>'"),
+        (Answer("<html>"), "the server failed: the answer is not JSON: '<html>'"),
         (Answer('{"choices": []}'), "the server's reply is not a chat completion"),
         (Answer('["choices"]'), "the server's reply is not a chat completion"),
-        (Answer("busy", status=500), "the server answered 500: 'busy'"),
-        (Answer("x" * 64, cut=True), "RemoteProtocolError: "),
+        (Answer("busy", status=500), "the server failed: answered 500: 'busy'"),
+        (Answer("x" * 64, cut=True), "the server failed: RemoteProtocolError: "),
     ],
 )
 def test_a_reply_without_a_score_is_a_failure_that_is_retried(
@@ -124,14 +125,14 @@ def test_a_client_error_is_not_retried(answered: Answered, score: Score) -> None
     with serving(lambda *_: Answer('{"error": "no such model"}', status=404)) as server:
         (scored,) = score([answered("42", answer="41")], judge(server.url))
     assert len(server.requests) == 1
-    assert scored.reason == 'reward judge: the server answered 404: \'{"error": "no such model"}\''
+    assert scored.reason == 'reward judge: the server failed: answered 404: \'{"error": "no such model"}\''
 
 
 def test_a_server_that_is_not_there_is_a_failure(answered: Answered, score: Score) -> None:
     with serving(lambda *_: completion("9")) as server:
         pass
     (scored,) = score([answered("42", answer="41")], judge(server.url, retries=1))
-    assert scored.reason.startswith("reward judge: ConnectError: ")
+    assert scored.reason.startswith("reward judge: the server failed: ConnectError: ")
 
 
 def test_retry_after_is_waited_for_unless_it_is_too_long(
@@ -149,7 +150,7 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(
     assert patient.reward == 9.0
     assert waited >= 0.3  # a wait asked for is a lower bound, not a measure of speed
     assert hasty.reason == (
-        "reward judge: the server answered 429: 'slow down'; the server asks to wait 0.3 s, above "
+        "reward judge: the server failed: answered 429: 'slow down'; the server asks to wait 0.3 s, above "
         "reward.parts[0].max_backoff_s=0.2"
     )
 

@@ -149,7 +149,9 @@ def test_a_key_that_is_not_there_ends_the_run_before_it_samples(
 def test_a_judge_that_rejects_every_call_ends_the_run_with_its_message(load: Load) -> None:
     with serving(lambda *_: Answer("no such model", status=404)) as server:
         part = f"reward.parts=[{{kind: judge, url: '{server.url}', model: m, prompt: '{{response}}'}}]"
-        with pytest.raises(RolloutError, match="32 x reward judge: the server answered 404: 'no such model'"):
+        with pytest.raises(
+            RolloutError, match="32 x reward judge: the server failed: answered 404: 'no such model'"
+        ):
             commands.train(load(part))
 
 

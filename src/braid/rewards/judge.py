@@ -1,8 +1,8 @@
 """LLM judges: a language model scores the response, over HTTP or on the policy's own engine.
 
 Owns the prompt, the request, parsing the score from the reply, and the delay before a retry; scorer.py
-retries. The server's key is read from the environment when the run is built; it is kept only for the client's
-headers, and redacted in everything that a server returns.
+retries. The server's key is read from the environment when the run is built; only the client keeps it, which
+redacts it in everything that the server returns.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from email.utils import parsedate_to_datetime
+from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
 from itertools import count
@@ -25,15 +23,13 @@ import httpx2
 import regex
 
 from braid.config.reward import JudgeReward
-from braid.errors import ConfigError, Problem, RewardError, suggest
+from braid.errors import ConfigError, Problem, RewardError, ServerError, suggest
+from braid.http import Client
 from braid.types import Message, Trajectory
 
 from .base import Generate, Later, references_of, task_of
 from .rules import Extraction
-from .threads import LoopThread
 
-RETRIED = frozenset({408, 409, 425, 429})
-"""HTTP statuses below 500 that are retried; those from 500 are always retried."""
 SHOWN_CHARACTERS = 200
 """Maximum length of a reply quoted in an error message."""
 NUMBER = r"(?<![\w./]|\d,)([-+]?\d+(?:\.\d+)?)(?!\w|[.,]\d)"
@@ -205,14 +201,11 @@ class PolicyChat:
 
 
 class HttpChat:
-    """A server with OpenAI's chat completions API (POST {url}/chat/completions).
-
-    Connections live on a separate event loop and are kept open across rounds.
-    """
+    """A server with OpenAI's chat completions API (POST {url}/chat/completions)."""
 
     def __init__(self, config: JudgeReward, *, key: str) -> None:
         """Raises ConfigError for an invalid URL, and if the environment variable of the key is not set."""
-        self._secret = None if config.api_key_env is None else _secret(config.api_key_env, key=key)
+        secret = None if config.api_key_env is None else _secret(config.api_key_env, key=key)
         self._url = _endpoint(config.url, key=key)
         self._max_tokens_key = f"{key}.max_tokens"
         fields = {
@@ -222,43 +215,32 @@ class HttpChat:
             **config.body,
         }
         self._fields = {name: value for name, value in fields.items() if value is not None}
-        headers = {} if self._secret is None else {"Authorization": f"Bearer {self._secret}"}
-        limits = httpx2.Limits(max_connections=None)
-        self._client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
-        self._thread = LoopThread()
+        self._client = Client(self._url, timeout_s=None, secret=secret, uses_proxies=True)
 
     async def __call__(self, messages: list[Message], attempt: int) -> str:  # noqa: ARG002  # no seed is sent
-        return str(await self._thread.run(partial(self._ask, messages), None))
-
-    async def _ask(self, messages: list[Message]) -> str:
+        body = {**self._fields, "messages": messages}
+        asked = self._client.start("POST", self._url, body, tries=1, is_new=False)  # scorer.py retries
         try:
-            response = await self._client.post(self._url, json={**self._fields, "messages": messages})
-        except httpx2.HTTPError as error:
-            raise RewardError(self._without_secret(f"{type(error).__name__}: {error}")) from None
-        shown = _shown(self._without_secret(response.text))
-        if not response.is_success:
-            status = response.status_code
-            raise RewardError(
-                f"the server answered {status}: {shown}",
-                wait_s=retry_after_s(response.headers),
-                is_final=status < 500 and status not in RETRIED,
-            )
+            answer = await asyncio.wrap_future(asked)
+        except ServerError as error:
+            failure = f"the server failed: {error.why}"
+            raise RewardError(failure, wait_s=error.wait_s, is_final=error.is_final) from None
         try:
-            choice = response.json()["choices"][0]
+            choice = answer["choices"][0]
             text, reason = choice["message"]["content"], choice.get("finish_reason")
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (LookupError, TypeError, AttributeError):
+            shown = _shown(self._client.redacted(json.dumps(answer)))
             raise RewardError(f"the server's reply is not a chat completion: {shown}") from None
         if reason == "length":
             raise RewardError(f"the judge's reply was truncated; raise {self._max_tokens_key}")
         if not isinstance(text, str):
-            raise RewardError(f"the judge's reply has no text: {shown}")
-        return self._without_secret(text)
-
-    def _without_secret(self, text: str) -> str:
-        return text if self._secret is None else text.replace(self._secret, "***")
+            raise RewardError(
+                f"the judge's reply has no text: {_shown(self._client.redacted(json.dumps(answer)))}"
+            )
+        return self._client.redacted(text)
 
     def close(self) -> None:
-        self._thread.close(self._client.aclose)
+        self._client.close()
 
 
 def _secret(variable: str, *, key: str) -> str:
@@ -272,7 +254,7 @@ def _secret(variable: str, *, key: str) -> str:
     raise ConfigError([Problem(f"{key}.api_key_env", problem, "config")])
 
 
-def _endpoint(url: str, *, key: str) -> httpx2.URL:
+def _endpoint(url: str, *, key: str) -> str:
     try:
         base = httpx2.URL(url)
         if not base.host:
@@ -280,16 +262,6 @@ def _endpoint(url: str, *, key: str) -> httpx2.URL:
     except httpx2.InvalidURL as error:
         raise ConfigError([Problem(f"{key}.url", f"invalid URL {url!r}: {error}", "config")]) from error
     path = base.path.rstrip("/")
-    return base if path.endswith("/chat/completions") else base.copy_with(path=f"{path}/chat/completions")
-
-
-def retry_after_s(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float:
-    """Seconds to wait from a Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3); 0 without
-    one."""
-    value = headers.get("retry-after", "").strip()
-    if value.isascii() and value.replace(".", "", 1).isdigit():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - now())
-    except (ValueError, OverflowError):
-        return 0.0
+    return str(
+        base if path.endswith("/chat/completions") else base.copy_with(path=f"{path}/chat/completions")
+    )

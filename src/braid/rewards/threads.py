@@ -8,12 +8,12 @@ immediately.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future, wait
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from braid.errors import RewardError
 from braid.report.streams import REWARD_THREADS
@@ -102,15 +102,14 @@ class ReplaceableThreads:
 class LoopThread:
     """Runs async functions on a separate event loop, so that one that blocks does not block training.
 
-    The loop persists between calls, for clients that keep connections open; a blocked loop is replaced.
+    The loop persists between calls, for functions that keep connections open; a blocked loop is replaced.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, function: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
-        """Return `await function()`. Raises RewardError if it raises or takes longer than `timeout_s` (None:
-        no limit)."""
+    async def run(self, function: Callable[[], Awaitable[object]], timeout_s: float) -> object:
+        """Return `await function()`. Raises RewardError if it raises or takes longer than `timeout_s`."""
         loop = self._loop = self._loop or _started_loop()
         future = asyncio.run_coroutine_threadsafe(_async_outcome(function), loop)
         try:
@@ -127,15 +126,11 @@ class LoopThread:
             if self._loop is loop:
                 self.close()
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Stop the loop, immediately or when the call that blocks it returns. `last` runs on it before, for
-        at most PING_S."""
-        if self._loop is None:
-            return
-        if last is not None:
-            wait({asyncio.run_coroutine_threadsafe(last(), self._loop)}, timeout=PING_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop = None
+    def close(self) -> None:
+        """Stop the loop, immediately or when the call that blocks it returns."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
 
 async def _async_outcome(function: Callable[[], Awaitable[object]]) -> Outcome:
@@ -161,7 +156,7 @@ def _started_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _within(future: Future[T], timeout_s: float | None) -> T:
+async def _within(future: Future[T], timeout_s: float) -> T:
     """Await the future's result. Cancels the future after `timeout_s`, or when the wait itself is
     cancelled."""
     wrapped = asyncio.wrap_future(future)
