@@ -6,17 +6,17 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from braid.config.explain import show_value
 from braid.config.schema import RunConfig
 from braid.config.shape import allowed, fields_of
 from braid.errors import ConfigError, Problem, suggest
 from braid_dialects.load import DIALECTS
 from braid_dialects.table import ABSENT, Dialect, Entry, Rule
+
+from .show import shown
 
 _STYLES = {
     "applied": "green",
@@ -43,7 +43,7 @@ def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None
         key_width = min(max(len(_split(entry.path)[1]) for entry in entries), _MAX_KEY)
         value_width = min(max(len(shown(entry.value)) for entry in entries), _MAX_VALUE)
         for entry in entries:
-            for line in _lines(entry, key_width, value_width, console.width):
+            for line in _lines(entry, key_width, value_width, console):
                 console.print(line, no_wrap=True, overflow="ignore", crop=False)
     counts = Counter(entry.disposition for entry in ledger)
     words = [
@@ -71,11 +71,6 @@ def print_key(key: str, console: Console | None = None) -> None:
         raise ConfigError([Problem(key, f"unknown key in every config format{_near(key)}")])
 
 
-def shown(value: Any) -> str:
-    """The value as the user would write it, on one line."""
-    return value if isinstance(value, str) and value and value == value.strip() else show_value(value)
-
-
 def _split(path: str) -> tuple[str, str]:
     """(section, name) of a key."""
     section, _, name = path.rpartition(".")
@@ -87,37 +82,24 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _lines(entry: Entry, key_width: int, value_width: int, width: int) -> Iterator[Text]:
-    """The lines of one entry, wrapped at `width`."""
-    head = Text("  ") + Text(_split(entry.path)[1].ljust(key_width + _GAP))
-    head += Text(_cut(shown(entry.value), value_width).ljust(value_width + _GAP), style="bold")
-    style, became = _STYLES[entry.disposition], _became(entry)
-    note = entry.note if _is_set(entry) else ""
-    room = width - len(head)
-    if len(became) + (len(note) + _GAP if note else 0) <= room:
-        gap = " " * _GAP if note else ""
-        yield head + Text(became, style=style) + Text(f"{gap}{note}", style="dim")
-        return
-    if _is_set(entry) and len(became) <= room:
-        yield head + Text(became, style=style)
-        yield from _wrapped(note, "dim", len(head) if room >= 50 else 6, width)
-    elif room >= 50:
-        first, *rest = _wrapped(became, style, 0, room)
-        yield head + first
-        for line in rest:
-            yield Text(" " * len(head)) + line
-        yield from _wrapped(note, "dim", len(head), width)
+def _lines(entry: Entry, key_width: int, value_width: int, console: Console) -> Iterator[Text]:
+    """The lines of one entry: key and value, then what became of it, with the note dimmed."""
+    head = Text(f"  {_split(entry.path)[1]:<{key_width + _GAP}}")
+    head += Text(f"{_cut(shown(entry.value), value_width):<{value_width + _GAP}}", style="bold")
+    said = Text(_became(entry), style=_STYLES[entry.disposition])
+    if _is_set(entry) and entry.note:
+        said += Text(f"  {entry.note}", style="dim")
+    is_wide = console.width - len(head) >= 50
+    indent = len(head) if is_wide else 6
+    lines = said.wrap(console, max(console.width - indent, 20))
+    for line in lines:
+        line.rstrip()
+    if is_wide:
+        yield head + lines.pop(0)
     else:
         head.rstrip()
         yield head
-        yield from _wrapped(became, style, 6, width)
-        yield from _wrapped(note, "dim", 6, width)
-
-
-def _wrapped(text: str, style: str, indent: int, width: int) -> Iterator[Text]:
-    room = max(width - indent, 20)
-    for line in textwrap.wrap(text, room, break_on_hyphens=False):
-        yield Text(" " * indent) + Text(line, style=style)
+    yield from (Text(" " * indent) + line for line in lines)
 
 
 def _is_set(entry: Entry) -> bool:

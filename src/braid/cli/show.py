@@ -72,12 +72,12 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Rend
     """The config as an indented tree of key, value and origin; defaults and unused keys are dimmed."""
     unused = idle_keys(loaded.config, plan)
     rows: list[tuple[Text, Text, Text, bool]] = []
-    shown: KeyPath = ()
+    above: KeyPath = ()
     for path, value, origin in _lines(loaded):
         if origin == DEFAULT and not show_defaults:
             continue
         common = len(
-            list(takewhile(lambda pair: pair[0] == pair[1], zip(shown[:-1], path[:-1], strict=False)))
+            list(takewhile(lambda pair: pair[0] == pair[1], zip(above[:-1], path[:-1], strict=False)))
         )
         rows += [
             (Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text(), False)
@@ -88,7 +88,7 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Rend
         key = Text(f"{'  ' * (len(path) - 1)}{_key(path[-1])}", style=dim)
         style = "yellow" if origin == OVERRIDE else "dim"
         rows.append((key, Text(value, style=dim), Text(origin, style=style), is_unused))
-        shown = path
+        above = path
     table = _table("left", "left", "left")
     keys = max((len(key) for key, *_ in rows), default=0)
     values = max((len(value) for _, value, *_ in rows), default=0)
@@ -113,7 +113,7 @@ def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
     entries = ((path, value, loaded.origins[path_text(path)]) for path, value in leaves(loaded.to_show()))
     for (path, is_item), group in groupby(entries, key=_line_of):
         found = list(group)
-        values = [_value(value) for _, value, _ in found]
+        values = [shown(value) for _, value, _ in found]
         yield (
             path,
             f"[{', '.join(values)}]" if is_item else values[0],
@@ -132,7 +132,8 @@ def _key(key: str | int) -> str:
     return f"- {key}" if isinstance(key, int) else key
 
 
-def _value(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The value as the user would write it, on one line."""
     return value if isinstance(value, str) and value and value == value.strip() else show_value(value)
 
 
@@ -155,7 +156,7 @@ def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
         origin = (loaded.origins[key] if is_set else "recipe") + (", unused" if key in idle else "")
         table.add_row(
             Text(field.name, style="dim" if key in idle else ""),
-            Text("off" if value is None else _value(value), style=style),
+            Text("off" if value is None else shown(value), style=style),
             Text(origin, style="dim"),
         )
     return table
