@@ -22,18 +22,16 @@ def unless(test: Callable[[Source], Any], why: str | Callable[[Source], str]) ->
 
 
 def needs(key: str, *values: Any) -> Convert:
-    """No effect unless another key is on (or has one of `values`)."""
+    """No effect unless another key is on, or has one of `values`."""
+    name = key.lstrip(".")
+    wanted = f"for {name}={' or '.join(values)} only; it is" if values else f"{name} is"
 
     def convert(value: Any, source: Source) -> Any:
         now = source[key]
-        is_on = now in values if values else now
-        return value if is_on else no_effect(f"{key.lstrip('.')} is {_shown(now)}")
+        shown = "not set" if now is None else now if isinstance(now, str) else show_value(now)
+        return value if (now in values if values else now) else no_effect(f"{wanted} {shown}")
 
     return convert
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else value if isinstance(value, str) else show_value(value)
 
 
 def overridden(*keys: str) -> Convert:
@@ -115,3 +113,8 @@ def wandb_mode() -> tuple[str, str]:
     if os.environ.get("WANDB_API_KEY"):
         return "online", "online, because WANDB_API_KEY is set"
     return "offline", "offline, because WANDB_API_KEY is not set; upload later with `wandb sync`"
+
+
+def already(why: str) -> Convert:
+    """A flag for something that braid always does; false has no effect."""
+    return lambda value, _: implied(why) if value else no_effect(why)

@@ -7,55 +7,66 @@ default of a later release must set it explicitly (docs/dialects.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from .compat import Dialect, table
+from . import skyrl_facts as facts
+from .rows import rows
 from .skyrl_algorithm import ALGORITHM
 from .skyrl_checks import CHECKS
 from .skyrl_generator import GENERATOR
-from .skyrl_models import MODELS
-from .skyrl_trainer import TRAINER, base
+from .skyrl_trainer import TRAINER
+from .table import Dialect, Source, table
 
 _ENGINE_KEYS = (
-    "model_dtype",
-    "run_engines_locally",
-    "backend",
-    "weight_sync_backend",
-    "override_existing_update_group",
-    "weight_transfer_threshold_cuda_ipc_GB",
-    "async_engine",
-    "vllm_v1_disable_multiproc",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "enforce_eager",
-    "gpu_memory_utilization",
+    "model_dtype run_engines_locally backend weight_sync_backend override_existing_update_group "
+    "weight_transfer_threshold_cuda_ipc_GB async_engine vllm_v1_disable_multiproc enable_prefix_caching "
+    "enable_chunked_prefill max_num_batched_tokens max_num_seqs enforce_eager gpu_memory_utilization"
 )
 """Keys that moved from `generator` to `generator.inference_engine` under the same name."""
 
-ALIASES: Mapping[str, str] = {
-    "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
-    "trainer.algorithm.policy_loss_type": "trainer.algorithm.ppo_loss_type",
-    "trainer.algorithm.overlong_buffer.len": "trainer.algorithm.overlong_buffer_len",
-    "trainer.algorithm.overlong_buffer.penalty_factor": "trainer.algorithm.overlong_buffer_penalty_factor",
-    "generator.inference_engine.num_engines": "generator.num_inference_engines",
-    "generator.inference_engine.external_server_urls": "generator.remote_inference_engine_urls",
-    **{
-        f"generator.inference_engine.{size}_parallel_size": f"generator.inference_engine_{size}_parallel_size"
-        for size in ("tensor", "pipeline", "data", "expert")
-    },
-    **{f"generator.inference_engine.{key}": f"generator.{key}" for key in _ENGINE_KEYS},
-}
+
+def _aliases() -> dict[str, str]:
+    algorithm, old, new = "trainer.algorithm", "generator", "generator.inference_engine"
+    return {
+        "trainer.remove_microbatch_padding": "trainer.use_sample_packing",
+        f"{algorithm}.policy_loss_type": f"{algorithm}.ppo_loss_type",
+        f"{algorithm}.overlong_buffer.len": f"{algorithm}.overlong_buffer_len",
+        f"{algorithm}.overlong_buffer.penalty_factor": f"{algorithm}.overlong_buffer_penalty_factor",
+        f"{new}.num_engines": f"{old}.num_inference_engines",
+        f"{new}.external_server_urls": f"{old}.remote_inference_engine_urls",
+        **{
+            f"{new}.{kind}_parallel_size": f"{new}_{kind}_parallel_size"
+            for kind in ("tensor", "pipeline", "data", "expert")
+        },
+        **{f"{new}.{key}": f"{old}.{key}" for key in _ENGINE_KEYS.split()},
+    }
+
+
+def _base(source: Source) -> dict[str, Any]:
+    """Settings common to all files: rows in rollout order, all roles on the chosen backend, paths relative to
+    the working directory."""
+    out: dict[str, Any] = {"run.base_dir": str(Path.cwd())}
+    out |= {f"{path}.shuffle": False for path in facts.trained(source)}
+    if source.backend is not None:
+        out |= {f"{path}.backend": source.backend for path in facts.models(source)}
+    return out if facts.is_one_process(source) else out | facts.cluster(source)
 
 
 SKYRL = Dialect(
     name="skyrl",
     title="SkyRL",
     marks=frozenset(["trainer", "generator", "data", "deepspeed_config", "environment"]),
-    rules=table(*TRAINER, *MODELS, *ALGORITHM, *GENERATOR),
-    base=base,
-    places={},
+    rules=table(rows(TRAINER, ALGORITHM, GENERATOR)),
+    base=_base,
+    places={
+        "engine": facts.engine,
+        "backend": facts.backend,
+        "train": lambda s: facts.TRAIN[facts.role_of(s)],
+        "trained": facts.trained,
+        "models": facts.models,
+        "sampling": lambda s: "eval.sampling" if ".eval_sampling_params." in s.at else "rollout.sampling",
+    },
     checks=CHECKS,
-    aliases=ALIASES,
+    aliases=_aliases(),
 )

@@ -8,170 +8,63 @@ from __future__ import annotations
 
 from typing import Any
 
-from .compat import (
-    Apply,
-    Became,
-    NoEffect,
-    Rule,
-    Source,
-    implied,
-    mapped,
-    no_effect,
-    null_as,
-    unsupported,
-    when,
-)
-from .skyrl_facts import (
-    not_estimator,
-    not_loss,
-    uses_reference,
-    without_critic,
-    without_reference,
-)
-from .values import (
-    BOOL,
-    COUNT,
-    NON_NEGATIVE,
-    NUMBER,
-    POSITIVE,
-    SHARE,
-    TEXT,
-    choice,
-    either,
-    nullable,
-    number,
-)
+from .conversions import needs, null_as, unless
+from .rows import ignored, section, to
+from .skyrl_facts import AT, FIX, NO_CRITIC, NO_REFERENCE, uses_reference
+from .table import Became, Convert, Source, implied, no_effect, unsupported
+from .values import choice, either, number, takes
 
-_AT = "trainer.algorithm"
-_REPORTS = "it sets algorithm.kl_coef and algorithm.kl_in"
-
-
-# --- advantages --------------------------------------------------------------------------------------------------
-
-
-_ESTIMATOR_NOTES = {
-    "grpo": "A = (r - mean) / (std + eps) over the group's trajectories, std unbiased",
-    "rloo": "A = (r - mean) * n / (n - 1) over the group's trajectories",
-    "maxrl": "A = (r - mean) / (mean + eps) over the group's trajectories",
+_ESTIMATORS: dict[str, tuple[dict[str, Any], str]] = {
+    "grpo": (
+        {"advantage": "grpo"},
+        "A = (r - mean) / (std + eps) over the group's trajectories, std unbiased",
+    ),
+    "gae": (
+        {"recipe": "ppo"},
+        "delta_t = r_t + gamma*V_{t+1} - V_t; A_t = delta_t + gamma*lambd*A_{t+1}; then whitened",
+    ),
+    "rloo": ({"advantage": "rloo"}, "A = (r - mean) * n / (n - 1) over the group's trajectories"),
+    "reinforce++": (
+        {"advantage": "reinforce", "whiten_advantages": True},
+        "discounted suffix sums of rewards, then whitened",
+    ),
+    "maxrl": ({"advantage": "maxrl"}, "A = (r - mean) / (mean + eps) over the group's trajectories"),
 }
-
-
-def _estimator(value: str, source: Source) -> Became:
-    if value == "gae":
-        return Became(
-            {"algorithm.recipe": "ppo"},
-            note="delta_t = r_t + gamma*V_{t+1} - V_t; A_t = delta_t + gamma*lambd*A_{t+1}; then whitened",
-        )
-    if value == "reinforce++":
-        return Became(
-            {"algorithm.advantage": "reinforce", "algorithm.whiten_advantages": True},
-            note="discounted suffix sums of rewards, then whitened",
-        )
-    if value == "grpo" and source.get("generator.n_samples_per_prompt") == 1:
-        return Became(
-            {"algorithm.advantage": "reinforce"},
-            note="with groups of one, SkyRL's GRPO uses the reward itself as the advantage, like reinforce",
-        )
-    return Became({"algorithm.advantage": value}, note=_ESTIMATOR_NOTES[value])
-
-
-def _batch_normalize(value: bool, source: Source) -> Became:
-    estimator = source.get(f"{_AT}.advantage_estimator")
-    if estimator in ("gae", "reinforce++"):
-        return no_effect(f"{estimator} always whitens advantages")
-    return Became({"algorithm.whiten_advantages": value})
-
-
-# --- KL ----------------------------------------------------------------------------------------------------------
-
-
-def _kl_place(_: bool, source: Source) -> Became:
-    """Place of the KL term, from both flags; with neither it is off."""
-    if not uses_reference(source):
-        return Became({"algorithm.kl_coef": 0.0})
-    return Became({"algorithm.kl_in": "reward" if source.get(f"{_AT}.use_kl_in_reward") else "loss"})
-
-
-def _estimated(kind: str) -> Became:
-    """A KL estimator, with the clamp that SkyRL has applied to k3 since 2025."""
-    return Became({"algorithm.kl_estimator": kind, "algorithm.kl_clamp": 10.0 if kind == "k3" else "off"})
-
-
-def _flagged_estimator(source: Source) -> Became:
-    """The estimator selected by the first release's two flags. |k3| is k3, which is never negative."""
-    if source.get(f"{_AT}.use_kl_estimator_k3"):
-        return _estimated("k3")
-    return _estimated("abs" if source.get(f"{_AT}.use_abs_kl") else "k1")
-
-
-def _named(source: Source) -> str:
-    named = source.get(f"{_AT}.kl_estimator_type")
-    return f"overridden by kl_estimator_type={named}" if named else ""
-
-
-def _k3_idle(source: Source) -> str:
-    return "k3 is never negative" if source.get(f"{_AT}.use_kl_estimator_k3") else ""
-
-
-def _kl_target(value: float, source: Source) -> Became:
-    is_adaptive = source.get(f"{_AT}.kl_ctrl.type") == "adaptive" and source.get(f"{_AT}.use_kl_in_reward")
-    return Became({"algorithm.kl_target": value}) if is_adaptive else no_effect("the KL coefficient is fixed")
-
-
-def _kl_horizon(value: int, source: Source) -> Became:
-    made = _kl_target(1.0, source)
-    return Became({"algorithm.kl_horizon": float(value)}) if made.native else made
-
-
-def _kl_control(value: str, source: Source) -> Became:
-    if value == "adaptive" and not source.get(f"{_AT}.use_kl_in_reward"):
-        return no_effect("in SkyRL only KL in the reward has an adaptive coefficient")
-    if value == "adaptive":
-        return Became({"algorithm.kl_target": source.get(f"{_AT}.kl_ctrl.kl_target")})
-    return Became({"algorithm.kl_target": "off"})
-
-
-# --- losses ------------------------------------------------------------------------------------------------------
-
-_LOSSES: dict[str, dict[str, Any]] = {
-    "regular": {"algorithm.policy_loss": "ppo_clip"},
-    "dual_clip": {"algorithm.policy_loss": "ppo_clip"},
-    "gspo": {"algorithm.policy_loss": "ppo_clip", "algorithm.ratio_level": "sequence"},
-    "cispo": {"algorithm.policy_loss": "cispo"},
-    "sapo": {"algorithm.policy_loss": "sapo"},
-    "clip_cov": {"algorithm.policy_loss": "clip_cov"},
-    "kl_cov": {"algorithm.policy_loss": "kl_cov"},
-    "dppo": {"algorithm.policy_loss": "dppo", "algorithm.old_logprobs": "behavior"},
-    "cross_entropy": {"algorithm.policy_loss": "cross_entropy"},
-    "rollout_is": {"algorithm.policy_loss": "masked_is", "algorithm.old_logprobs": "behavior"},
-    "importance_sampling": {"algorithm.policy_loss": "importance_sampling"},
+"""advantage_estimator -> keys of `algorithm`, note."""
+_ALONE = "with groups of one, SkyRL's GRPO uses the reward itself as the advantage, like reinforce"
+_LOSSES: dict[str, tuple[dict[str, Any], str]] = {
+    "regular": ({"policy_loss": "ppo_clip"}, "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)"),
+    "dual_clip": ({"policy_loss": "ppo_clip"}, "like regular; at most -clip_ratio_c*A where A < 0"),
+    "gspo": (
+        {"policy_loss": "ppo_clip", "ratio_level": "sequence"},
+        "like regular, with a sequence-level ratio: exp of the mean log-ratio",
+    ),
+    "cispo": ({"policy_loss": "cispo"}, "-A*sg(clamp(r, 1-low, 1+high))*logp"),
+    "sapo": ({"policy_loss": "sapo"}, "-A*sigmoid(tau*(r-1))*4/tau"),
+    "clip_cov": (
+        {"policy_loss": "clip_cov"},
+        "like regular, but drops a random fraction of the tokens with high covariance; SkyRL scales advantages "
+        "before, so it drops none",
+    ),
+    "kl_cov": (
+        {"policy_loss": "kl_cov"},
+        "-r*A, plus |logp - old logp| for the fraction of tokens with the highest covariance",
+    ),
+    "dppo": (
+        {"policy_loss": "dppo", "old_logprobs": "behavior"},
+        "-r*A where the token's probability has not moved too far from the sampler's",
+    ),
+    "cross_entropy": ({"policy_loss": "cross_entropy"}, "-logp"),
+    "rollout_is": (
+        {"policy_loss": "masked_is", "old_logprobs": "behavior"},
+        "-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
+    ),
+    "importance_sampling": (
+        {"policy_loss": "importance_sampling"},
+        "-r*A, reduced by loss_reduction; SkyRL sums over tokens",
+    ),
 }
-_LOSS_NOTES = {
-    "regular": "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)",
-    "dual_clip": "like regular; at most -clip_ratio_c*A where A < 0",
-    "gspo": "like regular, with a sequence-level ratio: exp of the mean log-ratio",
-    "cispo": "-A*sg(clamp(r, 1-low, 1+high))*logp",
-    "sapo": "-A*sigmoid(tau*(r-1))*4/tau",
-    "clip_cov": "like regular, but drops a random fraction of the tokens with high covariance; SkyRL scales advantages before, so it drops none",
-    "kl_cov": "-r*A, plus |logp - old logp| for the fraction of tokens with the highest covariance",
-    "dppo": "-r*A where the token's probability has not moved too far from the sampler's",
-    "cross_entropy": "-logp",
-    "rollout_is": "-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
-    "importance_sampling": "-r*A, reduced by loss_reduction; SkyRL sums over tokens",
-}  # fmt: skip
-
-
-def _loss(value: str, _: Source) -> Became:
-    return Became(_LOSSES[value], note=_LOSS_NOTES[value])
-
-
-_CLIPPED = not_loss("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
-
-
-def _anchor(value: str, _: Source) -> Became:
-    return Became({"algorithm.old_logprobs": "behavior" if value == "rollout" else "recompute"})
-
-
+"""ppo_loss_type -> keys of `algorithm`, formula."""
 _REDUCTIONS = {
     "sequence_mean": "sequence_mean_token_mean",
     "token_mean": "token_mean",
@@ -181,257 +74,280 @@ _REDUCTIONS = {
 }
 
 
+def _algorithm(note: str = "", **parts: Any) -> Became:
+    """Native keys of `algorithm`."""
+    return Became({f"algorithm.{name}": value for name, value in parts.items()}, note=note)
+
+
+def _estimator(value: str, source: Source) -> Became:
+    if value == "grpo" and source["generator.n_samples_per_prompt"] == 1:
+        return _algorithm(_ALONE, advantage="reinforce")
+    parts, note = _ESTIMATORS[value]
+    return _algorithm(note, **parts)
+
+
+def _loss(value: str, _: Source) -> Became:
+    parts, note = _LOSSES[value]
+    return _algorithm(note, **parts)
+
+
+def _of_loss(*names: str) -> Convert:
+    return needs(f"{AT}.ppo_loss_type", *names)
+
+
+def _of_estimator(*names: str) -> Convert:
+    return needs(f"{AT}.advantage_estimator", *names)
+
+
+def _kl_place(_: bool, source: Source) -> Became:
+    """Place of the KL term, from both flags; with neither it is off."""
+    if not uses_reference(source):
+        return _algorithm(kl_coef=0.0)
+    return _algorithm(kl_in="reward" if source[f"{AT}.use_kl_in_reward"] else "loss")
+
+
+def _estimated(kind: str, _: Source) -> Became:
+    """A KL estimator, with the clamp that SkyRL has applied to k3 since 2025."""
+    return _algorithm(kl_estimator=kind, kl_clamp=10.0 if kind == "k3" else "off")
+
+
+def _flagged_estimator(_: Any, source: Source) -> Became:
+    """The estimator selected by the first release's two flags. |k3| is k3, which is never negative."""
+    other = "abs" if source[f"{AT}.use_abs_kl"] else "k1"
+    return _estimated("k3" if source[f"{AT}.use_kl_estimator_k3"] else other, source)
+
+
+def _kl_control(value: str, source: Source) -> Became:
+    if value == "adaptive" and not source[f"{AT}.use_kl_in_reward"]:
+        return no_effect("in SkyRL only KL in the reward has an adaptive coefficient")
+    return _algorithm(kl_target=source[".kl_target"] if value == "adaptive" else "off")
+
+
+_NAMED = unless(
+    lambda s: s[f"{AT}.kl_estimator_type"],
+    lambda s: f"overridden by kl_estimator_type={s[f'{AT}.kl_estimator_type']}",
+)
+_K3_IDLE = unless(lambda s: s[f"{AT}.use_kl_estimator_k3"], "k3 is never negative")
+_ADAPTIVE = unless(
+    lambda s: s[f"{AT}.kl_ctrl.type"] != "adaptive" or not s[f"{AT}.use_kl_in_reward"],
+    "the KL coefficient is fixed",
+)
+
+
 def _reduction(value: str, _: Source) -> Became:
     note = "a mean over all tokens; SkyRL's mean of micro-batch means depends on micro-batching"
-    return Became(
-        {"algorithm.aggregation": _REDUCTIONS[value]}, note=note if value == "token_mean_legacy" else ""
-    )
+    return _algorithm(note if value == "token_mean_legacy" else "", aggregation=_REDUCTIONS[value])
 
 
-def _max_seq_len(value: int | None, source: Source) -> Became:
-    if source.get(f"{_AT}.loss_reduction") != "seq_mean_token_sum_norm" or value is None:
+def _max_seq_len(value: int | None, source: Source) -> Any:
+    if source[f"{AT}.loss_reduction"] != "seq_mean_token_sum_norm" or value is None:
         return no_effect("for loss_reduction=seq_mean_token_sum_norm only")
-    return Became({"algorithm.aggregation_constant": float(value)})
-
-
-def _entropy(value: float, source: Source) -> Became:
-    if not source.get(f"{_AT}.use_entropy_loss"):
-        return no_effect("use_entropy_loss is false")
-    return Became({"algorithm.entropy_coef": float(value)})
+    return float(value)
 
 
 def _temperature(value: float | None, source: Source) -> Became:
-    if value not in (None, source.get("generator.sampling_params.temperature")):
+    if value not in (None, source["generator.sampling_params.temperature"]):
         raise ValueError(
             "log-probs always use the sampling temperature; set it to sampling_params.temperature, or to null"
         )
     return implied("log-probs of policy, old policy and reference always use the sampling temperature")
 
 
-# --- off-policy correction ---------------------------------------------------------------------------------------
-
-_FIX = f"{_AT}.off_policy_correction"
-
-
 def corrections(source: Source) -> list[dict[str, Any]]:
     """Native corrections with w = exp(old - rollout log-prob), in SkyRL's order: each covers the tokens that
     the earlier ones kept."""
-
-    def get(name: str) -> Any:
-        return source.get(f"{_FIX}.{name}")
-
+    fix = {name: source[f"{FIX}.{name}"] for name in _FIXES}
     out = []
     for mode, name in (("mask_sequence", "outlier_token_is"), ("mask", "token_mask_is")):
-        low, high = get(f"{name}_threshold_low"), get(f"{name}_threshold_high")
+        low, high = fix[f"{name}_threshold_low"], fix[f"{name}_threshold_high"]
         if low is not None or high is not None:
             bounds = {"low": low or 0.0, "high": "off" if high is None else high}
             out.append({"level": "token", "mode": mode, **bounds})
-    kind = get("tis_ratio_type") or ("token" if source.get(f"{_AT}.use_tis") else None)
-    if kind is not None:
-        is_old = source.get(f"{_AT}.use_tis") and get("tis_ratio_type") is None
-        cap = source.get(f"{_AT}.tis_imp_ratio_cap") if is_old else get(f"{kind}_tis_ratio_clip_high")
+    is_old = source[f"{AT}.use_tis"] and fix["tis_ratio_type"] is None
+    if (kind := "token" if is_old else fix["tis_ratio_type"]) is not None:
+        cap = source[f"{AT}.tis_imp_ratio_cap"] if is_old else fix[f"{kind}_tis_ratio_clip_high"]
         out.append({"level": kind, "mode": "truncate", "low": 0.0, "high": float(cap), "tokens": "kept"})
-    if (metric := get("sequence_mask_metric")) is not None:
+    if (metric := fix["sequence_mask_metric"]) is not None:
         name, level = ("product", "sequence") if metric == "product" else ("geo", "geometric")
-        bounds = {"low": float(get(f"{name}_mask_low")), "high": float(get(f"{name}_mask_high"))}
+        bounds = {"low": float(fix[f"{name}_mask_low"]), "high": float(fix[f"{name}_mask_high"])}
         out.append({"level": level, "mode": "mask", **bounds, "tokens": "kept"})
     return out
 
 
+_FIXES = [
+    "tis_ratio_type", "sequence_mask_metric",
+    *(f"{kind}_tis_ratio_clip_high" for kind in ("token", "sequence")),
+    *(f"{name}_{end}" for name in ("geo_mask", "product_mask", "token_mask_is_threshold", "outlier_token_is_threshold")
+      for end in ("low", "high")),
+]  # fmt: skip
+
+
 def _corrected(_: Any, source: Source) -> Became:
     made = corrections(source)
-    if not made:
-        return no_effect("no correction is enabled")
-    return Became({"algorithm.corrections": made, "algorithm.old_logprobs": "recompute"})
+    return (
+        _algorithm(corrections=made, old_logprobs="recompute")
+        if made
+        else no_effect("no correction is enabled")
+    )
 
 
-def _correction_read(name: str, *wanted: Any) -> Any:
-    """Convert to corrections if off_policy_correction's `name` is one of `wanted`; else no effect."""
-
-    def convert(value: Any, source: Source) -> Became:
-        chosen = source.get(f"{_FIX}.{name}")
-        return _corrected(value, source) if chosen in wanted else no_effect(f"{name} is {chosen or 'null'}")
-
-    return convert
+def _dynamic(value: str, source: Source) -> Became:
+    then = "resample" if value == "filter" else "replace"
+    return Became({"rollout.filter.min_std": _tolerance(value, source), "rollout.filter.then": then})
 
 
-def _use_tis(value: Any, source: Source) -> Became:
-    is_on = source.get(f"{_AT}.use_tis") and source.get(f"{_FIX}.tis_ratio_type") is None
-    return _corrected(value, source) if is_on else no_effect("overridden by off_policy_correction")
+def _tolerance(_: Any, source: Source) -> float:
+    return source[f"{AT}.zero_variance_filter_tol"] if source[f"{AT}.zero_variance_filter"] else 0.0
 
 
-# --- filters -----------------------------------------------------------------------------------------------------
-
-
-def _dynamic(value: str | None, source: Source) -> Became:
-    if value is None:
-        return implied("one batch of prompts per round")
-    keep = {"rollout.filter.min_std": _tolerance(source)}
-    return Became({**keep, "rollout.filter.then": "resample" if value == "filter" else "replace"})
-
-
-def _tolerance(source: Source) -> float:
-    return source.get(f"{_AT}.zero_variance_filter_tol") if source.get(f"{_AT}.zero_variance_filter") else 0.0
-
-
-def _dynamic_is(kind: str) -> Any:
-    def idle(source: Source) -> str:
-        chosen = source.get(f"{_AT}.dynamic_sampling.type")
-        return "" if chosen == kind else f"dynamic_sampling.type is {chosen or 'null'}"
-
-    return idle
-
-
-def _max_batches(value: int, _: Source) -> Became:
-    if value < 0:
-        return unsupported("set a number of batches, so that a round ends")
-    return Became({"rollout.filter.max_batches": value})
-
-
-def _zero_variance(value: bool, source: Source) -> Became:
+def _zero_variance(value: bool, source: Source) -> Any:
     if not value:
         return no_effect("groups with equal rewards are kept; their advantages are 0")
-    if source.get("generator.n_samples_per_prompt") == 1:
+    if source["generator.n_samples_per_prompt"] == 1:
         return no_effect("groups of one are always kept")
-    return Became({"rollout.filter.min_std": _tolerance(source)})
-
-
-def _filter_idle(source: Source) -> str:
-    return "" if source.get(f"{_AT}.zero_variance_filter") else "zero_variance_filter is false"
+    return _tolerance(value, source)
 
 
 def _penalty(value: float, source: Source) -> Became:
-    tokens = source.get(f"{_AT}.overlong_buffer_len") or 512
+    tokens = source[f"{AT}.overlong_buffer_len"] or 512
     return Became({"reward.overlong.penalty": float(value), "reward.overlong.buffer_tokens": tokens})
 
 
-_ESTIMATORS = choice("grpo", "gae", "rloo", "reinforce++", "maxrl")
-_LOSS_NAMES = choice(*_LOSSES)
-_BOUND = nullable(POSITIVE)
-_K3 = "k3 = exp(-d) - 1 + d; false: k1 = d; d = logp - ref logp. k3 is clamped at 10, as in later releases"
+_CAP = either(takes("positive"), choice(-1.0, -1))
+_CLIPPED = _of_loss("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
+_WHITENED = unless(
+    lambda s: s[f"{AT}.advantage_estimator"] in ("gae", "reinforce++"),
+    lambda s: f"{s[f'{AT}.advantage_estimator']} always whitens advantages",
+)
+_OLD_TIS = unless(
+    lambda s: not s[f"{AT}.use_tis"] or s[f"{FIX}.tis_ratio_type"] is not None,
+    "overridden by off_policy_correction",
+)
 
-ALGORITHM: tuple[Rule, ...] = (
+# One rule per line.
+# fmt: off
+_CORRECTIONS = section("off_policy_correction")(
+    to("tis_ratio_type", "algorithm.corrections", choice(None, "token", "sequence"), _corrected, default=None,
+       note="the loss times min(w, cap)"),
+    to("token_tis_ratio_clip_high", "algorithm.corrections", "positive", needs(".tis_ratio_type", "token"),
+       _corrected, default=2.0),
+    to("sequence_tis_ratio_clip_high", "algorithm.corrections", "positive",
+       needs(".tis_ratio_type", "sequence"), _corrected, default=5.0),
+    to("sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
+       default=None,
+       note="masks sequences with w outside the bounds; w is computed over the tokens that the outlier and "
+       "token masks keep"),
+    to("geo_mask_low", "algorithm.corrections", "non-negative", needs(".sequence_mask_metric", "geometric"),
+       _corrected, default=0.99),
+    to("geo_mask_high", "algorithm.corrections", "positive", needs(".sequence_mask_metric", "geometric"),
+       _corrected, default=1.01),
+    to("product_mask_low", "algorithm.corrections", "non-negative", needs(".sequence_mask_metric", "product"),
+       _corrected, default=0.5),
+    to("product_mask_high", "algorithm.corrections", "positive", needs(".sequence_mask_metric", "product"),
+       _corrected, default=2.0),
+    to("{token_mask_is_threshold_low,token_mask_is_threshold_high}", "algorithm.corrections", "positive?",
+       _corrected),
+    to("outlier_token_is_threshold_low", "algorithm.corrections", "positive?", _corrected,
+       note="masks sequences that have a token with w below it"),
+    to("outlier_token_is_threshold_high", "algorithm.corrections", "positive?", _corrected,
+       note="masks sequences that have a token with w above it"))
+
+ALGORITHM = section("trainer.algorithm", "algorithm")(
     # advantages
-    Apply(f"{_AT}.advantage_estimator", "algorithm.advantage", _ESTIMATORS, _estimator, default="grpo",
-        note="grpo: A = (r - mean) / (std + eps) of the group; gae: sum of (gamma*lambd)^k * delta; rloo: the mean of the "
-        "other samples as baseline; maxrl: (r - mean) / mean"),
-    Apply(f"{_AT}.grpo_norm_by_std", "algorithm.normalize_by_std", BOOL, when(not_estimator("grpo")), default=True,
-        note="(r - mean) / (std + eps), std unbiased; false: Dr. GRPO"),
-    Apply(f"{_AT}.lambd", "algorithm.gae_lambda", SHARE, when(not_estimator("gae")), default=1.0),
-    Apply(f"{_AT}.gamma", "algorithm.gamma", SHARE, when(not_estimator("gae", "reinforce++")), default=1.0),
-    Apply(f"{_AT}.advantage_batch_normalize", "algorithm.whiten_advantages", BOOL, _batch_normalize, default=False,
-        note="(A - mean) / std over the batch's trained tokens; SkyRL's mean counts padding too"),
+    to("advantage_estimator", ".advantage", choice(*_ESTIMATORS), _estimator, default="grpo",
+       note="grpo: A = (r - mean) / (std + eps) of the group; gae: sum of (gamma*lambd)^k * delta; rloo: the "
+       "mean of the other samples as baseline; maxrl: (r - mean) / mean"),
+    to("grpo_norm_by_std", ".normalize_by_std", "bool", _of_estimator("grpo"), default=True,
+       note="(r - mean) / (std + eps), std unbiased; false: Dr. GRPO"),
+    to("lambd", ".gae_lambda", "share", _of_estimator("gae"), default=1.0),
+    to("gamma", ".gamma", "share", _of_estimator("gae", "reinforce++"), default=1.0),
+    to("advantage_batch_normalize", ".whiten_advantages", "bool", _WHITENED, default=False,
+       note="(A - mean) / std over the batch's trained tokens; SkyRL's mean counts padding too"),
     # KL
-    Apply(f"{_AT}.use_kl_loss", "algorithm.kl_in", BOOL, _kl_place, default=True,
-        note="loss + kl_loss_coef * KL; not together with use_kl_in_reward"),
-    Apply(f"{_AT}.use_kl_in_reward", "algorithm.kl_in", BOOL, _kl_place, default=False,
-        note="reward_t - kl_loss_coef * KL_t at every token"),
-    Apply(f"{_AT}.kl_loss_coef", "algorithm.kl_coef", NON_NEGATIVE, when(without_reference), default=0.001,
-        note="for KL in the loss and in the reward"),
-    Apply(f"{_AT}.use_kl_estimator_k3", "algorithm.kl_estimator", BOOL,
-        when(without_reference, _named, then=lambda _, source: _flagged_estimator(source)), default=True, note=_K3),
-    Apply(f"{_AT}.use_abs_kl", "algorithm.kl_estimator", BOOL,
-        when(without_reference, _named, _k3_idle, then=lambda _, source: _flagged_estimator(source)), default=False,
-        note="|k1|; also in the loss (in SkyRL only in the reward)"),
-    Apply(f"{_AT}.kl_estimator_type", "algorithm.kl_estimator", choice("k1", "k2", "k3", "abs"),
-        when(without_reference, then=lambda v, _: _estimated(v)),
-        note="replaces use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2"),
-    Apply(f"{_AT}.kl_ctrl.type", "algorithm.kl_target", choice("fixed", "adaptive"),
-        when(without_reference, then=_kl_control), default="fixed"),
-    Apply(f"{_AT}.kl_ctrl.kl_target", "algorithm.kl_target", POSITIVE, when(without_reference, then=_kl_target),
-        default=0.1, note="coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n / horizon"),
-    Apply(f"{_AT}.kl_ctrl.horizon", "algorithm.kl_horizon", COUNT, when(without_reference, then=_kl_horizon),
-        default=10_000, note="trajectories"),
-    NoEffect(f"{_AT}.kl_target", nullable(NUMBER), "not read by SkyRL; use kl_ctrl"),
-    NoEffect(f"{_AT}.init_kl_coef", NUMBER, "not read by SkyRL; the coefficient is kl_loss_coef"),
+    to("use_kl_loss", ".kl_in", "bool", _kl_place, default=True,
+       note="loss + kl_loss_coef * KL; not together with use_kl_in_reward"),
+    to("use_kl_in_reward", ".kl_in", "bool", _kl_place, default=False,
+       note="reward_t - kl_loss_coef * KL_t at every token"),
+    to("kl_loss_coef", ".kl_coef", "non-negative", NO_REFERENCE, default=0.001,
+       note="for KL in the loss and in the reward"),
+    to("use_kl_estimator_k3", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, _flagged_estimator, default=True,
+       note="k3 = exp(-d) - 1 + d; false: k1 = d; d = logp - ref logp. k3 is clamped at 10, as in later "
+       "releases"),
+    to("use_abs_kl", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, _K3_IDLE, _flagged_estimator,
+       default=False,
+       note="|k1|; also in the loss (in SkyRL only in the reward)"),
+    to("kl_estimator_type", ".kl_estimator", "k1|k2|k3|abs", NO_REFERENCE, _estimated,
+       note="replaces use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2"),
+    to("kl_ctrl.type", ".kl_target", "fixed|adaptive", NO_REFERENCE, _kl_control, default="fixed"),
+    to("kl_ctrl.kl_target", ".kl_target", "positive", NO_REFERENCE, _ADAPTIVE, default=0.1,
+       note="coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n / horizon"),
+    to("kl_ctrl.horizon", ".kl_horizon", "count", NO_REFERENCE, _ADAPTIVE, lambda v, _: float(v),
+       default=10_000,
+       note="trajectories"),
+    ignored("kl_target", "not read by SkyRL; use kl_ctrl", "number?"),
+    ignored("init_kl_coef", "not read by SkyRL; the coefficient is kl_loss_coef", "number"),
     # policy loss
-    Apply(f"{_AT}.ppo_loss_type", "algorithm.policy_loss", _LOSS_NAMES, _loss, default="regular",
-        note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A), r = exp(logp - old logp); dual_clip: at most "
-        "-clip_ratio_c*A where A < 0; docs/algorithms.md has the others"),
-    Apply(f"{_AT}.eps_clip_low", "algorithm.clip_low", NON_NEGATIVE, when(_CLIPPED), default=0.2,
-        note="ratios below 1 - eps_clip_low are clipped"),
-    Apply(f"{_AT}.eps_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(_CLIPPED), default=0.2,
-        note="ratios above 1 + eps_clip_high are clipped"),
-    Apply(f"{_AT}.clip_ratio_c", "algorithm.dual_clip", number(1.0, above=True, samples=(2.0, 4.0)),
-        when(not_loss("dual_clip")), default=3.0, note="the loss is at most -c*A where A < 0"),
-    Apply(f"{_AT}.loss_reduction", "algorithm.aggregation", choice(*_REDUCTIONS), _reduction,
-        default="sequence_mean",
-        note="the first release has sequence_mean only; later ones default to token_mean. KL and entropy are reduced in "
-        "the same way (in SkyRL by sequence_mean)"),
-    Apply(f"{_AT}.max_seq_len", "algorithm.aggregation_constant", nullable(COUNT), _max_seq_len),
-    Apply(f"{_AT}.use_entropy_loss", "algorithm.entropy_coef", BOOL, lambda v,
-        source: Became({"algorithm.entropy_coef": float(source.get(f"{_AT}.entropy_loss_coef")) if v else 0.0}),
-        default=False),
-    Apply(f"{_AT}.entropy_loss_coef", "algorithm.entropy_coef", NUMBER, _entropy, default=0.01),
-    Apply(f"{_AT}.temperature", "", nullable(POSITIVE), _temperature, default=None),
-    Apply(f"{_AT}.cispo.cispo_eps_clip_low", "algorithm.clip_low", NON_NEGATIVE, when(not_loss("cispo")),
-        default=1.0),
-    Apply(f"{_AT}.cispo.cispo_eps_clip_high", "algorithm.clip_high", NON_NEGATIVE, when(not_loss("cispo")),
-        default=4.0),
-    Apply(f"{_AT}.cispo.cispo_anchor", "algorithm.old_logprobs", choice("old", "rollout"),
-        when(not_loss("cispo"), then=_anchor), default="old"),
-    Apply(f"{_AT}.sapo.tau_pos", "algorithm.sapo_tau_positive", POSITIVE, when(not_loss("sapo")), default=1.0),
-    Apply(f"{_AT}.sapo.tau_neg", "algorithm.sapo_tau_negative", POSITIVE, when(not_loss("sapo")), default=1.05),
-    Apply(f"{_AT}.clip_cov.clip_ratio", "algorithm.cov_fraction", SHARE, when(not_loss("clip_cov")),
-        default=0.0002),
-    Apply(f"{_AT}.clip_cov.clip_cov_lb", "algorithm.cov_low", NUMBER, when(not_loss("clip_cov")), default=1.0),
-    Apply(f"{_AT}.clip_cov.clip_cov_ub", "algorithm.cov_high", NUMBER, when(not_loss("clip_cov")), default=5.0),
-    Apply(f"{_AT}.kl_cov.kl_cov_frac", "algorithm.cov_fraction", SHARE, when(not_loss("kl_cov")), default=0.2),
-    Apply(f"{_AT}.kl_cov.ppo_kl_coef", "algorithm.cov_coef", NON_NEGATIVE, when(not_loss("kl_cov")), default=1.0),
-    Apply(f"{_AT}.dppo.dppo_type", "algorithm.dppo_divergence", choice("binary_tv", "binary_kl"),
-        when(not_loss("dppo"), then=mapped({"binary_tv": "tv", "binary_kl": "kl"})), default="binary_tv"),
-    Apply(f"{_AT}.dppo.delta_low", "algorithm.clip_low", NON_NEGATIVE, when(not_loss("dppo")), default=0.2),
-    Apply(f"{_AT}.dppo.delta_high", "algorithm.clip_high", NON_NEGATIVE, when(not_loss("dppo")), default=0.2),
+    to("ppo_loss_type", ".policy_loss", choice(*_LOSSES), _loss, default="regular",
+       note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A), r = exp(logp - old logp); "
+       "dual_clip: at most -clip_ratio_c*A where A < 0; docs/algorithms.md has the others"),
+    to("eps_clip_low", ".clip_low", "non-negative", _CLIPPED, default=0.2,
+       note="ratios below 1 - eps_clip_low are clipped"),
+    to("eps_clip_high", ".clip_high", "non-negative", _CLIPPED, default=0.2,
+       note="ratios above 1 + eps_clip_high are clipped"),
+    to("clip_ratio_c", ".dual_clip", number(1.0, above=True, samples=(2.0, 4.0)), _of_loss("dual_clip"),
+       default=3.0,
+       note="the loss is at most -c*A where A < 0"),
+    to("loss_reduction", ".aggregation", choice(*_REDUCTIONS), _reduction, default="sequence_mean",
+       note="the first release has sequence_mean only; later ones default to token_mean. KL and entropy are "
+       "reduced in the same way (in SkyRL by sequence_mean)"),
+    to("max_seq_len", ".aggregation_constant", "count?", _max_seq_len),
+    to("use_entropy_loss", ".entropy_coef", "bool", lambda v, s: float(s[".entropy_loss_coef"]) if v else 0.0,
+       default=False),
+    to("entropy_loss_coef", ".entropy_coef", "number", needs(".use_entropy_loss"), lambda v, _: float(v),
+       default=0.01),
+    to("temperature", "", "positive?", _temperature, default=None),
+    to("cispo.cispo_eps_clip_low", ".clip_low", "non-negative", _of_loss("cispo"), default=1.0),
+    to("cispo.cispo_eps_clip_high", ".clip_high", "non-negative", _of_loss("cispo"), default=4.0),
+    to("cispo.cispo_anchor", ".old_logprobs", {"old": "recompute", "rollout": "behavior"}, _of_loss("cispo"),
+       default="old"),
+    to("sapo.tau_pos", ".sapo_tau_positive", "positive", _of_loss("sapo"), default=1.0),
+    to("sapo.tau_neg", ".sapo_tau_negative", "positive", _of_loss("sapo"), default=1.05),
+    to("clip_cov.clip_ratio", ".cov_fraction", "share", _of_loss("clip_cov"), default=0.0002),
+    to("clip_cov.clip_cov_lb", ".cov_low", "number", _of_loss("clip_cov"), default=1.0),
+    to("clip_cov.clip_cov_ub", ".cov_high", "number", _of_loss("clip_cov"), default=5.0),
+    to("kl_cov.kl_cov_frac", ".cov_fraction", "share", _of_loss("kl_cov"), default=0.2),
+    to("kl_cov.ppo_kl_coef", ".cov_coef", "non-negative", _of_loss("kl_cov"), default=1.0),
+    to("dppo.dppo_type", ".dppo_divergence", {"binary_tv": "tv", "binary_kl": "kl"}, _of_loss("dppo"),
+       default="binary_tv"),
+    to("dppo.delta_low", ".clip_low", "non-negative", _of_loss("dppo"), default=0.2),
+    to("dppo.delta_high", ".clip_high", "non-negative", _of_loss("dppo"), default=0.2),
     # off-policy correction
-    Apply(f"{_FIX}.tis_ratio_type", "algorithm.corrections", choice(None, "token", "sequence"), _corrected,
-        default=None, note="the loss times min(w, cap)"),
-    Apply(f"{_FIX}.token_tis_ratio_clip_high", "algorithm.corrections", POSITIVE,
-        _correction_read("tis_ratio_type", "token"), default=2.0),
-    Apply(f"{_FIX}.sequence_tis_ratio_clip_high", "algorithm.corrections", POSITIVE,
-        _correction_read("tis_ratio_type", "sequence"), default=5.0),
-    Apply(f"{_FIX}.sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
-        default=None, note="masks sequences with w outside the bounds; w is computed over the tokens that the outlier and "
-        "token masks keep"),
-    Apply(f"{_FIX}.geo_mask_low", "algorithm.corrections", NON_NEGATIVE,
-        _correction_read("sequence_mask_metric", "geometric"), default=0.99),
-    Apply(f"{_FIX}.geo_mask_high", "algorithm.corrections", POSITIVE,
-        _correction_read("sequence_mask_metric", "geometric"), default=1.01),
-    Apply(f"{_FIX}.product_mask_low", "algorithm.corrections", NON_NEGATIVE,
-        _correction_read("sequence_mask_metric", "product"), default=0.5),
-    Apply(f"{_FIX}.product_mask_high", "algorithm.corrections", POSITIVE,
-        _correction_read("sequence_mask_metric", "product"), default=2.0),
-    Apply(f"{_FIX}.token_mask_is_threshold_low", "algorithm.corrections", _BOUND, _corrected),
-    Apply(f"{_FIX}.token_mask_is_threshold_high", "algorithm.corrections", _BOUND, _corrected),
-    Apply(f"{_FIX}.outlier_token_is_threshold_low", "algorithm.corrections", _BOUND, _corrected,
-        note="masks sequences that have a token with w below it"),
-    Apply(f"{_FIX}.outlier_token_is_threshold_high", "algorithm.corrections", _BOUND, _corrected,
-        note="masks sequences that have a token with w above it"),
-    Apply(f"{_AT}.use_tis", "algorithm.corrections", BOOL, _use_tis, default=False,
-        note="older form of off_policy_correction.tis_ratio_type=token"),
-    Apply(f"{_AT}.tis_imp_ratio_cap", "algorithm.corrections", either(POSITIVE, choice(-1.0, -1)), _use_tis,
-        default=-1.0),
+    _CORRECTIONS,
+    to("use_tis", ".corrections", "bool", _OLD_TIS, _corrected, default=False,
+       note="older form of off_policy_correction.tis_ratio_type=token"),
+    to("tis_imp_ratio_cap", ".corrections", _CAP, _OLD_TIS, _corrected, default=-1.0),
     # filters
-    Apply(f"{_AT}.dynamic_sampling.type", "rollout.filter.then", choice(None, "filter", "replace"), _dynamic,
-        default=None,
-        note="filter: sample on until the batch is full (DAPO); replace: copies of good groups (POLARIS)"),
-    Apply(f"{_AT}.dynamic_sampling.max_sample_batches", "rollout.filter.max_batches", either(COUNT, choice(-1)),
-        when(_dynamic_is("filter"), then=_max_batches), default=30),
-    Apply(f"{_AT}.dynamic_sampling.min_replace_ratio", "rollout.filter.min_kept_fraction", SHARE,
-        when(_dynamic_is("replace")), default=0.3),
-    Apply(f"{_AT}.zero_variance_filter", "rollout.filter.min_std", BOOL, _zero_variance, default=False,
-        note="masked in the loss"),
-    Apply(f"{_AT}.zero_variance_filter_tol", "rollout.filter.min_std", NON_NEGATIVE, when(_filter_idle),
-        default=1e-6),
+    to("dynamic_sampling.type", "rollout.filter.then", choice(None, "filter", "replace"),
+       lambda v, _: implied("one batch of prompts per round") if v is None else v, _dynamic, default=None,
+       note="filter: sample on until the batch is full (DAPO); replace: copies of good groups (POLARIS)"),
+    to("dynamic_sampling.max_sample_batches", "rollout.filter.max_batches", "count or -1",
+       needs(f"{AT}.dynamic_sampling.type", "filter"),
+       lambda v, _: unsupported("set a number of batches, so that a round ends") if v < 0 else v, default=30),
+    to("dynamic_sampling.min_replace_ratio", "rollout.filter.min_kept_fraction", "share",
+       needs(f"{AT}.dynamic_sampling.type", "replace"), default=0.3),
+    to("zero_variance_filter", "rollout.filter.min_std", "bool", _zero_variance, default=False,
+       note="masked in the loss"),
+    to("zero_variance_filter_tol", "rollout.filter.min_std", "non-negative", needs(".zero_variance_filter"),
+       default=1e-6),
     # DAPO's overlong penalty, from SkyRL's example examples/algorithms/dapo
-    Apply(f"{_AT}.overlong_buffer_len", "reward.overlong.buffer_tokens", COUNT,
-        note="r - factor * clip((length - (max_generate_length - len)) / len, 0, 1)"),
-    Apply(f"{_AT}.overlong_buffer_penalty_factor", "reward.overlong.penalty", POSITIVE, _penalty),
+    to("overlong_buffer_len", "reward.overlong.buffer_tokens", "count",
+       note="r - factor * clip((length - (max_generate_length - len)) / len, 0, 1)"),
+    to("overlong_buffer_penalty_factor", "reward.overlong.penalty", "positive", _penalty),
     # values
-    Apply(f"{_AT}.value_head_prefix", "critic.head_name", TEXT, when(without_critic), default="value_head"),
-    Apply(f"{_AT}.value_clip", "algorithm.value_clip", nullable(POSITIVE),
-        when(without_critic, then=null_as("off")), default=0.2,
-        note="0.5 * max((clamped V - R)^2, (V - R)^2); null for no clipping"),
-    Apply(f"{_AT}.normalize_reward", "critic.normalize_values", BOOL, when(without_critic), default=True,
-        note="normalizes values, not rewards, by running mean and standard deviation of returns, as documented; "
-        "SkyRL's stay at 0 and 1"),
-)  # fmt: skip
+    to("value_head_prefix", "critic.head_name", "text", NO_CRITIC, default="value_head"),
+    to("value_clip", ".value_clip", "positive?", NO_CRITIC, null_as("off"), default=0.2,
+       note="0.5 * max((clamped V - R)^2, (V - R)^2); null for no clipping"),
+    to("normalize_reward", "critic.normalize_values", "bool", NO_CRITIC, default=True,
+       note="normalizes values, not rewards, by running mean and standard deviation of returns, as "
+       "documented; SkyRL's stay at 0 and 1"))
+# fmt: on

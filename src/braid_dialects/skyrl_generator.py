@@ -6,393 +6,289 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from .compat import (
-    Apply,
-    Became,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    implied,
-    mapped,
-    no_effect,
-    only,
-    opposite,
-    unless_null,
-    unsupported,
-    when,
-)
+from .conversions import already, at_least_0, mapped, of_engine, off, only, opposite, unless, unless_null
+from .rows import always, ignored, missing, rows, section, to
 from .skyrl_facts import (
-    always,
+    NO_EVALUATION,
+    ONE_PROCESS,
+    SERVED,
     engine,
     engine_gpus,
-    in_one_process,
+    has_tools,
     is_colocated,
+    is_one_process,
     is_remote,
     longest_input,
-    of_engine,
-    off_only,
 )
-from .values import (
-    ANY,
-    BOOL,
-    COUNT,
-    INT,
-    NATURAL,
-    NON_NEGATIVE,
-    POSITIVE,
-    TEXT,
-    Takes,
-    choice,
-    either,
-    list_of,
-    mapping_of,
-    nullable,
-    number,
-    text,
-)
-
-# --- data and environment ----------------------------------------------------------------------------------------
+from .table import Became, Source, implied, no_effect, unsupported
+from .values import ANY, TEXT, Takes, list_of, mapping_of, nullable, number, text
 
 _FILES = (".parquet", ".json", ".jsonl")
 ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground_truth"}
 """Environment -> column of the reference answer."""
 
 
+# Data and environment
+
+
 def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
     """One native source for all files, which SkyRL concatenates, and one for each data set on the hub."""
     columns = {
         "prompt_key": "prompt",
-        "answer_key": ANSWER_KEYS.get(source.get("environment.env_class"), "reward_spec.ground_truth"),
+        "answer_key": ANSWER_KEYS.get(source["environment.env_class"], "reward_spec.ground_truth"),
         "source_key": "data_source",
     }
     files = [value for value in values if PurePath(value).suffix in _FILES]
     out: list[dict[str, Any]] = [{"kind": "file", "path": files, **columns}] if files else []
-    for value in values:
-        if value not in files:
-            name, _, split = value.partition(":")
-            out.append({"kind": "hub", "path": name, "split": split or "train", **columns})
+    for name, _, split in (value.partition(":") for value in values if value not in files):
+        out.append({"kind": "hub", "path": name, "split": split or "train", **columns})
     return out
-
-
-def _evaluates(source: Source) -> str:
-    return "" if source.get("trainer.eval_interval") > 0 else "eval_interval disables evaluation"
 
 
 def _environment(value: str, _: Source) -> Became:
     if value == "gsm8k":
         part = {"kind": "exact", "name": "gsm8k", "pattern": r"####\s*(-?[\d.,]*\d)", "ignore": ",$"}
-        return Became(
-            {"reward.parts": [part]}, note="1 if the number after the last #### equals the reference, else 0"
-        )
+        note = "1 if the number after the last #### equals the reference, else 0"
+        return Became({"reward.parts": [part]}, note=note)
     if value == "aime":
-        return Became(
-            {"reward.parts": [{"kind": "math", "name": "aime"}], "reward.scale": 2.0, "reward.shift": -1.0},
-            note="1 if the boxed answer equals the reference, else -1 (0 in evaluation)",
-        )
+        note = "1 if the boxed answer equals the reference, else -1 (0 in evaluation)"
+        parts = {"parts": [{"kind": "math", "name": "aime"}], "scale": 2.0, "shift": -1.0}
+        return Became({f"reward.{name}": part for name, part in parts.items()}, note=note)
     return unsupported(f"use {' or '.join(ANSWER_KEYS)}, or define the reward with braid.reward.parts=[...]")
 
 
 _ENVIRONMENTS = Takes(
-    f"the name of an environment; supported are {', '.join(ANSWER_KEYS)}",
-    lambda v: isinstance(v, str) and v != "",
-    tuple(ANSWER_KEYS),
+    f"the name of an environment; supported are {', '.join(ANSWER_KEYS)}", TEXT.accepts, tuple(ANSWER_KEYS)
 )
-_DATA = list_of(text("one/train.parquet", "two/train.json"))
-
-DATA: tuple[Rule, ...] = (
-    Apply("data.train_data", "data.train", _DATA, _sources, default=["~/data/gsm8k/train.parquet"],
-        note="rows: prompt (chat messages), reward_spec.ground_truth, data_source; .parquet, .json, .jsonl, or a "
-        "dataset on the hub (name:split)"),
-    Apply("data.val_data", "data.eval", _DATA, when(_evaluates, then=_sources),
-        default=["~/data/gsm8k/validation.parquet"], note="results per data_source and overall"),
-    NoEffect("data.dataloader.num_workers", nullable(NATURAL), "prompts are always read into memory once"),
-    NoEffect("data.dataloader.persistent_workers", BOOL, "prompts are always read into memory once"),
-    Apply("environment.env_class", "reward.parts", _ENVIRONMENTS, _environment, default="gsm8k",
-        note="applies to all rows; a column env_class is not read"),
-    NoEffect("environment.max_env_workers", INT, "concurrency of scoring is set by braid.reward.concurrency"),
-    NoEffect("environment.skyrl_gym.max_env_workers", INT,
-        "concurrency of scoring is set by braid.reward.concurrency"),
-    *(
-        NoEffect(f"environment.skyrl_gym.{name}.*", ANY, "for an environment that is not used")
-        for name in ("text2sql", "search", "llm_as_a_judge")
-    ),
-)  # fmt: skip
 
 
-# --- engines -----------------------------------------------------------------------------------------------------
-
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_SERVED = ("vllm", "sglang")
-_AT = "generator"
+# Engines and sampling
 
 
-def _backend(value: str, source: Source) -> Became:
-    if source.engine is not None:
-        return no_effect(f"overridden by --engine {source.engine}")
-    return Became({"rollout.engine": value})
-
-
-def _local(value: bool, source: Source) -> Became:
-    if engine(source) == "native":
-        return no_effect("the native engine does not use servers")
-    urls = source.get(f"{_AT}.remote_inference_engine_urls")
+def _servers(value: bool, source: Source) -> Any:
     if value:
         return implied("the run starts its own engines")
-    return Became({f"rollout.{engine(source)}.servers": _urls(urls)})
+    return _urls(source["generator.remote_inference_engine_urls"], source)
 
 
-def _urls(values: list[str]) -> list[str]:
-    return [value if "://" in value else f"http://{value}" for value in values]
+def _urls(values: list[str] | None, _: Source) -> list[str]:
+    return [value if "://" in value else f"http://{value}" for value in values or []]
 
 
-def _remote_urls(value: list[str] | None, source: Source) -> Became:
-    if not is_remote(source) or engine(source) == "native":
-        return no_effect("the run starts its own engines")
-    return Became({f"rollout.{engine(source)}.servers": _urls(value or [])})
-
-
-def _engines(value: int, source: Source) -> Became:
-    if is_remote(source):
-        return implied("one engine per URL")
-    made = of_engine("replicas", only=_SERVED)(value, source)
-    return _with_placement(made, source)
-
-
-def _tensor_parallel(value: int, source: Source) -> Became:
-    return _with_placement(of_engine("tensor_parallel", only=_SERVED)(value, source), source)
-
-
-def _with_placement(made: Became, source: Source) -> Became:
+def _with_placement(value: int, source: Source) -> Became:
     """Add a note where the engines have their own devices, so that the placement changes too."""
-    if not made.native or in_one_process(source) or is_colocated(source):
-        return made
-    return Became(made.native, note=f"on {engine_gpus(source)} separate devices (cluster.placement)")
+    has_own = not is_one_process(source) and not is_colocated(source)
+    note = f"on {engine_gpus(source)} separate devices (cluster.placement)" if has_own else ""
+    return Became(dict.fromkeys(source.native, value), note=note)
 
 
-def _served_elsewhere(source: Source) -> str:
-    return "remote engines have their own setting" if is_remote(source) else ""
-
-
-def _sync(value: str, source: Source) -> Became:
+def _sync(value: str, source: Source) -> Any:
     if value == "delta":
         return unsupported("use nccl or gloo")
-    if in_one_process(source) and engine(source) == "native":
+    if is_one_process(source) and engine(source) == "native":
         return no_effect("in a single process the engine uses the trainer's tensors")
     if value == "nccl" and is_colocated(source):
         return Became({"rollout.publish.transport": "auto"}, note="CUDA IPC on the same devices, as in SkyRL")
-    return Became({"rollout.publish.transport": value})
-
-
-def _existing_group(value: str, source: Source) -> Became:
-    if not is_remote(source):
-        return no_effect("for remote engines only")
-    return Became(
-        {"rollout.publish.existing_group": {"enable": "replace", "disable": "refuse"}.get(value, "auto")}
-    )
+    return value
 
 
 def _input_length(value: int | None, source: Source) -> Became:
     """Limit of a conversation, and of the engine's context: tokens before a response plus the longest
     response."""
-    answers = [
-        source.get(f"{_AT}.{name}.max_generate_length")
-        for name in ("sampling_params", "eval_sampling_params")
-    ]
-    longest = (value or longest_input(source)) + max(answer or 0 for answer in answers)
-    native: dict[str, Any] = {}
-    if source.own.get("env.kind") == "tools":
-        native["env.max_context_tokens"] = longest
-    if engine(source) in _SERVED:
+    names = ("sampling_params", "eval_sampling_params")
+    answers = [source[f"generator.{name}.max_generate_length"] or 0 for name in names]
+    longest = (value or longest_input(source)) + max(answers)
+    native = {"env.max_context_tokens": longest} if has_tools(source) else {}
+    if engine(source) in SERVED:
         native[f"rollout.{engine(source)}.max_model_tokens"] = longest
     return (
         Became(native) if native else implied("for a single turn the input is limited by max_prompt_length")
     )
 
 
-def _max_turns(value: int, source: Source) -> Became:
-    if source.own.get("env.kind") == "tools":
-        return Became({"env.max_turns": value})
+def _max_turns(value: int, source: Source) -> Any:
+    if has_tools(source):
+        return value
     if value == 1:
         return implied("the environment has a single turn")
     return no_effect("the environment has a single turn; for tools set braid.env.kind=tools")
 
 
-def _conversation(value: bool, source: Source) -> Became:
-    if source.own.get("env.kind") != "tools":
-        return no_effect("the environment has a single turn")
+def _conversation(value: bool, _: Source) -> Became:
     if value:
         raise ValueError("tool replies are part of the policy's turn; set it to false")
     return implied("tool replies are always part of the policy's turn, token for token")
 
 
-def _template(value: str | None, source: Source) -> Became:
-    if value is None:
-        return implied("the tokenizer's template")
-    if source.get(f"{_AT}.chat_template.source") != "file":
-        return unsupported("use the path of a Jinja file, with source: file")
-    return Became({"model.chat_template": value})
+def _template(value: str, source: Source) -> Any:
+    is_file = source["generator.chat_template.source"] == "file"
+    return value if is_file else unsupported("use the path of a Jinja file, with source: file")
 
 
-_IGNORED = (
-    ("model_name", "requests do not contain a model name"),
-    ("served_model_name", "requests do not contain a model name"),
-    ("http_endpoint_host", "braid does not open an HTTP endpoint"),
-    ("http_endpoint_port", "braid does not open an HTTP endpoint"),
-    ("enable_ray_prometheus_stats", "braid writes its own metrics"),
-    ("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
-    ("language_model_only", "only text models are supported"),
-    ("fully_sharded_loras", "engines always receive merged weights"),
-    ("offload_kv_for_weight_sync", "engines release memory as required by the placement"),
-    ("router_init_kwargs", "requests always go to the least loaded engine"),
-    ("num_prefill", "prefill and decoding always share an engine"),
-)
-_MISSING = (
-    ("engine_init_kwargs", None, "use the options of rollout.vllm in docs/config.md"),
-    ("speculative_config", None, "remove it; speculative decoding is not supported"),
-    ("enable_return_routed_experts", False, "set it to false; routing replay is not supported"),
-    ("enable_pd", False, "set it to false; prefill and decoding share an engine"),
-    ("serialized_weight_sync_mode", None, "remove it; weights are sent in the engine's dtype"),
-    ("delta_weight_sync", None, "use weight_sync_backend=nccl"),
-    ("external_proxy_url", None, "use remote_inference_engine_urls"),
-    ("external_server_urls", None, "use remote_inference_engine_urls"),
-)
-"""Engine keys of later releases: (key, value that requests nothing, what to use instead)."""
-
-ENGINES: tuple[Rule, ...] = (
-    Apply(f"{_AT}.backend", "rollout.engine", choice("vllm", "sglang"), _backend, default="vllm",
-        note="sglang can also run locally, unlike in SkyRL"),
-    Apply(f"{_AT}.model_dtype", "rollout.vllm.dtype", choice(*_DTYPES), of_engine("dtype", mapped(_DTYPES)),
-        default="bfloat16",
-        note="dtype of the engine's weights; log-probs before the update are computed by the trainer"),
-    Apply(f"{_AT}.run_engines_locally", "rollout.vllm.servers", BOOL, _local, default=True),
-    Apply(f"{_AT}.num_inference_engines", "rollout.vllm.replicas", COUNT, _engines, default=1),
-    Apply(f"{_AT}.remote_inference_engine_urls", "rollout.vllm.servers",
-        nullable(list_of(text("127.0.0.1:8001", "http://host:8002"))), _remote_urls, default=["127.0.0.1:8001"],
-        note="host:port as in SkyRL, or URLs"),
-    Apply(f"{_AT}.inference_engine_tensor_parallel_size", "rollout.vllm.tensor_parallel", COUNT, _tensor_parallel,
-        default=4, note="the first release's default; later ones have 1"),
-    Apply(f"{_AT}.inference_engine_pipeline_parallel_size", "rollout.vllm.pipeline_parallel", COUNT,
-        of_engine("pipeline_parallel", only=_SERVED), default=1),
-    Apply(f"{_AT}.inference_engine_data_parallel_size", "", COUNT,
-        only(1, "use more engines, or tensor parallelism", "one model replica per engine"), default=1),
-    Apply(f"{_AT}.inference_engine_expert_parallel_size", "", COUNT,
-        only(1, "use tensor and pipeline parallelism", "no expert parallelism"), default=1),
-    Apply(f"{_AT}.weight_sync_backend", "rollout.publish.transport", choice("nccl", "gloo", "delta"), _sync,
-        default="nccl"),
-    Apply(f"{_AT}.override_existing_update_group", "rollout.publish.existing_group",
-        choice("auto", "enable", "disable"), _existing_group, default="auto"),
-    Apply(f"{_AT}.weight_transfer_threshold_cuda_ipc_GB", "rollout.publish.bucket_bytes", POSITIVE,
-        when(in_one_process, then=lambda v, _: int(v * 2**30)), note="GiB"),
-    Apply(f"{_AT}.async_engine", "", BOOL, always("engines are always asynchronous"), default=True),
-    Apply(f"{_AT}.batched", "", BOOL, always("all prompts of a round are requested at once"), default=True),
-    Apply(f"{_AT}.vllm_v1_disable_multiproc", "rollout.vllm.in_process", BOOL,
-        of_engine("in_process", only=("vllm",)), default=True, note="the order of requests is deterministic"),
-    Apply(f"{_AT}.enable_prefix_caching", "rollout.vllm.prefix_caching", BOOL,
-        of_engine("prefix_caching", only=("vllm",)), default=True),
-    Apply(f"{_AT}.enable_chunked_prefill", "rollout.vllm.chunked_prefill", BOOL,
-        of_engine("chunked_prefill", only=("vllm",)), default=True),
-    Apply(f"{_AT}.max_num_batched_tokens", "rollout.vllm.prefill_tokens", COUNT, of_engine("prefill_tokens"),
-        default=8192, note="prompt tokens per forward pass"),
-    Apply(f"{_AT}.max_num_seqs", "rollout.vllm.max_running", COUNT, of_engine("max_running"), default=1024,
-        note="sequences decoded concurrently"),
-    Apply(f"{_AT}.enforce_eager", "rollout.vllm.cuda_graphs", BOOL, of_engine("cuda_graphs", opposite),
-        default=False),
-    Apply(f"{_AT}.gpu_memory_utilization", "rollout.vllm.memory_fraction",
-        number(0.0, 1.0, above=True, samples=(0.5, 0.7)),
-        when(_served_elsewhere, then=of_engine("memory_fraction", only=_SERVED)), default=0.8),
-    Apply(f"{_AT}.inference_engine.distributed_executor_backend", "rollout.vllm.executor",
-        choice("ray", "mp", "uni"), of_engine("executor", only=("vllm",)), default="ray"),
-    Implied(f"{_AT}.use_cache_salt", BOOL, "caches are always reset when weights change"),
-    Apply(f"{_AT}.enable_http_endpoint", "", BOOL,
-        off_only("requests go to the engines directly", "use separately started servers as engines")),
-    *(NoEffect(f"{_AT}.{key}", ANY, why) for key, why in _IGNORED),
-    *(NoEffect(f"{_AT}.inference_engine.{key}", ANY, why) for key, why in _IGNORED),
-    *(Unsupported(f"{_AT}.{key}", instead, default=default) for key, default, instead in _MISSING),
-    *(Unsupported(f"{_AT}.inference_engine.{key}", instead, default=default) for key, default, instead in _MISSING
-        if key != "external_server_urls"),
-    *(Unsupported(f"{_AT}.{key}", "set it in config.json of the model folder") for key in
-        ("rope_scaling", "rope_theta")),
-)  # fmt: skip
+def _evaluates(value: Any, source: Source) -> Any:
+    """No effect for sampling settings of an evaluation that does not take place."""
+    return NO_EVALUATION(value, source) if "eval_sampling" in source.at else value
 
 
-# --- sampling ----------------------------------------------------------------------------------------------------
-
-
-def _temperature(native: str) -> Any:
-    def convert(value: float, _: Source) -> Became:
-        if value == 0:
-            return Became({f"{native}.greedy": True}, note="greedy decoding")
-        return Became({f"{native}.temperature": float(value), f"{native}.greedy": False})
-
-    return convert
-
-
-def _top_k(value: int, _: Source) -> int:
-    return max(value, 0)
-
-
-def _eval_length(value: int | None, source: Source) -> int:
-    return value or source.get(f"{_AT}.sampling_params.max_generate_length")
-
-
-def _sampling(name: str, native: str, length: Takes, longest: int | None) -> tuple[Rule, ...]:
-    """The rules of `generator.sampling_params`, and of the same for evaluation."""
-    at = f"{_AT}.{name}"
-    idle = () if name == "sampling_params" else (_evaluates,)
-    return (
-        Apply(f"{at}.max_generate_length", f"{native}.max_new_tokens", length, when(*idle, then=_eval_length),
-            default=longest, note="tokens of one response (turn)"),
-        Apply(f"{at}.temperature", f"{native}.temperature", NON_NEGATIVE, when(*idle, then=_temperature(native)),
-            default=1.0,
-            note="also used in training, for the log-probs of policy, old policy and reference; 0: greedy"),
-        Apply(f"{at}.top_p", f"{native}.top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), when(*idle),
-            default=1.0),
-        Apply(f"{at}.min_p", f"{native}.min_p", number(0.0, 1.0, samples=(0.1, 0.2)), when(*idle), default=0.0),
-        Apply(f"{at}.top_k", f"{native}.top_k", either(NATURAL, choice(-1)), when(*idle, then=_top_k), default=-1,
-            note="-1 for off"),
-        Apply(f"{at}.repetition_penalty", f"{native}.repetition_penalty", POSITIVE, when(*idle), default=1.0),
-        Apply(f"{at}.stop", f"{native}.stop_strings", nullable(list_of(TEXT)),
-            when(*idle, then=lambda v, _: v or []), note="the stop string is kept in the response"),
-        NoEffect(f"{at}.logprobs", nullable(INT), "the log-probs of sampled tokens are always kept"),
-        Apply(f"{at}.additional_kwargs", "", nullable(ANY),
-            off_only("no additional sampling options", "use the other keys of this section")),
-    )  # fmt: skip
+def _temperature(value: float, source: Source) -> Became:
+    (native,) = source.native
+    greedy = native.replace("temperature", "greedy")
+    if value == 0:
+        return Became({greedy: True}, note="greedy decoding")
+    return Became({native: float(value), greedy: False})
 
 
 def _eval_samples(value: int, _: Source) -> Became:
     return Became({"eval.samples_per_prompt": value, "eval.pass_at": [1, value] if value > 1 else [1]})
 
 
-SAMPLING: tuple[Rule, ...] = (
-    Apply(f"{_AT}.n_samples_per_prompt", "rollout.group_size", COUNT, default=5,
-        note="samples per round = train_batch_size * n_samples_per_prompt"),
-    Apply(f"{_AT}.max_input_length", "rollout.vllm.max_model_tokens", nullable(COUNT), _input_length, default=None,
-        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
-    Apply(f"{_AT}.max_turns", "env.max_turns", COUNT, _max_turns, default=1),
-    Apply(f"{_AT}.use_conversation_multi_turn", "", BOOL, _conversation, default=False),
-    NoEffect(f"{_AT}.append_eos_token_after_stop_str_in_multi_turn", BOOL,
-        "turns are always token for token as sampled"),
-    *_sampling("sampling_params", "rollout.sampling", COUNT, 1024),
-    *_sampling("eval_sampling_params", "eval.sampling", nullable(COUNT), None),
-    Apply(f"{_AT}.eval_n_samples_per_prompt", "eval.samples_per_prompt", COUNT,
-        when(_evaluates, then=_eval_samples), default=1,
-        note="pass@k is the unbiased estimator; in SkyRL the fraction of prompts with any reward"),
-    Apply(f"{_AT}.zero_reward_on_non_stop", "reward.truncated", BOOL, mapped({True: "zero", False: "keep"}),
-        default=False, note="for every truncated response (SkyRL ignored it with batched=true)"),
-    Apply(f"{_AT}.apply_overlong_filtering", "algorithm.mask_truncated", BOOL, default=False,
-        note="they still count in the statistics of their group"),
-    Apply(f"{_AT}.chat_template.name_or_path", "model.chat_template", nullable(TEXT), _template),
-    NoEffect(f"{_AT}.chat_template.source", choice("name", "file"), "determines the meaning of name_or_path"),
-    Apply(f"{_AT}.chat_template_kwargs", "data.chat_template_kwargs",
-        nullable(mapping_of(ANY, {"enable_thinking": False}, {"reasoning_effort": "low"})),
-        unless_null(why="null: no arguments")),
-    *(
-        Apply(f"{_AT}.{key}", "", BOOL, off_only("trajectories are always trained as a whole", "set it to false; trajectories are trained as a whole"))
-        for key in ("step_wise_trajectories", "merge_stepwise_output")
-    ),
-    Apply(f"{_AT}.vision_language_generator", "", BOOL, off_only("only text models are supported", "use a text model")),
-)  # fmt: skip
+_DATA = list_of(text("one/train.parquet", "two/train.json"))
+_URLS = nullable(list_of(text("127.0.0.1:8001", "http://host:8002")))
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_KWARGS = nullable(mapping_of(ANY, {"enable_thinking": False}, {"reasoning_effort": "low"}))
+_IS_SERVED, _IS_VLLM = of_engine(*SERVED), of_engine("vllm")
+_IS_LOCAL = unless(lambda s: not is_remote(s) or engine(s) == "native", "the run starts its own engines")
+_MEMORY = number(0.0, 1.0, above=True, samples=(0.5, 0.7))
+_CONCURRENCY = "concurrency of scoring is set by braid.reward.concurrency"
+_WHOLE = off(
+    "set it to false; trajectories are trained as a whole", "trajectories are always trained as a whole"
+)
+_SPECULATIVE = "remove it; speculative decoding is not supported"
 
-GENERATOR: tuple[Rule, ...] = (*DATA, *ENGINES, *SAMPLING)
+# One rule per line.
+# fmt: off
+DATA = rows(
+    to("data.train_data", "data.train", _DATA, _sources, default=["~/data/gsm8k/train.parquet"],
+       note="rows: prompt (chat messages), reward_spec.ground_truth, data_source; .parquet, .json, .jsonl, "
+       "or a dataset on the hub (name:split)"),
+    to("data.val_data", "data.eval", _DATA, NO_EVALUATION, _sources,
+       default=["~/data/gsm8k/validation.parquet"],
+       note="results per data_source and overall"),
+    ignored("data.dataloader.num_workers", "prompts are always read into memory once", "natural?"),
+    ignored("data.dataloader.persistent_workers", "prompts are always read into memory once", "bool"),
+    to("environment.env_class", "reward.parts", _ENVIRONMENTS, _environment, default="gsm8k",
+       note="applies to all rows; a column env_class is not read"),
+    ignored("environment.max_env_workers environment.skyrl_gym.max_env_workers", _CONCURRENCY, "int"),
+    ignored("environment.skyrl_gym.{text2sql,search,llm_as_a_judge}.*",
+            "for an environment that is not used"),
+)
+
+ENGINES = section("generator", "rollout.{engine}")(
+    to("backend", "rollout.engine", "vllm|sglang",
+       unless(lambda s: s.engine, lambda s: f"overridden by --engine {s.engine}"), default="vllm",
+       note="sglang can also run locally, unlike in SkyRL"),
+    to("model_dtype", ".dtype", _DTYPES, default="bfloat16",
+       note="dtype of the engine's weights; log-probs before the update are computed by the trainer"),
+    to("run_engines_locally", ".servers", "bool",
+       unless(lambda s: engine(s) == "native", "the native engine does not use servers"), _servers,
+       default=True),
+    to("num_inference_engines", ".replicas", "count",
+       lambda v, s: implied("one engine per URL") if is_remote(s) else v, _IS_SERVED, _with_placement,
+       default=1),
+    to("remote_inference_engine_urls", ".servers", _URLS, _IS_LOCAL, _urls, default=["127.0.0.1:8001"],
+       note="host:port as in SkyRL, or URLs"),
+    to("inference_engine_tensor_parallel_size", ".tensor_parallel", "count", _IS_SERVED, _with_placement,
+       default=4,
+       note="the first release's default; later ones have 1"),
+    to("inference_engine_pipeline_parallel_size", ".pipeline_parallel", "count", _IS_SERVED, default=1),
+    to("inference_engine_data_parallel_size", "", "count",
+       only(1, "use more engines, or tensor parallelism", "one model replica per engine"), default=1),
+    to("inference_engine_expert_parallel_size", "", "count",
+       only(1, "use tensor and pipeline parallelism", "no expert parallelism"), default=1),
+    to("weight_sync_backend", "rollout.publish.transport", "nccl|gloo|delta", _sync, default="nccl"),
+    to("override_existing_update_group", "rollout.publish.existing_group",
+       {"auto": "auto", "enable": "replace", "disable": "refuse"},
+       unless(lambda s: not is_remote(s), "for remote engines only"), default="auto"),
+    to("weight_transfer_threshold_cuda_ipc_GB", "rollout.publish.bucket_bytes", "positive", ONE_PROCESS,
+       lambda v, _: int(v * 2**30),
+       note="GiB"),
+    to("async_engine", "", "bool", already("engines are always asynchronous"), default=True),
+    to("batched", "", "bool", already("all prompts of a round are requested at once"), default=True),
+    to("vllm_v1_disable_multiproc", ".in_process", "bool", _IS_VLLM, default=True,
+       note="the order of requests is deterministic"),
+    to("enable_prefix_caching", ".prefix_caching", "bool", _IS_VLLM, default=True),
+    to("enable_chunked_prefill", ".chunked_prefill", "bool", _IS_VLLM, default=True),
+    to("max_num_batched_tokens", ".prefill_tokens", "count", default=8192,
+       note="prompt tokens per forward pass"),
+    to("max_num_seqs", ".max_running", "count", default=1024, note="sequences decoded concurrently"),
+    to("enforce_eager", ".cuda_graphs", "bool", opposite, default=False),
+    to("gpu_memory_utilization", ".memory_fraction", _MEMORY,
+       unless(is_remote, "remote engines have their own setting"), _IS_SERVED, default=0.8),
+    to("inference_engine.distributed_executor_backend", ".executor", "ray|mp|uni", _IS_VLLM, default="ray"),
+    always("use_cache_salt", "caches are always reset when weights change", "bool"),
+    to("enable_http_endpoint", "", "bool",
+       off("use separately started servers as engines", "requests go to the engines directly")),
+    missing("{rope_scaling,rope_theta}", "set it in config.json of the model folder"),
+    missing("external_server_urls", "use remote_inference_engine_urls", default=None))
+NEWER = rows(
+    ignored("{model_name,served_model_name}", "requests do not contain a model name"),
+    ignored("{http_endpoint_host,http_endpoint_port}", "braid does not open an HTTP endpoint"),
+    ignored("enable_ray_prometheus_stats", "braid writes its own metrics"),
+    ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
+    ignored("language_model_only", "only text models are supported"),
+    ignored("fully_sharded_loras", "engines always receive merged weights"),
+    ignored("offload_kv_for_weight_sync", "engines release memory as required by the placement"),
+    ignored("router_init_kwargs", "requests always go to the least loaded engine"),
+    ignored("num_prefill", "prefill and decoding always share an engine"),
+    missing("engine_init_kwargs", "use the options of rollout.vllm in docs/config.md", default=None),
+    missing("speculative_config", _SPECULATIVE, default=None),
+    missing("enable_return_routed_experts", "set it to false; routing replay is not supported",
+            default=False),
+    missing("enable_pd", "set it to false; prefill and decoding share an engine", default=False),
+    missing("serialized_weight_sync_mode", "remove it; weights are sent in the engine's dtype", default=None),
+    missing("delta_weight_sync", "use weight_sync_backend=nccl", default=None),
+    missing("external_proxy_url", "use remote_inference_engine_urls", default=None),
+)
+
+SAMPLING = section("generator")(
+    to("n_samples_per_prompt", "rollout.group_size", "count", default=5,
+       note="samples per round = train_batch_size * n_samples_per_prompt"),
+    to("max_input_length", "rollout.vllm.max_model_tokens", "count?", _input_length, default=None,
+       note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
+    to("max_turns", "env.max_turns", "count", _max_turns, default=1),
+    to("use_conversation_multi_turn", "", "bool",
+       unless(lambda s: not has_tools(s), "the environment has a single turn"), _conversation, default=False),
+    ignored("append_eos_token_after_stop_str_in_multi_turn", "turns are always token for token as sampled",
+            "bool"),
+    to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024,
+       note="tokens of one response (turn)"),
+    to("eval_sampling_params.max_generate_length", "eval.sampling.max_new_tokens", "count?", NO_EVALUATION,
+       lambda v, s: v or s["generator.sampling_params.max_generate_length"], default=None,
+       note="tokens of one response (turn)"),
+    section("{sampling_params,eval_sampling_params}", "{sampling}", _evaluates)(
+        to("temperature", ".*", "non-negative", _temperature, default=1.0,
+           note="also used in training, for the log-probs of policy, old policy and reference; 0: greedy"),
+        to("top_p", ".*", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), default=1.0),
+        to("min_p", ".*", number(0.0, 1.0, samples=(0.1, 0.2)), default=0.0),
+        to("top_k", ".*", "natural or -1", at_least_0, default=-1, note="-1 for off"),
+        to("repetition_penalty", ".*", "positive", default=1.0),
+        to("stop", ".stop_strings", "[text]?", lambda v, _: v or [],
+           note="the stop string is kept in the response"),
+        ignored("logprobs", "the log-probs of sampled tokens are always kept", "int?")),
+    to("{sampling_params,eval_sampling_params}.additional_kwargs", "", nullable(ANY),
+       off("use the other keys of this section", "no additional sampling options")),
+    to("eval_n_samples_per_prompt", "eval.samples_per_prompt", "count", NO_EVALUATION, _eval_samples,
+       default=1,
+       note="pass@k is the unbiased estimator; in SkyRL the fraction of prompts with any reward"),
+    to("zero_reward_on_non_stop", "reward.truncated", "bool", mapped({True: "zero", False: "keep"}),
+       default=False,
+       note="for every truncated response (SkyRL ignored it with batched=true)"),
+    to("apply_overlong_filtering", "algorithm.mask_truncated", "bool", default=False,
+       note="they still count in the statistics of their group"),
+    to("chat_template.name_or_path", "model.chat_template", "text?",
+       lambda v, _: implied("the tokenizer's template") if v is None else v, _template),
+    ignored("chat_template.source", "determines the meaning of name_or_path", "name|file"),
+    to("chat_template_kwargs", "data.chat_template_kwargs", _KWARGS, unless_null("no arguments")),
+    to("{step_wise_trajectories,merge_stepwise_output}", "", "bool", _WHOLE),
+    to("vision_language_generator", "", "bool", off("use a text model", "only text models are supported")))
+
+GENERATOR = rows(
+    DATA,
+    ENGINES,
+    section("generator")(
+        NEWER),
+    section("generator.inference_engine")(
+        NEWER),
+    SAMPLING,
+)
+# fmt: on
