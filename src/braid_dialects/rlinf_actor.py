@@ -7,463 +7,353 @@ from typing import Any
 from braid.plan.placement import MAX_DEVICES
 
 from . import rlinf_facts as facts
-from .compat import (
-    Apply,
-    Became,
-    Convert,
-    Idle,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    implied,
-    mapped,
-    no_effect,
-    null_as,
-    unless_null,
-    unsupported,
-    when,
-)
+from .conversions import needs, null_as, or_null, overridden, unless, unless_null
 from .rlinf_facts import (
-    cluster,
-    constant,
-    fsdp,
-    fsdp1,
-    fsdp2,
-    fsdp_file,
-    megatron,
-    megatron_file,
-    robots_only,
+    DECAYS,
+    FP16,
+    FSDP,
+    FSDP1,
+    FSDP2,
+    FSDP_FILE,
+    MEGATRON,
+    MEGATRON_FILE,
+    ROBOTS_ONLY,
+    WORKERS,
 )
 from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
-from .values import (
-    ANY,
-    BOOL,
-    COUNT,
-    NATURAL,
-    NON_NEGATIVE,
-    PATH,
-    POSITIVE,
-    SHARE,
-    TEXT,
-    Takes,
-    choice,
-    either,
-    integer,
-    list_of,
-    nullable,
-    number,
-)
+from .rows import always, ignored, missing, rows, section, to
+from .table import Became, Source, implied, unsupported
+from .values import NATURAL, Takes, choice, either, integer, list_of, nullable, number, takes
 
-_DECAYS = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse-square-root": "inverse_sqrt",
-    "WSD": "wsd",
-}
 _SHARDINGS = {"full_shard": "full", "shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "no_shard": "none"}
-DTYPE = choice("fp32", "bf16", "fp16")
-DEVICES = Takes(
+_DEVICES = Takes(
     "a device number, a list of them, or null",
-    nullable(Takes("", lambda v: NATURAL.accepts(v) or list_of(NATURAL).accepts(v), ())).accepts,
+    nullable(either(NATURAL, list_of(NATURAL))).accepts,
     (1, [0, 2], None),
 )
-FREE = nullable(TEXT)
-
-
-def _backend(value: str, source: Source) -> Any:
-    if source.backend is not None:
-        return no_effect(f"overridden by --backend {source.backend}")
-    return facts.file_backend(source) if value == "fsdp" else value
-
-
-def _strategy(_: str, source: Source) -> Any:
-    why = fsdp_file(source) or (f"overridden by --backend {source.backend}" if source.backend else "")
-    return no_effect(why) if why else facts.file_backend(source)
+_STRATEGIES = Takes(
+    "one of fsdp, fsdp2 (case-insensitive)",
+    lambda v: isinstance(v, str) and v.lower() in ("fsdp", "fsdp2"),
+    ("fsdp", "fsdp2", "FSDP2"),
+    ("fsdp", "fsdp2"),
+)
 
 
 def _precision(value: Any, source: Source) -> Became:
     """Map the precision to the compute dtype. Trained weights are kept in fp32; the frozen base of an adapter
     is kept in the given precision."""
-    if value is None:
-        return no_effect("null: fp32")
-    kind = facts.precision(source)
-    is_frozen = source.get("actor.model.is_lora") is True
+    kind, is_frozen = facts.precision(source), facts.is_lora(source)
     native: dict[str, Any] = {
         "model.dtype": kind if is_frozen else "fp32",
-        "train.autocast": _autocast(source),
+        "train.autocast": _autocast(value, source),
     }
     if facts.file_backend(source) == "megatron" and kind == "fp16":
-        native["train.grad_scaler.growth_interval"] = source.get("actor.optim.loss_scale_window")
-    if facts.engine(source) != "native" and source.get("rollout.model.precision") is None:
+        native["train.grad_scaler.growth_interval"] = source["actor.optim.loss_scale_window"]
+    if facts.engine(source) != "native" and source["rollout.model.precision"] is None:
         native[f"rollout.{facts.engine(source)}.dtype"] = kind
     return Became(native, note="dtype of the frozen weights below the adapter" if is_frozen else "")
 
 
-def _autocast(source: Source) -> str:
+def _autocast(_: Any, source: Source) -> str:
     """Native dtype of matrix products over fp32 weights."""
-    if facts.file_backend(source) != "megatron" and source.get("actor.fsdp_config.amp_autocast.enabled"):
-        return {"fp32": "none"}.get(
-            amp := source.get("actor.fsdp_config.amp_autocast.precision") or "bf16", amp
-        )
-    kind = facts.precision(source)
+    amp, kind = "actor.fsdp_config.amp_autocast", facts.precision(source)
+    if facts.file_backend(source) != "megatron" and source[f"{amp}.enabled"]:
+        kind = source[f"{amp}.precision"] or "bf16"
     return "none" if kind == "fp32" else kind
 
 
-def _scale_window(value: int, source: Source) -> Any:
-    why = megatron_file(source) or (
-        "" if facts.precision(source) == "fp16" else "for fp16 only; actor.model.precision is not fp16"
-    )
-    if why:
-        return no_effect(why)
+def _scale_window(value: int, source: Source) -> Became:
     native = {"train.grad_scaler.growth_interval": value}
-    return Became(native | ({} if megatron(source) else {"train.megatron.dynamic_loss_scale_window": value}))
-
-
-def _loss_scale(value: float | None, source: Source) -> Any:
-    why = megatron_file(source) or (
-        "" if facts.precision(source) == "fp16" else "for fp16 only; actor.model.precision is not fp16"
-    )
-    return no_effect(why or "null: default") if why or value is None else float(value)
-
-
-def _amp(_: Any, source: Source) -> Became:
-    return Became({"train.autocast": _autocast(source)})
-
-
-def _amp_precision(value: Any, source: Source) -> Any:
-    is_on = source.get("actor.fsdp_config.amp_autocast.enabled") is True
-    return _amp(value, source) if is_on else no_effect("actor.fsdp_config.amp_autocast.enabled is false")
+    is_megatron = facts.backend(source) == "megatron"
+    return Became(native | ({"train.megatron.dynamic_loss_scale_window": value} if is_megatron else {}))
 
 
 def _grad_scaler(value: bool, source: Source) -> Became:
-    if not value:
-        return Became({"train.grad_scaler": None})
-    scale = source.get("actor.fsdp_config.grad_scaler.init_scale")
-    return Became({"train.grad_scaler.init_scale": 65536.0 if scale is None else scale})
+    scale = source[".init_scale"]
+    scaler = {"train.grad_scaler.init_scale": 65536.0 if scale is None else scale}
+    return Became(scaler if value else {"train.grad_scaler": None})
 
 
-def _of_scaler(value: Any, source: Source) -> Any:
-    is_on = source.get("actor.fsdp_config.grad_scaler.enabled") is True
-    return value if is_on else no_effect("actor.fsdp_config.grad_scaler.enabled is false")
+def _betas(_: float, source: Source) -> list[float]:
+    return [source[f"actor.optim.adam_{name}"] for name in ("beta1", "beta2")]
 
 
-def _betas(_: float, source: Source) -> Became:
-    betas = [source.get(f"actor.optim.adam_{name}") for name in ("beta1", "beta2")]
-    return Became({"train.optimizer.betas": betas})
-
-
-def _ratio(name: str) -> Convert:
+def _ratio(value: float, source: Source) -> float:
     """Convert a learning rate to a fraction of actor.optim.lr."""
-
-    def convert(value: float, source: Source) -> Became:
-        lr = source.get("actor.optim.lr")
-        if lr is None or value > lr:
-            raise ValueError(
-                f"{value:g} is above the peak learning rate actor.optim.lr={lr if lr is None else f'{lr:g}'}; lower it"
-            )
-        return Became({f"train.optimizer.schedule.{name}": value / lr})
-
-    return convert
-
-
-def _floor(value: float, source: Source) -> Any:
-    is_said = source.has("actor.lr_sched.min_lr")
-    return no_effect("overridden by actor.lr_sched.min_lr") if is_said else _ratio("min_ratio")(value, source)
-
-
-def _warmup(value: float | None, source: Source) -> Any:
-    is_said = (source.get("actor.lr_sched.lr_warmup_iters") or 0) > 0
-    return no_effect("overridden by actor.lr_sched.lr_warmup_iters") if is_said else value or 0.0
+    lr = source["actor.optim.lr"]
+    if lr is None or value > lr:
+        shown = lr if lr is None else f"{lr:g}"
+        raise ValueError(f"{value:g} is above the peak learning rate actor.optim.lr={shown}; lower it")
+    return value / lr
 
 
 def _split_sequence(value: bool, source: Source) -> Became:
-    tp = source.get("actor.model.tensor_model_parallel_size") or 1
+    tp = source["actor.model.tensor_model_parallel_size"] or 1
     note = "off: tensor_model_parallel_size is 1" if value and tp == 1 else ""
     return Became({"train.megatron.sequence_parallel": value and tp > 1}, note=note)
 
 
 def _granularity(value: str | None, source: Source) -> Any:
-    if facts.backend(source) == "single" and not megatron_file(source):
+    if facts.backend(source) == "single" and facts.file_backend(source) == "megatron":
         return Became({"train.gradient_checkpointing": value == "full"})
-    why = megatron(source)
-    return no_effect(why) if why else value or "off"
+    return MEGATRON(value or "off", source)
 
 
-def _conversion_devices(_: Any, source: Source) -> Became:
-    index, count = (source.get(f"actor.megatron.ckpt.use_gpu_{name}") for name in ("index", "num"))
+def _conversion_devices(_: Any, source: Source) -> list[int]:
+    index, count = (source[f"actor.megatron.ckpt.use_gpu_{name}"] for name in ("index", "num"))
     if index is None and (count or 0) > MAX_DEVICES:
-        raise ValueError(
-            f"{count} is more than the maximum of {MAX_DEVICES} devices; lower it, or set it to 0 to convert in host memory"
-        )
-    devices = list(range(count or 0)) if index is None else [index] if isinstance(index, int) else index
-    return Became({"train.megatron.checkpoint.devices": devices})
+        why = f"{count} is more than the maximum of {MAX_DEVICES} devices"
+        raise ValueError(f"{why}; lower it, or set it to 0 to convert in host memory")
+    return list(range(count or 0)) if index is None else [index] if isinstance(index, int) else index
 
 
 def _all_devices(value: int, _: Source) -> int | None:
     return value if value > 0 else None
 
 
-def _hybrid_size(value: int, source: Source) -> Any:
-    if source.get("actor.fsdp_config.sharding_strategy") != "hybrid_shard":
-        return no_effect("for sharding_strategy=hybrid_shard only")
-    return _all_devices(value, source)
-
-
 def _decay_ramp(value: float | None, source: Source) -> Became:
-    if value in (None, source.get("actor.optim.weight_decay")):
+    if value in (None, source["actor.optim.weight_decay"]):
         return implied("weight decay is always actor.optim.weight_decay")
     return unsupported("set it to the value of actor.optim.weight_decay")
 
 
-def _trust(_: bool, source: Source) -> Became:
-    keys = ("actor.model.trust_remote_code", "actor.tokenizer.trust_remote_code")
-    return Became({"model.trust_remote_code": any(source.get(key) is True for key in keys)})
-
-
-def _lora(name: str) -> Convert:
-    def convert(value: Any, source: Source) -> Any:
-        is_on = source.get("actor.model.is_lora") is True
-        return Became({f"model.lora.{name}": value}) if is_on else no_effect("actor.model.is_lora is false")
-
-    return convert
+def _trust(_: bool, source: Source) -> bool:
+    return any(source[f"actor.{of}.trust_remote_code"] is True for of in ("model", "tokenizer"))
 
 
 def _is_lora(value: bool, source: Source) -> Became:
-    if not value:
-        return Became({"model.lora": None})
-    return Became(
-        {
-            "model.lora.rank": source.get("actor.model.lora_rank"),
-            "model.lora.path": source.get("actor.model.lora_path"),
-        },
-        note="alpha = rank, no dropout, all linear layers",
-    )
+    adapter = {f"model.lora.{name}": source[f"actor.model.lora_{name}"] for name in ("rank", "path")}
+    note = "alpha = rank, no dropout, all linear layers"
+    return Became(adapter, note=note) if value else Became({"model.lora": None})
 
 
-def _shares_weights(source: Source) -> str:
-    is_one = source.backend == "single" and facts.engine(source) == "native"
-    return "in a single process the engine samples with the trainer's own weights" if is_one else ""
-
-
-def _frees_gradients(source: Source) -> str:
-    return "in a single process gradients are freed after every step" if source.backend == "single" else ""
+def _is_shared(source: Source) -> bool:
+    return source.backend == "single" and facts.engine(source) == "native"
 
 
 def _offload(value: bool, source: Source) -> Became:
-    native = {"train.offload.optimizer": value}
-    return Became(native if _shares_weights(source) else {"train.offload.weights": value} | native)
+    names = ["optimizer"] if _is_shared(source) else ["weights", "optimizer"]
+    return Became({f"train.offload.{name}": value for name in names})
 
 
-def _mcore(value: bool, source: Source) -> Became:
-    if not value:
-        return unsupported("set it to true: only Megatron-core is supported")
-    why = megatron(source)
-    return no_effect(why) if why else implied("only Megatron-core is supported")
-
-
-def _steps_of_round(value: int, source: Source) -> Became:
+def _steps_of_round(value: int, source: Source) -> int:
     """Compute the optimizer steps per round: action chunks divided by the batch size."""
-    chunks = facts.num_envs(source) * facts.rollout_epochs(source) * facts.chunks_per_episode(source)
-    return Became({"train.steps_per_pass": max(1, chunks // value)})
+    return max(1, facts.episodes(source) * facts.chunks_per_episode(source) // value)
 
 
-def _megatron(key: str, name: str, takes: Takes, then: Convert | None = None, note: str = "") -> Rule:
-    """Map `actor.KEY` to train.megatron.NAME; if `name` is empty, the conversion returns the path."""
-    native = name and f"train.megatron.{name}"
-    return Apply(f"actor.{key}", native, takes, when(megatron, then=then), note=note)
+_IN_FILE = unless(lambda s: s.backend, lambda s: f"overridden by --backend {s.backend}")
+_WARMUP = unless(
+    lambda s: (s["actor.lr_sched.lr_warmup_iters"] or 0) > 0, "overridden by actor.lr_sched.lr_warmup_iters"
+)
+_IS_LORA = unless(lambda s: not facts.is_lora(s), "actor.model.is_lora is false")
+_HYBRID = unless(
+    lambda s: s["actor.fsdp_config.sharding_strategy"] != "hybrid_shard",
+    "for sharding_strategy=hybrid_shard only",
+)
+_DTYPE = takes("fp32|bf16|fp16")
+_BY_CONFIG = "set by the model's config.json"
+_BY_PRECISION = "set by actor.model.precision, which must not contradict it"
+_CONVERSION = "for RLinf's checkpoint conversion only; braid reads the Hugging Face folder directly"
+_ACTIVATIONS = "swiglu|gelu|geglu|reglu|squared-relu|fast-geglu|fast-swiglu|fast-reglu|approx-gelu"
+_DECAY_STYLES = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse-square-root": "inverse_sqrt",
+    "WSD": "wsd",
+}
 
-
-def _layer(key: str, name: str, takes: Takes, note: str = "") -> Rule:
-    """Map `actor.model.KEY` to train.megatron.transformer.NAME."""
-    return _megatron(f"model.{key}", f"transformer.{name}", takes, note=note)
-
-
-def _fsdp(key: str, name: str, takes: Takes, idle: Idle, then: Convert | None = None, note: str = "") -> Rule:
-    """Map `actor.fsdp_config.KEY` to train.fsdp.NAME, for the FSDP versions that `idle` allows."""
-    return Apply(f"actor.fsdp_config.{key}", f"train.fsdp.{name}", takes, when(idle, then=then), note=note)
-
-
-def _schedule(key: str, name: str, takes: Takes, convert: Convert | None = None, note: str = "") -> Rule:
-    """Map `actor.KEY` to train.optimizer.schedule.NAME; if `name` is empty, the conversion returns the
-    path."""
-    native = name and f"train.optimizer.schedule.{name}"
-    return Apply(f"actor.{key}", native, takes, convert, note=note)
-
-
+# One rule per line.
 # fmt: off
-RULES: tuple[Rule, ...] = (
-    # top level
-    Apply("actor.group_name", "cluster.group_names.policy", TEXT, when(cluster)),
-    Apply("actor.training_backend", "train.backend", choice("megatron", "fsdp"), _backend, default="megatron",
-          note="fsdp: actor.fsdp_config.strategy says which"),
-    Apply("actor.mcore_gpt", "", BOOL, _mcore),
-    _megatron("spec_name", "transformer.layer_spec", TEXT),
-    Apply("actor.offload_optimizer", "train.offload.optimizer", BOOL),
-    Apply("actor.offload_weight", "train.offload.weights", BOOL, when(_shares_weights), note="between phases; no ZeRO"),
-    Apply("actor.offload_grad", "train.offload.gradients", BOOL, when(_frees_gradients)),
-    Apply("actor.enable_offload", "", BOOL, _offload, note="train.offload.weights and train.offload.optimizer"),
-    Apply("actor.enable_dp_load_balance", "train.balance_ranks", BOOL, when(cluster), default=False),
-    Apply("actor.calculate_flops", "train.count_flops", BOOL, note="training counts as three forward passes"),
-    Apply("actor.seed", "run.seed", NATURAL),
-    Apply("actor.micro_batch_size", "train.micro_batch_tokens", COUNT, when(robots_only),
-          note="answers of the policy in one pass on a device; text has algorithm.training_batch_size_per_gpu"),
-    Apply("actor.global_batch_size", "", COUNT, when(robots_only, then=_steps_of_round),
-          note="train.steps_per_pass = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
-    Implied("actor.combine_reference_model", BOOL, "the reference is always a copy of the policy's initial weights"),
-    Unsupported("actor.sync_precision", "weights are sent in the engine's dtype"),
-    Apply("actor.sync_bucket_capacity", "rollout.publish.bucket_bytes", COUNT, note="bytes"),
-    # model
-    Apply("actor.model.precision", "", nullable(PRECISION), _precision,
-          note="dtype of matrix products. Weights are kept in fp32, as in Megatron's optimizer: in 16 bits small updates would be "
-          "lost to rounding. fp16 uses loss scaling"),
-    Apply("actor.model.model_path", "model.path", PATH),
-    Apply("actor.model.model_type", "", MODEL_TYPE, model_type),
-    _megatron("model.megatron_checkpoint", "checkpoint.load_path", nullable(PATH)),
-    _megatron("model.tensor_model_parallel_size", "tensor_parallel", COUNT),
-    _megatron("model.pipeline_model_parallel_size", "pipeline_parallel", COUNT),
-    _megatron("model.context_parallel_size", "context_parallel", COUNT),
-    _megatron("model.expert_model_parallel_size", "expert_parallel", COUNT),
-    _megatron("model.expert_tensor_parallel_size", "expert_tensor_parallel", COUNT),
-    _megatron("model.virtual_pipeline_model_parallel_size", "virtual_pipeline", nullable(COUNT)),
-    _megatron("model.sequence_parallel", "sequence_parallel", BOOL, _split_sequence,
-              note="needs tensor parallelism; off without it"),
-    Apply("actor.model.recompute_granularity", "train.megatron.recompute_granularity", nullable(choice("full", "selective")),
-          _granularity, note="in one process full is train.gradient_checkpointing"),
-    _megatron("model.recompute_method", "recompute_method", nullable(choice("block", "uniform"))),
-    _megatron("model.recompute_num_layers", "recompute_num_layers", nullable(COUNT)),
-    _megatron("model.moe_token_dispatcher_type", "moe_token_dispatcher", choice("allgather", "alltoall", "flex")),
-    _megatron("model.moe_grouped_gemm", "moe_grouped_gemm", either(BOOL, choice(None, "te")), lambda v, _: bool(v)),
-    Unsupported("actor.model.moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
-    *(NoEffect(f"actor.model.{key}", ANY, "set by the model's config.json") for key in
-      ("moe_router_load_balancing_type", "moe_router_topk", "moe_router_pre_softmax", "init_method_std")),
-    _layer("activation", "activation", choice(
-        "swiglu", "gelu", "geglu", "reglu", "squared-relu", "fast-geglu", "fast-swiglu", "fast-reglu", "approx-gelu")),
-    _layer("normalization", "normalization", choice("rmsnorm", "layernorm", "layernorm1p")),
-    _layer("position_embedding_type", "position_embedding", choice("rope", "learned_absolute", "none")),
-    _layer("add_bias_linear", "add_bias_linear", BOOL),
-    _layer("apply_rope_fusion", "apply_rope_fusion", BOOL),
-    _layer("bias_dropout_fusion", "bias_dropout_fusion", BOOL),
-    _layer("bias_activation_fusion", "bias_activation_fusion", BOOL),
-    _layer("persist_layer_norm", "persist_layer_norm", BOOL, "a kernel that stays on the device; no higher precision"),
-    _layer("gradient_accumulation_fusion", "gradient_accumulation_fusion", BOOL),
-    _layer("attention_softmax_in_fp32", "attention_softmax_fp32", BOOL),
-    _layer("batch_p2p_comm", "batch_p2p_comm", BOOL),
-    _layer("variable_seq_lengths", "variable_seq_lengths", BOOL, "true: packed rows; other backends always pack"),
-    _layer("use_cpu_initialization", "cpu_initialization", BOOL),
-    _layer("seq_length", "seq_length", COUNT),
-    NoEffect("actor.model.encoder_seq_length", COUNT, "decoders have no encoder; lengths are set in `runner` and `data`"),
-    # adapters and loading
-    Apply("actor.model.is_lora", "", BOOL, _is_lora, note="model.lora"),
-    Apply("actor.model.lora_rank", "", COUNT, _lora("rank"), default=32),
-    Apply("actor.model.lora_path", "", nullable(PATH), _lora("path")),
-    Apply("actor.model.attn_implementation", "model.attention", choice("flash_attention_2", "sdpa", "eager")),
-    Apply("actor.model.low_cpu_mem_usage", "model.low_memory_load", BOOL),
-    Apply("actor.model.trust_remote_code", "", BOOL, _trust, note="model.trust_remote_code, if set here or for the tokenizer"),
-    # optimizer
-    Apply("actor.optim.optimizer", "train.optimizer.kind", choice("adam", "sgd"),
-          mapped({"adam": "adamw", "sgd": "sgd"}), note="adam has decoupled weight decay (AdamW)"),
-    Implied("actor.optim.bf16", nullable(BOOL), "set by actor.model.precision, which must not contradict it"),
-    Implied("actor.optim.fp16", nullable(BOOL), "set by actor.model.precision, which must not contradict it"),
-    Apply("actor.optim.lr", "train.optimizer.lr", POSITIVE),
-    Apply("actor.optim.value_lr", "train.optimizer.value_lr", POSITIVE, note="of a value head in the policy"),
-    Apply("actor.optim.adam_beta1", "train.optimizer.betas", number(0.0, 1.0, samples=(0.8, 0.85)), _betas, default=0.9),
-    Apply("actor.optim.adam_beta2", "train.optimizer.betas", number(0.0, 1.0, samples=(0.9, 0.99)), _betas, default=0.999),
-    Apply("actor.optim.adam_eps", "train.optimizer.eps", POSITIVE, default=1e-8),
-    Apply("actor.optim.min_lr", "", NON_NEGATIVE, when(constant, then=_floor), note="actor.lr_sched.min_lr takes precedence"),
-    Apply("actor.optim.weight_decay", "train.optimizer.weight_decay", NON_NEGATIVE, default=0.01),
-    Apply("actor.optim.clip_grad", "train.max_grad_norm", NON_NEGATIVE, lambda value, _: value or None, default=1.0,
-          note="global norm; 0: none"),
-    Apply("actor.optim.loss_scale_window", "", COUNT, _scale_window, default=1000,
-          note="fp16: finite steps after which the loss scale doubles"),
-    Apply("actor.optim.loss_scale", "train.grad_scaler.init_scale", nullable(POSITIVE), _loss_scale,
-          note="fp16: the initial scale, doubled and halved from there; RLinf's is constant. Gradients do not depend on it"),
-    _megatron("optim.use_distributed_optimizer", "distributed_optimizer", BOOL),
-    _megatron("optim.overlap_grad_reduce", "overlap_grad_reduce", BOOL),
-    _megatron("optim.overlap_param_gather", "overlap_param_gather", BOOL),
-    _megatron("optim.overlap_param_gather_with_optimizer_step", "overlap_param_gather_with_step", BOOL),
-    NoEffect("actor.optim.optimizer_enable_pin", BOOL, "not read by RLinf; offloaded state is always pinned"),
-    _schedule("optim.lr_scheduler", "decay", choice("constant", "cosine"), when(fsdp_file)),
-    _schedule("optim.lr_warmup_steps", "warmup_steps", NATURAL, when(fsdp_file)),
-    _schedule("optim.lr_warmup_steps_ratio", "warmup_fraction", SHARE, when(fsdp_file)),
-    _schedule("optim.total_training_steps", "decay_steps", COUNT, when(fsdp_file, constant)),
-    # schedule
-    _schedule("lr_sched.lr_warmup_fraction", "warmup_fraction", nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _warmup,
-              note="of all optimizer steps; lr_warmup_iters above 0 takes precedence"),
-    _schedule("lr_sched.lr_warmup_init", "", NON_NEGATIVE, _ratio("start_ratio"), note="as a share of actor.optim.lr"),
-    _schedule("lr_sched.lr_warmup_iters", "warmup_steps", NATURAL, note="optimizer steps"),
-    NoEffect("actor.lr_sched.max_lr", POSITIVE, "the peak learning rate is actor.optim.lr"),
-    _schedule("lr_sched.min_lr", "", NON_NEGATIVE, when(constant, then=_ratio("min_ratio")),
-              note="as a share of actor.optim.lr; takes precedence over actor.optim.min_lr"),
-    _schedule("lr_sched.lr_decay_style", "decay", choice(*_DECAYS), mapped(_DECAYS)),
-    _schedule("lr_sched.lr_decay_iters", "decay_steps", COUNT, when(constant), note="optimizer steps"),
-    _schedule("lr_sched.start_weight_decay", "", nullable(NON_NEGATIVE), _decay_ramp),
-    _schedule("lr_sched.end_weight_decay", "", nullable(NON_NEGATIVE), _decay_ramp),
-    # tokenizer
-    Apply("actor.tokenizer.tokenizer_model", "model.tokenizer", PATH),
-    NoEffect("actor.tokenizer.use_fast", BOOL, "not read by RLinf; the model folder determines the tokenizer"),
-    Apply("actor.tokenizer.trust_remote_code", "", BOOL, _trust, note="model.trust_remote_code, if set here or for the model"),
-    NoEffect("actor.tokenizer.padding_side", choice("left", "right"), "packed rows need no padding"),
-    NoEffect("actor.tokenizer.tokenizer_type", choice("HuggingFaceTokenizer"), "only Hugging Face tokenizers are supported"),
-    Apply("actor.tokenizer.extra_vocab_size", "model.vla.extra_vocab_size", NATURAL, when(robots_only)),
-    # Megatron
-    _megatron("megatron.ddp_bucket_size", "ddp_bucket_size", nullable(COUNT), note="in parameters"),
-    _megatron("megatron.distributed_backend", "distributed_backend", choice("nccl", "gloo")),
-    _megatron("megatron.distributed_timeout_minutes", "timeout_minutes", POSITIVE),
-    _megatron("megatron.ckpt_format", "checkpoint.format", choice("torch", "torch_dist", "zarr")),
-    _megatron("megatron.use_dist_ckpt", "checkpoint.distributed", BOOL),
-    _megatron("megatron.tp_comm_bootstrap_backend", "tp_comm_bootstrap", choice("nccl", "mpi", "gloo")),
-    _megatron("megatron.tp_comm_overlap_cfg", "tp_comm_overlap_file", nullable(PATH)),
-    _megatron("megatron.use_hf_ckpt", "checkpoint.from_hf", BOOL),
-    _megatron("megatron.ckpt.model", "checkpoint.preset", TEXT),
-    _megatron("megatron.ckpt.model_type", "checkpoint.model_type", FREE),
-    _megatron("megatron.ckpt.hf_model_path", "checkpoint.hf_path", PATH),
-    _megatron("megatron.ckpt.save_path", "checkpoint.cache_dir", PATH),
-    _megatron("megatron.ckpt.use_gpu_num", "", NATURAL, _conversion_devices, note="0: in host memory"),
-    _megatron("megatron.ckpt.use_gpu_index", "", DEVICES, _conversion_devices, note="takes precedence over use_gpu_num"),
-    _megatron("megatron.ckpt.process_num", "checkpoint.num_processes", COUNT),
-    _megatron("megatron.ckpt.tensor_model_parallel_size", "checkpoint.tensor_parallel", COUNT),
-    _megatron("megatron.ckpt.pipeline_model_parallel_size", "checkpoint.pipeline_parallel", COUNT),
-    *(NoEffect(f"actor.megatron.ckpt.{key}", ANY, "for RLinf's checkpoint conversion only; braid reads the Hugging Face folder directly") for key in
-      ("expert_model_parallel_size", "expert_tensor_parallel_size", "grouped_gemm", "te_ln_linear_qkv",
-       "te_ln_linear_mlp_fc1", "te_ln_add_extra_state")),
-    NoEffect("actor.megatron.mbridge", BOOL, "the Hugging Face folder is read directly, without conversion"),
-    Unsupported("actor.megatron.use_profiler", "use an external profiler", default=False),
-    NoEffect("actor.megatron.profiler.*", ANY, "for actor.megatron.use_profiler only"),
-    # FSDP
-    Apply(
-        "actor.fsdp_config.strategy", "train.backend",
-        Takes("one of fsdp, fsdp2 (case-insensitive)", lambda v: isinstance(v, str) and v.lower() in ("fsdp", "fsdp2"),
-              ("fsdp", "fsdp2", "FSDP2"), ("fsdp", "fsdp2")),
-        _strategy,
-    ),
-    _fsdp("sharding_strategy", "sharding", choice(*_SHARDINGS), fsdp, mapped(_SHARDINGS)),
-    _fsdp("cpu_offload", "cpu_offload", BOOL, fsdp2),
-    _fsdp("offload_pin_memory", "pin_memory", BOOL, fsdp2, note="with cpu_offload"),
-    _fsdp("reshard_after_forward", "reshard_after_forward", BOOL, fsdp2),
-    _fsdp("enable_gradient_accumulation", "sync_last_micro_batch_only", BOOL, fsdp),
-    _fsdp("forward_prefetch", "forward_prefetch", BOOL, fsdp1),
-    _fsdp("limit_all_gathers", "limit_all_gathers", BOOL, fsdp1),
-    _fsdp("backward_prefetch", "backward_prefetch", nullable(choice("pre", "post")), fsdp1, null_as("off")),
-    _fsdp("use_orig_params", "use_orig_params", BOOL, fsdp1),
-    Apply("actor.fsdp_config.use_liger_kernel", "train.liger_kernels", BOOL, when(fsdp)),
-    _fsdp("fsdp_size", "size", integer(-1, samples=(2, 4, -1)), fsdp2, _all_devices, note="-1: all devices"),
-    Apply("actor.fsdp_config.gradient_checkpointing", "train.gradient_checkpointing", BOOL, when(fsdp_file)),
-    *(_fsdp(f"mixed_precision.{key}_dtype", f"{key}_dtype", nullable(DTYPE), idle, unless_null(why="null: fp32"))
-      for key, idle in (("param", fsdp), ("reduce", fsdp), ("buffer", fsdp1))),
-    _fsdp("hybrid_shard_size", "size", integer(-1, samples=(2, 4, -1)), fsdp, _hybrid_size),
-    NoEffect("actor.fsdp_config.gradient_checkpointing_use_reentrant", BOOL, "it does not change gradients"),
-    Apply("actor.fsdp_config.amp_autocast.enabled", "", BOOL, when(fsdp_file, then=_amp),
-          note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
-    Apply("actor.fsdp_config.amp_autocast.precision", "", DTYPE, when(fsdp_file, then=_amp_precision)),
-    Apply("actor.fsdp_config.grad_scaler.enabled", "", BOOL, when(fsdp_file, then=_grad_scaler)),
-    Apply("actor.fsdp_config.grad_scaler.init_scale", "train.grad_scaler.init_scale", POSITIVE,
-          when(fsdp_file, then=_of_scaler)),
-    Apply("actor.fsdp_config.grad_scaler.growth_interval", "train.grad_scaler.growth_interval", COUNT,
-          when(fsdp_file, then=_of_scaler)),
-    NoEffect("actor.fsdp_config.amp_grad_scaler.enabled", BOOL, "RLinf reads grad_scaler.enabled instead"),
-    NoEffect("actor.fsdp_config.wrap_policy.*", ANY, "each layer is always wrapped as a unit"),
+_ACTOR = section("actor", "train")(
+    to("group_name", "cluster.group_names.policy", "text", WORKERS),
+    to("training_backend", ".backend", "megatron|fsdp", _IN_FILE, lambda _, s: facts.file_backend(s),
+       default="megatron",
+       note="fsdp: actor.fsdp_config.strategy says which"),
+    to("mcore_gpt", "", "bool",
+       lambda v, _: v or unsupported("set it to true: only Megatron-core is supported"), MEGATRON,
+       lambda *_: implied("only Megatron-core is supported")),
+    to("spec_name", ".megatron.transformer.layer_spec", "text", MEGATRON),
+    to("offload_optimizer", ".offload.optimizer", "bool"),
+    to("offload_weight", ".offload.weights", "bool",
+       unless(_is_shared, "in a single process the engine samples with the trainer's own weights"),
+       note="between phases; no ZeRO"),
+    to("offload_grad", ".offload.gradients", "bool",
+       unless(lambda s: s.backend == "single", "in a single process gradients are freed after every step")),
+    to("enable_offload", "", "bool", _offload, note="train.offload.weights and train.offload.optimizer"),
+    to("enable_dp_load_balance", ".balance_ranks", "bool", WORKERS, default=False),
+    to("calculate_flops", ".count_flops", "bool", note="training counts as three forward passes"),
+    to("seed", "run.seed", "natural"),
+    to("micro_batch_size", ".micro_batch_tokens", "count", ROBOTS_ONLY,
+       note="answers of the policy in one pass on a device; text has algorithm.training_batch_size_per_gpu"),
+    to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY, _steps_of_round,
+       note="train.steps_per_pass = total_num_envs * rollout_epoch * (max_episode_steps // "
+       "num_action_chunks) // this"),
+    always("combine_reference_model", "the reference is always a copy of the policy's initial weights",
+           "bool"),
+    missing("sync_precision", "weights are sent in the engine's dtype"),
+    to("sync_bucket_capacity", "rollout.publish.bucket_bytes", "count", note="bytes"))
+
+_MODEL = section("actor.model", "model")(
+    to("precision", "", nullable(PRECISION), unless_null("fp32"), _precision,
+       note="dtype of matrix products. Weights are kept in fp32, as in Megatron's optimizer: in 16 bits "
+       "small updates would be lost to rounding. fp16 uses loss scaling"),
+    to("model_path", ".path", "path"),
+    to("model_type", "", MODEL_TYPE, model_type),
+    missing("moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
+    ignored("{moe_router_load_balancing_type,moe_router_topk,moe_router_pre_softmax,init_method_std}",
+            _BY_CONFIG),
+    ignored("encoder_seq_length", "decoders have no encoder; lengths are set in `runner` and `data`",
+            "count"),
+    to("is_lora", "", "bool", _is_lora, note="model.lora"),
+    to("lora_rank", ".lora.rank", "count", _IS_LORA, default=32),
+    to("lora_path", ".lora.path", "path?", _IS_LORA),
+    to("attn_implementation", ".attention", "flash_attention_2|sdpa|eager"),
+    to("low_cpu_mem_usage", ".low_memory_load", "bool"),
+    to("trust_remote_code", ".trust_remote_code", "bool", _trust,
+       note="model.trust_remote_code, if set here or for the tokenizer"))
+
+_LAYERS = section("actor.model", "train.megatron", MEGATRON)(
+    to("megatron_checkpoint", ".checkpoint.load_path", "path?"),
+    to("tensor_model_parallel_size", ".tensor_parallel", "count"),
+    to("pipeline_model_parallel_size", ".pipeline_parallel", "count"),
+    to("context_parallel_size", ".context_parallel", "count"),
+    to("expert_model_parallel_size", ".expert_parallel", "count"),
+    to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count"),
+    to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?"),
+    to("sequence_parallel", ".*", "bool", _split_sequence, note="needs tensor parallelism; off without it"),
+    to("recompute_method", ".*", "block|uniform?"),
+    to("recompute_num_layers", ".*", "count?"),
+    to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall|flex"),
+    to("moe_grouped_gemm", ".*", either(takes("bool"), choice(None, "te")), lambda v, _: bool(v)),
+    to("activation", ".transformer.*", _ACTIVATIONS),
+    to("normalization", ".transformer.*", "rmsnorm|layernorm|layernorm1p"),
+    to("position_embedding_type", ".transformer.position_embedding", "rope|learned_absolute|none"),
+    to("{add_bias_linear,apply_rope_fusion,bias_dropout_fusion,bias_activation_fusion}", ".transformer.*",
+       "bool"),
+    to("{gradient_accumulation_fusion,batch_p2p_comm}", ".transformer.*", "bool"),
+    to("persist_layer_norm", ".transformer.*", "bool",
+       note="a kernel that stays on the device; no higher precision"),
+    to("attention_softmax_in_fp32", ".transformer.attention_softmax_fp32", "bool"),
+    to("variable_seq_lengths", ".transformer.*", "bool",
+       note="true: packed rows; other backends always pack"),
+    to("use_cpu_initialization", ".transformer.cpu_initialization", "bool"),
+    to("seq_length", ".transformer.*", "count"))
+
+_OPTIMIZER = section("actor.optim", "train.optimizer")(
+    to("optimizer", ".kind", {"adam": "adamw", "sgd": "sgd"}, note="adam has decoupled weight decay (AdamW)"),
+    always("{bf16,fp16}", _BY_PRECISION, "bool?"),
+    to("lr", ".lr", "positive"),
+    to("value_lr", ".value_lr", "positive", note="of a value head in the policy"),
+    to("adam_beta1", ".betas", number(0.0, 1.0, samples=(0.8, 0.85)), _betas, default=0.9),
+    to("adam_beta2", ".betas", number(0.0, 1.0, samples=(0.9, 0.99)), _betas, default=0.999),
+    to("adam_eps", ".eps", "positive", default=1e-8),
+    to("min_lr", ".schedule.min_ratio", "non-negative", DECAYS, overridden("actor.lr_sched.min_lr"), _ratio,
+       note="actor.lr_sched.min_lr takes precedence"),
+    to("weight_decay", ".weight_decay", "non-negative", default=0.01),
+    to("clip_grad", "train.max_grad_norm", "non-negative", or_null, default=1.0, note="global norm; 0: none"),
+    to("loss_scale_window", "", "count", MEGATRON_FILE, FP16, _scale_window, default=1000,
+       note="fp16: finite steps after which the loss scale doubles"),
+    to("loss_scale", "train.grad_scaler.init_scale", "positive?", MEGATRON_FILE, FP16, unless_null("default"),
+       lambda v, _: float(v),
+       note="fp16: the initial scale, doubled and halved from there; RLinf's is constant. Gradients do not "
+       "depend on it"),
+    to("use_distributed_optimizer", "train.megatron.distributed_optimizer", "bool", MEGATRON),
+    to("{overlap_grad_reduce,overlap_param_gather}", "train.megatron.*", "bool", MEGATRON),
+    to("overlap_param_gather_with_optimizer_step", "train.megatron.overlap_param_gather_with_step", "bool",
+       MEGATRON),
+    ignored("optimizer_enable_pin", "not read by RLinf; offloaded state is always pinned", "bool"),
+    to("lr_scheduler", ".schedule.decay", "constant|cosine", FSDP_FILE),
+    to("lr_warmup_steps", ".schedule.warmup_steps", "natural", FSDP_FILE),
+    to("lr_warmup_steps_ratio", ".schedule.warmup_fraction", "share", FSDP_FILE),
+    to("total_training_steps", ".schedule.decay_steps", "count", FSDP_FILE, DECAYS))
+
+_SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
+    to("lr_warmup_fraction", ".warmup_fraction", nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _WARMUP,
+       lambda v, _: v or 0.0,
+       note="of all optimizer steps; lr_warmup_iters above 0 takes precedence"),
+    to("lr_warmup_init", ".start_ratio", "non-negative", _ratio, note="as a share of actor.optim.lr"),
+    to("lr_warmup_iters", ".warmup_steps", "natural", note="optimizer steps"),
+    ignored("max_lr", "the peak learning rate is actor.optim.lr", "positive"),
+    to("min_lr", ".min_ratio", "non-negative", DECAYS, _ratio,
+       note="as a share of actor.optim.lr; takes precedence over actor.optim.min_lr"),
+    to("lr_decay_style", ".decay", _DECAY_STYLES),
+    to("lr_decay_iters", ".decay_steps", "count", DECAYS, note="optimizer steps"),
+    to("{start_weight_decay,end_weight_decay}", "", "non-negative?", _decay_ramp))
+
+_TOKENIZER = section("actor.tokenizer", "model")(
+    to("tokenizer_model", ".tokenizer", "path"),
+    ignored("use_fast", "not read by RLinf; the model folder determines the tokenizer", "bool"),
+    to("trust_remote_code", ".trust_remote_code", "bool", _trust,
+       note="model.trust_remote_code, if set here or for the model"),
+    ignored("padding_side", "packed rows need no padding", "left|right"),
+    ignored("tokenizer_type", "only Hugging Face tokenizers are supported", choice("HuggingFaceTokenizer")),
+    to("extra_vocab_size", ".vla.extra_vocab_size", "natural", ROBOTS_ONLY))
+
+_MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
+    to("ddp_bucket_size", ".ddp_bucket_size", "count?", note="in parameters"),
+    to("distributed_backend", ".distributed_backend", "nccl|gloo"),
+    to("distributed_timeout_minutes", ".timeout_minutes", "positive"),
+    to("tp_comm_bootstrap_backend", ".tp_comm_bootstrap", "nccl|mpi|gloo"),
+    to("tp_comm_overlap_cfg", ".tp_comm_overlap_file", "path?"),
+    to("ckpt_format", ".checkpoint.format", "torch|torch_dist|zarr"),
+    to("use_dist_ckpt", ".checkpoint.distributed", "bool"),
+    to("use_hf_ckpt", ".checkpoint.from_hf", "bool"),
+    to("ckpt.model", ".checkpoint.preset", "text"),
+    to("ckpt.model_type", ".checkpoint.model_type", "text?"),
+    to("ckpt.hf_model_path", ".checkpoint.hf_path", "path"),
+    to("ckpt.save_path", ".checkpoint.cache_dir", "path"),
+    to("ckpt.use_gpu_num", ".checkpoint.devices", "natural", _conversion_devices, note="0: in host memory"),
+    to("ckpt.use_gpu_index", ".checkpoint.devices", _DEVICES, _conversion_devices,
+       note="takes precedence over use_gpu_num"),
+    to("ckpt.process_num", ".checkpoint.num_processes", "count"),
+    to("ckpt.tensor_model_parallel_size", ".checkpoint.tensor_parallel", "count"),
+    to("ckpt.pipeline_model_parallel_size", ".checkpoint.pipeline_parallel", "count"),
+    ignored("ckpt.{expert_model_parallel_size,expert_tensor_parallel_size,grouped_gemm,te_ln_linear_qkv} "
+            "ckpt.{te_ln_linear_mlp_fc1,te_ln_add_extra_state}", _CONVERSION),
+    ignored("mbridge", "the Hugging Face folder is read directly, without conversion", "bool"),
+    missing("use_profiler", "use an external profiler", default=False),
+    ignored("profiler.*", "for actor.megatron.use_profiler only"))
+
+_FSDP = section("actor.fsdp_config", "train.fsdp")(
+    to("strategy", "train.backend", _STRATEGIES, FSDP_FILE, _IN_FILE, lambda _, s: facts.file_backend(s)),
+    to("sharding_strategy", ".sharding", _SHARDINGS, FSDP),
+    to("cpu_offload", ".cpu_offload", "bool", FSDP2),
+    to("offload_pin_memory", ".pin_memory", "bool", FSDP2, note="with cpu_offload"),
+    to("reshard_after_forward", ".*", "bool", FSDP2),
+    to("enable_gradient_accumulation", ".sync_last_micro_batch_only", "bool", FSDP),
+    to("{forward_prefetch,limit_all_gathers,use_orig_params}", ".*", "bool", FSDP1),
+    to("backward_prefetch", ".*", "pre|post?", FSDP1, null_as("off")),
+    to("use_liger_kernel", "train.liger_kernels", "bool", FSDP),
+    to("fsdp_size", ".size", integer(-1, samples=(2, 4, -1)), FSDP2, _all_devices, note="-1: all devices"),
+    to("hybrid_shard_size", ".size", integer(-1, samples=(2, 4, -1)), FSDP, _HYBRID, _all_devices),
+    to("gradient_checkpointing", "train.gradient_checkpointing", "bool", FSDP_FILE),
+    to("mixed_precision.{param_dtype,reduce_dtype}", ".*", nullable(_DTYPE), FSDP, unless_null("fp32")),
+    to("mixed_precision.buffer_dtype", ".*", nullable(_DTYPE), FSDP1, unless_null("fp32")),
+    ignored("gradient_checkpointing_use_reentrant", "it does not change gradients", "bool"),
+    to("amp_autocast.enabled", "train.autocast", "bool", FSDP_FILE, _autocast,
+       note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
+    to("amp_autocast.precision", "train.autocast", _DTYPE, FSDP_FILE,
+       needs("actor.fsdp_config.amp_autocast.enabled"), _autocast),
+    to("grad_scaler.enabled", "", "bool", FSDP_FILE, _grad_scaler),
+    to("grad_scaler.init_scale", "train.grad_scaler.init_scale", "positive", FSDP_FILE,
+       needs("actor.fsdp_config.grad_scaler.enabled")),
+    to("grad_scaler.growth_interval", "train.grad_scaler.growth_interval", "count", FSDP_FILE,
+       needs("actor.fsdp_config.grad_scaler.enabled")),
+    ignored("amp_grad_scaler.enabled", "RLinf reads grad_scaler.enabled instead", "bool"),
+    ignored("wrap_policy.*", "each layer is always wrapped as a unit"))
+
+RULES = rows(
+    _ACTOR,
+    _MODEL,
+    to("actor.model.recompute_granularity", "train.megatron.recompute_granularity", "full|selective?",
+       _granularity,
+       note="in one process full is train.gradient_checkpointing"),
+    _LAYERS,
+    _OPTIMIZER,
+    _SCHEDULE,
+    _TOKENIZER,
+    _MEGATRON,
+    _FSDP,
 )
 # fmt: on

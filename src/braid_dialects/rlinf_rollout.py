@@ -1,27 +1,14 @@
-"""RLinf's `rollout` and `inference` keys: engines, and where log-probs come from."""
+"""RLinf's `rollout`, `inference` and `env` keys: engines, where log-probs come from, simulators, robot
+policies."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from . import rlinf_facts as facts
-from .compat import (
-    Apply,
-    Became,
-    Convert,
-    Implied,
-    NoEffect,
-    Rule,
-    Source,
-    Unsupported,
-    no_effect,
-    opposite,
-    unless_null,
-    unsupported,
-    when,
-)
-from .rlinf_facts import cluster, megatron, robots_only, served, sglang, vllm
-from .values import ANY, BOOL, COUNT, NATURAL, PATH, POSITIVE, TEXT, Takes, choice, nullable, number
+from .conversions import needs, opposite, unless, unless_null
+from .rlinf_facts import ROBOTS_ONLY, SERVED, SGLANG, VLLM, WORKERS, is_robots
+from .rows import always, ignored, missing, rows, section, to
+from .table import Became, Convert, Source, unsupported
+from .values import Takes, choice, list_of, nullable, number, takes
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
 """model_type of text models -> architecture in transformers."""
@@ -40,147 +27,201 @@ MODEL_TYPE = choice(*ARCHITECTURES, *VLA_KINDS, *OTHER_MODELS)
 
 def model_type(value: str, source: Source) -> Became:
     """Convert model_type to the policy's architecture, or the kind of a robot policy."""
-    if facts.is_robots(source) and value in VLA_KINDS:
-        return Became({"model.vla.kind": value})
-    if not facts.is_robots(source) and value in ARCHITECTURES:
-        return Became({"model.architecture": ARCHITECTURES[value]})
-    fitting = VLA_KINDS if facts.is_robots(source) else tuple(ARCHITECTURES)
-    return unsupported(
-        f"use one of {', '.join(fitting)} with runner.task_type={source.get('runner.task_type')}"
+    fitting = VLA_KINDS if is_robots(source) else tuple(ARCHITECTURES)
+    if value not in fitting:
+        task = source["runner.task_type"]
+        return unsupported(f"use one of {', '.join(fitting)} with runner.task_type={task}")
+    return Became(
+        {"model.vla.kind": value} if is_robots(source) else {"model.architecture": ARCHITECTURES[value]}
     )
 
 
-def _engine(name: str, then: Convert | None = None) -> Convert:
-    """Set `name` in the section of the engine in use."""
-
-    def convert(value: Any, source: Source) -> Became:
-        made = value if then is None else then(value, source)
-        return Became({f"rollout.{facts.engine(source)}.{name}": made})
-
-    return convert
-
-
-def _engine_dtype(value: Any, source: Source) -> Became:
-    if facts.engine(source) == "native":
-        return no_effect("the native engine samples with the trainer's weights in their precision")
-    if value is None:
-        return no_effect("null: same as actor.model.precision")
-    return Became({f"rollout.{facts.engine(source)}.dtype": facts.DTYPES[str(value)]})
-
-
-def _is_policy_elsewhere(source: Source) -> str:
-    is_robots = facts.is_robots(source) and source.has("actor.model.model_path")
-    return "the robot policy is set by actor.model.model_path" if is_robots else ""
-
-
-def _weights_dir(value: str | None, source: Source) -> Any:
-    is_on = source.get("rollout.validate_weight") is True
-    return value if is_on else no_effect("rollout.validate_weight is false")
-
-
-def _recompute(value: bool, source: Source) -> Any:
+def _recompute(value: bool, source: Source) -> str:
     """Convert recompute_logprobs. Without the key, text tasks and decoupled PPO recompute log-probs and
     robots use those recorded during rollout."""
-    is_decoupled = source.get("algorithm.loss_type") == "decoupled_actor_critic"
+    is_decoupled = source["algorithm.loss_type"] == "decoupled_actor_critic"
     if "rollout.recompute_logprobs" not in source.values:
-        value = is_decoupled or not facts.is_robots(source)
-    if is_decoupled and not value:
-        return "interpolated"
-    return "recompute" if value else "behavior"
+        value = is_decoupled or not is_robots(source)
+    return "recompute" if value else "interpolated" if is_decoupled else "behavior"
 
 
-def _graph_batch(value: int, source: Source) -> int:
-    return min(value, source.get("rollout.max_running_requests") or value)
+def _simulator(value: str, source: Source) -> Became:
+    if value not in ("maniskill", "libero"):
+        return unsupported("use maniskill or libero")
+    trained = source["env.train.env_type"]
+    if trained is not None and trained != value:
+        why = f"evaluation must use the simulator of training, env.train.env_type={trained}"
+        raise ValueError(f"{why}; make them agree")
+    return Became({"env.kind": value})
 
 
-def _compiled(value: int, source: Source) -> Any:
-    is_on = source.get("rollout.use_torch_compile") is True
-    return value if is_on else no_effect("rollout.use_torch_compile is false")
+def _of_simulator(name: str) -> Convert:
+    return unless(
+        lambda s: s["env.train.env_type"] != name,
+        lambda s: f"for {name} only; the simulator is {s['env.train.env_type']}",
+    )
 
 
-def _chosen_engine(_: str, source: Source) -> Any:
-    return facts.engine(source)
+def _task(value: str, source: Source) -> str:
+    """Convert the task name; raises ValueError if training and evaluation differ."""
+    key = source.at.split(".", 2)[2]
+    trained = source.values.get(f"env.train.{key}")
+    if trained is not None and trained != value:
+        raise ValueError(
+            f"evaluation must use the task of training, env.train.{key}={trained}; make them agree"
+        )
+    return value
 
 
-def _huggingface(value: str, source: Source) -> Became:
-    native = "vllm" if value == "vllm" else "native"
-    return Became({"rollout.engine": source.engine or native})
+def _num_envs(value: int | None, source: Source) -> Became:
+    """Compute the prompts (reset states) per round: episodes, divided by the group size."""
+    prompts = max(1, facts.episodes(source) // (source["algorithm.group_size"] or 1))
+    return Became({"env.num_envs": value, "rollout.prompts_per_round": prompts})
 
 
-_DERIVED = "determined by cluster.component_placement: roles on the same devices take turns"
+_SIMULATORS = choice("maniskill", "libero", "robotwin", "isaaclab", "metaworld", "behavior", "calvin", "robocasa",
+                     "realworld", "habitat")  # fmt: skip
+_SUITES = choice(*(f"libero_{name}" for name in ("spatial", "object", "goal", "10", "90", "130")))
+_OF_ACTOR = unless(
+    lambda s: is_robots(s) and s.has("actor.model.model_path"),
+    "the robot policy is set by actor.model.model_path",
+)
+_NOT_NATIVE = unless(
+    lambda s: facts.engine(s) == "native",
+    "the native engine samples with the trainer's weights in their precision",
+)
+_FRACTION = number(0.0, 1.0, above=True)
 _AS_TRAINED = "log-probs before the update are always computed with the actor's model and precision"
 _SHARED = "an engine always shares the trainer's weights, or sleeps while other roles use its devices"
+_PLACED = "determined by cluster.component_placement: roles on the same devices take turns"
+_NO_QUEUES = "data is passed between roles without named queues"
 
+# One rule per line.
 # fmt: off
-RULES: tuple[Rule, ...] = (
-    # inference: log-probs before the update
-    Apply("inference.group_name", "cluster.group_names.inference", TEXT, when(cluster)),
-    Apply("inference.load_from_actor", "inference.load_from_policy", BOOL, when(cluster)),
-    Apply("inference.model.tensor_model_parallel_size", "inference.tensor_parallel", COUNT, when(megatron)),
-    Apply("inference.model.pipeline_model_parallel_size", "inference.pipeline_parallel", COUNT, when(megatron)),
-    Apply("inference.model.sequence_parallel", "inference.sequence_parallel", BOOL, when(megatron)),
-    NoEffect("inference.model_type", ANY, _AS_TRAINED),
-    NoEffect("inference.model_arch", ANY, _AS_TRAINED),
-    *(NoEffect(f"inference.{part}.*", ANY, _AS_TRAINED) for part in (
-        "model", "tokenizer", "fsdp_config", "fsdp_config.mixed_precision", "fsdp_config.amp_autocast",
-        "fsdp_config.grad_scaler", "fsdp_config.amp_grad_scaler")),
+_INFERENCE = section("inference", "inference")(
+    to("group_name", "cluster.group_names.inference", "text", WORKERS),
+    to("load_from_actor", ".load_from_policy", "bool", WORKERS),
+    to("model.tensor_model_parallel_size", ".tensor_parallel", "count", facts.MEGATRON),
+    to("model.pipeline_model_parallel_size", ".pipeline_parallel", "count", facts.MEGATRON),
+    to("model.sequence_parallel", ".sequence_parallel", "bool", facts.MEGATRON),
+    ignored("model_type model_arch {model,tokenizer,fsdp_config}.* "
+            "fsdp_config.{mixed_precision,amp_autocast,grad_scaler,amp_grad_scaler}.*", _AS_TRAINED))
+
+_ROLLOUT = section("rollout", "rollout.{engine}")(
     # the model and the engine
-    Apply("rollout.group_name", "cluster.group_names.rollout", TEXT, when(cluster)),
-    Apply("rollout.model.model_path", "model.path", PATH, when(_is_policy_elsewhere), note="the trained policy too"),
-    Apply("rollout.model.model_type", "", MODEL_TYPE, when(_is_policy_elsewhere, then=model_type),
-          note="the folder must have this architecture"),
-    Apply("rollout.model.precision", "", nullable(PRECISION), _engine_dtype, note="dtype of the engine's weights"),
-    Apply("rollout.rollout_backend", "rollout.engine", choice("sglang", "vllm"), _chosen_engine, default="sglang",
-          note="older files lack this key: SGLang, or the native engine for robots"),
-    Apply("rollout.backend", "", choice("huggingface", "vllm"), _huggingface, note="huggingface: the native engine"),
-    Implied("rollout.mode", choice("collocate", "disaggregated"), _DERIVED),
-    Apply("rollout.gpu_memory_utilization", "", number(0.0, 1.0, above=True), when(served, then=_engine("memory_fraction")),
-          default=0.65, note="SGLang's mem_fraction_static, vLLM's gpu_memory_utilization"),
-    Apply("rollout.tensor_parallel_size", "", COUNT, when(served, then=_engine("tensor_parallel")), default=1),
-    Apply("rollout.pipeline_parallel_size", "", COUNT, when(served, then=_engine("pipeline_parallel")), default=1,
-          note="RLinf counts devices with it, but starts engines without it"),
-    Apply("rollout.max_running_requests", "", COUNT, _engine("max_running"), note="sequences decoded concurrently"),
-    Apply("rollout.enforce_eager", "", BOOL, _engine("cuda_graphs", opposite)),
-    Apply("rollout.enable_cuda_graph", "", BOOL, _engine("cuda_graphs"), note="newer opposite of enforce_eager"),
-    Apply("rollout.cuda_graph_max_bs", "", COUNT, when(served, then=_engine("cuda_graph_max_batch", _graph_batch)),
-          note="at most max_running_requests"),
-    Apply("rollout.detokenize", "", BOOL, when(served, then=_engine("detokenize")),
-          note="rewards always use text decoded by braid"),
-    Apply("rollout.padding", "model.pad_token_id", nullable(NATURAL), note="null: the tokenizer's. Not read by RLinf"),
-    Apply("rollout.eos", "model.eos_token_id", nullable(NATURAL), note="null: the tokenizer's"),
+    to("group_name", "cluster.group_names.rollout", "text", WORKERS),
+    to("model.model_path", "model.path", "path", _OF_ACTOR, note="the trained policy too"),
+    to("model.model_type", "", MODEL_TYPE, _OF_ACTOR, model_type,
+       note="the folder must have this architecture"),
+    to("model.precision", ".dtype", nullable(PRECISION), _NOT_NATIVE,
+       unless_null("same as actor.model.precision"), lambda v, _: facts.DTYPES[str(v)],
+       note="dtype of the engine's weights"),
+    to("rollout_backend", "rollout.engine", "sglang|vllm", lambda _, s: facts.engine(s), default="sglang",
+       note="older files lack this key: SGLang, or the native engine for robots"),
+    to("backend", "rollout.engine", "huggingface|vllm",
+       lambda v, s: s.engine or ("vllm" if v == "vllm" else "native"),
+       note="huggingface: the native engine"),
+    always("mode", _PLACED, "collocate|disaggregated"),
+    to("gpu_memory_utilization", ".memory_fraction", _FRACTION, SERVED, default=0.65,
+       note="SGLang's mem_fraction_static, vLLM's gpu_memory_utilization"),
+    to("tensor_parallel_size", ".tensor_parallel", "count", SERVED, default=1),
+    to("pipeline_parallel_size", ".pipeline_parallel", "count", SERVED, default=1,
+       note="RLinf counts devices with it, but starts engines without it"),
+    to("max_running_requests", ".max_running", "count", note="sequences decoded concurrently"),
+    to("enforce_eager", ".cuda_graphs", "bool", opposite),
+    to("enable_cuda_graph", ".cuda_graphs", "bool", note="newer opposite of enforce_eager"),
+    to("cuda_graph_max_bs", ".cuda_graph_max_batch", "count", SERVED,
+       lambda v, s: min(v, s["rollout.max_running_requests"] or v),
+       note="at most max_running_requests"),
+    to("detokenize", ".detokenize", "bool", SERVED, note="rewards always use text decoded by braid"),
+    to("padding", "model.pad_token_id", "natural?", note="null: the tokenizer's. Not read by RLinf"),
+    to("eos", "model.eos_token_id", "natural?", note="null: the tokenizer's"),
     # SGLang and vLLM
-    Apply("rollout.attention_backend", "rollout.sglang.attention", TEXT, when(sglang)),
-    Apply("rollout.sglang_decode_log_interval", "rollout.sglang.decode_log_interval", COUNT, when(sglang)),
-    Apply("rollout.use_torch_compile", "rollout.sglang.torch_compile", BOOL, when(sglang)),
-    Apply("rollout.torch_compile_max_bs", "rollout.sglang.torch_compile_max_batch", COUNT, when(sglang, then=_compiled)),
-    Apply("rollout.distributed_executor_backend", "rollout.vllm.executor", choice("mp", "ray"), when(vllm),
-          note="not read by RLinf"),
-    Apply("rollout.disable_log_stats", "rollout.vllm.log_stats", BOOL, when(vllm, then=opposite)),
-    Apply("rollout.vllm.attention_backend", "rollout.vllm.attention", TEXT, when(vllm)),
-    Apply("rollout.vllm.enable_chunked_prefill", "rollout.vllm.chunked_prefill", BOOL, when(vllm)),
-    Apply("rollout.vllm.enable_prefix_caching", "rollout.vllm.prefix_caching", BOOL, when(vllm)),
-    Apply("rollout.vllm.max_num_batched_tokens", "rollout.vllm.prefill_tokens", nullable(COUNT),
-          when(vllm, then=unless_null())),
-    NoEffect("rollout.vllm.enable_flash_infer_sampler", BOOL, "a sampling kernel, which does not change the distribution"),
-    Unsupported("rollout.vllm.torch_profiler_dir", "use an external profiler"),
+    to("attention_backend", ".attention", "text", SGLANG),
+    to("sglang_decode_log_interval", ".decode_log_interval", "count", SGLANG),
+    to("use_torch_compile", ".torch_compile", "bool", SGLANG),
+    to("torch_compile_max_bs", ".torch_compile_max_batch", "count", SGLANG,
+       needs("rollout.use_torch_compile")),
+    to("distributed_executor_backend", ".executor", "mp|ray", VLLM, note="not read by RLinf"),
+    to("disable_log_stats", ".log_stats", "bool", VLLM, opposite),
+    to("vllm.attention_backend", ".attention", "text", VLLM),
+    to("vllm.enable_chunked_prefill", ".chunked_prefill", "bool", VLLM),
+    to("vllm.enable_prefix_caching", ".prefix_caching", "bool", VLLM),
+    to("vllm.max_num_batched_tokens", ".prefill_tokens", "count?", VLLM, unless_null()),
+    ignored("vllm.enable_flash_infer_sampler", "a sampling kernel, which does not change the distribution",
+            "bool"),
+    missing("vllm.torch_profiler_dir", "use an external profiler"),
     # log-probs, checks, output
-    Apply(
-        "rollout.recompute_logprobs", "algorithm.old_logprobs", BOOL, _recompute, default=True,
-        note="true: the trainer's own before the update; false: the engine's, or in decoupled_actor_critic interpolated",
-    ),
-    Implied("rollout.return_logprobs", BOOL, "the engine's log-probs are always kept"),
-    Apply("rollout.validate_weight", "rollout.check_weights", BOOL,
-          note="the engine's weights are checked after each weight sync"),
-    Apply("rollout.validate_save_dir", "rollout.check_weights_dir", nullable(PATH), _weights_dir),
-    Apply("rollout.print_outputs", "rollout.print_outputs", BOOL),
+    to("recompute_logprobs", "algorithm.old_logprobs", "bool", _recompute, default=True,
+       note="true: the trainer's own before the update; false: the engine's, or in decoupled_actor_critic "
+       "interpolated"),
+    always("return_logprobs", "the engine's log-probs are always kept", "bool"),
+    to("validate_weight", "rollout.check_weights", "bool",
+       note="the engine's weights are checked after each weight sync"),
+    to("validate_save_dir", "rollout.check_weights_dir", "path?", needs("rollout.validate_weight")),
+    to("print_outputs", "rollout.print_outputs", "bool"),
     # robots
-    Implied("rollout.enable_offload", BOOL, _SHARED),
-    Apply("rollout.pipeline_stage_num", "env.pipeline_stages", COUNT, when(robots_only)),
-    Apply("rollout.sampling_params.temperature_train", "rollout.sampling.temperature", POSITIVE, when(robots_only)),
-    Apply("rollout.sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", COUNT, when(robots_only)),
-    Unsupported("rollout.sampling_params.temperature_eval", "use actor.model.do_sample for evaluation"),
-    Unsupported("rollout.enable_torch_compile", "use braid.train.compile=true"),
-    NoEffect("rollout.collect_transitions", BOOL, "trajectories are always complete"),
-    NoEffect("rollout.collect_prev_infos", BOOL, "trajectories are always complete"),
+    always("enable_offload", _SHARED, "bool"),
+    to("pipeline_stage_num", "env.pipeline_stages", "count", ROBOTS_ONLY),
+    to("sampling_params.temperature_train", "rollout.sampling.temperature", "positive", ROBOTS_ONLY),
+    to("sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", "count", ROBOTS_ONLY),
+    missing("sampling_params.temperature_eval", "use actor.model.do_sample for evaluation"),
+    missing("enable_torch_compile", "use braid.train.compile=true"),
+    ignored("{collect_transitions,collect_prev_infos}", "trajectories are always complete", "bool"))
+
+_ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
+    to("env_type", "", _SIMULATORS, _simulator, note="env.kind"),
+    to("task_name init_params.id", "env.task", "text", _of_simulator("maniskill"), _task),
+    to("task_suite_name", "env.suite", _SUITES, _of_simulator("libero"), _task),
+    missing("max_steps_per_rollout_epoch", "use max_episode_steps: simulators always run whole episodes"),
+    to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
+    to("ignore_terminations", ".ignore_terminations", "bool"),
+    to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool",
+       note="true for GRPO: a group shares its reset state"),
+    to("max_episode_steps", ".max_episode_steps", "count", note="in env steps, not action chunks"),
+    to("use_rel_reward", ".relative_reward", "bool"),
+    to("reward_coef", ".reward_scale", "positive"),
+    to("seed", ".seed", "natural"),
+    to("group_size", ".group_size", "count"),
+    to("video_cfg.save_video", ".video.save", "bool"),
+    to("video_cfg.info_on_video", ".video.overlay", "bool"),
+    to("video_cfg.video_base_dir", ".video.dir", "path"),
+    to("init_params.camera_heights", ".camera_height", "count"),
+    to("init_params.camera_widths", ".camera_width", "count"))
+
+_VLA = section("actor.model", "model.vla", ROBOTS_ONLY)(
+    to("action_dim", ".action_dim", "count"),
+    to("num_action_chunks", ".num_action_chunks", "count", note="actions of one answer"),
+    to("use_proprio", ".use_proprio", "bool"),
+    to("unnorm_key", ".unnorm_key", "text?"),
+    to("value_type", ".value_level", {"chunk_level": "chunk", "action_level": "action"}),
+    to("val_micro_batch_size", ".eval_batch_rows", "count", note="not read by RLinf"),
+    to("center_crop", ".center_crop", "bool"),
+    to("do_sample", ".greedy", "bool", opposite, note="in evaluation; training always samples"),
+    to("add_qkv_bias", ".qkv_bias", "bool", note="checked against the folder"),
+    to("vocab_size", ".vocab_size", "count", note="action tokens are counted backwards from it"),
+    to("hidden_size", ".hidden_size", "count", note="input of the value head"),
+    to("policy_setup", ".policy_setup", "text"),
+    to("image_size", ".image_size", list_of(takes("count"), length=2), note="height and width"),
+    to("num_images_in_input", ".num_images", "count"),
+    always("add_value_head", "there is a value head whenever values are learned", "bool"),
+    always("implement_version", "one implementation supports both", "rlinf|official"),
+    missing("use_film", "use a policy without FiLM"))
+
+RULES = rows(
+    _INFERENCE,
+    _ROLLOUT,
+    to("env.group_name", "cluster.group_names.env", "text", WORKERS),
+    ignored("{env,rollout,actor}.channel.{name,queue_name}", _NO_QUEUES, "text"),
+    ignored("{env,rollout,actor}.channel.queue_size", _NO_QUEUES, "natural"),
+    to("env.enable_offload", "env.offload", "bool", ROBOTS_ONLY),
+    to("env.train.total_num_envs", "", "count?", ROBOTS_ONLY, _num_envs,
+       note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: as many as one optimizer "
+       "batch needs"),
+    to("env.train.rollout_epoch", "env.episodes_per_round", "count", ROBOTS_ONLY),
+    to("env.eval.total_num_envs", "env.eval.num_envs", "count?", ROBOTS_ONLY),
+    missing("env.eval.rollout_epoch", "evaluation always runs each reset state once"),
+    _ENV,
+    _VLA,
 )
 # fmt: on

@@ -153,8 +153,6 @@ class Source:
         is_set = rule is not None and rule.disposition == "applied" and rule.default is not ABSENT
         return rule.default if rule is not None and is_set else None
 
-    get = __getitem__
-
     def has(self, path: str) -> bool:
         """Whether the file has the key, or keys below it."""
         return path in self.values or any(name.startswith(f"{path}.") for name in self.values)

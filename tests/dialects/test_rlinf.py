@@ -53,6 +53,13 @@ def test_the_critic_has_its_own_settings_and_the_actors_for_the_rest() -> None:
     assert own.critic.train.model_dump(exclude={"optimizer"}) == own.train.model_dump(exclude={"optimizer"})
 
 
+def test_a_setting_of_the_actor_that_does_not_suit_the_critic_is_refused() -> None:
+    rates = ("actor.optim.lr=1e-4", "actor.lr_sched.min_lr=1e-5", "actor.lr_sched.lr_decay_style=cosine")
+    critic = ("algorithm.adv_type=gae", "critic.use_critic_model=true", "+critic.optim.lr=1e-6")
+    (found,) = problems(*rates, *critic)
+    assert found.startswith("actor.lr_sched.min_lr: for the critic: 1e-05 is above the peak learning rate")
+
+
 def row(read: Read, path: str) -> Entry:
     (found,) = [entry for entry in read.ledger if entry.path == path]
     return found
@@ -178,9 +185,9 @@ def test_in_one_process_batches_are_the_same_and_cluster_keys_are_dropped() -> N
     assert (plan.steps_per_round, plan.rows_per_step, plan.trajectories_per_round) == (4, 32, 128)
     assert row(read, "actor.model.tensor_model_parallel_size").disposition == "no effect"
     assert (
-        row(read, "actor.model.tensor_model_parallel_size").note == "for Megatron only; the backend is single"
+        row(read, "actor.model.tensor_model_parallel_size").note == "for megatron only; the backend is single"
     )
-    assert row(read, "rollout.attention_backend").note == "for SGLang only; the engine is native"
+    assert row(read, "rollout.attention_backend").note == "for sglang only; the engine is native"
     assert row(read, "actor.group_name").note == "a single process has no workers (--backend single)"
 
 
@@ -538,14 +545,14 @@ def test_fsdp_reads_the_options_of_its_own_generation() -> None:
         False,
         None,
     )
-    assert row(first, "actor.fsdp_config.cpu_offload").note == "for FSDP 2 only; the backend is fsdp"
+    assert row(first, "actor.fsdp_config.cpu_offload").note == "for fsdp2 only; the backend is fsdp"
     assert (fsdp.param_dtype, fsdp.reduce_dtype, fsdp.buffer_dtype) == ("bf16", "bf16", "bf16")
     second = read_config(MATH_003, [*base, *options, "actor.fsdp_config.strategy=FSDP2"])
     fsdp = second.loaded.config.train.fsdp
     assert second.loaded.config.train.backend == "fsdp2"
     assert (fsdp.backward_prefetch, fsdp.cpu_offload, fsdp.size) == ("off", True, 4)
-    assert row(second, "actor.fsdp_config.backward_prefetch").note == "for FSDP 1 only; the backend is fsdp2"
-    assert row(second, "actor.megatron.use_hf_ckpt").note == "for Megatron only; the backend is fsdp2"
+    assert row(second, "actor.fsdp_config.backward_prefetch").note == "for fsdp only; the backend is fsdp2"
+    assert row(second, "actor.megatron.use_hf_ckpt").note == "for megatron only; the backend is fsdp2"
 
 
 def test_learning_rates_and_the_warmup() -> None:
