@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from braid.config.explain import show_value
-
 from .table import Became, Convert, Source, implied, no_effect, unsupported
 
 
@@ -24,14 +22,12 @@ def unless(test: Callable[[Source], Any], why: str | Callable[[Source], str]) ->
 def needs(key: str, *values: Any) -> Convert:
     """No effect unless another key is on, or has one of `values`."""
     name = key.lstrip(".")
-    wanted = f"for {name}={' or '.join(values)} only; it is" if values else f"{name} is"
 
-    def convert(value: Any, source: Source) -> Any:
-        now = source[key]
-        shown = "not set" if now is None else now if isinstance(now, str) else show_value(now)
-        return value if (now in values if values else now) else no_effect(f"{wanted} {shown}")
+    def why(source: Source) -> str:
+        now = "not set" if source[key] is None else source[key]
+        return f"for {name}={' or '.join(values)} only; it is {now}" if values else f"{name} is off"
 
-    return convert
+    return unless(lambda s: s[key] not in values if values else not s[key], why)
 
 
 def overridden(*keys: str) -> Convert:

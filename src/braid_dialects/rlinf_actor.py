@@ -145,7 +145,7 @@ _IN_FILE = unless(lambda s: s.backend, lambda s: f"overridden by --backend {s.ba
 _WARMUP = unless(
     lambda s: (s["actor.lr_sched.lr_warmup_iters"] or 0) > 0, "overridden by actor.lr_sched.lr_warmup_iters"
 )
-_IS_LORA = unless(lambda s: not facts.is_lora(s), "actor.model.is_lora is false")
+_IS_LORA = needs("actor.model.is_lora")
 _HYBRID = unless(
     lambda s: s["actor.fsdp_config.sharding_strategy"] != "hybrid_shard",
     "for sharding_strategy=hybrid_shard only",

@@ -239,7 +239,7 @@ def test_micro_batches_are_bounded_by_rows_or_by_tokens() -> None:
     train = by_rows.loaded.config.train
     assert (train.micro_batch_rows, train.micro_batch_tokens) == (4, 8192)
     assert (train.infer_batch_rows, train.infer_batch_tokens) == (8, 16_384)
-    assert row(by_rows, "runner.max_tokens_per_mbs").note == "runner.enable_dynamic_batch_size is false"
+    assert row(by_rows, "runner.max_tokens_per_mbs").note == "runner.enable_dynamic_batch_size is off"
     by_tokens = here("runner.enable_dynamic_batch_size=true", "runner.max_tokens_per_mbs=4096")
     train = by_tokens.loaded.config.train
     assert (train.micro_batch_rows, train.micro_batch_tokens) == (None, 4096)
