@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 
 from braid.algorithms.recipes import RECIPES
 from braid.algorithms.rewards import RunningMoments
-from braid.controller.rollouts import least_load
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, Facts, GroupFacts
 from braid.rollout.rows import group_rows, rows_of
@@ -75,9 +73,11 @@ def _collected(length: int) -> Iterator[tuple[Collector, list[GroupFacts]]]:
         scorer,
         shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
     )
-    collector.collect("train", [2, 0, 3], 3, (0, 1), [7, 8, 9])
-    facts, _ = collector.score("train")
-    yield collector, facts
+    collector.submit("train", [2, 0, 3], 3, (0, 1), [7, 8, 9])
+    facts: list[GroupFacts] = []
+    while len(facts) < 3:
+        facts += collector.finished("train")[0]
+    yield collector, sorted(facts, key=lambda of: of.number)
     collector.close()
 
 
@@ -88,7 +88,7 @@ def test_data_sent_to_the_controller_does_not_grow_with_response_length() -> Non
 
 def test_metadata_of_a_group_has_everything_except_tokens() -> None:
     with _collected(5) as (collector, facts):
-        group, (whole,) = facts[1].group(_prompt(0)), collector.whole([8])
+        group, (whole,) = facts[1].group(_prompt(0)), collector.whole("train", [8])
     assert group.number == 8
     assert [t.status for t in group.trajectories] == [t.status for t in whole.trajectories]
     assert [t.reward for t in group.valid] == [0.0, 1.0]
@@ -101,7 +101,7 @@ def test_metadata_of_a_group_has_everything_except_tokens() -> None:
 
 def test_rows_do_not_depend_on_the_worker() -> None:
     with _collected(5) as (collector, _):
-        at_once = rows_of(collector.whole([9, 7, 9]))  # a copy takes the place of a dropped group
+        at_once = rows_of(collector.whole("train", [9, 7, 9]))  # a copy takes the place of a dropped group
         pieces = [collector.rows([(7, 1, 3)]), collector.rows([(9, 0, 0), (9, 2, 6)])]
     experience = Experience(RECIPES["grpo"], None)
     facts = experience.open(pieces)
@@ -159,13 +159,3 @@ def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
     _, after = experience.assign_credit(0.0, moments)
     assert after is moments
     assert [row.fields["advantages"][-1] > 0 for row in experience.take([0, 1], False)] == [False, True]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
-def test_prompts_go_to_the_least_loaded_worker(num_workers: int) -> None:
-    loads = [5, 1, 1, 1, 9, 2]
-    shares = least_load(loads, num_workers)
-    assert sorted(i for share in shares for i in share) == list(range(6))
-    assert all(share == sorted(share) for share in shares)
-    totals = [sum(loads[i] + 1 for i in share) for share in shares]
-    assert max(totals) - min(totals) <= max(loads) + 1

@@ -97,7 +97,7 @@ def test_memory_is_recorded_after_each_round(load_tiny: LoadTiny) -> None:
     assert held["policy"]["optimizer"] >= 2 * held["policy"]["weights"] > 0
     assert held["reference"]["optimizer"] == held["reference"]["gradients"] == 0
     assert held["engine"]["kv_cache"] == 0, "it sleeps between rounds"
-    assert {"collect", "improve"} <= set(record["peak_bytes"])
+    assert {"rollout", "improve"} <= set(record["peak_bytes"])
 
 
 def test_the_schedule_and_the_optimizer_are_those_of_the_config(load_tiny: LoadTiny) -> None:

@@ -21,7 +21,7 @@ from braid.training.group import GroupBackend
 from .conftest import LoadTiny
 
 WATCHED = {
-    Rollouts: ("wake", "collect", "score", "sleep", "publish"),
+    Rollouts: ("wake", "collect", "sleep", "set_weights"),
     GroupBackend: ("to_host", "to_device"),
     DataPlane: ("start_infer", "train"),
 }
@@ -55,11 +55,11 @@ def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_le
     commands.train(
         load_tiny("run.max_rounds=2", "train.passes_per_round=2", "eval.before=false", "eval.every_rounds=1")
     )
-    sampling = ["to_host", "wake", "collect", "score", "sleep", "to_device"]
-    round_ = [*sampling, "start_infer", "train", "publish", *sampling]  # the last for the evaluation
+    sampling = ["to_host", "wake", "collect", "sleep", "to_device"]
+    round_ = [*sampling, "start_infer", "train", "set_weights", *sampling]  # the last for the evaluation
     order = [name for name, _ in itertools.groupby(name for name, _ in seen)]
-    assert order == ["publish", *round_, *round_]
-    assert {name for name, num_bytes in seen if num_bytes} == {"collect", "score"}
+    assert order == ["set_weights", *round_, *round_]
+    assert {name for name, num_bytes in seen if num_bytes} == {"collect"}
 
 
 class _Built(Exception):

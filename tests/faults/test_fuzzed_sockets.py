@@ -132,7 +132,7 @@ def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
         begun.append(verb)
         if verb != "build":
             fuzz.find()
-        if verb == "collect" and begun.count(verb) == 2:  # a whole round is left for what they have broken
+        if verb == "rollout" and begun.count(verb) == 2:  # a whole round is left for what they have broken
             sent.update(fuzz.finish())
             listening.update(_listening())
         return phase(reporter, verb)

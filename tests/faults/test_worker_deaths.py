@@ -36,12 +36,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 ROUNDS = 5
 _SOAK = os.environ.get("BRAID_SOAK") == "1"
-_PHASES = ("collect", "build", "score", "credit", "improve", "publish", "save")
+_PHASES = ("rollout", "build", "credit", "improve", "publish", "save")
 _KILLS = (
     [(phase, 1, role) for phase in _PHASES for role in ("policy", "critic", "reference", "rollout", "rows")]
     if _SOAK
     else [
-        ("collect", 2, "rollout"),
+        ("rollout", 2, "rollout"),
         ("improve", 1, "policy"),
         ("publish", 1, "critic"),
     ]
@@ -49,7 +49,7 @@ _KILLS = (
 _WHERE = r".* of the \w+ phase|(\w+ was )?in (sleep|wake|to_host|to_device)\(\)"
 """Between phases models and engines take turns on their devices."""
 _ENGINE_KILLS = [
-    (phase, 1, "engine") for phase in (("collect", "credit", "publish", "save") if _SOAK else ())
+    (phase, 1, "engine") for phase in (("rollout", "credit", "publish", "save") if _SOAK else ())
 ]
 
 
@@ -158,7 +158,7 @@ def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_g
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)
-    _Signals(signal.SIGTERM, ("collect", 2, "driver")).attach(monkeypatch)
+    _Signals(signal.SIGTERM, ("rollout", 2, "driver")).attach(monkeypatch)
     run = {"stop_within_s": 1e-3, "resume": "latest"}  # the round is given up
     with pytest.raises(RunInterrupted, match=r"the newest checkpoint is .*step_1$"):
         commands.train(load_config(run_config(tmp_path, run=run)))

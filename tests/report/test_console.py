@@ -69,13 +69,13 @@ def test_the_live_display_fits_its_terminal(width: int) -> None:
     shown.num_rounds = 300
     for i in range(1, 201):
         shown.log(
-            i, 2 * i, {**FIRST, **ROUND, "reward/mean": i / 200, "time/collect_s": 0.9, "time/improve_s": 0.6}
+            i, 2 * i, {**FIRST, **ROUND, "reward/mean": i / 200, "time/rollout_s": 0.9, "time/improve_s": 0.6}
         )
-    with shown.phase("collect"):
-        shown.progress("collect", 3, 9)
+    with shown.phase("rollout"):
+        shown.progress("rollout", 3, 9)
         picture = drawn(shown)
     assert all(len(line) <= min(width, 100) for line in picture.splitlines())
-    for part in ("round 200/300", "collect 3/9", "reward", "▁", "█"):
+    for part in ("round 200/300", "rollout 3/9", "reward", "▁", "█"):
         assert part in picture
 
 
@@ -83,8 +83,8 @@ def test_the_live_display_shows_the_running_phase_and_results() -> None:
     shown = console("live", width=100, is_terminal=True)
     shown.num_rounds = 10
     shown.log(0, 0, FIRST)
-    shown.log(1, 2, {**ROUND, "eval/all/mean@1": 0.75, "eval/all/pass@1": 0.75, "time/collect_s": 0.9})
-    shown.log(2, 4, ROUND | {"time/collect_s": 0.9})
+    shown.log(1, 2, {**ROUND, "eval/all/mean@1": 0.75, "eval/all/pass@1": 0.75, "time/rollout_s": 0.9})
+    shown.log(2, 4, ROUND | {"time/rollout_s": 0.9})
     with shown.phase("improve"):
         picture = drawn(shown)
     for part in ("train quickstart", "runs/quickstart", "step 4", "elapsed", "left", "improve", "last round"):

@@ -75,7 +75,7 @@ def test_a_name_keeps_its_kind() -> None:
         ("eval/ALE/Pong-v5/pass@1", "eval/<source>/pass@<k>"),
         ("reward/part/exact match", "reward/part/<part>"),
         ("status/truncated", "status/<status>"),
-        ("time/collect_s", "time/<verb>_s"),
+        ("time/rollout_s", "time/<verb>_s"),
         ("time/round_s", "time/round_s"),
     ],
 )
@@ -84,7 +84,7 @@ def test_names_with_places_find_their_line(name: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["eval/gsm8k/mean@n", "eval/gsm8k/pass@", "reward/part/", "time/collect", "status/"]
+    "name", ["eval/gsm8k/mean@n", "eval/gsm8k/pass@", "reward/part/", "time/rollout", "status/"]
 )
 def test_names_that_only_look_like_a_pattern_are_refused(name: str) -> None:
     with pytest.raises(AssertionError, match="not declared"):
@@ -93,14 +93,14 @@ def test_names_that_only_look_like_a_pattern_are_refused(name: str) -> None:
 
 def test_names_are_in_the_order_of_the_table() -> None:
     metrics = Metrics()
-    for name in ("time/collect_s", "policy/kl", "reward/part/b", "reward/part/a", "reward/mean"):
+    for name in ("time/rollout_s", "policy/kl", "reward/part/b", "reward/part/a", "reward/mean"):
         metrics.mean(name, 1.0)
     assert list(metrics.flat()) == [
         "reward/mean",
         "reward/part/a",
         "reward/part/b",
         "policy/kl",
-        "time/collect_s",
+        "time/rollout_s",
     ]
 
 
@@ -113,6 +113,7 @@ def test_only_times_rates_and_memory_differ_from_one_day_to_the_next() -> None:
         "flops/infer_per_s",
         "flops/train_per_s",
         "time/round_s",
+        "time/score_s",
         "time/<verb>_s",
         "reward/time/<part>_s",
         "memory/peak_rss_bytes",

@@ -22,7 +22,7 @@ from braid.report.reporter import Reporter
 
 NUM_ROUNDS = 5
 MOMENTS = [
-    ("warm_up", 1), ("evaluate", 1), ("collect", 1), ("score", 1), ("credit", 1), ("improve", 1), ("publish", 2), ("evaluate", 1),
+    ("warm_up", 1), ("evaluate", 1), ("rollout", 1), ("credit", 1), ("improve", 1), ("publish", 2), ("evaluate", 1),
 ]  # fmt: skip
 """A phase, and at which of its beginnings since the run was started or resumed the signal comes."""
 NUMBERS = itertools.cycle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))

@@ -94,6 +94,26 @@ def _prompt(text: str) -> Prompt:
     return Prompt(f"test:{text}", "test", tuple(_ids(text)), ())
 
 
+def _driver(
+    engine: Any,
+    env: Callable[[], TextEnv],
+    sampling: Sampling = SAMPLING,
+    retries: int = 1,
+    max_context_tokens: int = 200,
+    env_timeout_s: float = 60.0,
+) -> TextDriver:
+    return TextDriver(
+        engine,
+        env,
+        TOKENIZER,
+        sampling,
+        seed=7,
+        retries=retries,
+        max_context_tokens=max_context_tokens,
+        env_timeout_s=env_timeout_s,
+    )
+
+
 def _drive(
     script: Script,
     env: Callable[[], TextEnv] = SingleTurn,
@@ -102,13 +122,12 @@ def _drive(
     group_size: int = 1,
     retries: int = 1,
     max_context_tokens: int = 200,
+    env_timeout_s: float = 60.0,
     sampling: Sampling = SAMPLING,
     key: tuple[int, ...] = (0, 5),
 ) -> tuple[ScriptedEngine, list[Group]]:
     engine = ScriptedEngine(script, version=9)
-    driver = TextDriver(
-        engine, env, TOKENIZER, sampling, seed=7, retries=retries, max_context_tokens=max_context_tokens
-    )
+    driver = _driver(engine, env, sampling, retries, max_context_tokens, env_timeout_s)
     groups = drive(driver, [_prompt(p) for p in prompts], group_size, key)
     return engine, groups
 
@@ -299,8 +318,7 @@ def test_a_bug_is_raised_and_the_requests_that_still_run_are_cancelled() -> None
             raise ZeroDivisionError("a bug")
 
         engine = ScriptedEngine(script)
-        sampling = Sampling(max_new_tokens=8)
-        driver = TextDriver(engine, SingleTurn, TOKENIZER, sampling, seed=0, retries=5, max_context_tokens=50)
+        driver = _driver(engine, SingleTurn, Sampling(max_new_tokens=8), retries=5)
         with pytest.raises(ZeroDivisionError, match="a bug"):
             await groups_of(driver, [_prompt("1+1=")] * 20)
         return engine
@@ -308,3 +326,68 @@ def test_a_bug_is_raised_and_the_requests_that_still_run_are_cancelled() -> None
     engine = asyncio.run(run())
     assert len(engine.requests) == 20, "no retries"
     assert engine.num_cancelled > 0
+
+
+class Slow(Env):
+    """Hangs in its first reply, or in that of all, and counts how many are open."""
+
+    num_open = 0
+    num_hanging: int
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: Reply(is_done=True))
+        Slow.num_open += 1
+
+    async def reply(self, text: str) -> Reply:
+        if Slow.num_hanging:
+            Slow.num_hanging -= 1
+            await asyncio.Event().wait()
+        return await super().reply(text)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        Slow.num_open -= 1
+
+
+@pytest.mark.parametrize("num_hanging", [1, 2])
+def test_a_late_environment_is_retried_with_its_time_limit_as_the_reason_and_closed(
+    monkeypatch: pytest.MonkeyPatch, num_hanging: int
+) -> None:
+    monkeypatch.setattr(Slow, "num_open", 0)
+    monkeypatch.setattr(Slow, "num_hanging", num_hanging, raising=False)
+    _, groups = _drive(lambda _: ("A!", "stop"), Slow, env_timeout_s=0.02)
+    trajectory = _one(groups)
+    assert trajectory.attempts == 2
+    if num_hanging == 1:
+        assert trajectory.status is Status.FINISHED
+    else:
+        assert trajectory.reason == "environment: reply() took longer than rollout.env_timeout_s=0.02"
+    assert Slow.num_open == 0
+
+
+def test_environments_of_a_cancelled_group_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slow, "num_open", 0)
+    monkeypatch.setattr(Slow, "num_hanging", 4, raising=False)
+    driver = _driver(ScriptedEngine(lambda _: ("A!", "stop")), Slow)
+
+    async def scenario() -> None:
+        group = asyncio.create_task(driver.group(_prompt("1+1="), 4, (0, 0)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert Slow.num_open == 4
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+
+    asyncio.run(scenario())
+    assert Slow.num_open == 0
+
+
+def test_an_environment_that_fails_to_close_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Env):
+        async def close(self) -> None:
+            raise OSError("no such window")
+
+    _, groups = _drive(lambda _: ("A!", "stop"), lambda: Broken(lambda _: Reply(is_done=True)))
+    assert _one(groups).status is Status.FINISHED
+    assert "no such window" in caplog.text

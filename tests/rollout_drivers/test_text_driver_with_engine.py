@@ -60,7 +60,9 @@ def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[
     sampling = Sampling(
         max_new_tokens=24, temperature=TEMPERATURE, stop_token_ids=tuple(TOKENIZER.encode("<eos>"))
     )
-    driver = TextDriver(engine, Echo, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128)
+    driver = TextDriver(
+        engine, Echo, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128, env_timeout_s=60.0
+    )
     with closing(engine):
         return drive(driver, prompts, 4, (0, 1))
 
@@ -71,7 +73,9 @@ def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm:
     inputs = TextInputs(TOKENIZER, none, none, ExampleSet([], {}), ())
     engine = NativeEngine(lm, decode=inputs.decode)
     sampling = Sampling(max_new_tokens=24, temperature=2.0, stop_strings=("<eos>",))
-    driver = TextDriver(engine, SingleTurn, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128)
+    driver = TextDriver(
+        engine, SingleTurn, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128, env_timeout_s=60.0
+    )
     with closing(engine):
         groups = drive(driver, _prompts(8), 4, (0, 1))
     trajectories = [t for g in groups for t in g.trajectories]

@@ -41,13 +41,13 @@ def test_a_phase_has_its_own_peak(tmp_path: Path) -> None:
 def test_each_round_starts_anew_and_a_phase_that_comes_twice_has_its_greatest_peak(tmp_path: Path) -> None:
     recorder = MemoryRecorder(tmp_path, CPU, dict)
     for _ in range(2):
-        with recorder.phase("collect"):
+        with recorder.phase("rollout"):
             pass
     recorder.write(1)
     with recorder.phase("improve"):
         pass
     recorder.write(2)
-    assert set(_record(tmp_path, 1)["peak_bytes"]) == {"collect"}
+    assert set(_record(tmp_path, 1)["peak_bytes"]) == {"rollout"}
     assert set(_record(tmp_path, 2)["peak_bytes"]) == {"improve"}
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,14 @@ def test_tests_with_workers_share_one_process_of_pytest(request: pytest.FixtureR
 class Worker:
     def __init__(self, place: Place) -> None:
         self._place = place
+        self._opened = threading.Event()
+
+    def pass_gate(self) -> int:
+        assert self._opened.wait(LIMIT_S)
+        return self._place.rank
+
+    def open_gate(self) -> None:
+        self._opened.set()
 
     def add(self, a: int, b: int) -> int:
         return a + b + self._place.rank
@@ -97,6 +106,19 @@ def test_the_configs_environment_reaches_workers() -> None:
     group = _group(ClusterConfig(env={"BRAID_TEST": "here"}))
     assert group.call("env", "BRAID_TEST") == ["here", "here"]
     group.close()
+
+
+def test_a_call_that_waits_beside_others_is_answered_first_if_it_finishes_first() -> None:
+    group = _group()
+    waiting = [group.start_on(rank, "pass_gate", is_beside=True) for rank in range(2)]
+    assert group.call("add", 1, 2) == [3, 4]
+    group.start_on(1, "open_gate").wait()
+    (answered,) = group.wait_any(waiting)
+    assert answered is waiting[1]
+    assert answered.wait() == [1]
+    failing = group.start_on(1, "fail", is_beside=True)
+    with pytest.raises(WorkerError, match=r"policy worker 1 of 2 failed while in fail\(\)"):
+        group.wait_any([failing])
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,8 @@ class RolloutConfig(Section):
     when null."""
     filter: FilterConfig = FilterConfig()
     """Filter of the groups to train on."""
+    env_timeout_s: PositiveFloat = 300.0
+    """Timeout of one call of a text environment, in seconds; the trajectory of a late one has failed."""
     retries: NonNegativeInt = 1
     """Retries of a trajectory whose environment or engine failed."""
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

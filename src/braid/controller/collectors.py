@@ -65,7 +65,7 @@ def make_collector(
         sending = send_options(config, plan.layout, str(run_dir / "publications"), device)
         engines = engines_here(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
         engine, link = as_one(engines), EngineLink(engines)
-    return text_collector(config, plan, base_dir, inputs, engine, link=link)
+    return text_collector(config, plan, base_dir, inputs, engine, link=link, in_background=True)
 
 
 class NativeLink:
@@ -78,8 +78,9 @@ class NativeLink:
         self._lm, self._timeout_s, self._device = lm, timeout_s, device
         self._receiver: Receiver | None = None
 
-    def take(self, version: int, ticket: Mapping[str, Any]) -> None:
+    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:
         """See WeightLink."""
+        assert ticket is not None, "the sender is in another process"
         if self._receiver is None:
             (name,) = self.names
             self._receiver = open_receiver(
@@ -119,8 +120,9 @@ def text_collector(
     engine: RolloutEngine,
     *,
     link: WeightLink | None = None,
+    in_background: bool = False,
 ) -> Collector:
-    """A collector of text episodes sampled with `engine`; `link` as in Collector."""
+    """A collector of text episodes sampled with `engine`; `link` and `in_background` as in Collector."""
     env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
     assert isinstance(env, SingleTurnEnv | ToolEnv), "env is a simulator, not a text environment"
 
@@ -134,6 +136,7 @@ def text_collector(
             seed=config.run.seed,
             retries=rollout.retries,
             max_context_tokens=context,
+            env_timeout_s=rollout.env_timeout_s,
         )
 
     longest = plan.max_trajectory_tokens
@@ -155,6 +158,7 @@ def text_collector(
         shape=_shape_of(config),
         limits=_limits(config),
         link=link,
+        in_background=in_background,
     )
 
 

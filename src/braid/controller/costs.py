@@ -33,7 +33,7 @@ def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
     trajectories = [t for group in groups for t in group.sampled]
     outputs = sum(t.num_output_tokens for t in trajectories)
     flops = parts.policy.flops([t.lengths.total for t in trajectories], outputs)
-    parts.metrics.mean("flops/rollout_per_s", flops.forward / parts.metrics.value("time/collect_s"))
+    parts.metrics.mean("flops/rollout_per_s", flops.forward / parts.metrics.value("time/rollout_s"))
 
 
 def count_training(parts: Parts) -> None:

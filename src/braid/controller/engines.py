@@ -19,7 +19,6 @@ from braid.models.causal_lm import CausalLM
 from braid.models.folders import expand
 from braid.models.loading import TORCH_DTYPES
 from braid.plan import Plan
-from braid.rollout.collector import Collector
 from braid.rollout.engines.published import RemoteEngine
 from braid.rollout.engines.router import Router
 from braid.rollout.engines.sglang.options import server_arguments
@@ -130,8 +129,9 @@ class EngineLink:
         """See WeightLink."""
         return [name for engine in self.engines for name in engine.receivers]
 
-    def take(self, version: int, ticket: Mapping[str, Any]) -> None:
+    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:
         """See WeightLink; all engines receive in parallel."""
+        assert ticket is not None, "the sender is in another process"
         receiving = [engine.start_receiving(version, ticket) for engine in self.engines]
         for engine, under_way in zip(self.engines, receiving, strict=True):
             engine.finish_receiving(version, under_way)
@@ -141,19 +141,20 @@ class EngineLink:
 
 
 @dataclass(frozen=True, slots=True)
-class PublicationHere:
-    """Syncs weights from a policy in this process to engines in other processes."""
+class LinkHere:
+    """See collector.WeightLink. Sends the weights of a policy in this process to engines in other ones."""
 
     lm: CausalLM
     engine: RemoteEngine | Router
-    collector: Collector
+    names: Sequence[str] = ()
 
-    def send(self, version: int) -> None:
-        """Sync the policy's current weights to the engines, as `version`."""
+    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:  # noqa: ARG002
+        """See WeightLink."""
         lm = self.lm
-        weights = lm.merged_weights() if lm.has_adapters else lm.named_weights()
-        self.engine.load_weights(version, weights)
-        self.collector.set_weights(version)
+        self.engine.load_weights(version, lm.merged_weights() if lm.has_adapters else lm.named_weights())
+
+    def close(self) -> None:
+        """See WeightLink. Nothing to do: the collector closes the engines."""
 
 
 def _model_folder(

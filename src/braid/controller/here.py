@@ -32,7 +32,7 @@ from braid.weights.fingerprint import check_published
 
 from .collectors import NUM_RESET_STATES, native_engine, reset_states, simulator_collector, text_collector
 from .data_plane import DataPlane, make_experience
-from .engines import PublicationHere, as_one, engines_here
+from .engines import LinkHere, as_one, engines_here
 from .inputs import TextInputs, prompt_sampler
 from .parts import Parts
 from .publication import send_options
@@ -61,7 +61,8 @@ def build_here(
     roles = _roles_here(
         config, plan, lm, critic, reference, device, supervised=supervised, keeps_weights=keeps_weights
     )
-    collector = text_collector(config, plan, loaded.base_dir, inputs, engine)
+    link = None if isinstance(engine, NativeEngine) else LinkHere(lm, engine)
+    collector = text_collector(config, plan, loaded.base_dir, inputs, engine, link=link)
     return Parts(
         config=config,
         plan=plan,
@@ -72,8 +73,7 @@ def build_here(
         rollouts=Rollouts(
             InProcessGroup("rollout", lambda _: collector),
             inputs.prompts,
-            None if isinstance(engine, NativeEngine) else PublicationHere(lm, engine, collector),
-            plan.layout.engines_in_turns,
+            in_turns=plan.layout.engines_in_turns,
         ),
         data=_data_here(plan),
         policy=roles.policy,

@@ -12,6 +12,7 @@ import torch
 from braid.config.schema import RunConfig
 from braid.models.folders import expand
 from braid.plan.layout import Layout
+from braid.rollout.engine import NewWeights
 from braid.runtime.workers import WorkerGroup
 from braid.weights.sending import SendOptions
 from braid.weights.transports import Meeting, choose_transport, on_existing
@@ -31,12 +32,12 @@ class Publication:
     merged: bool
     _ticket: Mapping[str, Any] | None = None
 
-    def send(self, version: int) -> None:
+    def send(self, version: int, when: NewWeights) -> None:
         """Sync the policy's current weights to all engines, as `version`."""
         if self._ticket is None:
             names = [name for of in self.engines.call("receivers") for name in of]
             self._ticket = self.ranks.call("open_sender", names, self.options)[0]
-        taken = self.engines.start("set_weights", version, self._ticket)
+        taken = self.engines.start("set_weights", version, when, self._ticket)
         self.ranks.call("send_weights", "policy", version, self.merged)
         taken.wait()
 

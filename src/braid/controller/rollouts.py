@@ -1,43 +1,108 @@
 """The driver's view of the rollout workers: it distributes prompts and receives metadata; tokens stay on the
 workers.
 
-The same code serves one process and many. A prompt's random numbers depend only on its number
-(rollout.drivers), so results do not depend on which worker samples it.
+The same code serves one process and many. A prompt's random numbers depend only on its key and number, so
+results do not depend on which worker samples it, nor on what else runs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from braid.report.metrics import Metrics
-from braid.rollout.collector import GroupFacts, Use
-from braid.runtime.workers import Ref, WorkerGroup
+from braid.rollout.collector import Use
+from braid.rollout.engine import NewWeights
+from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.types import Group, Prompt
 
 
 class Publisher(Protocol):
-    """Syncs the policy's weights to engines."""
+    """Syncs the policy's weights to engines in other processes."""
 
-    def send(self, version: int) -> None:
-        """Sync the policy's current weights to all engines, as `version`."""
+    def send(self, version: int, when: NewWeights) -> None:
+        """See Rollouts.set_weights."""
         ...
+
+
+class Submitted(NamedTuple):
+    """A group that was asked for: arguments of `submit`."""
+
+    place: int
+    group_size: int
+    key: tuple[int, ...]
+    number: int
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The groups of one use. `homes` has the rank of the worker of each group, `running` those not finished yet."""
+
+    homes: dict[int, int] = field(default_factory=dict)
+    running: dict[int, Submitted] = field(default_factory=dict)
+    asked: dict[int, Pending] = field(default_factory=dict)
+    """Calls of `finished` that have not been answered, by rank."""
 
 
 @dataclass(slots=True)
 class Rollouts:
-    """Workers that run a Collector each. `publication` syncs weights to them; None if the engine shares the
-    policy's tensors."""
+    """Workers that run a Collector each. `publication` syncs weights to them; None if they see the policy's
+    weights themselves."""
 
     workers: WorkerGroup
     prompts: Mapping[Use, Sequence[Prompt]]
     publication: Publisher | None = None
     in_turns: Sequence[int] = ()
     """Ranks of the workers whose devices are also used for training."""
-    _homes: dict[int, int] = field(default_factory=dict)
-    """Rank of the worker that holds each group, by the group's number."""
-    _prompts: dict[int, Prompt] = field(default_factory=dict)
+    _streams: dict[Use, _Stream] = field(default_factory=lambda: {"train": _Stream(), "eval": _Stream()})
+    _loads: Counter[int] = field(default_factory=Counter)
+    """Number of tokens in the prompts of each worker's running groups, plus one for each."""
+
+    def submit(
+        self,
+        use: Use,
+        places: Sequence[int],
+        group_size: int,
+        *,
+        key: tuple[int, ...],
+        numbers: Sequence[int],
+    ) -> None:
+        """Start to sample a group for each of the prompts at indices `places`, and return. The random numbers of
+        each depend only on `key` and its number, which identifies the group. In order, each group goes to the
+        least loaded worker; ties go to the first."""
+        stream = self._streams[use]
+        ranks = range(self.workers.size)
+        shares: list[list[int]] = [[] for _ in ranks]
+        for i, (place, number) in enumerate(zip(places, numbers, strict=True)):
+            assert number not in stream.homes, f"there is a group {number} already"
+            rank = min(ranks, key=self._loads.__getitem__)
+            shares[rank].append(i)
+            self._loads[rank] += self._load(use, place)
+            stream.homes[number] = rank
+            stream.running[number] = Submitted(place, group_size, key, number)
+        self.workers.scatter(
+            "submit",
+            [(use, [places[i] for i in s], group_size, key, [numbers[i] for i in s]) for s in shares],
+        )
+
+    def finished(self, use: Use) -> tuple[list[Group], Metrics]:
+        """Wait until groups are sampled and scored that have not been returned yet, unless none runs. Returns
+        them without tokens and texts, and the metrics of scoring."""
+        stream, metrics, groups = self._streams[use], Metrics(), list[Group]()
+        while stream.running and not groups:
+            for rank in {stream.homes[number] for number in stream.running}:
+                if rank not in stream.asked:
+                    stream.asked[rank] = self.workers.start_on(rank, "finished", use, is_beside=True)
+            answered = self.workers.wait_any(list(stream.asked.values()))
+            for rank in [rank for rank, call in stream.asked.items() if call in answered]:
+                ((told, cost),) = stream.asked.pop(rank).wait()
+                metrics.merge(cost)
+                for facts in told:
+                    of = self._end(use, facts.number)
+                    groups.append(facts.group(self.prompts[use][of.place]))
+        return groups, metrics
 
     def collect(
         self,
@@ -47,58 +112,78 @@ class Rollouts:
         *,
         key: tuple[int, ...],
         numbers: Sequence[int],
-    ) -> None:
-        """Sample a group for each of the prompts at indices `places`; `key` and `numbers`
-        give each its random numbers."""
-        prompts = self.prompts[use]
-        lengths = [len(prompts[i].token_ids) for i in places]
-        shares = least_load(lengths, self.workers.size)
-        for rank, share in enumerate(shares):
-            for i in share:
-                self._homes[numbers[i]], self._prompts[numbers[i]] = rank, prompts[places[i]]
-        self.workers.scatter(
-            "collect",
-            [(use, [places[i] for i in s], group_size, key, [numbers[i] for i in s]) for s in shares],
-        )
-
-    def score(self, use: Use, numbers: Sequence[int]) -> tuple[list[Group], Metrics]:
-        """Score the groups sampled since the last call. Returns the groups of `numbers`, in that order,
-        without tokens and texts, and the metrics of scoring."""
-        metrics = Metrics()
-        told: dict[int, GroupFacts] = {}
-        for facts, cost in self.workers.call("score", use):
-            told |= {of.number: of for of in facts}
+    ) -> tuple[list[Group], Metrics]:
+        """Submit groups and wait for all of them. Returns them in the order of `numbers`, as `finished` does. No
+        others of this use may run."""
+        metrics, groups = Metrics(), dict[int, Group]()
+        self.submit(use, places, group_size, key=key, numbers=numbers)
+        while len(groups) < len(numbers):
+            more, cost = self.finished(use)
             metrics.merge(cost)
-        return [told[number].group(self._prompts[number]) for number in numbers], metrics
+            groups |= {group.number: group for group in more}
+        return [groups[number] for number in numbers], metrics
+
+    def cancel(self, use: Use, numbers: Sequence[int]) -> None:
+        """Cancel and drop groups; returns when their environments are closed."""
+        stream = self._streams[use]
+        for number in numbers:
+            if number in stream.running:
+                self._end(use, number)
+        self._drop("cancel", use, numbers)
+
+    def state(self, use: Use) -> list[Submitted]:
+        """The groups that have not been returned by `finished`. Submitting them again gives the same groups, with
+        the same weights."""
+        return list(self._streams[use].running.values())
 
     def start_rows(self, groups: Sequence[Group]) -> list[Ref]:
-        """Start to build the rows of `groups`. Returns a reference to the list of rows of each worker."""
+        """Start to build the rows of `groups`, of the use train. Returns a reference to the list of rows of each
+        worker."""
         kept: list[list[tuple[int, int, int]]] = [[] for _ in range(self.workers.size)]
         first = 0
         for place, group in enumerate(groups):
-            kept[self._homes[group.number]].append((group.number, place, first))
+            kept[self._streams["train"].homes[group.number]].append((group.number, place, first))
             first += len(group.trajectories)
         return self.workers.start_each("rows", [(of,) for of in kept]).refs
 
-    def whole(self, groups: Sequence[Group]) -> list[Group]:
+    def whole(self, use: Use, groups: Sequence[Group]) -> list[Group]:
         """The same groups with tokens and texts, for reports; copies them into this process."""
-        asked: list[list[int]] = [[] for _ in range(self.workers.size)]
-        for group in groups:
-            asked[self._homes[group.number]].append(group.number)
-        found = {g.number: g for of in self.workers.scatter("whole", [(a,) for a in asked]) for g in of}
+        asked = self._by_worker(use, [group.number for group in groups])
+        found = {g.number: g for of in self.workers.scatter("whole", [(use, a) for a in asked]) for g in of}
         return [found[group.number] for group in groups]
 
-    def forget(self) -> None:
-        """Drop all groups."""
-        self._homes, self._prompts = {}, {}
-        self.workers.call("forget")
+    def forget(self, use: Use) -> None:
+        """Drop all finished groups."""
+        stream = self._streams[use]
+        self._drop("forget", use, [number for number in stream.homes if number not in stream.running])
 
-    def publish(self, version: int) -> None:
-        """Sync the policy's current weights to the engines, as `version`."""
+    def set_weights(self, version: int, when: NewWeights = "drain") -> None:
+        """Sample with the policy's current weights from now on, as `version`; see Engine.set_weights."""
         if self.publication is None:
-            self.workers.call("set_weights", version)
+            self.workers.call("set_weights", version, when)
         else:
-            self.publication.send(version)
+            self.publication.send(version, when)
+
+    def _load(self, use: Use, place: int) -> int:
+        return len(self.prompts[use][place].token_ids) + 1
+
+    def _end(self, use: Use, number: int) -> Submitted:
+        """Note that a group is no longer running."""
+        stream = self._streams[use]
+        of = stream.running.pop(number)
+        self._loads[stream.homes[number]] -= self._load(use, of.place)
+        return of
+
+    def _by_worker(self, use: Use, numbers: Sequence[int]) -> list[list[int]]:
+        shares: list[list[int]] = [[] for _ in range(self.workers.size)]
+        for number in numbers:
+            shares[self._streams[use].homes[number]].append(number)
+        return shares
+
+    def _drop(self, method: str, use: Use, numbers: Sequence[int]) -> None:
+        self.workers.scatter(method, [(use, of) for of in self._by_worker(use, numbers)])
+        for number in numbers:
+            del self._streams[use].homes[number]
 
     def sleep(self) -> None:
         """Have the engines that share devices with training free the memory that they do not need until
@@ -122,15 +207,3 @@ class Rollouts:
     def close(self) -> None:
         """Stop the workers."""
         self.workers.close()
-
-
-def least_load(loads: Sequence[int], num_workers: int) -> list[list[int]]:
-    """Distribute loads over workers; returns the indices into `loads` of each. In order, each load goes to
-    the least loaded worker; ties go to the first."""
-    shares: list[list[int]] = [[] for _ in range(num_workers)]
-    totals = [0] * num_workers
-    for i, load in enumerate(loads):
-        worker = totals.index(min(totals))
-        shares[worker].append(i)
-        totals[worker] += load + 1
-    return shares

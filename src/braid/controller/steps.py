@@ -76,10 +76,10 @@ def gather(parts: Parts) -> Selection:
     rollout, progress = parts.config.rollout, parts.progress
     selection = Selection(rollout.filter, rollout.prompts_per_round)
     sampled: list[Group] = []
-    parts.rollouts.forget()
+    parts.rollouts.forget("train")
     with costs.device_freed(parts):
         while not selection.is_done:
-            groups = _score(parts, _collect(parts, selection.num_batches))
+            groups = _rollout(parts, selection.num_batches)
             selection.add(groups)
             sampled += groups
     selection.fill((parts.config.run.seed, COPY_KEY, progress.round))
@@ -92,27 +92,22 @@ def gather(parts: Parts) -> Selection:
     return selection
 
 
-def _collect(parts: Parts, batch: int) -> list[int]:
-    """Sample the groups of one batch of prompts. Returns the groups' numbers."""
-    rollout = parts.config.rollout
-    prompts = parts.sampler.take(rollout.prompts_per_round)
+def _rollout(parts: Parts, batch: int) -> list[Group]:
+    """Sample and score the groups of one batch of prompts, and shape the rewards of valid trajectories. Returns
+    the groups without tokens, which stay on the workers. Raises RolloutError if too many trajectories are
+    invalid."""
+    config = parts.config
+    prompts = parts.sampler.take(config.rollout.prompts_per_round)
     numbers = list(range(batch * len(prompts), (batch + 1) * len(prompts)))
     key = (TRAIN_KEY, parts.progress.round)
-    with _timed(parts, "collect"), parts.stop.cuttable():
-        parts.rollouts.collect("train", prompts, rollout.group_size, key=key, numbers=numbers)
-    return numbers
-
-
-def _score(parts: Parts, numbers: Sequence[int]) -> list[Group]:
-    """Score and shape the rewards of the valid trajectories. Returns the groups without tokens, which stay on
-    the workers. Raises RolloutError if too many trajectories are invalid."""
-    config = parts.config
-    with _timed(parts, "score"), parts.stop.cuttable():
-        groups, cost = parts.rollouts.score("train", numbers)
-        parts.metrics.merge(cost)
+    with _timed(parts, "rollout"), parts.stop.cuttable():
+        groups, cost = parts.rollouts.collect(
+            "train", prompts, config.rollout.group_size, key=key, numbers=numbers
+        )
+    parts.metrics.merge(cost)
     trajectories = [t for group in groups for t in group.trajectories]
     if config.rollout.print_outputs:
-        log_outputs(parts.progress.round, parts.rollouts.whole(groups))
+        log_outputs(parts.progress.round, parts.rollouts.whole("train", groups))
     metrics = parts.metrics
     statuses = Counter(t.status for t in trajectories)
     for status in Status:
@@ -145,7 +140,7 @@ def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
     metrics.mean(
         "rollout/truncated_fraction", sum(t.status is Status.TRUNCATED for t in valid), max(1, len(valid))
     )
-    metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/collect_s"))
+    metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/rollout_s"))
     costs.count_sampling(parts, groups)
     told: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
@@ -369,7 +364,7 @@ def update_reference(parts: Parts) -> None:
 def publish(parts: Parts) -> None:
     """Sync the new weights to the engines, and to the inference role."""
     with _timed(parts, "publish"):
-        parts.rollouts.publish(parts.progress.round)
+        parts.rollouts.set_weights(parts.progress.round)
         if parts.inference is not None:
             parts.inference.load_weights(parts.policy.start_full_weights())
         if parts.check_weights is not None:
@@ -383,7 +378,7 @@ def store(parts: Parts, selection: Selection, rows: Sequence[RowFacts]) -> None:
     is_read, is_kept = parts.is_due(report.samples_every_rounds), parts.is_due(report.batches_every_rounds)
     if not (is_read or is_kept):
         return
-    groups = parts.rollouts.whole([*selection.kept, *selection.dropped])
+    groups = parts.rollouts.whole("train", [*selection.kept, *selection.dropped])
     arrays = parts.data.whole(rows)
     if is_read:
         parts.reporter.store_samples(name, groups, arrays)
@@ -398,7 +393,9 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
     with _timed(parts, "evaluate"):
         results, groups = _evaluate(parts)
     if parts.config.report.eval_samples:
-        parts.reporter.store_samples(f"eval_{parts.progress.round:06d}", parts.rollouts.whole(groups), ())
+        parts.reporter.store_samples(
+            f"eval_{parts.progress.round:06d}", parts.rollouts.whole("eval", groups), ()
+        )
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
@@ -412,10 +409,11 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
     if config.shuffle:
         np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
     numbers = order.tolist()
-    parts.rollouts.forget()
+    parts.rollouts.forget("eval")
     with costs.device_freed(parts), parts.stop.cuttable():
-        parts.rollouts.collect("eval", numbers, config.samples_per_prompt, key=(EVAL_KEY, 0), numbers=numbers)
-        groups, _ = parts.rollouts.score("eval", numbers)
+        groups, _ = parts.rollouts.collect(
+            "eval", numbers, config.samples_per_prompt, key=(EVAL_KEY, 0), numbers=numbers
+        )
     in_order = [groups[place] for place in np.argsort(order)]
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
     for group in in_order:

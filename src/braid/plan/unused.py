@@ -247,7 +247,7 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
         text = ",".join(name for name in SamplingConfig.model_fields if name != "greedy")
         yield (
             "a simulator has no text",
-            f"{{rollout,eval}}.sampling.{{{text}}} rollout.{{native,max_sequence_tokens,print_outputs,check_weights}} "
+            f"{{rollout,eval}}.sampling.{{{text}}} rollout.{{native,env_timeout_s,max_sequence_tokens,print_outputs,check_weights}} "
             "reward.overlong checkpoint.export_every_rounds critic.path model.{tokenizer,chat_template} "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )

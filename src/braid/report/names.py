@@ -120,7 +120,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("flops/infer_per_s", "FLOP/s", "Model operations of log-probs and values before the update, per second of computing them."),
     Metric("flops/train_per_s", "FLOP/s", "Model operations of optimizer steps per second of their duration."),
     Metric("time/round_s", "s", "Time since the previous line."),
-    Metric("time/<verb>_s", "s", "Time of one stage: warm_up, collect, score, credit, improve, publish, evaluate, export, save."),
+    Metric("time/score_s", "s", "Time to score groups, summed over them; overlaps sampling and other groups."),
+    Metric("time/<verb>_s", "s", "Time of one stage: warm_up, rollout, credit, improve, publish, evaluate, export, save."),
     Metric("memory/peak_rss_bytes", "bytes", "Peak resident memory of the driver process."),
 )  # fmt: skip
 

@@ -1,9 +1,10 @@
-"""Reward-model part: scores all trajectories of a round together, in batches that depend only on these."""
+"""Reward-model part: scores the trajectories of a group together, in batches that depend only on these."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from braid.errors import RewardError
 from braid.types import Message, Trajectory
@@ -14,11 +15,12 @@ from .base import BatchScores, Classifier
 class ModelPart:
     """Scores the conversation of prompt and response (the policy's last turn).
 
-    Forward passes run in a thread, so that the time limits of other parts' calls hold meanwhile.
+    Forward passes run in a thread, one at a time, so that the time limits of other parts' calls hold meanwhile.
     """
 
     def __init__(self, classifier: Classifier) -> None:
         self._classifier = classifier
+        self._thread = ThreadPoolExecutor(1, "reward-model")
 
     async def score_all(self, trajectories: Sequence[Trajectory]) -> BatchScores:
         """Score the trajectories. Inputs that are too long, or that the model fails on, give a RewardError in
@@ -45,12 +47,14 @@ class ModelPart:
 
     async def _scores(self, rows: Sequence[Sequence[int]]) -> Sequence[float | RewardError]:
         try:
-            return await asyncio.to_thread(self._classifier.scores, rows)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._classifier.scores, rows)
         except RuntimeError as error:  # out of memory, or another error of a kernel
             problem = RewardError(f"the reward model failed: {str(error).splitlines()[0]}")
             return [problem] * len(rows)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
 
 def _conversation(trajectory: Trajectory) -> list[Message]:

@@ -108,16 +108,17 @@ class Scorer:
 
     def __init__(self, parts: Sequence[_Weighted], *, concurrency: int) -> None:
         self._parts = tuple(parts)
-        self._concurrency = concurrency
+        self._limits = _Limits(concurrency)
 
     async def score(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """Set `reward` and `reward_parts` of each valid trajectory, or invalidate it with the reason
-        `reward <part>: <error>`. Trajectories that are already invalid are skipped.
+        `reward <part>: <error>`. Trajectories that are already invalid are skipped. May be called while other
+        calls run; the limits on concurrent calls hold for all together.
 
         Returns metrics of the parts: time per call, retries, truncated inputs.
         """
         valid = [t for t in trajectories if t.is_valid]
-        scoring = _Scoring(self._concurrency)
+        scoring = _Scoring(self._limits)
         async with asyncio.TaskGroup() as tasks:
             for part in self._parts:
                 if isinstance(part.part, ModelPart):
@@ -152,14 +153,34 @@ class Scorer:
             part.part.close()
 
 
-class _Scoring:
-    """State of one call of `Scorer.score`: concurrency limits, running batches, and metrics."""
+class _Limits:
+    """Limits on concurrent calls: of all parts together, and of each."""
 
     def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+        self._of: dict[str, asyncio.Semaphore] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def all(self) -> asyncio.Semaphore:
+        return self._limit("", self._concurrency)
+
+    def part(self, part: _Weighted) -> asyncio.Semaphore:
+        return self._limit(part.name, part.max_calls)
+
+    def _limit(self, name: str, size: int) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a semaphore belongs to one loop
+            self._loop, self._of = loop, {}
+        return self._of.setdefault(name, asyncio.Semaphore(size))
+
+
+class _Scoring:
+    """State of one call of `Scorer.score`: running batches, and metrics."""
+
+    def __init__(self, limits: _Limits) -> None:
         self.metrics = Metrics()
         self.batches: dict[str, asyncio.Task[dict[int, float | RewardError]]] = {}
-        self._of_all = asyncio.Semaphore(concurrency)
-        self._of_part: dict[str, asyncio.Semaphore] = {}
+        self._limits = limits
 
     async def batch(
         self, part: _Weighted, model: ModelPart, trajectories: Sequence[Trajectory]
@@ -200,8 +221,7 @@ class _Scoring:
         return await self._try(part, call)
 
     async def _try(self, part: _Weighted, call: Later) -> float:
-        of_part = self._of_part.setdefault(part.name, asyncio.Semaphore(part.max_calls))
-        async with of_part, self._of_all if part.is_shared else nullcontext():
+        async with self._limits.part(part), self._limits.all() if part.is_shared else nullcontext():
             start = time.perf_counter()
             score = as_score(await call())
         self.metrics.mean(f"reward/time/{part.name}_s", time.perf_counter() - start)

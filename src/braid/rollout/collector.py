@@ -1,5 +1,5 @@
-"""The rollout worker: samples groups, scores them, and keeps the trajectories until they are turned into
-rows.
+"""The rollout worker: samples groups, scores each as soon as its last member is sampled, and keeps the
+trajectories until they are turned into rows.
 
 One object in the engine's process, independent of how many others there are. The controller
 (controller.rollouts) names prompts by their index in the data and receives metadata: each trajectory's
@@ -9,7 +9,9 @@ status, rewards and lengths. Tokens leave only as rows for training, or as whole
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -20,7 +22,7 @@ from braid.runtime.loops import Loop, all_of
 from braid.types import Group, Lengths, Prompt, Row, ShapedReward, Status, Trajectory
 
 from .drivers.base import Driver
-from .engine import Engine
+from .engine import Engine, NewWeights
 from .rows import group_rows
 
 Use = Literal["train", "eval"]
@@ -65,25 +67,45 @@ class GroupFacts(NamedTuple):
 
 
 class WeightLink(Protocol):
-    """Receives weights from another process for an engine."""
+    """Brings new weights to an engine that does not read the trainer's tensors."""
 
     @property
     def names(self) -> Sequence[str]:
         """Names by which the sender addresses the engine: one per engine process that holds weights."""
         ...
 
-    def take(self, version: int, ticket: Mapping[str, Any]) -> None:
-        """Receive `version` from the sender of the ticket. Raises EngineError if the data that arrives
-        differs from the data that was sent."""
+    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:
+        """Receive `version` from the sender of the ticket; None for a sender in this process. Raises
+        EngineError if the data that arrives differs from the data that was sent."""
         ...
 
     def close(self) -> None: ...
 
 
-class Collector:
-    """Drivers, a scorer, and the groups of the current round."""
+class _Stream:
+    """The groups of one use. `ended` are the finished tasks that have not been reported; `news` is set when
+    a task has ended."""
 
-    def __init__(
+    def __init__(self, prompts: Sequence[Prompt], driver: Driver, limit: int | None) -> None:
+        self.prompts, self.driver = prompts, driver
+        self.places = nullcontext() if limit is None else asyncio.Semaphore(limit)
+        self.running: dict[int, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
+        self.ended: dict[int, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
+        self.news = asyncio.Event()
+        self.groups: dict[int, Group] = {}
+
+    def end(self, number: int) -> None:
+        """Handle the end of a group's task."""
+        task = self.running.pop(number)
+        if not task.cancelled():
+            self.ended[number] = task
+        self.news.set()
+
+
+class Collector:
+    """Samples and scores groups, as many at a time as asked for. A group is identified by its use and number."""
+
+    def __init__(  # noqa: PLR0913
         self,
         prompts: Mapping[Use, Sequence[Prompt]],
         drivers: Mapping[Use, Driver],
@@ -94,72 +116,114 @@ class Collector:
         shape: Callable[[Trajectory], ShapedReward] | None,
         limits: Mapping[Use, int | None] = MappingProxyType({}),
         link: WeightLink | None = None,
+        in_background: bool = False,
     ) -> None:
         """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
         reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
         reward itself. `limits` are the numbers of prompts that are sampled at a time. `link` receives new
-        weights; None if the engine reads the trainer's tensors."""
-        self._prompts, self._drivers, self._greedy, self._engine = prompts, drivers, greedy, engine
-        self._scorer, self._shape, self._limits, self._link = scorer, shape, limits, link
-        self._loop = Loop()
-        self._groups: dict[int, Group] = {}
-        self._unscored: list[Group] = []
+        weights; None if the engine reads the trainer's tensors. Sampling goes on `in_background`, or only
+        while the caller waits for groups."""
+        self._streams: dict[Use, _Stream] = {
+            use: _Stream(prompts[use], drivers[use], limits.get(use)) for use in drivers
+        }
+        self._greedy, self._engine = greedy, engine
+        self._scorer, self._shape, self._link = scorer, shape, link
+        self._loop = Loop(in_background=in_background)
 
-    def collect(
+    def submit(
         self, use: Use, prompts: Sequence[int], group_size: int, key: tuple[int, ...], numbers: Sequence[int]
     ) -> None:
-        """Sample a group for each of `prompts` (indices into the data of `use`); the random
-        numbers of each depend only on `key` and its number, which identifies the group from then on."""
-        drawn = [self._prompts[use][i] for i in prompts]
-        limit = self._limits.get(use)
-        places = asyncio.Semaphore(len(drawn) if limit is None else limit)
+        """Start to sample and score a group for each of `prompts` (indices into the data of `use`); the random
+        numbers of each depend only on `key` and its number."""
 
-        async def sample(prompt: Prompt, number: int) -> Group:
-            async with places:
-                group = await self._drivers[use].group(prompt, group_size, (*key, number))
-                if use == "train" and self._greedy is not None:
-                    (group.greedy,) = (await self._greedy.group(prompt, 1, (*key, number))).trajectories
-            group.number = number
-            return group
+        async def start() -> None:
+            stream = self._streams[use]
+            for place, number in zip(prompts, numbers, strict=True):
+                assert number not in stream.running, f"group {number} is running"
+                group = self._group(use, stream.prompts[place], group_size, key, number)
+                stream.running[number] = task = asyncio.create_task(group)
+                task.add_done_callback(lambda _, number=number: stream.end(number))
 
-        groups = self._loop.run(all_of(map(sample, drawn, numbers)))
-        self._groups |= zip(numbers, groups, strict=True)
-        self._unscored += groups
+        self._loop.run(start())
 
-    def score(self, use: Use) -> tuple[list[GroupFacts], Metrics]:
-        """Score the trajectories collected since the last call, and shape the rewards of those for training.
-        Returns the metadata of their groups and the metrics of scoring."""
-        groups, self._unscored = self._unscored, []
-        sampled = [t for group in groups for t in group.sampled]
-        metrics = self._loop.run(self._scorer.score(sampled))
+    def finished(self, use: Use) -> tuple[list[GroupFacts], Metrics]:
+        """Wait until groups are scored that have not been reported, unless none runs. Returns their metadata
+        and the metrics of scoring. Raises the exception of a group that failed."""
+        return self._loop.run(self._finished(self._streams[use]))
+
+    async def _finished(self, stream: _Stream) -> tuple[list[GroupFacts], Metrics]:
+        while stream.running and not stream.ended:
+            stream.news.clear()
+            await stream.news.wait()
+        ended, stream.ended = stream.ended, {}
+        metrics = Metrics()
+        facts: list[GroupFacts] = []
+        for task in ended.values():
+            of, cost = task.result()
+            facts.append(of)
+            metrics.merge(cost)
+        return facts, metrics
+
+    async def _group(
+        self, use: Use, prompt: Prompt, group_size: int, key: tuple[int, ...], number: int
+    ) -> tuple[GroupFacts, Metrics]:
+        """Sample, score and shape a group."""
+        stream = self._streams[use]
+        async with stream.places:
+            asked = [stream.driver.group(prompt, group_size, (*key, number))]
+            if use == "train" and self._greedy is not None:
+                asked.append(self._greedy.group(prompt, 1, (*key, number)))
+            group, *greedy = await all_of(asked)
+        group.number = number
+        for answer in greedy:
+            (group.greedy,) = answer.trajectories
+        start = time.perf_counter()
+        metrics = await self._scorer.score(group.sampled)
+        metrics.add("time/score_s", time.perf_counter() - start)
         if use == "train" and self._shape is not None:
-            for trajectory in sampled:
+            for trajectory in group.sampled:
                 if trajectory.is_valid:
                     trajectory.shaped = self._shape(trajectory)
-        return [_facts_of(group) for group in groups], metrics
+        stream.groups[number] = group
+        return _facts_of(group), metrics
+
+    def cancel(self, use: Use, numbers: Sequence[int]) -> None:
+        """Cancel and drop groups; returns when their environments are closed. None of them will be
+        reported."""
+
+        async def cancel() -> None:
+            stream = self._streams[use]
+            tasks = [stream.running[number] for number in numbers if number in stream.running]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for number in numbers:
+                stream.ended.pop(number, None)
+                stream.groups.pop(number, None)
+
+        self._loop.run(cancel())
 
     def rows(self, kept: Sequence[tuple[int, int, int]]) -> list[Row]:
         """Training rows of groups, given as (number, place, first); see rows.group_rows."""
-        return [
-            row for number, place, first in kept for row in group_rows(self._groups[number], place, first)
-        ]
+        groups = self._streams["train"].groups
+        return [row for number, place, first in kept for row in group_rows(groups[number], place, first)]
 
-    def whole(self, numbers: Sequence[int]) -> list[Group]:
+    def whole(self, use: Use, numbers: Sequence[int]) -> list[Group]:
         """Whole groups, with tokens and texts."""
-        return [self._groups[number] for number in numbers]
+        return [self._streams[use].groups[number] for number in numbers]
 
-    def forget(self) -> None:
-        """Drop all groups."""
-        self._groups, self._unscored = {}, []
+    def forget(self, use: Use, numbers: Sequence[int]) -> None:
+        """Drop finished groups."""
+        for number in numbers:
+            self._streams[use].groups.pop(number, None)
 
-    def set_weights(self, version: int, ticket: Mapping[str, Any] | None = None) -> None:
-        """See Engine.set_weights. The weights come from the sender of `ticket`; without one they are those that
-        the engine has received already, or the trainer's own tensors."""
-        load = None
-        if ticket is not None:
-            assert self._link is not None, "the engine reads the trainer's own weights"
-            load = partial(self._link.take, version, ticket)
-        self._loop.run(self._engine.set_weights(version, load=load))
+    def set_weights(
+        self, version: int, when: NewWeights = "drain", ticket: Mapping[str, Any] | None = None
+    ) -> None:
+        """See Engine.set_weights. The weights come through the link, from the sender of `ticket`; without a link
+        they are the trainer's own tensors."""
+        load = None if self._link is None else partial(self._link.take, version, ticket)
+        self._loop.run(self._engine.set_weights(version, when, load))
 
     def receivers(self) -> Sequence[str]:
         """See WeightLink.names."""
@@ -179,8 +243,14 @@ class Collector:
         self._engine.wake()
 
     def close(self) -> None:
-        """Stop the engine, the environments, and the scorer's processes."""
-        self._engine.close()
+        """Cancel all groups, and stop the engine, the environments, and the scorer's processes."""
+        for use, stream in self._streams.items():
+            self.cancel(use, list(stream.running))
+
+        async def stop() -> None:
+            self._engine.close()
+
+        self._loop.run(stop())
         if self._link is not None:
             self._link.close()
         self._scorer.close()

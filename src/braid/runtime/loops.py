@@ -6,33 +6,50 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Loop:
-    """An event loop that persists between calls. If a loop is already running, as in a notebook, it runs in a
-    separate thread, since Python allows one running loop per thread."""
+    """An event loop that persists between calls. It runs while a call waits; with `in_background` all the time,
+    in a thread, and so it does if a loop is already running here, as in a notebook, since Python allows one
+    running loop per thread."""
 
-    def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-        self._thread = ThreadPoolExecutor(1, "braid-loop") if _is_running() else None
+    def __init__(self, *, in_background: bool = False) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+        if in_background or _is_running():
+            self._thread = threading.Thread(target=self._loop.run_forever, name="braid-loop", daemon=True)
+            self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine to completion and return its result."""
+        """Run the coroutine to completion and return its result. With a thread, several threads may call."""
         if self._thread is None:
-            return self._runner.run(coroutine)
-        return self._thread.submit(self._runner.run, coroutine).result()
+            return self._loop.run_until_complete(coroutine)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after an interrupt
 
     def close(self) -> None:
-        """Close the loop and its thread."""
-        if self._thread is None:
-            self._runner.close()
+        """Cancel all tasks, and close the loop and its thread. Idempotent."""
+        if self._loop.is_closed():
             return
-        self._thread.submit(self._runner.close).result()
-        self._thread.shutdown()
+        self.run(self._end())
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
 
 
 def call_until(call: Callable[[], object], deadline: float, watch: Callable[[], None] = lambda: None) -> None:

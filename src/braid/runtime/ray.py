@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 # Suppresses Ray's message about a worker's death, since WorkerError says more. Ray reads this at import.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "died or was killed")
@@ -37,11 +37,13 @@ from braid.processes import children_of, kill_stopped
 from .environment import THREADS
 from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
 from .machines import Machines, connect, interface_of, is_joined, leave, num_cluster_gpus
-from .workers import Factory, Place, Seat
+from .workers import Factory, Pending, Place, Seat
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
 
 LOOPBACK = "127.0.0.1"
+_BESIDE, _NUM_BESIDE = "beside", 2
+"""Concurrency group of calls that run beside the others, and its number of threads."""
 _TICK_S = 0.2
 """Interval, in seconds, at which waiting calls check for lost workers of any group."""
 _GRACE_S = 1.0
@@ -184,7 +186,8 @@ class RayGroup:
         self._config, self._timeout_s = config, config.call_timeout_s
         self._is_closed = False
         # The class name is the process title while idle.
-        host: Any = ray.remote(num_cpus=0, max_restarts=0)(type(role, (_Host,), {}))
+        options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {_BESIDE: _NUM_BESIDE}}
+        host: Any = ray.remote(**options)(type(role, (_Host,), {}))
         self._processes: list[_Process] = []
         self._asked = ["nothing"] * self.size
         self._lines = _lines(config)
@@ -248,9 +251,20 @@ class RayGroup:
         """See WorkerGroup."""
         return self._pending(range(self.size), method, arguments)
 
-    def start_on(self, rank: int, method: str, *args: Any) -> _Pending:
+    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> _Pending:
         """See WorkerGroup."""
-        return self._pending([rank], method, [args])
+        return self._pending([rank], method, [args], **({"concurrency_group": _BESIDE} if is_beside else {}))
+
+    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
+        """See WorkerGroup. The deadline counts from this call on."""
+        rank_of = {
+            call: rank
+            for of in cast("Sequence[_Pending]", pending)
+            for call, rank in zip(of.refs, of.ranks, strict=True)
+        }
+        (doing,) = {of.doing for of in cast("Sequence[_Pending]", pending)}
+        left = self._watch(rank_of, doing, time.monotonic() + self._timeout_s, is_any=True)
+        return [of for of in pending if not any(call in left for call in of.refs)]
 
     def close(self) -> None:
         """See WorkerGroup."""
@@ -262,20 +276,30 @@ class RayGroup:
             for host in self._hosts:
                 ray.kill(host, no_restart=True)
 
-    def _pending(self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
+    def _pending(
+        self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]], **options: Any
+    ) -> _Pending:
         calls = []
         for rank, args in zip(ranks, arguments, strict=True):
             title = f"{self.role} {rank}: {method}"  # process title during the call
             self._asked[rank] = _shown(method, self.role)
-            calls.append(self._hosts[rank].run.options(name=title).remote(method, *args))
+            calls.append(self._hosts[rank].run.options(name=title, **options).remote(method, *args))
         doing = f"in {_shown(method, self.role)}"
         return _Pending(self, calls, ranks, doing, time.monotonic() + self._timeout_s)
 
     def _wait(self, calls: Sequence[Any], ranks: Sequence[int], doing: str, deadline: float) -> list[Any]:
-        """Results by rank. The first failure closes the group, whose other ranks may be waiting for the
-        failed one. So does the loss of a worker of any group, since the run needs all groups."""
-        pending, rank_of = list(calls), dict(zip(calls, ranks, strict=True))
-        while pending:
+        """Results by rank."""
+        self._watch(dict(zip(calls, ranks, strict=True)), doing, deadline)
+        return ray.get(list(calls))
+
+    def _watch(
+        self, rank_of: Mapping[Any, int], doing: str, deadline: float, *, is_any: bool = False
+    ) -> list[Any]:
+        """Wait for calls, or until one has finished; returns the others. The first failure closes the group,
+        whose other ranks may be waiting for the failed one. So does the loss of a worker of any group, since the
+        run needs all groups."""
+        pending = list(rank_of)
+        while pending and not (is_any and len(pending) < len(rank_of)):
             done, pending = ray.wait(pending, timeout=max(0.0, min(_TICK_S, deadline - time.monotonic())))
             errors = {rank_of[call]: error for call in done if (error := _error_of(call)) is not None}
             if errors or self._lines.first_loss() is not None:
@@ -288,7 +312,7 @@ class RayGroup:
                     f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time while {doing}",
                     f"{where}; raise cluster.call_timeout_s if they need more time",
                 )
-        return ray.get(list(calls))
+        return pending
 
     def _fail(self, errors: Mapping[int, RayError], doing: str) -> NoReturn:
         """Close the group and raise the WorkerError of the cause: a lost worker takes precedence over

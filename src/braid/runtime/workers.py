@@ -72,8 +72,8 @@ class Pending(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """Workers of one role. Calls to a rank run one at a time, in the order in which they were made; `async
-    def` methods run to completion."""
+    """Workers of one role. Calls to a rank run one at a time, in the order in which they were made, except those
+    that run beside the others; `async def` methods run to completion."""
 
     @property
     def size(self) -> int: ...
@@ -94,8 +94,13 @@ class WorkerGroup(Protocol):
         """`scatter` without waiting."""
         ...
 
-    def start_on(self, rank: int, method: str, *args: Any) -> Pending:
-        """Start `method(*args)` on one worker; the result has its value only."""
+    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Pending:
+        """Start `method(*args)` on one worker; the result has its value only. With `is_beside` it runs in another
+        thread, beside other calls."""
+        ...
+
+    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
+        """Wait until one of these calls has finished or failed; returns those that have. Raises WorkerError."""
         ...
 
     def close(self) -> None:
@@ -148,10 +153,14 @@ class InProcessGroup:
         """See WorkerGroup."""
         return Done(self.scatter(method, arguments))
 
-    def start_on(self, rank: int, method: str, *args: Any) -> Done:
-        """See WorkerGroup."""
+    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Done:  # noqa: ARG002
+        """See WorkerGroup. No call runs beside another."""
         assert rank == 0, f"there is only one {self.role} worker, not rank {rank}"
         return Done(self.call(method, *args))
+
+    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
+        """See WorkerGroup."""
+        return pending
 
     def close(self) -> None:
         """See WorkerGroup."""

@@ -36,9 +36,13 @@ class RoleGroup:
         """See WorkerGroup."""
         return self.group.start_each(f"{self.name}.{method}", arguments)
 
-    def start_on(self, rank: int, method: str, *args: Any) -> Pending:
+    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Pending:
         """See WorkerGroup."""
-        return self.group.start_on(rank, f"{self.name}.{method}", *args)
+        return self.group.start_on(rank, f"{self.name}.{method}", *args, is_beside=is_beside)
+
+    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
+        """See WorkerGroup."""
+        return self.group.wait_any(pending)
 
     def close(self) -> None:
         """Free the role's model. The processes keep running."""

@@ -30,7 +30,10 @@ class Reply:
 
 
 class TextEnv(Protocol):
-    """One conversation, for single use: `start`, then `reply` until a reply is done or truncated."""
+    """One conversation, for single use: `start`, then `reply` until a reply is done or truncated.
+
+    An environment may have an `async def close(self) -> None`. It is called when the conversation is over, has
+    failed or is cancelled. All calls have a deadline (`rollout.env_timeout_s`)."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -8,10 +8,13 @@ not depend on what else is in the batch.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +24,10 @@ from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.runtime.loops import all_of
 from braid.types import Group, Prompt, Segment, Status, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TextDriver:
@@ -42,6 +49,7 @@ class TextDriver:
         seed: int,
         retries: int,
         max_context_tokens: int,
+        env_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._new_env = new_env
@@ -50,6 +58,7 @@ class TextDriver:
         self._seed = seed
         self._retries = retries
         self._max_context_tokens = max_context_tokens
+        self._env_timeout_s = env_timeout_s
 
     async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
         """See Driver."""
@@ -80,9 +89,16 @@ class TextDriver:
         return trajectory
 
     async def _converse(self, trajectory: Trajectory, key: tuple[int, ...]) -> None:
+        """Sample a conversation with a new environment."""
+        env = _Guarded(self._new_env, self._env_timeout_s)
+        try:
+            await env.start(trajectory.prompt)
+            await self._turns(trajectory, env, key)
+        finally:
+            await env.close()
+
+    async def _turns(self, trajectory: Trajectory, env: _Guarded, key: tuple[int, ...]) -> None:
         """Run turns until the conversation is over or a limit is reached."""
-        env = _Guarded(self._new_env)
-        await env.start(trajectory.prompt)
         sampling = replace(self._sampling, stop_strings=(*self._sampling.stop_strings, *env.stop_strings))
         segment = Segment()
         trajectory.segments.append(segment)
@@ -124,13 +140,14 @@ class TextDriver:
 
 
 class _EnvFailure(Exception):
-    """An environment raised, or returned an invalid reply."""
+    """An environment raised, was late, or returned an invalid reply."""
 
 
 class _Guarded:
-    """An environment whose exceptions are raised as _EnvFailed."""
+    """An environment whose calls have a deadline, and whose exceptions are raised as _EnvFailure."""
 
-    def __init__(self, new_env: Callable[[], TextEnv]) -> None:
+    def __init__(self, new_env: Callable[[], TextEnv], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         try:
             self._env = new_env()
             self.stop_strings = tuple(self._env.stop_strings)
@@ -138,21 +155,36 @@ class _Guarded:
             raise _failure(error) from error
 
     async def start(self, prompt: Prompt) -> None:
-        try:
-            await self._env.start(prompt)
-        except Exception as error:
-            raise _failure(error) from error
+        await self._in_time(lambda: self._env.start(prompt), "start")
 
     async def reply(self, text: str) -> Reply:
-        try:
-            reply = await self._env.reply(text)
-        except Exception as error:
-            raise _failure(error) from error
+        reply = await self._in_time(lambda: self._env.reply(text), "reply")
         if not isinstance(reply, Reply):
             raise _EnvFailure(f"{type(reply).__name__} is not a Reply")
         if not math.isfinite(reply.reward):
             raise _EnvFailure(f"reward {reply.reward} is not finite")
         return reply
+
+    async def close(self) -> None:
+        """Close the environment. A failure is logged: the conversation is over."""
+        close: Callable[[], Awaitable[None]] | None = getattr(self._env, "close", None)
+        if close is not None:
+            try:
+                await self._in_time(close, "close")
+            except _EnvFailure as failure:
+                logger.warning("an environment could not be closed: %s", failure)
+
+    async def _in_time(self, call: Callable[[], Awaitable[T]], name: str) -> T:
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await call()
+        except Exception as error:
+            if deadline.expired():
+                raise _EnvFailure(
+                    f"{name}() took longer than rollout.env_timeout_s={self._timeout_s:g}"
+                ) from error
+            raise _failure(error) from error
 
 
 def _failure(error: Exception) -> _EnvFailure:
