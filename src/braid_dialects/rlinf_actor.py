@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from braid.plan.placement import MAX_DEVICES
-
 from . import rlinf_facts as facts
-from .conversions import needs, null_as, or_null, overridden, unless, unless_null
+from .conversions import already, needs, null_as, off, only, or_null, overridden, unless, unless_null
 from .rlinf_facts import (
     DECAYS,
     FP16,
@@ -23,14 +21,9 @@ from .rlinf_facts import (
 from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
-from .values import NATURAL, Takes, choice, either, integer, list_of, nullable, number, takes
+from .values import Takes, choice, either, integer, nullable, number, takes
 
 _SHARDINGS = {"full_shard": "full", "shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "no_shard": "none"}
-_DEVICES = Takes(
-    "a device number, a list of them, or null",
-    nullable(either(NATURAL, list_of(NATURAL))).accepts,
-    (1, [0, 2], None),
-)
 _STRATEGIES = Takes(
     "one of fsdp, fsdp2 (case-insensitive)",
     lambda v: isinstance(v, str) and v.lower() in ("fsdp", "fsdp2"),
@@ -99,14 +92,6 @@ def _granularity(value: str | None, source: Source) -> Any:
     return MEGATRON(value or "off", source)
 
 
-def _conversion_devices(_: Any, source: Source) -> list[int]:
-    index, count = (source[f"actor.megatron.ckpt.use_gpu_{name}"] for name in ("index", "num"))
-    if index is None and (count or 0) > MAX_DEVICES:
-        why = f"{count} is more than the maximum of {MAX_DEVICES} devices"
-        raise ValueError(f"{why}; lower it, or set it to 0 to convert in host memory")
-    return list(range(count or 0)) if index is None else [index] if isinstance(index, int) else index
-
-
 def _all_devices(value: int, _: Source) -> int | None:
     return value if value > 0 else None
 
@@ -154,6 +139,8 @@ _DTYPE = takes("fp32|bf16|fp16")
 _BY_CONFIG = "set by the model's config.json"
 _BY_PRECISION = "set by actor.model.precision, which must not contradict it"
 _CONVERSION = "for RLinf's checkpoint conversion only; braid reads the Hugging Face folder directly"
+_PACKED = "rows are packed without padding"
+_LAYER = "remove it: the models supported with megatron (llama, qwen2, qwen3, qwen3_moe, mixtral) have "
 _ACTIVATIONS = "swiglu|gelu|geglu|reglu|squared-relu|fast-geglu|fast-swiglu|fast-reglu|approx-gelu"
 _DECAY_STYLES = {
     "constant": "constant",
@@ -173,7 +160,7 @@ _ACTOR = section("actor", "train")(
     to("mcore_gpt", "", "bool",
        lambda v, _: v or unsupported("set it to true: only Megatron-core is supported"), MEGATRON,
        lambda *_: implied("only Megatron-core is supported")),
-    to("spec_name", ".megatron.transformer.layer_spec", "text", MEGATRON),
+    to("spec_name", "", "text", MEGATRON, only("decoder_gpt", _LAYER + "decoder_gpt", _BY_CONFIG)),
     to("offload_optimizer", ".offload.optimizer", "bool"),
     to("offload_weight", ".offload.weights", "bool",
        unless(_is_shared, "in a single process the engine samples with the trainer's own weights"),
@@ -214,7 +201,9 @@ _MODEL = section("actor.model", "model")(
        note="model.trust_remote_code, if set here or for the tokenizer"))
 
 _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
-    to("megatron_checkpoint", ".checkpoint.load_path", "path?"),
+    to("megatron_checkpoint", "", "path?",
+       off("convert it to a Hugging Face folder, and set actor.model.model_path to that",
+           "weights come from actor.model.model_path")),
     to("tensor_model_parallel_size", ".tensor_parallel", "count"),
     to("pipeline_model_parallel_size", ".pipeline_parallel", "count"),
     to("context_parallel_size", ".context_parallel", "count"),
@@ -226,19 +215,17 @@ _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
     to("recompute_num_layers", ".*", "count?"),
     to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall|flex"),
     to("moe_grouped_gemm", ".*", either(takes("bool"), choice(None, "te")), lambda v, _: bool(v)),
-    to("activation", ".transformer.*", _ACTIVATIONS),
-    to("normalization", ".transformer.*", "rmsnorm|layernorm|layernorm1p"),
-    to("position_embedding_type", ".transformer.position_embedding", "rope|learned_absolute|none"),
-    to("{add_bias_linear,apply_rope_fusion,bias_dropout_fusion,bias_activation_fusion}", ".transformer.*",
-       "bool"),
+    to("activation", "", _ACTIVATIONS, only("swiglu", _LAYER + "swiglu", _BY_CONFIG)),
+    to("normalization", "", "rmsnorm|layernorm|layernorm1p", only("rmsnorm", _LAYER + "rmsnorm", _BY_CONFIG)),
+    to("position_embedding_type", "", "rope|learned_absolute|none", only("rope", _LAYER + "rope", _BY_CONFIG)),
+    to("add_bias_linear", "", "bool", off(_LAYER + "none", _BY_CONFIG)),
+    to("{apply_rope_fusion,bias_dropout_fusion,bias_activation_fusion}", ".transformer.*", "bool"),
     to("{gradient_accumulation_fusion,batch_p2p_comm}", ".transformer.*", "bool"),
-    to("persist_layer_norm", ".transformer.*", "bool",
-       note="a kernel that stays on the device; no higher precision"),
-    to("attention_softmax_in_fp32", ".transformer.attention_softmax_fp32", "bool"),
-    to("variable_seq_lengths", ".transformer.*", "bool",
-       note="true: packed rows; other backends always pack"),
-    to("use_cpu_initialization", ".transformer.cpu_initialization", "bool"),
-    to("seq_length", ".transformer.*", "count"))
+    ignored("persist_layer_norm", "norms are computed in float32 by torch's kernels", "bool"),
+    ignored("attention_softmax_in_fp32", "the softmax of attention is always computed in float32", "bool"),
+    ignored("variable_seq_lengths", _PACKED, "bool"),
+    ignored("use_cpu_initialization", "weights are read from the model folder", "bool"),
+    ignored("seq_length", _PACKED, "count"))
 
 _OPTIMIZER = section("actor.optim", "train.optimizer")(
     to("optimizer", ".kind", {"adam": "adamw", "sgd": "sgd"}, note="adam has decoupled weight decay (AdamW)"),
@@ -260,8 +247,8 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
        "depend on it"),
     to("use_distributed_optimizer", "train.megatron.distributed_optimizer", "bool", MEGATRON),
     to("{overlap_grad_reduce,overlap_param_gather}", "train.megatron.*", "bool", MEGATRON),
-    to("overlap_param_gather_with_optimizer_step", "train.megatron.overlap_param_gather_with_step", "bool",
-       MEGATRON),
+    to("overlap_param_gather_with_optimizer_step", "", "bool", MEGATRON,
+       off("set it to false; overlap_param_gather gathers parameters during the next forward pass", "off")),
     ignored("optimizer_enable_pin", "not read by RLinf; offloaded state is always pinned", "bool"),
     to("lr_scheduler", ".schedule.decay", "constant|cosine", FSDP_FILE),
     to("lr_warmup_steps", ".schedule.warmup_steps", "natural", FSDP_FILE),
@@ -292,23 +279,16 @@ _TOKENIZER = section("actor.tokenizer", "model")(
 
 _MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
     to("ddp_bucket_size", ".ddp_bucket_size", "count?", note="in parameters"),
-    to("distributed_backend", ".distributed_backend", "nccl|gloo"),
+    ignored("distributed_backend", "collectives use NCCL on GPUs and gloo on CPUs", "nccl|gloo"),
     to("distributed_timeout_minutes", ".timeout_minutes", "positive"),
-    to("tp_comm_bootstrap_backend", ".tp_comm_bootstrap", "nccl|mpi|gloo"),
-    to("tp_comm_overlap_cfg", ".tp_comm_overlap_file", "path?"),
-    to("ckpt_format", ".checkpoint.format", "torch|torch_dist|zarr"),
-    to("use_dist_ckpt", ".checkpoint.distributed", "bool"),
-    to("use_hf_ckpt", ".checkpoint.from_hf", "bool"),
-    to("ckpt.model", ".checkpoint.preset", "text"),
-    to("ckpt.model_type", ".checkpoint.model_type", "text?"),
-    to("ckpt.hf_model_path", ".checkpoint.hf_path", "path"),
-    to("ckpt.save_path", ".checkpoint.cache_dir", "path"),
-    to("ckpt.use_gpu_num", ".checkpoint.devices", "natural", _conversion_devices, note="0: in host memory"),
-    to("ckpt.use_gpu_index", ".checkpoint.devices", _DEVICES, _conversion_devices,
-       note="takes precedence over use_gpu_num"),
-    to("ckpt.process_num", ".checkpoint.num_processes", "count"),
-    to("ckpt.tensor_model_parallel_size", ".checkpoint.tensor_parallel", "count"),
-    to("ckpt.pipeline_model_parallel_size", ".checkpoint.pipeline_parallel", "count"),
+    ignored("tp_comm_bootstrap_backend", "for tp_comm_overlap_cfg only", "nccl|mpi|gloo"),
+    to("tp_comm_overlap_cfg", "", "path?",
+       off("remove it: overlapped tensor-parallel communication needs Transformer Engine's layers", "off")),
+    ignored("ckpt_format use_dist_ckpt", "all backends share one checkpoint format"),
+    to("use_hf_ckpt", "", "bool",
+       only(True, "convert the Megatron checkpoint to a Hugging Face folder, and set actor.model.model_path to it")),
+    ignored("ckpt.{model,model_type,hf_model_path,save_path,use_gpu_num,use_gpu_index,process_num} "
+            "ckpt.{tensor_model_parallel_size,pipeline_model_parallel_size}", _CONVERSION),
     ignored("ckpt.{expert_model_parallel_size,expert_tensor_parallel_size,grouped_gemm,te_ln_linear_qkv} "
             "ckpt.{te_ln_linear_mlp_fc1,te_ln_add_extra_state}", _CONVERSION),
     ignored("mbridge", "the Hugging Face folder is read directly, without conversion", "bool"),
@@ -322,7 +302,8 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
     to("offload_pin_memory", ".pin_memory", "bool", FSDP2, note="with cpu_offload"),
     to("reshard_after_forward", ".*", "bool", FSDP2),
     to("enable_gradient_accumulation", ".sync_last_micro_batch_only", "bool", FSDP),
-    to("{forward_prefetch,limit_all_gathers,use_orig_params}", ".*", "bool", FSDP1),
+    to("{forward_prefetch,limit_all_gathers}", ".*", "bool", FSDP1),
+    to("use_orig_params", "", "bool", FSDP, already("optimizer groups and adapters need them")),
     to("backward_prefetch", ".*", "pre|post?", FSDP1, null_as("off")),
     to("use_liger_kernel", "train.liger_kernels", "bool", FSDP),
     to("fsdp_size", ".size", integer(-1, samples=(2, 4, -1)), FSDP2, _all_devices, note="-1: all devices"),

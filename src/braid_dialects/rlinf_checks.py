@@ -137,11 +137,6 @@ def _megatron(source: Source) -> Findings:
     for flag in ("fp16", "bf16"):
         if source.values.get(f"actor.optim.{flag}") is True and kind != flag:
             yield f"actor.optim.{flag}", f"true contradicts actor.model.precision={kind}; make them agree"
-    start, converts = "actor.model.megatron_checkpoint", "actor.megatron.use_hf_ckpt"
-    if source[start] is not None and source[converts] is True:
-        yield start, f"conflicts with {converts}=true: both set the initial weights; remove one"
-    if source[start] is None and source[converts] is False:
-        yield converts, f"with false, set {start} to the initial weights"
 
 
 def _critic(source: Source) -> Findings:

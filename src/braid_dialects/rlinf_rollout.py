@@ -4,7 +4,7 @@ policies."""
 from __future__ import annotations
 
 from . import rlinf_facts as facts
-from .conversions import needs, opposite, unless, unless_null
+from .conversions import already, needs, opposite, unless, unless_null
 from .rlinf_facts import ROBOTS_ONLY, SERVED, SGLANG, VLLM, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Convert, Source, unsupported
@@ -100,7 +100,7 @@ _NO_QUEUES = "data is passed between roles without named queues"
 # fmt: off
 _INFERENCE = section("inference", "inference")(
     to("group_name", "cluster.group_names.inference", "text", WORKERS),
-    to("load_from_actor", ".load_from_policy", "bool", WORKERS),
+    to("load_from_actor", "", "bool", WORKERS, already("they receive the actor's weights every round")),
     to("model.tensor_model_parallel_size", ".tensor_parallel", "count", facts.MEGATRON),
     to("model.pipeline_model_parallel_size", ".pipeline_parallel", "count", facts.MEGATRON),
     to("model.sequence_parallel", ".sequence_parallel", "bool", facts.MEGATRON),

@@ -24,7 +24,6 @@ import pytest
 from tests.live_keys import Effects, keys_of, observed
 from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 
-from braid.config.backends import MegatronCheckpointConfig
 from braid.config.load import load_config, validate
 from braid.config.rollout import GymnasiumEnv, LiberoEnv, ManiskillEnv, ToolEnv
 from braid.config.schema import RunConfig
@@ -81,10 +80,7 @@ _TRAINS = ("train", "critic.train", "reference.train")
 NEVER = {
     # documented as without effect
     "algorithm.reward_level",
-    "model.lora.dropout",
-    "inference.load_from_policy",
     "rollout.sglang.detokenize",
-    *(f"{train}.fsdp.use_orig_params" for train in _TRAINS),
     # keys of prompts in sources of examples, and the reverse
     *(f"data.{use}[].response_{name}" for use in ("train", "eval") for name in ("function", "key")),
     *(f"sft.data[].{name}_key" for name in ("answer", "source")),
@@ -100,19 +96,10 @@ NEVER = {
         )
     ),
     *(path for path, field in fields_of(OptimizerConfig, "reference.train.optimizer.") if not shape_of(field).sections),
-    # Megatron: unused; from layer_spec on all values but one are refused
     *(
-        f"{train}.megatron.{name}"
+        f"{train}.megatron.transformer.apply_rope_fusion"
         for train in _TRAINS
-        for name in (
-            "distributed_backend", "moe_shared_expert_overlap", "tp_comm_bootstrap",
-            *(f"checkpoint.{name}" for name in MegatronCheckpointConfig.model_fields),
-            *(f"transformer.{name}" for name in ("attention_softmax_fp32", "cpu_initialization", "persist_layer_norm")),
-            *(f"transformer.{name}" for name in ("seq_length", "variable_seq_lengths")),
-            *(["transformer.apply_rope_fusion"] if find_spec("transformer_engine") is None else []),
-            *(f"transformer.{name}" for name in ("layer_spec", "activation", "normalization", "position_embedding")),
-            "transformer.add_bias_linear", "overlap_param_gather_with_step", "tp_comm_overlap_file",
-        )
+        if find_spec("transformer_engine") is None
     ),
     # only one valid value
     *(f"rollout.{engine}.replicas" for engine in ("vllm", "sglang")),
@@ -353,23 +340,6 @@ def others(dialect: str, path: str, takes: Takes, value: Any) -> Iterator[Any]:
 
 def _is_in(value: Any, values: Iterable[Any]) -> bool:
     return any(type(value) is type(other) and value == other for other in values)
-
-
-OF_THE_MODEL = {
-    "train.megatron.transformer.layer_spec": "mine",
-    "train.megatron.transformer.normalization": "layernorm",
-    "train.megatron.transformer.position_embedding": "none",
-    "train.megatron.transformer.add_bias_linear": "true",
-}
-"""Keys that have to say what the model is -> a value that is refused."""
-
-
-@pytest.mark.parametrize("key", OF_THE_MODEL)
-def test_a_layer_that_is_not_the_model_s_is_refused_by_its_key(key: str) -> None:
-    overrides = ["model.build={}", "train.backend=megatron", f"{key}={OF_THE_MODEL[key]}"]
-    with pytest.raises(ConfigError) as caught:
-        resolve(load_config(None, [*overrides, "run.max_rounds=1"]).config)
-    assert key in [problem.key for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize(

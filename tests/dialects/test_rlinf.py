@@ -126,19 +126,8 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
         True,
         True,
     )
-    assert (megatron.dynamic_loss_scale_window, megatron.timeout_minutes, megatron.distributed_backend) == (
-        5,
-        30,
-        "nccl",
-    )
+    assert (megatron.dynamic_loss_scale_window, megatron.timeout_minutes) == (5, 30)
     assert not megatron.sequence_parallel
-    assert megatron.transformer.seq_length == 2048
-    assert (megatron.checkpoint.preset, megatron.checkpoint.hf_path) == (
-        "DeepSeek-R1-Distill-Qwen-1.5B",
-        MODEL,
-    )
-    assert megatron.checkpoint.cache_dir == "../results/grpo-1.5b/actor/megatron_ckpt_from_hf"
-    assert (megatron.checkpoint.num_processes, megatron.checkpoint.devices) == (16, ())
     data = found.data
     assert (data.max_prompt_tokens, data.overlong, data.use_chat_template) == (1024, "drop", "never")
     assert (data.shuffle, data.seed, found.eval.shuffle) == (True, 1234, True)
@@ -283,7 +272,7 @@ def test_a_reward_model_replaces_the_rule() -> None:
         ("rollout.sglang.decode_log_interval=7", "rollout.sglang_decode_log_interval=7"),
         ("rollout.sglang.attention_backend=fa3", "rollout.attention_backend=fa3"),
         ("rollout.sglang.use_torch_compile=true", "rollout.use_torch_compile=true"),
-        ("actor.checkpoint_load_path=c", "actor.model.megatron_checkpoint=c"),
+        ("actor.checkpoint_load_path=null", "actor.model.megatron_checkpoint=null"),
         ("actor.megatron.ckpt_convertor.process_num=3", "actor.megatron.ckpt.process_num=3"),
         ("runner.task_type=reasoning", "runner.task_type=math"),
         ("data.type=reasoning", "data.type=math"),

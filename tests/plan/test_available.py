@@ -121,6 +121,17 @@ def test_a_package_that_is_not_installed_is_missed_by_a_run_and_not_by_a_plan(
     assert list(missing_packages(single, resolve(single))) == []
 
 
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    config = load_config(None, [*TEXT, f"report.{name}={{}}"]).config
+    ((key, message),) = missing_packages(config, resolve(config))
+    assert key == f"report.{name}"
+    assert f"pip install 'braid-rl[{name}]'" in message
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_that_is_not_installed_is_missed_where_no_server_takes_its_place(
     monkeypatch: pytest.MonkeyPatch, engine: str
@@ -174,8 +185,8 @@ def test_flash_attention_needs_half_precision() -> None:
     [
         (["train.fsdp.cpu_offload=true"], "train.fsdp.cpu_offload", "train.backend is not fsdp or fsdp2"),
         (
-            ["train.megatron.transformer.layer_spec=x"],
-            "train.megatron.transformer.layer_spec",
+            ["train.megatron.transformer.batch_p2p_comm=true"],
+            "train.megatron.transformer.batch_p2p_comm",
             "train.backend is not megatron",
         ),
         (["rollout.vllm.replicas=2"], "rollout.vllm.replicas", "rollout.engine is not vllm"),
@@ -214,7 +225,6 @@ def test_flash_attention_needs_half_precision() -> None:
         ),
         (["critic.normalize_values=true"], "critic.normalize_values", "no critic"),
         (["critic.head_name=v"], "critic.head_name", "no critic"),
-        (["model.lora={dropout: 0.1}"], "model.lora.dropout", "the same in rollout and training"),
         (["model.lora={path: adapter, rank: 4}"], "model.lora.rank", "determine it"),
         (["model.low_memory_load=false"], "model.low_memory_load", "no files"),
         (["cluster.devices_per_node=8"], "cluster.devices_per_node", "the first device"),

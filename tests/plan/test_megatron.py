@@ -24,17 +24,7 @@ OWN = "train.megatron"
     [
         ("model.lora={}", "model.lora", "does not support adapters"),
         ("train.liger_kernels=true", "train.liger_kernels", "its own layers"),
-        (f"{OWN}.transformer.activation=gelu", f"{OWN}.transformer.activation", "which have swiglu"),
-        (f"{OWN}.transformer.layer_spec=mine", f"{OWN}.transformer.layer_spec", "decoder_gpt"),
         (f"{OWN}.virtual_pipeline=2", f"{OWN}.virtual_pipeline", "pipeline_parallel above 1"),
-        (
-            f"{OWN}.overlap_param_gather_with_step=true",
-            f"{OWN}.overlap_param_gather_with_step",
-            "next forward pass",
-        ),
-        (f"{OWN}.tp_comm_overlap_file=x.yaml", f"{OWN}.tp_comm_overlap_file", "Transformer Engine"),
-        (f"{OWN}.checkpoint.load_path=/x", f"{OWN}.checkpoint.load_path", "Hugging Face folder"),
-        (f"{OWN}.checkpoint.from_hf=false", f"{OWN}.checkpoint.from_hf", "Hugging Face folder"),
     ],
 )
 def test_unsupported_options_are_refused_with_an_alternative(override: str, key: str, words: str) -> None:
@@ -48,9 +38,6 @@ def test_unsupported_options_are_refused_with_an_alternative(override: str, key:
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        (f"{OWN}.transformer.variable_seq_lengths=false", "without padding"),
-        (f"{OWN}.checkpoint.format=torch", "all backends share one checkpoint format"),
-        (f"{OWN}.distributed_backend=nccl", "NCCL on GPUs"),
         (f"{OWN}.recompute_num_layers=2", "recompute_granularity is not full"),
         (f"{OWN}.sequence_parallel=true", "tensor_parallel is 1"),
         (f"{OWN}.ddp_bucket_size=5", "overlap_grad_reduce=false"),

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from braid.errors import ConfigError, ReportError
+from braid.errors import ReportError
 from braid.report.run_dir import RunDir
-from braid.report.sinks.base import Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.jsonl import JsonlSink
 from braid.report.sinks.tensorboard import TensorboardSink
@@ -155,18 +154,6 @@ def test_an_offline_tracker_writes_files_and_sends_no_requests(
     assert b"a-name" in content
     assert asked == []
     assert done.stdout == ""  # the terminal is the run's own
-
-
-@pytest.mark.parametrize("name", ["wandb", "swanlab"])
-def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setitem(sys.modules, name, None)  # what an import finds when there is none
-    run = RunDir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=rf"report\.{name}: {name} is not installed.*pip install 'braid-rl\[{name}\]'"
-    ):
-        build_sinks(run, tensorboard_queue=None, **{name: Tracker("p", "r", "offline")})
 
 
 def test_metrics_jsonl_is_always_among_the_sinks(tmp_path: Path) -> None:

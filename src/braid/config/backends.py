@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from .base import Section
 
@@ -37,9 +37,6 @@ class FsdpConfig(Section):
     current layer's gradients are computed; off for no prefetch."""
     limit_all_gathers: bool = False
     """fsdp: limit the number of all-gathers in flight to bound memory."""
-    use_orig_params: bool = False
-    """fsdp: expose the original parameters. Has no effect: they always are exposed, because optimizer groups
-    and adapters need them."""
     param_dtype: DType | None = None
     """Dtype of gathered weights and of computation. When null, that of train.autocast for fp32 models, else
     model.dtype."""
@@ -61,78 +58,18 @@ class DeepSpeedConfig(Section):
 
 
 class MegatronTransformerConfig(Section):
-    """Megatron's transformer layer. Sizes come from the model folder."""
+    """Kernels of Megatron's transformer layer."""
 
-    layer_spec: str = "decoder_gpt"
-    """Name of the Megatron layer spec."""
-    activation: Literal[
-        "swiglu",
-        "gelu",
-        "geglu",
-        "reglu",
-        "squared-relu",
-        "fast-geglu",
-        "fast-swiglu",
-        "fast-reglu",
-        "approx-gelu",
-    ] = "swiglu"
-    """Activation of the feed-forward layers; must match the model."""
-    normalization: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"
-    """Type of normalization; must match the model."""
-    position_embedding: Literal["rope", "learned_absolute", "none"] = "rope"
-    """Type of position embedding; must match the model."""
-    add_bias_linear: bool = False
-    """Linear layers have biases; must match the model."""
     apply_rope_fusion: bool = True
     """Use Transformer Engine's fused rotary embedding kernel, if it is installed (GPU)."""
     bias_dropout_fusion: bool = False
     """Fuse bias and dropout (GPU)."""
     bias_activation_fusion: bool = False
     """Fuse bias and activation (GPU)."""
-    persist_layer_norm: bool = False
-    """Use the persistent layer norm kernel (GPU)."""
     gradient_accumulation_fusion: bool = False
     """Fuse weight gradient accumulation into the matrix multiplication (GPU)."""
-    attention_softmax_fp32: bool = True
-    """Compute the attention softmax in fp32."""
     batch_p2p_comm: bool = False
     """Batch sends and receives between pipeline stages."""
-    variable_seq_lengths: bool = True
-    """Use packed micro-batches; false pads every row to seq_length."""
-    cpu_initialization: bool = False
-    """Initialize weights in host memory."""
-    seq_length: PositiveInt | None = None
-    """Length in tokens to which rows are padded when variable_seq_lengths is false; the longest row's when
-    null."""
-
-
-class MegatronCheckpointConfig(Section):
-    """Where Megatron's initial weights come from and how checkpoints are stored."""
-
-    load_path: str | None = None
-    """Megatron checkpoint to start from instead of the model folder."""
-    format: Literal["torch", "torch_dist", "zarr"] = "torch_dist"
-    """Checkpoint format."""
-    distributed: bool = True
-    """Every rank writes its own shard."""
-    from_hf: bool = True
-    """Convert the Hugging Face folder at startup."""
-    preset: str | None = None
-    """Name of the conversion preset; derived from the model's config when null."""
-    model_type: str | None = None
-    """Architecture for the conversion; derived from the model's config when null."""
-    hf_path: str | None = None
-    """Hugging Face folder to convert; model.path when null."""
-    cache_dir: str | None = None
-    """Folder in which converted weights are cached; null converts in memory."""
-    num_processes: PositiveInt = 1
-    """Number of conversion processes."""
-    devices: tuple[NonNegativeInt, ...] = ()
-    """Indices of the accelerators used for the conversion; empty for the CPU."""
-    tensor_parallel: PositiveInt | None = None
-    """Tensor-parallel size of the converted weights; the policy's when null."""
-    pipeline_parallel: PositiveInt | None = None
-    """Pipeline-parallel size of the converted weights; the policy's when null."""
 
 
 class MegatronConfig(Section):
@@ -166,32 +103,20 @@ class MegatronConfig(Section):
     """How tokens are dispatched to experts."""
     moe_grouped_gemm: bool = False
     """Use one grouped GEMM for all experts of a device (GPU)."""
-    moe_shared_expert_overlap: bool = False
-    """Overlap shared experts with token dispatch; requires moe_token_dispatcher=alltoall."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
     """Overlap the parameter all-gather with the forward pass; requires distributed_optimizer."""
-    overlap_param_gather_with_step: bool = False
-    """Overlap the parameter all-gather with the optimizer step."""
     ddp_bucket_size: PositiveInt | None = None
     """Parameters per gradient bucket; Megatron's default when null."""
     dynamic_loss_scale_window: PositiveInt = 1000
     """fp16: consecutive finite steps after which the loss scale doubles."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Backend of collectives. auto: nccl on GPUs, gloo on CPUs."""
     timeout_minutes: PositiveFloat | None = None
     """Timeout of one collective, in minutes; cluster.call_timeout_s when null."""
-    tp_comm_bootstrap: Literal["nccl", "mpi", "gloo"] = "nccl"
-    """Bootstrap backend of overlapped tensor-parallel communication."""
-    tp_comm_overlap_file: str | None = None
-    """YAML file that configures overlapped tensor-parallel communication; null disables it."""
     transformer: MegatronTransformerConfig = MegatronTransformerConfig()
     """Transformer layer."""
-    checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
-    """Initial weights and checkpoint storage."""
 
 
 class OffloadConfig(Section):
@@ -222,8 +147,6 @@ class LoraConfig(Section):
     """Adapter rank."""
     alpha: PositiveFloat | None = None
     """Adapter scale times rank (the LoRA alpha); rank when null."""
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Has no effect: log-probs must agree between rollout and training."""
     targets: tuple[str, ...] = ("all-linear",)
     """Names of the layers that get an adapter (q_proj, ...); all-linear for every linear layer except the
     output head."""

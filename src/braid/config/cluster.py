@@ -55,8 +55,6 @@ class InferenceConfig(Section):
     """Workers that compute log-probs before the update, when `cluster.placement` gives them their own
     devices."""
 
-    load_from_policy: bool = True
-    """Receive weights from the policy's workers instead of reading the model folder."""
     tensor_parallel: PositiveInt | None = None
     """Megatron tensor-parallel size; the policy's when null."""
     pipeline_parallel: PositiveInt | None = None

@@ -17,7 +17,7 @@ from .source import OVERRIDE, KeyPath, path_text, place
 
 _FOLDERS = re.compile(
     r"run\.output_dir|checkpoint\.(export_)?dir|report\.dir|rollout\.check_weights_dir"
-    r"|model\.lora\.path|train\.megatron\.checkpoint\.(load_path|hf_path|cache_dir)"
+    r"|model\.lora\.path"
 )
 _CHECKPOINT = re.compile(r"run\.resume")
 _HUB_NAMES = re.compile(

@@ -19,7 +19,7 @@ def train_config(config: RunConfig, role: TrainingRole) -> TrainConfig:
         case "reference":
             return config.reference.train or config.train
         case "inference":
-            own = config.inference.model_dump(exclude={"load_from_policy"}, exclude_none=True)
+            own = config.inference.model_dump(exclude_none=True)
             megatron = config.train.megatron.model_copy(update=own)
             return config.train.model_copy(update={"megatron": megatron})
         case "policy":

@@ -14,7 +14,6 @@ from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
-from .megatron import missing_in_megatron
 from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
@@ -39,7 +38,7 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if config.train.backend != "single":
         yield from _not_sharded(config)
     for key, train in _train_sections(config, plan):
-        yield from missing_in_megatron(config, key, train)
+        yield from _not_in_megatron(config, key, train)
     for section, why in missing_sections(config).items():
         yield ("env.kind" if section == "env" else section), why
     if config.model.attention == "flash_attention_2" and _computes_in_fp32(config):
@@ -124,6 +123,25 @@ def _not_sharded(config: RunConfig) -> Iterator[tuple[str, str]]:
             "train.fsdp.sharding",
             "fsdp cannot train adapters without sharding the frozen weights; set train.backend=fsdp2 and "
             "train.fsdp.size=1, or train.fsdp.sharding=full",
+        )
+
+
+def _not_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of everything in the training settings at section `key` that megatron does not support.
+    Checks that depend on the model's sizes are made when it is built (training/backends/megatron)."""
+    if train.backend != "megatron":
+        return
+    if config.model.lora is not None and key != "critic.train":
+        yield (
+            "model.lora",
+            f"megatron does not support adapters; set {key}.backend to fsdp2, fsdp or deepspeed, or remove it",
+        )
+    if train.liger_kernels:
+        yield f"{key}.liger_kernels", "not supported by megatron, which has its own layers; set it to false"
+    if train.megatron.virtual_pipeline is not None and train.megatron.pipeline_parallel == 1:
+        yield (
+            f"{key}.megatron.virtual_pipeline",
+            "interleaving needs several pipeline stages; set pipeline_parallel above 1, or remove it",
         )
 
 

@@ -126,12 +126,10 @@ def _value(config: RunConfig, plan: Plan, path: str) -> Any:
 def _always(_: RunConfig, __: Plan) -> _Unused:
     yield "only sft.data has target responses", "data.{train,eval}[].response_{key,function}"
     yield "supervised examples are not scored", "sft.data[].{answer_key,source_key}"
-    yield "inference workers receive the policy's weights every round", "inference.load_from_policy"
     yield "the policy has no value head", "sft.optimizer.value_lr"
     yield "weights are synced between rounds, when no request runs", "rollout.native.on_new_weights"
     yield "a critic computes no log-probs", "critic.train.{compile,logprob_chunk_bytes}"
     yield "train.record_memory records all roles", "{critic,reference}.train.record_memory"
-    yield "dropout is disabled: log-probs must be the same in rollout and training", "model.lora.dropout"
     yield (
         "only vision-language-action policies have action chunks, and this version does not support them",
         "algorithm.reward_level",
@@ -439,7 +437,6 @@ def _backend(config: RunConfig, _: Plan, train: TrainConfig) -> _Unused:
             "@.backend=fsdp2 does not have this option",
             "@.fsdp.{forward_prefetch,backward_prefetch,limit_all_gathers,buffer_dtype}",
         )
-    yield "original parameters are always used, for parameter groups and adapters", "@.fsdp.use_orig_params"
     if not fsdp.cpu_offload:
         yield "@.fsdp.cpu_offload is false", "@.fsdp.pin_memory"
     elif backend in ("fsdp", "fsdp2"):
@@ -455,21 +452,6 @@ def _megatron(config: RunConfig, plan: Plan, train: TrainConfig) -> _Unused:
     if train.backend != "megatron":
         yield "@.backend is not megatron", "@.megatron.*"
         return
-    yield "rows are packed without padding", "@.megatron.transformer.{variable_seq_lengths,seq_length}"
-    yield (
-        "norms are computed in float32 by torch's kernels, and the softmax of attention always in float32",
-        "@.megatron.transformer.{persist_layer_norm,attention_softmax_fp32}",
-    )
-    yield (
-        "collectives use NCCL on GPUs and gloo on CPUs",
-        "@.megatron.{distributed_backend,tp_comm_bootstrap}",
-    )
-    yield "no supported model has shared experts", "@.megatron.moe_shared_expert_overlap"
-    yield (
-        "weights are converted in memory when loaded from model.path, and all backends share one checkpoint format",
-        "@.megatron.transformer.cpu_initialization @.megatron.checkpoint.{format,distributed,preset,model_type,"
-        "hf_path,cache_dir,num_processes,devices,tensor_parallel,pipeline_parallel}",
-    )
     if find_spec("transformer_engine") is None:
         yield (
             "the fused kernel needs Transformer Engine, which is not installed",

@@ -43,19 +43,21 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config = path / "config.yaml"
+        self.plan = path / "plan.json"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.samples = path / "samples"
+        self.memory = path / "memory"
+        self.checkpoints = path / "checkpoints"
+        self.exports = path / "exports"
+        self.batches = path / "batches"
         try:
             self.samples.mkdir(parents=True, exist_ok=True)
             self._release = weakref.finalize(self, os.close, lock(path / ".lock"))
         except BlockingIOError:
-            raise RunGoesOn(
-                [
-                    Problem(
-                        "run.name",
-                        f"the run in {path} is in use by another process; wait for it to finish, or choose another name",
-                        "file system",
-                    )
-                ]
-            ) from None
+            message = f"the run in {path} is in use by another process; wait for it to finish, or choose another name"
+            raise RunGoesOn([Problem("run.name", message, "file system")]) from None
         except OSError as error:
             raise _problem(
                 "run.output_dir", f"cannot use the folder {path} for the run: {error.strerror}"
@@ -96,42 +98,6 @@ class RunDir:
     def forget_id(self) -> None:
         """Delete the run id, when the folder is reused for a new run."""
         (self.path / ".run_id").unlink(missing_ok=True)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def memory(self) -> Path:
-        return self.path / "memory"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def exports(self) -> Path:
-        return self.path / "exports"
-
-    @property
-    def batches(self) -> Path:
-        return self.path / "batches"
 
     def describe(self, config_yaml: str, plan: dict[str, Any], kept: Mapping[str, str] | None = None) -> None:
         """Write the resolved config (YAML), the plan, and further texts by file name."""

@@ -25,18 +25,14 @@ class SwanlabSink:
     access (`swanlab sync` uploads it later). A resumed cloud run continues under the id in `id_file`.
     SwanLab's own messages are suppressed, since they would disturb the display.
 
-    Raises ConfigError when swanlab is not installed or rejects the run.
+    Raises ConfigError when swanlab rejects the run.
     """
 
     name = "swanlab"
 
     def __init__(self, tracker: Tracker, *, folder: Path, id_file: Path) -> None:
-        try:
-            import swanlab  # noqa: TID251  # an extra
-        except ImportError:
-            raise _problem(
-                "swanlab is not installed; run: pip install 'braid-rl[swanlab]', or remove report.swanlab"
-            ) from None
+        import swanlab  # noqa: TID251  # an extra; plan.available reports a missing one
+
         is_online = tracker.mode == "cloud"
         try:
             with redirect_stdout(io.StringIO()):
@@ -51,9 +47,8 @@ class SwanlabSink:
                     settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
                 )
         except Exception as error:
-            raise _problem(
-                f"swanlab rejects the run: {error}; log in with `swanlab login`, or set report.swanlab.mode=offline"
-            ) from error
+            message = f"swanlab rejects the run: {error}; log in with `swanlab login`, or set report.swanlab.mode=offline"
+            raise ConfigError([Problem("report.swanlab", message, "report")]) from error
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         self._run.log({"step": step, **flat}, step=round_)
@@ -61,7 +56,3 @@ class SwanlabSink:
     def close(self) -> None:
         with redirect_stdout(io.StringIO()):
             self._run.finish()
-
-
-def _problem(message: str) -> ConfigError:
-    return ConfigError([Problem("report.swanlab", message, "report")])

@@ -15,18 +15,14 @@ class WandbSink:
     """Logs to a wandb run with its files in `folder`/wandb; `offline` only writes there, without network
     access (`wandb sync` uploads it later). A resumed run continues under the id in `id_file`.
 
-    Raises ConfigError when wandb is not installed or rejects the run.
+    Raises ConfigError when wandb rejects the run.
     """
 
     name = "wandb"
 
     def __init__(self, tracker: Tracker, *, folder: Path, id_file: Path) -> None:
-        try:
-            import wandb  # noqa: TID251  # an extra
-        except ImportError:
-            raise _problem(
-                "wandb is not installed; run: pip install 'braid-rl[wandb]', or remove report.wandb"
-            ) from None
+        import wandb  # noqa: TID251  # an extra; plan.available reports a missing one
+
         is_offline = tracker.mode == "offline"
         if is_offline:  # else its service sends error reports over the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -42,9 +38,10 @@ class WandbSink:
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
             )
         except (wandb.Error, OSError) as error:
-            raise _problem(
+            message = (
                 f"wandb rejects the run: {error}; log in with `wandb login`, or set report.wandb.mode=offline"
-            ) from error
+            )
+            raise ConfigError([Problem("report.wandb", message, "report")]) from error
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")
 
@@ -53,7 +50,3 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _problem(message: str) -> ConfigError:
-    return ConfigError([Problem("report.wandb", message, "report")])
