@@ -27,14 +27,8 @@ def schema_text() -> str:
 
 def _or_interpolation(value: dict[str, Any]) -> dict[str, Any]:
     """Let a property also accept `${...}`, unless it accepts any text already, or is a discriminator."""
-    if (
-        value.get("type") == "string"
-        and "enum" not in value
-        and "pattern" not in value
-        and "const" not in value
-    ):
-        return value
-    if "const" in value:
+    is_any_text = value.get("type") == "string" and not {"enum", "pattern"} & value.keys()
+    if is_any_text or "const" in value:
         return value
     outer = {key: value[key] for key in ("title", "description", "default") if key in value}
     inner = {key: item for key, item in value.items() if key not in outer}
