@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples.solutions import chain_sum
 from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.controller import commands
-from braid.data.worked import chain_sum
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SUMS = "{min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}"

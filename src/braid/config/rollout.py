@@ -177,9 +177,6 @@ class NativeEngineConfig(Section):
     keep a copy if they differ from model.dtype."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
-    on_new_weights: Literal["keep_cache", "recompute"] = "keep_cache"
-    """Key/value cache of running sequences when they continue with new weights: keep_cache keeps what the old
-    weights computed, recompute prefills prompt and tokens again."""
 
 
 class _ServedEngine(Section):

@@ -127,7 +127,6 @@ def _always(_: RunConfig, __: Plan) -> _Unused:
     yield "only sft.data has target responses", "data.{train,eval}[].response_{key,function}"
     yield "supervised examples are not scored", "sft.data[].{answer_key,source_key}"
     yield "the policy has no value head", "sft.optimizer.value_lr"
-    yield "weights are synced between rounds, when no request runs", "rollout.native.on_new_weights"
     yield "a critic computes no log-probs", "critic.train.{compile,logprob_chunk_bytes}"
     yield "train.record_memory records all roles", "{critic,reference}.train.record_memory"
     yield (
