@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from braid.errors import ReportError
 from braid.report.run_dir import RunDir
@@ -75,7 +76,11 @@ def test_tensorboard_drops_rounds_that_the_same_process_does_again(tmp_path: Pat
     assert scalars(tmp_path, "reward/mean") == [(0, 1.0), (1, 2.0), (2, 2.0)]
 
 
-def test_tensorboard_drops_rounds_that_a_resumed_run_does_again(tmp_path: Path) -> None:
+def test_tensorboard_drops_rounds_that_a_resumed_run_does_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = event_file_writer.AtomicCounter(10)  # 9 would come after 10
+    monkeypatch.setattr(event_file_writer, "_global_uid", names)
     for rounds, value in ((range(4), 1.0), (range(2, 5), 2.0)):
         sink = TensorboardSink(tmp_path)
         for i in rounds:

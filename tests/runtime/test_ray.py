@@ -67,6 +67,7 @@ class Worker:
         (pids / str(child.pid)).touch()
         (pids / str(os.getpid())).touch()
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(LIMIT_S)  # the signal may reach another thread first, and this one would answer
 
     def env(self, name: str) -> str | None:
         return os.environ.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -25,7 +25,7 @@ class TensorboardSink:
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         if round_ <= self._last_round:
-            self.close()
+            self._repeat(round_)
         self._last_round = round_
         self._waiting += [(name, value, round_) for name, value in {"step": float(step), **flat}.items()]
         if len(self._waiting) >= self._queue:
@@ -37,6 +37,16 @@ class TensorboardSink:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+    def _repeat(self, round_: int) -> None:
+        """Tell TensorBoard to drop the points from `round_` on."""
+        from tensorboard.compat.proto import event_pb2
+
+        self._waiting = [point for point in self._waiting if point[2] < round_]
+        if self._writer is not None and (file := self._writer.file_writer) is not None:
+            events: Any = event_pb2  # generated, without types
+            start = events.SessionLog(status=events.SessionLog.START)
+            file.add_event(events.Event(session_log=start), step=round_)
 
     def _write(self) -> None:
         if self._writer is None:
