@@ -36,9 +36,8 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
 
     Raises ConfigError when a file cannot be read; all other errors are in the result's `problems`.
     """
-    written = read_file(path)
+    written, chosen, values = read_file(path), dict[str, str | None](), []
     presets = _Presets(path, written)
-    chosen, values = {}, []
     keys = {entry.choice for entry in _entries(written.tree.get(DEFAULTS), _Place(), []) if entry.option}
     for text in overrides:
         text = re.sub(r"^\+{1,2}(?=[\w.])", "", text)
@@ -46,11 +45,8 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
         if name in keys:
             chosen[name] = None if option in ("", "null") else option
         elif "@" in name:
-            written.problems.append(
-                Problem(
-                    name, f"no such entry in the defaults list of the file{suggest(name, keys)}", OVERRIDE
-                )
-            )
+            message = f"no such entry in the defaults list of the file{suggest(name, keys)}"
+            written.problems.append(Problem(name, message, OVERRIDE))
         else:
             values.append(_FLOW.sub(r"\1: ", text) if option.startswith("{") else text)
     composed = presets.compose(written, _Place(), chosen)
@@ -163,31 +159,17 @@ class _Presets:
         origin = parent.origins.get(child(DEFAULTS, entry.index), self.path.name)
         if name in at.chain:
             circle = " -> ".join((*at.chain[at.chain.index(name) :], name))
-            return Written(
-                problems=[
-                    Problem(DEFAULTS, f"presets form a cycle: {circle}; remove one of the entries", origin)
-                ]
-            )
-        if "${" in name:
-            return Written(
-                problems=[
-                    Problem(
-                        DEFAULTS,
-                        f"{name!r}: interpolations are not supported in preset names; write out the name",
-                        origin,
-                    )
-                ]
-            )
-        file = self._find(name)
-        if file is None:
-            missing = () if entry.is_optional else (Problem(DEFAULTS, self._missing(name), origin),)
-            return Written(problems=list(missing))
-        package = _PACKAGE.search(file.read_text("utf-8", errors="replace"))
-        mounted = entry.package
-        if package and "@" not in entry.choice:
-            mounted = _mounted(package[1].replace("_group_", entry.group.replace("/", ".")), "", at)
-        preset = _Place(mounted, entry.group, (*at.chain, name))
-        return self.compose(read_file(file), preset, {})
+            problem = f"presets form a cycle: {circle}; remove one of the entries"
+        elif "${" in name:
+            problem = f"{name!r}: interpolations are not supported in preset names; write out the name"
+        elif (file := self._find(name)) is not None:
+            package, mounted = _PACKAGE.search(file.read_text("utf-8", errors="replace")), entry.package
+            if package and "@" not in entry.choice:
+                mounted = _mounted(package[1].replace("_group_", entry.group.replace("/", ".")), "", at)
+            return self.compose(read_file(file), _Place(mounted, entry.group, (*at.chain, name)), {})
+        else:
+            problem = "" if entry.is_optional else self._missing(name)
+        return Written(problems=[Problem(DEFAULTS, problem, origin)] if problem else [])
 
     def _find(self, name: str) -> Path | None:
         """Find the preset's file: next to the primary file, else in the first search path folder that has
@@ -205,24 +187,23 @@ class _Presets:
             hydra = Written({"hydra": {"searchpath": self._searchpath()}}, dict(self.primary.origins))
             resolved = interpolate(hydra, lambda tree: {**self.primary.tree, **tree})
             self._problems += hydra.problems
-            texts = self._texts = list(resolved["hydra"]["searchpath"])
-            folders = [self._folder(str(text), i) for i, text in enumerate(texts) if "${" not in str(text)]
-            self._folders = [folder for folder in folders if folder is not None]
+            self._texts = list(resolved["hydra"]["searchpath"])
+            for i, text in enumerate(map(str, self._texts)):
+                scheme, colon, rest = text.rpartition("://")
+                if colon and scheme != "file" and "${" not in text:
+                    key, message = (
+                        child(SEARCHPATH, i),
+                        f"{text!r} is not a local folder; write file:///folder",
+                    )
+                    self._problems.append(Problem(key, message, self.primary.origins.get(key, "")))
+                elif "${" not in text:
+                    self._folders.append(Path(rest))
         return self._folders
 
     def _searchpath(self) -> list[Any]:
         hydra = self.primary.tree.get("hydra")
         texts = hydra.get("searchpath") if isinstance(hydra, dict) else None
         return texts if isinstance(texts, list) else []
-
-    def _folder(self, text: str, index: int) -> Path | None:
-        scheme, colon, rest = text.rpartition("://")
-        if colon and scheme != "file":
-            key = child(SEARCHPATH, index)
-            message = f"{text!r} is not a local folder; write file:///folder"
-            self._problems.append(Problem(key, message, self.primary.origins.get(key, "")))
-            return None
-        return Path(rest)
 
     def _missing(self, name: str) -> str:
         folders = [self.path.parent, *self.folders]
@@ -247,11 +228,10 @@ class _Presets:
 def _below(written: Written, at: _Place) -> Written:
     """Mount a file's own keys below its package. A preset's `defaults` list is dropped."""
     tree = written.tree if not at.chain else {k: v for k, v in written.tree.items() if k != DEFAULTS}
-    if not at.package:
-        return Written(tree, dict(written.origins))
     out = Written(origins={f"{at.package}.{name}": origin for name, origin in written.origins.items()})
-    place(out.tree, parse_path(at.package), tree)
-    return out
+    if at.package:
+        place(out.tree, parse_path(at.package), tree)
+    return out if at.package else Written(tree, dict(written.origins))
 
 
 def _lay(under: Written, over: Written) -> None:
@@ -272,6 +252,3 @@ def _merged(under: dict[str, Any], over: dict[str, Any], written: Written, path:
                 del written.origins[stale]
             out[key] = value
     return out
-
-
-__all__ = ["DEFAULTS", "SEARCHPATH", "compose"]

@@ -1,4 +1,4 @@
-"""Steps of conversions, shared by all dialects: conditions, value tables, fixed values."""
+"""Steps of conversions, shared by all dialects: what a value becomes."""
 
 from __future__ import annotations
 
@@ -10,51 +10,34 @@ from typing import Any
 from .table import Became, Convert, Source, implied, no_effect, unsupported
 
 
-def unless(test: Callable[[Source], Any], why: str | Callable[[Source], str]) -> Convert:
-    """No effect in a file for which `test` holds."""
-
-    def convert(value: Any, source: Source) -> Any:
-        return no_effect(why if isinstance(why, str) else why(source)) if test(source) else value
-
-    return convert
+def computed(function: Callable[[Source], Any]) -> Convert:
+    """A value that follows from the file, whichever of several keys is converted."""
+    return lambda _, source: function(source)
 
 
-def needs(key: str, *values: Any) -> Convert:
-    """No effect unless another key is on, or has one of `values`."""
-    name = key.lstrip(".")
+def sets(*parts: Any) -> Convert:
+    """The value of each of the rule's native paths: a constant, or a step."""
 
-    def why(source: Source) -> str:
-        now = "not set" if source[key] is None else source[key]
-        return f"for {name}={' or '.join(values)} only; it is {now}" if values else f"{name} is off"
-
-    return unless(lambda s: s[key] not in values if values else not s[key], why)
-
-
-def overridden(*keys: str) -> Convert:
-    """No effect where the file has one of other keys."""
-
-    def convert(value: Any, source: Source) -> Any:
-        found = next((key for key in keys if source.has(key)), None)
-        return value if found is None else no_effect(f"overridden by {found}")
+    def convert(value: Any, source: Source) -> Became:
+        made = [part(value, source) if callable(part) else part for part in parts]
+        texts = zip(source.rule.native.split(), made, strict=True)
+        return Became({path: part for text, part in texts for path in source.placed(text)})
 
     return convert
 
 
-def of_engine(*names: str) -> Convert:
-    """No effect unless the rollout engine is one of `names`."""
-    return _only_of("engine", names)
+def as_is(value: Any, _: Source) -> Any:
+    """The value itself."""
+    return value
 
 
-def of_backend(*names: str) -> Convert:
-    """No effect unless the training backend is one of `names`."""
-    return _only_of("backend", names)
+def listed(value: Any, _: Source) -> list[Any]:
+    """A list of one for a single value."""
+    return value if isinstance(value, list) else [value]
 
 
-def _only_of(place: str, names: tuple[str, ...]) -> Convert:
-    return unless(
-        lambda s: s.place(place) not in names,
-        lambda s: f"for {' and '.join(names)} only; the {place} is {s.place(place)}",
-    )
+def positive(value: Any, _: Source) -> bool:
+    return value > 0
 
 
 def mapped(values: Mapping[Any, Any]) -> Convert:

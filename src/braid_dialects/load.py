@@ -12,7 +12,7 @@ from typing import Literal
 from braid.config.load import Loaded, interpolate, load_config, validate
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
-from braid.config.source import OVERRIDE, Written, read_file
+from braid.config.source import Written, read_file
 from braid.errors import ConfigError, Problem
 from braid.plan import derive, idle_keys, why_unused
 from braid.plan.available import missing_sections
@@ -142,6 +142,3 @@ def recognise(path: Path) -> Language:
         message = f"the file could be a config of {' or '.join(best)}; choose with --dialect"
         raise ConfigError([Problem("config", message, path.name)])
     return best[0]  # pyright: ignore[reportReturnType]
-
-
-__all__ = ["DIALECTS", "OVERRIDE", "Language", "Read", "read_config", "read_foreign", "recognise"]

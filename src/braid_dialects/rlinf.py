@@ -82,6 +82,8 @@ RLINF = Dialect(
         "backend": facts.backend,
         "sinks": rlinf_run.sinks,
         "given": rlinf_run.given_sources,
+        "kl_in": lambda s: ["algorithm.kl_in"] if s["algorithm.kl_beta"] else [],
+        "scaler": lambda s: ["train.megatron"] if facts.backend(s) == "megatron" else [],
         "env": lambda s: "env.eval" if s.at.startswith("env.eval") else "env",
     },
     checks=CHECKS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conversions import already, needs, null_as, off, only, or_null, overridden, unless, unless_null
+from .conditions import needs, overridden, unless
+from .conversions import already, computed, null_as, off, only, or_null, unless_null
 from .rlinf_facts import (
     DECAYS,
     FP16,
@@ -32,13 +33,13 @@ _STRATEGIES = Takes(
 )
 
 
-def _precision(value: Any, source: Source) -> Became:
+def _precision(source: Source) -> Became:
     """Map the precision to the compute dtype. Trained weights are kept in fp32; the frozen base of an adapter
     is kept in the given precision."""
     kind, is_frozen = facts.precision(source), facts.is_lora(source)
     native: dict[str, Any] = {
         "model.dtype": kind if is_frozen else "fp32",
-        "train.autocast": _autocast(value, source),
+        "train.autocast": _autocast(source),
     }
     if facts.file_backend(source) == "megatron" and kind == "fp16":
         native["train.grad_scaler.growth_interval"] = source["actor.optim.loss_scale_window"]
@@ -47,7 +48,7 @@ def _precision(value: Any, source: Source) -> Became:
     return Became(native, note="dtype of the frozen weights below the adapter" if is_frozen else "")
 
 
-def _autocast(_: Any, source: Source) -> str:
+def _autocast(source: Source) -> str:
     """Native dtype of matrix products over fp32 weights."""
     amp, kind = "actor.fsdp_config.amp_autocast", facts.precision(source)
     if facts.file_backend(source) != "megatron" and source[f"{amp}.enabled"]:
@@ -55,20 +56,10 @@ def _autocast(_: Any, source: Source) -> str:
     return "none" if kind == "fp32" else kind
 
 
-def _scale_window(value: int, source: Source) -> Became:
-    native = {"train.grad_scaler.growth_interval": value}
-    is_megatron = facts.backend(source) == "megatron"
-    return Became(native | ({"train.megatron.dynamic_loss_scale_window": value} if is_megatron else {}))
-
-
 def _grad_scaler(value: bool, source: Source) -> Became:
     scale = source[".init_scale"]
     scaler = {"train.grad_scaler.init_scale": 65536.0 if scale is None else scale}
     return Became(scaler if value else {"train.grad_scaler": None})
-
-
-def _betas(_: float, source: Source) -> list[float]:
-    return [source[f"actor.optim.adam_{name}"] for name in ("beta1", "beta2")]
 
 
 def _ratio(value: float, source: Source) -> float:
@@ -102,10 +93,6 @@ def _decay_ramp(value: float | None, source: Source) -> Became:
     return unsupported("set it to the value of actor.optim.weight_decay")
 
 
-def _trust(_: bool, source: Source) -> bool:
-    return any(source[f"actor.{of}.trust_remote_code"] is True for of in ("model", "tokenizer"))
-
-
 def _is_lora(value: bool, source: Source) -> Became:
     adapter = {f"model.lora.{name}": source[f"actor.model.lora_{name}"] for name in ("rank", "path")}
     note = "alpha = rank, no dropout, all linear layers"
@@ -130,6 +117,8 @@ _IN_FILE = unless(lambda s: s.backend, lambda s: f"overridden by --backend {s.ba
 _WARMUP = unless(
     lambda s: (s["actor.lr_sched.lr_warmup_iters"] or 0) > 0, "overridden by actor.lr_sched.lr_warmup_iters"
 )
+_BETAS = computed(lambda s: [s["actor.optim.adam_beta1"], s["actor.optim.adam_beta2"]])
+_TRUST = computed(lambda s: any(s[f"actor.{of}.trust_remote_code"] is True for of in ("model", "tokenizer")))
 _IS_LORA = needs("actor.model.is_lora")
 _HYBRID = unless(
     lambda s: s["actor.fsdp_config.sharding_strategy"] != "hybrid_shard",
@@ -155,8 +144,7 @@ _DECAY_STYLES = {
 _ACTOR = section("actor", "train")(
     to("group_name", "cluster.group_names.policy", "text", WORKERS),
     to("training_backend", ".backend", "megatron|fsdp", _IN_FILE, lambda _, s: facts.file_backend(s),
-       default="megatron",
-       note="fsdp: actor.fsdp_config.strategy says which"),
+       default="megatron", note="fsdp: actor.fsdp_config.strategy says which"),
     to("mcore_gpt", "", "bool",
        lambda v, _: v or unsupported("set it to true: only Megatron-core is supported"), MEGATRON,
        lambda *_: implied("only Megatron-core is supported")),
@@ -172,19 +160,18 @@ _ACTOR = section("actor", "train")(
     to("calculate_flops", ".count_flops", "bool", note="training counts as three forward passes"),
     to("seed", "run.seed", "natural"),
     to("micro_batch_size", ".micro_batch_tokens", "count", ROBOTS_ONLY,
-       note="answers of the policy in one pass on a device; text has algorithm.training_batch_size_per_gpu"),
+       note="answers of the policy per pass and device; text has algorithm.training_batch_size_per_gpu"),
     to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY, _steps_of_round,
-       note="train.steps_per_pass = total_num_envs * rollout_epoch * (max_episode_steps // "
-       "num_action_chunks) // this"),
+       note="steps = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
     always("combine_reference_model", "the reference is always a copy of the policy's initial weights",
            "bool"),
     missing("sync_precision", "weights are sent in the engine's dtype"),
     to("sync_bucket_capacity", "rollout.publish.bucket_bytes", "count", note="bytes"))
 
 _MODEL = section("actor.model", "model")(
-    to("precision", "", nullable(PRECISION), unless_null("fp32"), _precision,
-       note="dtype of matrix products. Weights are kept in fp32, as in Megatron's optimizer: in 16 bits "
-       "small updates would be lost to rounding. fp16 uses loss scaling"),
+    to("precision", "", nullable(PRECISION), unless_null("fp32"), computed(_precision),
+       note="dtype of matrix products. Weights stay fp32, or small updates would be lost. fp16 uses loss "
+       "scaling"),
     to("model_path", ".path", "path"),
     to("model_type", "", MODEL_TYPE, model_type),
     missing("moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
@@ -197,8 +184,7 @@ _MODEL = section("actor.model", "model")(
     to("lora_path", ".lora.path", "path?", _IS_LORA),
     to("attn_implementation", ".attention", "flash_attention_2|sdpa|eager"),
     to("low_cpu_mem_usage", ".low_memory_load", "bool"),
-    to("trust_remote_code", ".trust_remote_code", "bool", _trust,
-       note="model.trust_remote_code, if set here or for the tokenizer"))
+    to("trust_remote_code", ".trust_remote_code", "bool", _TRUST, note="here or for the tokenizer"))
 
 _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
     to("megatron_checkpoint", "", "path?",
@@ -217,7 +203,8 @@ _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
     to("moe_grouped_gemm", ".*", either(takes("bool"), choice(None, "te")), lambda v, _: bool(v)),
     to("activation", "", _ACTIVATIONS, only("swiglu", _LAYER + "swiglu", _BY_CONFIG)),
     to("normalization", "", "rmsnorm|layernorm|layernorm1p", only("rmsnorm", _LAYER + "rmsnorm", _BY_CONFIG)),
-    to("position_embedding_type", "", "rope|learned_absolute|none", only("rope", _LAYER + "rope", _BY_CONFIG)),
+    to("position_embedding_type", "", "rope|learned_absolute|none",
+       only("rope", _LAYER + "rope", _BY_CONFIG)),
     to("add_bias_linear", "", "bool", off(_LAYER + "none", _BY_CONFIG)),
     to("{apply_rope_fusion,bias_dropout_fusion,bias_activation_fusion}", ".transformer.*", "bool"),
     to("{gradient_accumulation_fusion,batch_p2p_comm}", ".transformer.*", "bool"),
@@ -232,15 +219,15 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
     always("{bf16,fp16}", _BY_PRECISION, "bool?"),
     to("lr", ".lr", "positive"),
     to("value_lr", ".value_lr", "positive", note="of a value head in the policy"),
-    to("adam_beta1", ".betas", number(0.0, 1.0, samples=(0.8, 0.85)), _betas, default=0.9),
-    to("adam_beta2", ".betas", number(0.0, 1.0, samples=(0.9, 0.99)), _betas, default=0.999),
+    to("adam_beta1", ".betas", number(0.0, 1.0, samples=(0.8, 0.85)), _BETAS, default=0.9),
+    to("adam_beta2", ".betas", number(0.0, 1.0, samples=(0.9, 0.99)), _BETAS, default=0.999),
     to("adam_eps", ".eps", "positive", default=1e-8),
     to("min_lr", ".schedule.min_ratio", "non-negative", DECAYS, overridden("actor.lr_sched.min_lr"), _ratio,
        note="actor.lr_sched.min_lr takes precedence"),
     to("weight_decay", ".weight_decay", "non-negative", default=0.01),
     to("clip_grad", "train.max_grad_norm", "non-negative", or_null, default=1.0, note="global norm; 0: none"),
-    to("loss_scale_window", "", "count", MEGATRON_FILE, FP16, _scale_window, default=1000,
-       note="fp16: finite steps after which the loss scale doubles"),
+    to("loss_scale_window", "train.grad_scaler.growth_interval {scaler}.dynamic_loss_scale_window", "count",
+       MEGATRON_FILE, FP16, default=1000, note="fp16: finite steps after which the loss scale doubles"),
     to("loss_scale", "train.grad_scaler.init_scale", "positive?", MEGATRON_FILE, FP16, unless_null("default"),
        lambda v, _: float(v),
        note="fp16: the initial scale, doubled and halved from there; RLinf's is constant. Gradients do not "
@@ -257,13 +244,11 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
 
 _SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
     to("lr_warmup_fraction", ".warmup_fraction", nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _WARMUP,
-       lambda v, _: v or 0.0,
-       note="of all optimizer steps; lr_warmup_iters above 0 takes precedence"),
+       lambda v, _: v or 0.0, note="of all optimizer steps; lr_warmup_iters above 0 takes precedence"),
     to("lr_warmup_init", ".start_ratio", "non-negative", _ratio, note="as a share of actor.optim.lr"),
     to("lr_warmup_iters", ".warmup_steps", "natural", note="optimizer steps"),
     ignored("max_lr", "the peak learning rate is actor.optim.lr", "positive"),
-    to("min_lr", ".min_ratio", "non-negative", DECAYS, _ratio,
-       note="as a share of actor.optim.lr; takes precedence over actor.optim.min_lr"),
+    to("min_lr", ".min_ratio", "non-negative", DECAYS, _ratio, note="as a share of actor.optim.lr"),
     to("lr_decay_style", ".decay", _DECAY_STYLES),
     to("lr_decay_iters", ".decay_steps", "count", DECAYS, note="optimizer steps"),
     to("{start_weight_decay,end_weight_decay}", "", "non-negative?", _decay_ramp))
@@ -271,8 +256,7 @@ _SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
 _TOKENIZER = section("actor.tokenizer", "model")(
     to("tokenizer_model", ".tokenizer", "path"),
     ignored("use_fast", "not read by RLinf; the model folder determines the tokenizer", "bool"),
-    to("trust_remote_code", ".trust_remote_code", "bool", _trust,
-       note="model.trust_remote_code, if set here or for the model"),
+    to("trust_remote_code", ".trust_remote_code", "bool", _TRUST, note="here or for the model"),
     ignored("padding_side", "packed rows need no padding", "left|right"),
     ignored("tokenizer_type", "only Hugging Face tokenizers are supported", choice("HuggingFaceTokenizer")),
     to("extra_vocab_size", ".vla.extra_vocab_size", "natural", ROBOTS_ONLY))
@@ -286,7 +270,9 @@ _MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
        off("remove it: overlapped tensor-parallel communication needs Transformer Engine's layers", "off")),
     ignored("ckpt_format use_dist_ckpt", "all backends share one checkpoint format"),
     to("use_hf_ckpt", "", "bool",
-       only(True, "convert the Megatron checkpoint to a Hugging Face folder, and set actor.model.model_path to it")),
+       only(True,
+            "convert the Megatron checkpoint to a Hugging Face folder, and set actor.model.model_path to "
+            "it")),
     ignored("ckpt.{model,model_type,hf_model_path,save_path,use_gpu_num,use_gpu_index,process_num} "
             "ckpt.{tensor_model_parallel_size,pipeline_model_parallel_size}", _CONVERSION),
     ignored("ckpt.{expert_model_parallel_size,expert_tensor_parallel_size,grouped_gemm,te_ln_linear_qkv} "
@@ -312,10 +298,10 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
     to("mixed_precision.{param_dtype,reduce_dtype}", ".*", nullable(_DTYPE), FSDP, unless_null("fp32")),
     to("mixed_precision.buffer_dtype", ".*", nullable(_DTYPE), FSDP1, unless_null("fp32")),
     ignored("gradient_checkpointing_use_reentrant", "it does not change gradients", "bool"),
-    to("amp_autocast.enabled", "train.autocast", "bool", FSDP_FILE, _autocast,
+    to("amp_autocast.enabled", "train.autocast", "bool", FSDP_FILE, computed(_autocast),
        note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
     to("amp_autocast.precision", "train.autocast", _DTYPE, FSDP_FILE,
-       needs("actor.fsdp_config.amp_autocast.enabled"), _autocast),
+       needs("actor.fsdp_config.amp_autocast.enabled"), computed(_autocast)),
     to("grad_scaler.enabled", "", "bool", FSDP_FILE, _grad_scaler),
     to("grad_scaler.init_scale", "train.grad_scaler.init_scale", "positive", FSDP_FILE,
        needs("actor.fsdp_config.grad_scaler.enabled")),
@@ -328,8 +314,7 @@ RULES = rows(
     _ACTOR,
     _MODEL,
     to("actor.model.recompute_granularity", "train.megatron.recompute_granularity", "full|selective?",
-       _granularity,
-       note="in one process full is train.gradient_checkpointing"),
+       _granularity, note="in one process full is train.gradient_checkpointing"),
     _LAYERS,
     _OPTIMIZER,
     _SCHEDULE,

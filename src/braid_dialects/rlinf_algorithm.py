@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conversions import mapped, needs, null_as, opposite, overridden, unless, unless_null
+from .conditions import needs, overridden, unless
+from .conversions import as_is, computed, mapped, null_as, opposite, unless_null
 from .rlinf_facts import BY_ROWS, ROBOTS_ONLY, TEXT_ONLY, VALUES
-from .rlinf_run import eval_prompts, logprob_rows
+from .rlinf_run import eval_prompts, seq_length
 from .rows import always, ignored, missing, section, to
-from .table import Became, Source, no_effect, unsupported
+from .table import Became, Convert, Source, no_effect, unsupported
 from .values import choice, integer, list_of, nullable, number
 
 _RECIPES = {
@@ -110,22 +111,6 @@ def _estimator(value: str, source: Source) -> Became:
     return Became({"algorithm.kl_estimator": kind, "algorithm.kl_clamp": clamp})
 
 
-def _kl_beta(value: float, source: Source) -> Became:
-    if not value and facts.advantage(source) == "reinpp" and source["algorithm.reinpp_kl_beta"]:
-        return no_effect("overridden by algorithm.reinpp_kl_beta")
-    return _reward_kl(value, source) if value else Became({"algorithm.kl_coef": value})
-
-
-def _reward_kl(value: float, _: Source) -> Became:
-    return Became({"algorithm.kl_coef": value, "algorithm.kl_in": "reward"})
-
-
-def _filter(value: bool, source: Source) -> Became:
-    bounds = {"min_mean": "rewards_lower_bound", "max_mean": "rewards_upper_bound"}
-    given = {name: source[f"algorithm.{key}"] if value else None for name, key in bounds.items()}
-    return Became({f"rollout.filter.{name}": bound for name, bound in given.items()})
-
-
 def _aggregation(value: str, source: Source) -> str:
     levels, aggregation = tuple(source["algorithm.loss_scales"] or ()), _AGGREGATIONS[value]
     return _SCALED.get(levels, (aggregation, ""))[0] if value == "seq-mean-token-mean" else aggregation
@@ -148,10 +133,16 @@ def _whitened(value: bool, source: Source) -> Any:
     return no_effect("algorithm.adv_type=reinpp always whitens advantages") if is_on else value
 
 
-def _level(value: str, _: Source) -> str:
-    return value.removesuffix("_level")
+def _bound(name: str) -> Convert:
+    return lambda value, source: source[f"algorithm.rewards_{name}_bound"] if value else None
 
 
+_BOUNDS = {"min": "lower", "max": "upper"}
+_LEVEL = mapped({f"{level}_level": level for level in ("token", "action", "chunk")})
+_BY_REINPP = unless(
+    lambda s: not s[".kl_beta"] and facts.advantage(s) == "reinpp" and s[".reinpp_kl_beta"],
+    "overridden by algorithm.reinpp_kl_beta",
+)
 _REINPP = unless(lambda s: facts.advantage(s) != "reinpp", "for algorithm.adv_type=reinpp only")
 _GRPO_DYNAMIC = unless(
     lambda s: facts.advantage(s) != "grpo_dynamic", "for algorithm.adv_type=grpo_dynamic only"
@@ -180,15 +171,17 @@ RULES = section("algorithm", "algorithm")(
     to("update_epoch", "train.passes_per_round", "count", note="passes over a round's rows"),
     to("shuffle_rollout", "train.shuffle", "bool", note="by whole groups"),
     to("training_batch_size_per_gpu", "train.micro_batch_rows", "count", TEXT_ONLY, BY_ROWS, default=1,
-       note="rows per micro-batch; results do not depend on it"),
+       note="rows per micro-batch; memory only"),
     to("rollout_batch_size_per_gpu", "rollout.request_batch", "count?", TEXT_ONLY,
        lambda v, s: None if v is None else v * facts.rollout_devices(s),
-       note="multiplied by the number of rollout devices; null: all prompts of a round at once"),
-    to("logprob_forward_micro_batch_size", "", "count", TEXT_ONLY, BY_ROWS, logprob_rows, default=1,
-       note="train.infer_batch_rows: rows per forward pass without gradients. Results do not depend on it"),
-    to("val_rollout_batch_size_per_gpu", "eval.batch_prompts", "count?", TEXT_ONLY, eval_prompts,
-       note="prompts evaluated at once: multiplied by the number of rollout devices, at most "
-       "data.val_rollout_batch_size. Not read by RLinf"),
+       note="times the number of rollout devices; null: all prompts of a round at once"),
+    to("logprob_forward_micro_batch_size",
+       {"train.infer_batch_rows": as_is, "train.infer_batch_tokens": lambda v, s: v * seq_length(s)}, "count",
+       TEXT_ONLY, BY_ROWS, default=1,
+       note="rows per forward pass without gradients. Results do not depend on it"),
+    to("val_rollout_batch_size_per_gpu", "eval.batch_prompts", "count?", TEXT_ONLY, computed(eval_prompts),
+       note="times the rollout devices: prompts at once, at most data.val_rollout_batch_size. Not read by "
+       "RLinf"),
     # advantages
     to("adv_type", "", "grpo|gae|ppo|reinpp|raw|grpo_dynamic|grpo_video|opd", _advantage, default="grpo",
        note="grpo: (r - mean) / std of the group, std of n - 1. gae (older: ppo): with a critic. reinpp: "
@@ -196,11 +189,11 @@ RULES = section("algorithm", "algorithm")(
     to("advantage_mode", ".advantage_level", "trajectory|turn", _GRPO_DYNAMIC),
     to("use_reinpp_baseline", ".reward_mean", "bool", _REINPP, mapped({True: "group", False: "none"})),
     to("normalize_advantages", ".whiten_advantages", "bool", _whitened, default=True,
-       note="(A - mean) / std over all valid tokens of the round, after the normalization of adv_type; "
-       "RLinf's Megatron actor does it twice. reinpp always whitens"),
+       note="(A - mean) / std over the round's valid tokens; RLinf's Megatron actor does it twice. reinpp "
+       "always does"),
     to("gamma", ".gamma", "share", VALUES),
     to("gae_lambda", ".gae_lambda", "share", VALUES,
-       note="the reward is at the last token; RLinf puts it at the last padded position"),
+       note="reward at the last token; RLinf's: last padded one"),
     # losses
     to("loss_type", "", choice(*_LOSSES, *_OTHER_LOSSES), _loss, default="ppo",
        note="PPO's clipped ratio; newer names: actor, actor_critic. Values are learned with adv_type gae and "
@@ -209,8 +202,7 @@ RULES = section("algorithm", "algorithm")(
        note="denominators count the whole optimizer step; RLinf averages the means of micro-batches"),
     always("use_valid_token_scale", "token means are always over all valid tokens of the optimizer step "
            "(true in RLinf)", "bool"),
-    to("ratio_clip_eps", "", "non-negative", _clip, default=0.2,
-       note="ratios are clipped to [1 - eps, 1 + eps]"),
+    to("ratio_clip_eps", "", "non-negative", _clip, default=0.2, note="ratios in [1 - eps, 1 + eps]"),
     to("clip_ratio_low", ".clip_low", "non-negative?", _BY_EPS),
     to("clip_ratio_high", ".clip_high", "non-negative?", _BY_EPS),
     to("clip_ratio_c", ".dual_clip", nullable(number(1.0, above=True, samples=(2.0, 3.0))), _dual_clip,
@@ -234,30 +226,29 @@ RULES = section("algorithm", "algorithm")(
             "for algorithm.loss_type=drpo only, which is not supported"),
     to("huber_delta", ".huber_delta", "positive", VALUES, note="value errors beyond it count linearly"),
     to("clip_log_ratio_min", ".log_ratio_min", nullable(number(-20.0, 0.0)), _NOT_DECOUPLED, null_as("off"),
-       note="log-ratios are clamped before the clip"),
+       note="clamped before the clip"),
     to("clip_log_ratio_max", ".log_ratio_max", "non-negative?", _NOT_DECOUPLED, null_as("off"),
-       note="log-ratios are clamped before the clip"),
+       note="clamped before the clip"),
     to("loss_scales", "", _SCALES, _loss_scales,
        note="with seq-mean-token-mean. group_level: the turns of a trajectory are added up; with "
        "agent_level: agents count alike, and the turns of each; with turn_level: the tokens of each. KL and "
        "entropy are scaled too"),
     missing("{staleness_threshold,on_policy_min_ratio}", _ON_POLICY),
     # KL and entropy
-    to("kl_beta", "", "non-negative", _kl_beta,
-       note="subtracted from each token's reward, as RLinf documents; its code adds it to the loss: "
-       "braid.algorithm.kl_in=loss"),
+    to("kl_beta", {".kl_coef": as_is, "{kl_in}": "reward"}, "non-negative", _BY_REINPP,
+       note="subtracted from rewards, as RLinf documents; its code adds it to the loss "
+       "(braid.algorithm.kl_in=loss)"),
     to("kl_penalty_type", "", choice(*_ESTIMATORS, "full"), _estimator, default="low_var_kl",
        note="d = reference - policy. kl, k1: -d. abs: |d|. mse, k2: d^2 / 2. low_var_kl, k3: exp(d) - d - 1, "
        "at most 10. RLinf's FSDP actor swaps the two; braid does not"),
-    to("reinpp_kl_beta", "", "non-negative", _REINPP, _reward_kl),
+    to("reinpp_kl_beta", {".kl_coef": as_is, ".kl_in": "reward"}, "non-negative", _REINPP),
     ignored("kl_penalty", "the estimator is set by algorithm.kl_penalty_type", "kl|kl_penalty"),
-    to("entropy_bonus", ".entropy_coef", "non-negative", _HAS_ENTROPY,
-       note="loss - bonus * entropy; in text tasks only with calculate_entropy"),
+    to("entropy_bonus", ".entropy_coef", "non-negative", _HAS_ENTROPY, note="loss - bonus * entropy"),
     to("calculate_entropy", ".entropy_coef", "bool", _calculate_entropy),
     ignored("entropy_op_type", "it does not change results", "flash_attn|torch|liger_kernel"),
     # which groups are trained on
-    to("filter_rewards", "", "bool", _filter,
-       note="groups whose mean reward is not between the bounds are dropped"),
+    to("filter_rewards", {f"rollout.filter.{name}_mean": _bound(which) for name, which in _BOUNDS.items()},
+       "bool", note="drops groups with a mean reward outside the bounds"),
     to("rewards_lower_bound", "rollout.filter.min_mean", "number", needs("algorithm.filter_rewards")),
     to("rewards_upper_bound", "rollout.filter.max_mean", "number", needs("algorithm.filter_rewards")),
     to("max_num_gen_batches", "rollout.filter.max_batches", "count"),
@@ -275,11 +266,11 @@ RULES = section("algorithm", "algorithm")(
         to("min_new_tokens", ".min_new_tokens", "natural", TEXT_ONLY, note="not read by RLinf")),
     # robots
     to("rollout_epoch", "env.episodes_per_round", "count", ROBOTS_ONLY),
-    to("reward_type", ".reward_level", "chunk_level|action_level", ROBOTS_ONLY, _level,
+    to("reward_type", ".reward_level", "chunk_level|action_level", ROBOTS_ONLY, _LEVEL,
        note="chunk_level: rewards of a chunk are summed, one advantage each; action_level: one per action"),
-    to("logprob_type", ".logprob_level", "token_level|action_level|chunk_level", ROBOTS_ONLY, _level,
+    to("logprob_type", ".logprob_level", "token_level|action_level|chunk_level", ROBOTS_ONLY, _LEVEL,
        note="granularity of the probability ratio"),
-    to("entropy_type", ".entropy_level", "token_level|action_level|chunk_level", ROBOTS_ONLY, _level),
+    to("entropy_type", ".entropy_level", "token_level|action_level|chunk_level", ROBOTS_ONLY, _LEVEL),
     to("length_params.max_new_token", "rollout.sampling.max_new_tokens", "count?", ROBOTS_ONLY,
        unless_null("the number that the actions need")),
     to("length_params.max_length", "rollout.max_sequence_tokens", "count", ROBOTS_ONLY),

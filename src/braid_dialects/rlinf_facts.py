@@ -7,7 +7,7 @@ import math
 
 from braid.plan.placement import Devices, parse_placement
 
-from .conversions import of_backend, of_engine, unless
+from .conditions import of_backend, of_engine, unless
 from .table import Source
 
 ROLES = {

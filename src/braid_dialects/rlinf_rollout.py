@@ -4,7 +4,8 @@ policies."""
 from __future__ import annotations
 
 from . import rlinf_facts as facts
-from .conversions import already, needs, opposite, unless, unless_null
+from .conditions import needs, unless
+from .conversions import already, opposite, unless_null
 from .rlinf_facts import ROBOTS_ONLY, SERVED, SGLANG, VLLM, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Convert, Source, unsupported
@@ -79,8 +80,7 @@ def _num_envs(value: int | None, source: Source) -> Became:
     return Became({"env.num_envs": value, "rollout.prompts_per_round": prompts})
 
 
-_SIMULATORS = choice("maniskill", "libero", "robotwin", "isaaclab", "metaworld", "behavior", "calvin", "robocasa",
-                     "realworld", "habitat")  # fmt: skip
+_SIMULATORS = "maniskill|libero|robotwin|isaaclab|metaworld|behavior|calvin|robocasa|realworld|habitat"
 _SUITES = choice(*(f"libero_{name}" for name in ("spatial", "object", "goal", "10", "90", "130")))
 _OF_ACTOR = unless(
     lambda s: is_robots(s) and s.has("actor.model.model_path"),
@@ -111,19 +111,17 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     # the model and the engine
     to("group_name", "cluster.group_names.rollout", "text", WORKERS),
     to("model.model_path", "model.path", "path", _OF_ACTOR, note="the trained policy too"),
-    to("model.model_type", "", MODEL_TYPE, _OF_ACTOR, model_type,
-       note="the folder must have this architecture"),
+    to("model.model_type", "", MODEL_TYPE, _OF_ACTOR, model_type, note="the folder's architecture"),
     to("model.precision", ".dtype", nullable(PRECISION), _NOT_NATIVE,
        unless_null("same as actor.model.precision"), lambda v, _: facts.DTYPES[str(v)],
        note="dtype of the engine's weights"),
     to("rollout_backend", "rollout.engine", "sglang|vllm", lambda _, s: facts.engine(s), default="sglang",
        note="older files lack this key: SGLang, or the native engine for robots"),
     to("backend", "rollout.engine", "huggingface|vllm",
-       lambda v, s: s.engine or ("vllm" if v == "vllm" else "native"),
-       note="huggingface: the native engine"),
+       lambda v, s: s.engine or ("vllm" if v == "vllm" else "native"), note="huggingface: the native engine"),
     always("mode", _PLACED, "collocate|disaggregated"),
     to("gpu_memory_utilization", ".memory_fraction", _FRACTION, SERVED, default=0.65,
-       note="SGLang's mem_fraction_static, vLLM's gpu_memory_utilization"),
+       note="SGLang's mem_fraction_static"),
     to("tensor_parallel_size", ".tensor_parallel", "count", SERVED, default=1),
     to("pipeline_parallel_size", ".pipeline_parallel", "count", SERVED, default=1,
        note="RLinf counts devices with it, but starts engines without it"),
@@ -131,8 +129,7 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     to("enforce_eager", ".cuda_graphs", "bool", opposite),
     to("enable_cuda_graph", ".cuda_graphs", "bool", note="newer opposite of enforce_eager"),
     to("cuda_graph_max_bs", ".cuda_graph_max_batch", "count", SERVED,
-       lambda v, s: min(v, s["rollout.max_running_requests"] or v),
-       note="at most max_running_requests"),
+       lambda v, s: min(v, s["rollout.max_running_requests"] or v), note="at most max_running_requests"),
     to("detokenize", ".detokenize", "bool", SERVED, note="rewards always use text decoded by braid"),
     to("padding", "model.pad_token_id", "natural?", note="null: the tokenizer's. Not read by RLinf"),
     to("eos", "model.eos_token_id", "natural?", note="null: the tokenizer's"),
@@ -153,11 +150,9 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     missing("vllm.torch_profiler_dir", "use an external profiler"),
     # log-probs, checks, output
     to("recompute_logprobs", "algorithm.old_logprobs", "bool", _recompute, default=True,
-       note="true: the trainer's own before the update; false: the engine's, or in decoupled_actor_critic "
-       "interpolated"),
+       note="true: the trainer's; false: the engine's, or in decoupled_actor_critic interpolated"),
     always("return_logprobs", "the engine's log-probs are always kept", "bool"),
-    to("validate_weight", "rollout.check_weights", "bool",
-       note="the engine's weights are checked after each weight sync"),
+    to("validate_weight", "rollout.check_weights", "bool", note="checks weights after each sync"),
     to("validate_save_dir", "rollout.check_weights_dir", "path?", needs("rollout.validate_weight")),
     to("print_outputs", "rollout.print_outputs", "bool"),
     # robots
@@ -177,7 +172,7 @@ _ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
     to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
     to("ignore_terminations", ".ignore_terminations", "bool"),
     to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool",
-       note="true for GRPO: a group shares its reset state"),
+       note="true: a group shares its reset state"),
     to("max_episode_steps", ".max_episode_steps", "count", note="in env steps, not action chunks"),
     to("use_rel_reward", ".relative_reward", "bool"),
     to("reward_coef", ".reward_scale", "positive"),
@@ -216,8 +211,7 @@ RULES = rows(
     ignored("{env,rollout,actor}.channel.queue_size", _NO_QUEUES, "natural"),
     to("env.enable_offload", "env.offload", "bool", ROBOTS_ONLY),
     to("env.train.total_num_envs", "", "count?", ROBOTS_ONLY, _num_envs,
-       note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: as many as one optimizer "
-       "batch needs"),
+       note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: one optimizer batch"),
     to("env.train.rollout_epoch", "env.episodes_per_round", "count", ROBOTS_ONLY),
     to("env.eval.total_num_envs", "env.eval.num_envs", "count?", ROBOTS_ONLY),
     missing("env.eval.rollout_epoch", "evaluation always runs each reset state once"),

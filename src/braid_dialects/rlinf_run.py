@@ -11,7 +11,8 @@ from braid.errors import suggest
 from braid.plan.placement import parse_devices, split_roles
 
 from . import rlinf_facts as facts
-from .conversions import folder_name, needs, unless, unless_null, wandb_mode
+from .conditions import needs, unless
+from .conversions import at_least_0, computed, folder_name, listed, positive, unless_null, wandb_mode
 from .rlinf_facts import ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import ABSENT, Became, Source, no_effect, unsupported
@@ -104,21 +105,13 @@ def _epochs(value: int, source: Source) -> Became:
 def _steps(value: int, source: Source) -> int | None:
     if value == 0:
         raise ValueError(
-            "a run needs at least one step; to only evaluate set runner.only_eval=true, for no limit set it to -1"
+            "a run needs at least one step; to only evaluate set runner.only_eval=true, for no limit set it "
+            "to -1"
         )
     return _robot_rounds(source) if is_robots(source) else value if value > 0 else None
 
 
-def _validation(value: int, _: Source) -> Became:
-    return Became({"eval.every_rounds": max(value, 0), "eval.at_end": value > 0, "eval.before": False})
-
-
-def _saving(value: int, _: Source) -> Became:
-    parts = {"every_rounds": max(value, 0), "at_end": value > 0, "keep": None}
-    return Became({f"checkpoint.{name}": part for name, part in parts.items()})
-
-
-def _seq_length(source: Source) -> int:
+def seq_length(source: Source) -> int:
     return source["runner.seq_length"] or 2048
 
 
@@ -128,13 +121,8 @@ def _dynamic(value: bool, source: Source) -> Became:
     if value:
         limit = {"train.micro_batch_tokens": tokens} if tokens else {}
         return Became({"train.micro_batch_rows": None, **limit})
-    tokens = rows_of * _seq_length(source)
+    tokens = rows_of * seq_length(source)
     return Became({"train.micro_batch_rows": rows_of, "train.micro_batch_tokens": tokens})
-
-
-def logprob_rows(value: int, source: Source) -> Became:
-    """Set a fixed number of rows per pass without gradients, regardless of their length."""
-    return Became({"train.infer_batch_rows": value, "train.infer_batch_tokens": value * _seq_length(source)})
 
 
 # Data and rewards
@@ -153,13 +141,7 @@ def _data_type(value: str, source: Source) -> Became:
     return Became(native, note="rows have a prompt and `solutions`, a list; any of them is accepted")
 
 
-def _files(value: str | list[str], source: Source) -> Became:
-    """Set the files of `data.train` or `data.eval` as one source, read in sequence."""
-    (native,) = source.native
-    return Became({f"{native}.kind": "file", f"{native}.path": [value] if isinstance(value, str) else value})
-
-
-def eval_prompts(_: Any, source: Source) -> int | None:
+def eval_prompts(source: Source) -> int | None:
     """Compute the evaluation batch in prompts: the smaller of the global limit and the sum of the per-device
     limits."""
     whole = source["data.val_rollout_batch_size"] or source["data.rollout_batch_size"]
@@ -266,8 +248,7 @@ _LOADED_ONCE = "prompts are always read and tokenized once, before the run start
 _CLUSTER = section("cluster")(
     to("num_nodes", "cluster.num_nodes", "count", WORKERS),
     to("num_gpus_per_node", "cluster.devices_per_node", "count", WORKERS),
-    to("component_placement", "", PLACEMENT, _placement,
-       note="cluster.placement.ROLES=DEVICES; actor is the policy. Roles on the same devices take turns"),
+    to("component_placement", "", PLACEMENT, _placement, note="roles on the same devices take turns"),
     missing("node_groups", "number the devices across nodes in cluster.component_placement"),
     missing("auto_scheduler", "set cluster.component_placement", default=False),
     ignored("assign_policy use_pre_process_policy rollout_use_all_gpus monitor_interval preprocess_threshold "
@@ -275,8 +256,7 @@ _CLUSTER = section("cluster")(
             "recreate_nccl_groups", "for cluster.auto_scheduler only"))
 
 _RUNNER = section("runner")(
-    to("task_type", "", _TASKS, _task,
-       note="math (newer: reasoning): prompts answered once. embodied: a robot in a simulator"),
+    to("task_type", "", _TASKS, _task, note="math (newer: reasoning); embodied: robots in a simulator"),
     section("logger", "report")(
         to("path", ".dir", "path", _logger_path, note="TensorBoard's files are in `tensorboard/` there"),
         to("log_path", ".dir", "path", note="each sink writes to a folder of its name there"),
@@ -293,19 +273,20 @@ _RUNNER = section("runner")(
         missing("wandb_entity", "set WANDB_ENTITY in the environment")),
     to("max_epochs", "", "count", _epochs, note="an epoch is one pass over the training prompts"),
     to("max_steps", "run.max_rounds", CADENCE, _steps,
-       note="a step is a round: one rollout batch with its n_minibatches optimizer steps. The smaller of "
-       "this and max_epochs"),
-    to("val_check_interval", "", CADENCE, _validation, default=-1,
+       note="a step is a round, with n_minibatches optimizer steps; the smaller of this and max_epochs"),
+    to("val_check_interval", {"eval.every_rounds": at_least_0, "eval.at_end": positive, "eval.before": False},
+       CADENCE, default=-1,
        note="in rounds, and after the last; 0 or -1 for off. RLinf's math task never validates; here it "
        "does"),
-    to("save_interval", "", CADENCE, _saving,
+    to("save_interval",
+       {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive, "checkpoint.keep": None},
+       CADENCE,
        note="in rounds, and after the last; 0 or -1 for off. All are kept; braid.checkpoint.keep=2 keeps the "
        "newest two"),
     to("seq_length", "rollout.max_sequence_tokens", "count", TEXT_ONLY),
     to("enable_dynamic_batch_size", "", "bool",
        unless(is_robots, "for text tasks only; robots use actor.micro_batch_size"), _dynamic, default=False,
-       note="true: train.micro_batch_tokens bounds a pass; false: train.micro_batch_rows. Results do not "
-       "depend on it"),
+       note="true: micro-batches bounded by tokens; false: by rows. Results do not depend on it"),
     to("max_tokens_per_mbs", "train.micro_batch_tokens", "count", TEXT_ONLY,
        needs("runner.enable_dynamic_batch_size")),
     to("resume_dir", "run.resume", "path?", lambda v, _: {None: "none", "auto": "latest"}.get(v, v),
@@ -324,27 +305,26 @@ _DATA = section("data", "data", TEXT_ONLY)(
     to("filter_prompt_by_length", ".overlong", "bool", lambda v, _: "drop" if v else "truncate_right",
        default=True),
     to("rollout_batch_size", "rollout.prompts_per_round", "count",
-       note="in prompts, each answered group_size times. ROLL's rollout_batch_size and SkyRL's "
-       "train_batch_size too"),
-    to("val_rollout_batch_size", "eval.batch_prompts", "count?", eval_prompts,
-       note="null: data.rollout_batch_size. RLinf takes the whole set when it is given, and no batch when "
-       "not"),
+       note="in prompts, each answered group_size times"),
+    to("val_rollout_batch_size", "eval.batch_prompts", "count?", computed(eval_prompts),
+       note="null: data.rollout_batch_size. RLinf takes the whole set if given, else no batch"),
     ignored("{num_workers,process_workers}", _LOADED_ONCE, "natural"),
     ignored("process_batch_size", _LOADED_ONCE, "count"),
     ignored("dataset_name", "data.type determines how rows are read", "text?"),
     to("prompt_key", "{given}.prompt_key", "text", _HAS_DATA),
     to("answer_key", "{given}.answer_key", "text", _HAS_DATA, default="solutions",
-       note="text, or a list of accepted answers"),
+       note="or a list of answers"),
     to("apply_chat_template", ".use_chat_template", "bool", lambda v, _: "always" if v else "never",
        default=False,
-       note="false: prompts are tokenized as they are; the data RLinf trains on is chat-formatted already"),
-    to("data_size", "data.train[0].limit", CADENCE, lambda v, _: v if v > 0 else None,
-       note="0 or -1: all rows"),
+       note="false: prompts are tokenized as they are; RLinf's data is chat-formatted already"),
+    to("data_size", "data.train[0].limit", CADENCE, lambda v, _: v if v > 0 else None, note="0, -1: all"),
     to("shuffle", ".shuffle", "bool", note="false: in the files' order"),
     to("validation_shuffle", "eval.shuffle", "bool"),
     to("seed", ".seed", "natural"),
-    to("train_data_paths", "data.train[0]", nullable(PATHS), unless_null(), _files),
-    to("val_data_paths", "data.eval[0]", nullable(PATHS), unless_null(), _files))
+    to("train_data_paths", {"data.train[0].kind": "file", "data.train[0].path": listed}, nullable(PATHS),
+       unless_null()),
+    to("val_data_paths", {"data.eval[0].kind": "file", "data.eval[0].path": listed}, nullable(PATHS),
+       unless_null()))
 
 _REWARD = section("reward", "reward.parts[0]")(
     to("use_reward_model", ".kind", "bool", TEXT_ONLY, _reward_model, default=False),
@@ -354,8 +334,7 @@ _REWARD = section("reward", "reward.parts[0]")(
        default="math",
        note="1 if math-verify finds the answer equal to one of the solutions, else 0; see reward_scale"),
     to("reward_scale", "", number(0.0, above=True), TEXT_ONLY, _reward_scale, default=1.0,
-       note="correct: +reward_scale, wrong: -reward_scale, in training; evaluation reports the share of "
-       "correct answers"),
+       note="+reward_scale or -reward_scale in training; evaluation reports the share of correct answers"),
     to("reward_min_val", "", "number", TEXT_ONLY, _reward_scale, default=-1.0),
     to("reward_max_val", "", "number", TEXT_ONLY, _reward_scale, default=1.0),
     ignored("tokenizer.*", "rewards receive text; a reward model uses its own tokenizer"),

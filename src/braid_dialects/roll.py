@@ -91,6 +91,8 @@ ROLL = Dialect(
         "trained": lambda s: [TRAIN[role] for role in facts.trained_roles(s)],
         "seat": lambda s: SEATS[role_of(s)],
         "data": lambda s: _DATA[role_of(s)],
+        "tracker": lambda s: s["track_with"],
+        "limit": lambda s: ["rollout.sampling.max_new_tokens"] if s["sequence_length"] else [],
         "sampling": lambda s: _SAMPLING[role_of(s)],
     },
     checks=CHECKS,

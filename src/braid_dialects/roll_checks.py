@@ -43,8 +43,8 @@ def _devices(source: Source) -> Findings:
         ranks, shared = facts.world(source, role), facts.model_parallel(source, role)
         if ranks % shared:
             why = (
-                f"{ranks} devices are not a multiple of {shared}, the devices per model replica (TP * PP * CP, or "
-                "ulysses_size); use a multiple"
+                f"{ranks} devices are not a multiple of {shared}, the devices per model replica (TP * "
+                "PP * CP, or ulysses_size); use a multiple"
             )
             yield f"{role}.device_mapping", why
         key = f"{role}.{facts.CONFIG}.fsdp_size"
@@ -54,8 +54,8 @@ def _devices(source: Source) -> Findings:
     count, each = len(facts.devices(source, "actor_infer")), facts.devices_per_engine(source)
     if count % each:
         why = (
-            f"{count} devices are not a multiple of the {each} devices per engine (num_gpus_per_worker, or tensor "
-            "times pipeline parallelism); use a multiple"
+            f"{count} devices are not a multiple of the {each} devices per engine (num_gpus_per_worker, "
+            "or tensor times pipeline parallelism); use a multiple"
         )
         yield "actor_infer.device_mapping", why
 
@@ -74,10 +74,10 @@ def _batches(source: Source) -> Findings:
         key, dp = f"{role}.training_args.gradient_accumulation_steps", facts.data_parallel(source, role)
         per_device = source[f"{role}.training_args.per_device_train_batch_size"]
         why = (
-            f"{what} the global batch: per_device_train_batch_size={per_device} * gradient_accumulation_steps="
-            f"{source[key]} * dp={dp} = {step}; {_fitting(whole, group, per_device * dp)}"
+            f"{what} the global batch: per_device_train_batch_size={per_device} * "
+            f"gradient_accumulation_steps={source[key]} * dp={dp} = {step}"
         )
-        yield key, why
+        yield key, f"{why}; {_fitting(whole, group, per_device * dp)}"
 
 
 def _fitting(whole: int, group: int, unit: int) -> str:
@@ -108,8 +108,8 @@ def _megatron(source: Source) -> Findings:
     key = "actor_train.training_args.gradient_accumulation_steps"
     if chunks > 1 and source[key] % stages:
         why = (
-            f"{source[key]} micro-batches are not a multiple of pipeline_model_parallel_size={stages}, as required "
-            f"by the interleaved schedule (virtual_pipeline_model_parallel_size={chunks})"
+            f"{source[key]} micro-batches are not a multiple of pipeline_model_parallel_size={stages}, as "
+            f"required by the interleaved schedule (virtual_pipeline_model_parallel_size={chunks})"
         )
         yield key, why
 

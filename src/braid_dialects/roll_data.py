@@ -7,16 +7,18 @@ from typing import Any
 from braid.config.data import REST
 
 from . import roll_facts as facts
-from .conversions import only, unless, unless_null
+from .conditions import unless
+from .conversions import computed, only, unless_null
 from .roll_facts import CHOICE, JUDGE, role_of
-from .roll_pipeline import NO_VALIDATION, max_new_tokens
+from .roll_pipeline import NO_VALIDATION
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, no_effect, unsupported
 from .values import NON_NEGATIVE, NUMBER, TEXT, choice, either, integer, list_of, mapping_of, nullable, number
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 OWN_TEMPLATES = ("native", "qwen2_5", "qwen3")
 """ROLL's names for the tokenizer's own template."""
@@ -76,10 +78,6 @@ def _same_template(value: str, source: Source) -> Became:
     return (
         implied("same as in training") if is_same else unsupported(f"use the template of training, {trained}")
     )
-
-
-def _column(_: str, source: Source) -> str | None:
-    return facts.column_of(source, role_of(source))
 
 
 def _interleave(value: dict[str, float] | None, source: Source) -> Became:
@@ -222,6 +220,10 @@ _IS_SCORED = unless(
     lambda s: _domain(s) not in scored(s), "the domain's worker is unsupported, so its rows are dropped"
 )
 _FUNCTION = "write a function: braid.reward.parts (kind function)"
+_COLUMN = (
+    unless_null("the other one of prompt and messages is used", implied),
+    computed(lambda s: facts.column_of(s, role_of(s))),
+)
 _FILES = either(TEXT, list_of(TEXT))
 _TEMPLATES = choice(*OWN_TEMPLATES, "chatml", "empty", *_OTHER_TEMPLATES)
 _BOUNDS = mapping_of(
@@ -233,23 +235,18 @@ _IN_TRAINING = "evaluation uses the engine of training"
 # fmt: off
 DATA = rows(
     to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES, _template, default="native",
-       note="native, qwen2_5 and qwen3 are the tokenizer's own (apply_chat_template); without one, plain "
-       "text is unchanged"),
+       note="native, qwen2_5, qwen3: the tokenizer's own; without one, plain text is unchanged"),
     section("{actor_train,validation}.data_args", "{data}", _evaluates)(
         to("file_name", ".path", _FILES, note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
-        to("prompt", ".prompt_key", "text?",
-           unless_null("the other one of prompt and messages is used", implied), _column,
-           note="column of plain text; the chat template is applied, as documented. ROLL's code uses the "
-           "text unchanged (braid.data.use_chat_template=never)"),
-        to("messages", ".prompt_key", "text?",
-           unless_null("the other one of prompt and messages is used", implied), _column,
-           note="column of chat messages"),
+        to("prompt", ".prompt_key", "text?", *_COLUMN,
+           note="plain text, to which the chat template is applied; not in ROLL's code "
+           "(braid.data.use_chat_template=never)"),
+        to("messages", ".prompt_key", "text?", *_COLUMN, note="column of chat messages"),
         to("tag", ".source_key", "text?",
            unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain")),
         to("domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})), _interleave,
-           note="fraction of each domain's tags among the prompts, maintained throughout; other rows are "
-           "dropped. ROLL rounds int(share * rollout_batch_size) down in each round, and gives the last "
-           "domain the rest"),
+           note="share of each domain's tags in any sequence of prompts; other rows are dropped. ROLL rounds "
+           "each round's counts down, and gives the last domain the rest"),
         always("dataset_type", "determined by the file extension", _FILES),
         ignored("preprocessing_num_workers", "tokenizers always use all cores", "count?"),
         ignored("id", "prompts are identified by source and row", "text"),
@@ -260,8 +257,7 @@ DATA = rows(
                 "custom_data_kwargs_func", "remove it; only text prompts are supported")),
     section("{actor_infer,validation}.generating_args", "{sampling}", _samples)(
         to("temperature", ".temperature", "non-negative", _sampled, default=0.95,
-           note="also used in training; ROLL's trainer does not, so its ratios compare two different "
-           "distributions. 0: greedy"),
+           note="also in training, unlike in ROLL, whose ratios compare two distributions. 0: greedy"),
         to("top_p", ".top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), _sampled, default=0.7,
            note="0.7 if absent, which differs from the trained distribution; 1 disables it"),
         to("top_k", ".top_k", integer(-1, samples=(20, 40)), _sampled, default=50,
@@ -276,14 +272,13 @@ DATA = rows(
         ignored("max_length", "overridden by response_length and max_new_tokens, as in ROLL", "count"),
         ignored("logprobs", "log-probs of all tokens are always kept", "count?")),
     to("actor_infer.generating_args.max_new_tokens", "rollout.sampling.max_new_tokens", "count",
-       max_new_tokens,
-       note="at most sequence_length - prompt_length; ROLL overwrites it with that"),
+       computed(facts.max_new_tokens), note="at most sequence_length - prompt_length, to which ROLL sets it"),
     ignored("actor_infer.generating_args.num_return_sequences",
             "overridden by num_return_sequences_in_group, as in ROLL", "count"),
     section("validation")(
         to("data_args.template", "", "text", NO_VALIDATION, _same_template),
         to("generating_args.max_new_tokens", "eval.sampling.max_new_tokens", "count", NO_VALIDATION,
-           lambda _, s: facts.eval_max_new_tokens(s)),
+           computed(facts.eval_max_new_tokens)),
         to("generating_args.num_return_sequences", "eval.samples_per_prompt", "count", NO_VALIDATION,
            default=1),
         ignored("worker_cls", "evaluation uses the same reward parts as training", "text"),

@@ -6,19 +6,11 @@ from math import inf
 from typing import Any
 
 from . import roll_facts as facts
-from .conversions import (
-    folder_name,
-    needs,
-    null_as,
-    off,
-    only,
-    or_null,
-    unless,
-    unless_null,
-)
+from .conditions import needs, unless
+from .conversions import as_is, computed, folder_name, null_as, off, only, or_null, unless_null
 from .roll_facts import has_critic, is_one_process, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, implied, no_effect, unsupported
+from .table import Became, Source, implied, unsupported
 from .values import (
     ANY,
     BOOL,
@@ -50,16 +42,6 @@ def with_batches(value: Any, source: Source) -> Became:
     return Became(dict.fromkeys(source.native, value) | facts.batches(source))
 
 
-def max_new_tokens(_: Any, source: Source) -> Became:
-    """Maximum response length, which several keys limit."""
-    return Became({"rollout.sampling.max_new_tokens": facts.max_new_tokens(source)})
-
-
-def _prompt_length(value: int, source: Source) -> Became:
-    new = max_new_tokens(value, source).native if source["sequence_length"] else {}
-    return Became({"data.max_prompt_tokens": value, **new})
-
-
 def _tracker(value: str, _: Source) -> Became:
     if value in ("trackio", "ml_tracker"):
         return unsupported("use tensorboard, wandb or swanlab")
@@ -67,11 +49,9 @@ def _tracker(value: str, _: Source) -> Became:
     return Became({"report.tensorboard": value == "tensorboard", **online.get(value, {})})
 
 
-def _tracker_name(value: str, source: Source) -> Became:
-    tracker = source["track_with"]
-    if tracker not in ("wandb", "swanlab"):
-        return no_effect(f"not used with track_with={tracker}")
-    return Became({f"report.{tracker}.{source.at.rpartition('.')[2]}": value})
+def _dump(value: str | None, _: Source) -> Became:
+    note = "trajectories are stored in samples/ of the run folder"
+    return Became({} if value is None else {"report.samples_every_rounds": 1}, "implied", note)
 
 
 def _eval_length(_: Any, source: Source) -> Any:
@@ -90,7 +70,7 @@ _MODELSCOPE = {"MODELSCOPE": unsupported("download the model and set the path of
 PIPELINE = rows(
     # The run
     to("exp_name", "run.name", "text", folder_name,
-       note="characters other than letters, digits, _ . - become -"),
+       note="other characters than letters, digits, _ . - become -"),
     to("seed", "run.seed", "natural", default=42),
     to("output_dir", "run.output_dir", "path", default="./output", note="parent of the run folder"),
     to("max_steps", "run.max_rounds", "count", default=500,
@@ -98,25 +78,22 @@ PIPELINE = rows(
     to("save_steps", "checkpoint.every_rounds", "count", default=50, note="and after the last round"),
     to("max_ckpt_to_keep", "checkpoint.keep", "natural", or_null, default=0, note="0 keeps all"),
     to("checkpoint_config.type", "", choice("file_system"), only("file_system", "")),
-    to("checkpoint_config.output_dir", "checkpoint.dir", "path",
-       note="used unchanged; ROLL appends the time, so that a resume uses another folder"),
+    to("checkpoint_config.output_dir", "checkpoint.dir", "path", note="unchanged; ROLL appends the time"),
     ignored("checkpoint_config.{async_upload,use_hard_links,keep_local_file}", _DIRECT, "bool"),
     to("resume_from_checkpoint", "run.resume", "bool or path",
        lambda v, _: v if isinstance(v, str) else "latest" if v else "none", default=False),
     to("track_with", "report.tensorboard", "tensorboard|wandb|swanlab|trackio|stdout|ml_tracker", _tracker,
-       default="tensorboard",
-       note="metrics.jsonl and the console are always written"),
+       default="tensorboard", note="metrics.jsonl and the console are always written"),
     to("tracker_kwargs.log_dir", "report.dir", "path", needs("track_with", "tensorboard")),
-    to("tracker_kwargs.{project,name}", "", "text", _tracker_name),
+    to("tracker_kwargs.{project,name}", "report.{tracker}.*", "text",
+       needs("track_with", "wandb", "swanlab")),
     missing("tracker_kwargs.api_key", "set the environment variable WANDB_API_KEY or SWANLAB_API_KEY"),
     missing("tracker_kwargs.*", "configure it in the tracker itself"),
     always("logging_steps", "metrics are written every round", "count"),
     ignored("logging_dir", "logs are in the run folder", "path"),
     ignored("base_dir", "the run folder is in output_dir", "path"),
-    to("rollout_dump_dir", "", "path?",
-       lambda v, _: Became( {} if v is None else {"report.samples_every_rounds": 1}, "implied", "trajectories are stored in samples/ of the run folder", )),
-    to("profiler_memory", "train.record_memory", "bool", default=False,
-       note="snapshots are stored in memory/ of the run folder"),
+    to("rollout_dump_dir", "", "path?", _dump),
+    to("profiler_memory", "train.record_memory", "bool", default=False, note="in memory/ of the run folder"),
     to("profiler_timeline", "", "bool",
        off("use profiler_memory, or a sampling profiler such as py-spy", "no profiler")),
     ignored("profiler_output_dir", "snapshots are stored in memory/ of the run folder", "path"),
@@ -133,23 +110,24 @@ PIPELINE = rows(
        lambda v, _: v * 2**20, default=1024),
     # Models
     to("pretrain", "model.path", "path",
-       unless( lambda s: s["actor_train.model_args.model_name_or_path"] not in (None, s["pretrain"]), "overridden by actor_train.model_args.model_name_or_path; in ROLL pretrain overrides every role's", ),
-       note="the policy; reference and critic are initialised from it by default"),
+       unless(lambda s: s["actor_train.model_args.model_name_or_path"] not in (None, s["pretrain"]),
+              "overridden by actor_train.model_args.model_name_or_path; in ROLL pretrain overrides every "
+              "role's"), note="the policy; reference and critic are initialised from it by default"),
     to("reward_pretrain", "critic.path", "path", NO_VALUES, note="initial model of the critic"),
     # Sizes
     to("rollout_batch_size", "rollout.prompts_per_round", "count", with_batches, default=128,
-       note="prompts per round; a round trains on S = rollout_batch_size * num_return_sequences_in_group "
-       "trajectories"),
+       note="prompts per round, of S = rollout_batch_size * num_return_sequences_in_group trajectories"),
     to("num_return_sequences_in_group", "rollout.group_size", "count", with_batches, default=1,
        note="samples per prompt; in braid a mini-batch contains all samples of its prompts"),
-    to("prompt_length", "data.max_prompt_tokens", "count", _prompt_length, default=1024,
+    to("prompt_length", {"data.max_prompt_tokens": as_is, "{limit}": computed(facts.max_new_tokens)}, "count",
+       default=1024,
        note="longer prompts are dropped and counted; ROLL also drops those of 5 tokens or fewer"),
     to("response_length", "rollout.sampling.max_new_tokens", "count?",
-       unless(lambda s: s["sequence_length"] is not None, "overridden by sequence_length"), max_new_tokens,
-       note="sequence_length = prompt_length + response_length"),
+       unless(lambda s: s["sequence_length"] is not None, "overridden by sequence_length"),
+       computed(facts.max_new_tokens), note="sequence_length = prompt_length + response_length"),
     to("sequence_length", "rollout.sampling.max_new_tokens", nullable(integer(2, samples=(4096, 8192))),
-       unless_null("prompt_length + response_length", implied), max_new_tokens,
-       note="prompt plus response, of which prompt_length is for the prompt"),
+       unless_null("prompt_length + response_length", implied), computed(facts.max_new_tokens),
+       note="prompt plus response"),
     # How rollouts run
     to("async_generation_ratio", "", "non-negative",
        only(0, "set it to 0; asynchronous training is not implemented")),
@@ -157,16 +135,18 @@ PIPELINE = rows(
     always("is_num_return_sequences_expand", "each sample is a separate request; the prefill of a prompt is "
            "shared", "bool"),
     to("is_use_additional_prompts", "", "bool",
-       only( False, "set it to false: keeping the first finished answers favors short ones; use a query_filter, " "which samples until the batch is full", )),
+       only(False,
+            "set it to false: keeping the first finished answers favors short ones; use a query_filter, "
+            "which samples until the batch is full")),
     ignored("max_additional_running_prompts", "for is_use_additional_prompts only, which is not supported",
             "count"),
-    to("max_running_requests", "rollout.{engine}.max_running", "count", default=128,
-       note="sequences decoded concurrently by an engine"),
+    to("max_running_requests", "rollout.{engine}.max_running", "count", default=128, note="per engine"),
     ignored("router_args.router_name", "requests of a group always go together to the least loaded engine",
             "text"),
     ignored("router_args.router_config", "requests always go to the least loaded engine"),
     to("reward_system_config.skip_special_tokens", "", "bool",
-       only( True, "set it to true; rewards read text without special tokens", "rewards read text without special tokens", )),
+       only(True, "set it to true; rewards read text without special tokens",
+            "rewards read text without special tokens")),
     missing("user_defined_rollout_loop_cls", "use an environment or a reward function"),
     to("rollout_mock.enable", "", "bool",
        only(False, "set it to false; trajectories are stored in samples/ of the run folder")),
@@ -181,8 +161,7 @@ PIPELINE = rows(
     to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION, default=128),
     to("val_prompt_length", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION, _eval_length),
     to("val_sequence_length", "eval.sampling.max_new_tokens", nullable(integer(2)), NO_VALIDATION,
-       _eval_length,
-       note="at most val_sequence_length - val_prompt_length new tokens"),
+       _eval_length, note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
     to("tag_to_template", "", mapping_of(TEXT),
        only({}, "use a single template for all rows: data_args.template")),
@@ -214,59 +193,57 @@ KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3", "full": "full
 LEVELS = {"token": "token", "segment": "turn_geometric", "geometric": "geometric", "sequence": "sequence"}
 
 
+def _algorithm(**parts: Any) -> Became:
+    """Native keys of `algorithm`."""
+    return Became({f"algorithm.{name}": value for name, value in parts.items()})
+
+
 def _advantage(value: str, source: Source) -> Became:
     if value in ("gae", "reinforce"):
-        return Became({"algorithm.advantage": value})
+        return _algorithm(advantage=value)
     if value != "grpo":
         other = " (for gigpo: braid.algorithm.advantage=gigpo)" if value == "gigpo" else ""
         return unsupported(f"use gae, reinforce or grpo; {value} belongs to ROLL's agentic pipeline{other}")
-    if facts.is_plain_grpo(source):
-        return Became({"algorithm.advantage": "grpo", "algorithm.normalize_by_std": True})
     mean, std = facts.normalisation(source)
-    parts = {"advantage": "reinforce", "reward_mean": mean, "reward_std": std}
-    return Became({f"algorithm.{name}": part for name, part in parts.items()})
-
-
-def _normalised(_: Any, source: Source) -> Any:
-    if source["adv_estimator"] == "grpo":
-        return no_effect("adv_estimator=grpo always normalizes by the group")
-    return facts.normalisation(source)[source.at == "norm_std_type"]
+    if facts.is_plain_grpo(source):
+        return _algorithm(advantage="grpo", normalize_by_std=True)
+    return _algorithm(advantage="reinforce", reward_mean=mean, reward_std=std)
 
 
 def _reward_clip(value: float | None, source: Source) -> Became:
     """Clip the normalised reward of a response, and then the reward of each token, which differs only if it
     includes KL."""
-    names = ["reward_clip", "token_reward_clip"] if kl_place(source) == "reward" else ["reward_clip"]
-    return Became({f"algorithm.{name}": value for name in names})
+    return _algorithm(
+        reward_clip=value, **({"token_reward_clip": value} if kl_place(source) == "reward" else {})
+    )
 
 
 def _clip(_: Any, source: Source) -> Became:
     low, high = facts.clip_range(source)
-    return Became({"algorithm.clip_low": low, "algorithm.clip_high": high, **_dual_clip(_, source).native})
+    return _algorithm(clip_low=low, clip_high=high, **_dual_clip(source))
 
 
-def _dual_clip(_: Any, source: Source) -> Became:
+def _dual_clip(source: Source) -> dict[str, Any]:
     """Dual clip: bound on the ratio of tokens with negative advantage; PPO only."""
     bound = 1.0 + 2.0 * source["pg_clip"] if source["dual_clip_loss"] else "off"
-    return Became({} if variant(source) != "ppo" else {"algorithm.dual_clip": bound})
+    return {} if variant(source) != "ppo" else {"dual_clip": bound}
 
 
 def _kl(_: Any, source: Source) -> Became:
     """The single KL term, in the loss or in the reward, or none."""
-    where = kl_place(source)
-    if where is None:
-        return Became({"algorithm.kl_coef": 0.0})
+    if (where := kl_place(source)) is None:
+        return _algorithm(kl_coef=0.0)
     penalty = KL_PENALTIES.get(source["kl_penalty"] or "kl", "k1")
     coef, estimator = ("kl_loss_coef", "k3") if where == "loss" else ("init_kl_coef", penalty)
     clamp = 10.0 if estimator == "k3" else "off"
-    parts = {"coef": float(source[coef]), "in": where, "estimator": estimator, "clamp": clamp}
-    return Became({f"algorithm.kl_{name}": part for name, part in parts.items()})
+    return _algorithm(kl_coef=float(source[coef]), kl_in=where, kl_estimator=estimator, kl_clamp=clamp)
 
 
-def _old_logprobs(_: Any, source: Source) -> str:
-    if source["force_disable_old_logprobs_recompute"]:
-        return "current"
-    return "recompute" if source["enable_old_logprobs_recompute"] else "auto"
+def _old_logprobs(source: Source) -> str:
+    recomputes = source["enable_old_logprobs_recompute"]
+    return (
+        "current" if source["force_disable_old_logprobs_recompute"] else "recompute" if recomputes else "auto"
+    )
 
 
 _FILTER: dict[str, tuple[Any, Any]] = {
@@ -295,9 +272,7 @@ def _corrections(_: Any, source: Source) -> Became:
             if of["enabled"] and of[f"{name}_enabled"]:
                 bounds = {"low": of[f"{name}_low"], "high": of[f"{name}_high"]}
                 made.append({"level": LEVELS[of["agg_type"]], "mode": "mask", "measure": measure, **bounds})
-    if not made:
-        return implied("no correction")
-    return Became({"algorithm.corrections": made, "algorithm.old_logprobs": "recompute"})
+    return _algorithm(corrections=made, old_logprobs="recompute") if made else implied("no correction")
 
 
 def _filters(value: list[dict[str, Any]], source: Source) -> Became:
@@ -314,7 +289,7 @@ def _filters(value: list[dict[str, Any]], source: Source) -> Became:
 def _difficulty_mask(value: bool, source: Source) -> Became:
     if not value:
         return implied("all groups are used")
-    low, high = (source[f"difficulty_{name}_threshold"] for name in ("low", "high"))
+    low, high = source["difficulty_low_threshold"], source["difficulty_high_threshold"]
     if not facts.filters_groups(source):
         bounds = {"min_mean": low, "max_mean": high, "then": "mask"}
         return Became({f"rollout.filter.{name}": bound for name, bound in bounds.items()})
@@ -322,15 +297,15 @@ def _difficulty_mask(value: bool, source: Source) -> Became:
     if all(of.get("min_mean", -inf) >= low and of.get("max_mean", inf) <= high for of in kept):
         return implied("the query filter drops all groups that it masks")
     raise ValueError(
-        f"masks groups (mean reward <= {low:g}, or >= {high:g}) that the query filter keeps, but braid has a single "
-        "filter; widen its thresholds to those of the query filter, or set it to false"
+        f"masks groups (mean reward <= {low:g}, or >= {high:g}) that the query filter keeps, but braid has a "
+        "single filter; widen its thresholds to those of the query filter, or set it to false"
     )
 
 
-def _long_failures(_: Any, source: Source) -> Any:
-    return source["error_max_len_threshold"] if source["error_max_len_clip"] else "off"
-
-
+_LONG_FAILURES = computed(lambda s: s["error_max_len_threshold"] if s["error_max_len_clip"] else "off")
+_BY_GROUP = unless(
+    lambda s: s["adv_estimator"] == "grpo", "adv_estimator=grpo always normalizes by the group"
+)
 _UNREAD_CLIP = unless(
     lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"],
     "overridden by pg_clip_low and pg_clip_high (use_pg_clip_range)",
@@ -346,27 +321,28 @@ _FILTERS = mapping_of(ANY, {"enabled": True}, {"enabled": True, "ratio_high": 1.
 ALGORITHM = rows(
     # Advantages
     to("adv_estimator", "algorithm.advantage", _ESTIMATORS, _advantage, default="gae",
-       note="gae needs a critic. grpo: (r - mean of the group) / (std of the group + 1e-6) on every token: "
-       "advantage grpo for gamma=1 without KL in the reward, else reinforce with normalized rewards"),
+       note="gae needs a critic. grpo: (r - mean) / (std + 1e-6) of the group on every token; with gamma < 1 "
+       "or KL in the reward, reinforce with rewards normalized so"),
     to("gamma", "algorithm.gamma", "share",
        unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0,
-       note="discount per token, of gae and reinforce"),
+       note="per token"),
     to("lambd", "algorithm.gae_lambda", "share", NO_VALUES, default=0.95),
-    to("norm_mean_type", "algorithm.reward_mean", _STATISTICS, _normalised, default=None,
-       note="statistics over the round; in ROLL over each domain. Any mean can be combined with any standard "
-       "deviation; in ROLL std=group needs mean=group"),
-    to("norm_std_type", "algorithm.reward_std", _STATISTICS, _normalised, default=None,
+    to("norm_mean_type", "algorithm.reward_mean", _STATISTICS, _BY_GROUP,
+       computed(lambda s: facts.normalisation(s)[0]), default=None,
+       note="over the round; in ROLL over each domain. Any mean goes with any deviation; in ROLL std=group "
+       "needs mean=group"),
+    to("norm_std_type", "algorithm.reward_std", _STATISTICS, _BY_GROUP,
+       computed(lambda s: facts.normalisation(s)[1]), default=None,
        note="divides by the unbiased standard deviation + 1e-6"),
     to("reward_clip", "algorithm.reward_clip", "positive?", unless_null("no clipping", implied), _reward_clip,
        note="clips a response's reward after normalisation, and each token's after subtracting KL"),
     to("whiten_rewards", "algorithm.*", "bool", default=False, note="over the tokens of the round"),
     to("whiten_advantages", "algorithm.*", "bool", default=False,
-       note="over the valid tokens of the round; in ROLL over each domain separately"),
+       note="over the round; in ROLL over each domain"),
     to("advantage_clip", "algorithm.*", "positive?", null_as("off"), default=None, note="after whitening"),
-    to("critic_warmup", "critic.warmup_rounds", "natural", NO_VALUES, default=0,
-       note="rounds that train only the critic"),
+    to("critic_warmup", "critic.warmup_rounds", "natural", NO_VALUES, default=0, note="critic-only rounds"),
     to("value_clip", "algorithm.*", "positive?", NO_VALUES, null_as("off"), default=None,
-       note="new values clipped around the old ones"),
+       note="around the old values"),
     # Loss
     to("ppo_epochs", "{trained}.passes_per_round", "count", default=1),
     to("pg_clip", "algorithm.clip_high", "positive", PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
@@ -377,17 +353,16 @@ ALGORITHM = rows(
        default=0.2),
     to("pg_clip_high", "algorithm.clip_high", "non-negative", PPO_ONLY, needs("use_pg_clip_range"), _clip,
        default=0.2),
-    to("dual_clip_loss", "algorithm.dual_clip", "bool", PPO_ONLY, _dual_clip, default=False,
-       note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
+    to("dual_clip_loss", "algorithm.dual_clip", "bool", PPO_ONLY, lambda _, s: _algorithm(**_dual_clip(s)),
+       default=False, note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
     to("importance_sampling", "algorithm.ratio_level", {"token": "token", "seq": "sequence"},
        unless(lambda s: variant(s) == "vanilla", "pg_variant=vanilla uses no ratio"), default="token",
        note="seq: exp(mean log-ratio of the response) for all its tokens, as in GSPO"),
     to("loss_agg_mode", "algorithm.aggregation", AGGREGATIONS, default="seq-mean-token-mean",
-       note="counts are over the whole optimizer step. ROLL's token-mean ignores the mask in the entropy "
-       "term; its seq-mean-token-sum-norm divides only by the padded length, here also by the number of "
-       "responses"),
+       note="over the whole optimizer step. ROLL's token-mean ignores the mask in the entropy term; its "
+       "seq-mean-token-sum-norm divides only by the padded length, here by the number of responses too"),
     to("rl_loss_coef", "algorithm.policy_loss_coef", "non-negative", default=1.0,
-       note="multiplies surrogate and KL, not the entropy"),
+       note="surrogate and KL, not the entropy"),
     to("entropy_loss_coef", "algorithm.entropy_coef", "number", default=0.0, note="loss - coef * entropy"),
     to("use_kl_loss", "algorithm.kl_coef", "bool", _kl, default=False,
        note="+ kl_loss_coef * k3(policy, reference), clamped to 10, in the loss"),
@@ -395,8 +370,7 @@ ALGORITHM = rows(
     to("add_token_level_kl", "algorithm.kl_coef", "bool", _kl, default=False,
        note="reward_t - init_kl_coef * KL_t for each token"),
     to("init_kl_coef", "algorithm.kl_coef", "non-negative", NOT_IN_REWARD, _kl, default=0.2,
-       note="ROLL loads a reference and recomputes old log-probs whenever it is not 0; here only if KL is "
-       "used"),
+       note="above 0, ROLL loads a reference and recomputes old log-probs; here only if KL is used"),
     to("kl_penalty", "algorithm.kl_estimator", choice(*KL_PENALTIES), NOT_IN_REWARD, _kl, default="kl",
        note="of the KL in the reward, with d = log policy - log reference: kl d, abs |d|, mse d^2/2, k3 "
        "exp(-d) + d - 1, full the sum of p d over the vocabulary (ROLL sums over positions by mistake, and "
@@ -405,24 +379,22 @@ ALGORITHM = rows(
        note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
     to("kl_horizon", "algorithm.kl_horizon", "count", NOT_IN_REWARD, needs("target_kl"), default=10000),
     always("enable_reference", "a reference model is loaded whenever a KL term needs it", "bool"),
-    to("enable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", _old_logprobs, default=False,
-       note="false: recomputed before the update only if a round has several steps or another feature needs "
-       "them"),
-    to("force_disable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", _old_logprobs, default=False,
-       note="true: every ratio is 1, so nothing is clipped"),
+    to("enable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", computed(_old_logprobs),
+       default=False, note="false: only if a round has several steps or another feature needs them"),
+    to("force_disable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", computed(_old_logprobs),
+       default=False, note="true: every ratio is 1, so nothing is clipped"),
     section("train_infer_correction")(
         to("is_weight.enabled", "algorithm.corrections", "bool", _corrections, default=False,
            note="loss * w, w = exp(old log-prob - the engine's) clamped to [0, upper_bound]"),
         to("is_weight.weight_type", "algorithm.corrections", choice(*LEVELS), _WEIGHTED, _corrections,
-           default="token",
-           note="segment is a turn"),
+           default="token", note="segment is a turn"),
         to("is_weight.upper_bound", "algorithm.corrections", "positive", _WEIGHTED, _corrections,
            default=1.2),
         to("is_weight.detach", "", "bool",
            only(True, "set it to true; weights have no gradient", "weights have no gradient")),
         to("filters", "algorithm.corrections", list_of(_FILTERS), _filters,
-           note="tokens with a ratio outside [ratio_low, ratio_high], or a difference of probabilities "
-           "outside [diff_low, diff_high], are masked; with token-mean, ROLL's filters have no effect")),
+           note="masks tokens with ratios (ratio_low, ratio_high) or differences of probabilities (diff_low, "
+           "diff_high) out of bounds; with token-mean, ROLL's have no effect")),
     to("max_len_mask", "algorithm.mask_truncated", "bool", default=False,
        note="truncated responses are masked in the loss, but count in their group's statistics"),
     to("difficulty_mask", "rollout.filter.min_mean", "bool", _difficulty_mask,
@@ -431,11 +403,11 @@ ALGORITHM = rows(
        default=0.0),
     to("difficulty_high_threshold", "rollout.filter.max_mean", "number", needs("difficulty_mask"), _FILTERED,
        default=1.0),
-    to("error_max_len_clip", "algorithm.mask_long_failures", "bool", _long_failures, default=False,
-       note="responses of at least error_max_len_threshold tokens with a score of 0 are masked in the loss. "
-       "ROLL drops scores other than 0 and 1, too"),
+    to("error_max_len_clip", "algorithm.mask_long_failures", "bool", _LONG_FAILURES, default=False,
+       note="masks responses of at least error_max_len_threshold tokens with score 0; ROLL also drops scores "
+       "but 0 and 1"),
     to("error_max_len_threshold", "algorithm.mask_long_failures", "count", needs("error_max_len_clip"),
-       _long_failures, default=9_999_999_999),
+       _LONG_FAILURES, default=9_999_999_999),
     to("difficulty_loss_weight", "", "bool",
        only(False, "sample weights are not implemented; use difficulty_mask")),
     to("length_loss_weight", "", "bool",
@@ -446,13 +418,14 @@ ALGORITHM = rows(
 
 _AGENTIC = (
     "custom_envs.* train_env_manager.* val_env_manager.* reward.* reward_normalization.* env_monitor.* "
-    "render_save_dir batch_adjust_mode episode_reward_weight step_reward_weight step_reward_gamma ratio_type exp_mode "
-    "partial_gpu_mode parse_tool_call_parameter_to_dict skip_mock_system_prompt dirty_data_mask open_feedback_turn "
-    "use_token_reward"
+    "render_save_dir batch_adjust_mode episode_reward_weight step_reward_weight step_reward_gamma ratio_type "
+    "exp_mode partial_gpu_mode parse_tool_call_parameter_to_dict skip_mock_system_prompt dirty_data_mask "
+    "open_feedback_turn use_token_reward"
 )
 _DISTILLATION = (
-    "student_pretrain teacher_pretrain student.* question_key answer_key logits_topk distill_loss_weight kd_temperature "
-    "teacher_temperature kd_objective adaptive_kl_alpha skew_lambda distill_on_prompt logits_transfer_backend"
+    "student_pretrain teacher_pretrain student.* question_key answer_key logits_topk distill_loss_weight "
+    "kd_temperature teacher_temperature kd_objective adaptive_kl_alpha skew_lambda distill_on_prompt "
+    "logits_transfer_backend"
 )
 _OTHER = "remove it; it belongs to ROLL's {0} pipeline{1}, and only RLVR configs are supported"
 OTHER_PIPELINES = rows(

@@ -8,17 +8,8 @@ from typing import Any
 from braid.plan.placement import format_numbers
 
 from . import roll_facts as facts
-from .conversions import (
-    needs,
-    null_as,
-    of_backend,
-    of_engine,
-    only,
-    opposite,
-    overridden,
-    unless,
-    unless_null,
-)
+from .conditions import needs, of_backend, of_engine, overridden, unless
+from .conversions import computed, null_as, only, opposite, unless_null
 from .devices import DEVICES, parse_devices
 from .roll_facts import ENGINES, TRAIN, file_backend, role_of
 from .roll_pipeline import ONE_PROCESS, with_batches
@@ -73,16 +64,8 @@ def _compute_dtype(value: str | None, source: Source) -> Became:
     return Became(dict.fromkeys(source.native, _AUTOCAST[value]) | scaler)
 
 
-def _betas(_: Any, source: Source) -> list[float]:
-    return [source[f".adam_beta{i}"] for i in (1, 2)]
-
-
 def _schedule(value: str, _: Source) -> Any:
     return SCHEDULES.get(value) or unsupported(f"use one of {', '.join(SCHEDULES)}")
-
-
-def _names(value: str | list[str], _: Source) -> list[str]:
-    return [part.strip() for part in (value if isinstance(value, list) else value.split(","))]
 
 
 def _variant(_: str, source: Source) -> Became:
@@ -158,6 +141,7 @@ _FRACTION = number(0.0, 1.0, above=True, samples=(0.4, 0.7))
 _IS_LORA = unless(
     lambda s: not s[".lora_target"], "there are no adapters without actor_train.model_args.lora_target"
 )
+_BETAS = computed(lambda s: [s[".adam_beta1"], s[".adam_beta2"]])
 _IS_TOPR = unless(lambda s: facts.variant(s) != "topr", "pg_variant is not topr")
 _BY_ROWS = unless(
     lambda s: s[".use_dynamic_batching_in_infer"], "overridden by use_dynamic_batching_in_infer"
@@ -203,40 +187,37 @@ _TRAINED = section("{actor_train,critic}")(
     to("strategy_args.strategy_name", "{train}.backend", "megatron_train|fsdp2_train", used, _strategy,
        default="fsdp2_train"),
     to("infer_batch_size", "{train}.infer_batch_rows", "count", used, _BY_ROWS, default=16,
-       note="rows per forward pass without gradients"),
+       note="rows without gradients"),
     to("model_args.dtype", "{train}.autocast", "fp32|bf16|fp16?", used, _compute_dtype, default="bf16",
-       note="type of matrix products; trained weights are always fp32, as in ROLL except for FSDP2 with "
-       "param_dtype. null: bf16 on GPUs, fp32 on CPUs"),
+       note="of matrix products; weights are fp32, as in ROLL but for FSDP2's param_dtype. null: bf16 on "
+       "GPUs, fp32 on CPUs"),
     to("model_args.disable_gradient_checkpointing", "{train}.gradient_checkpointing", "bool", used,
        unless(lambda s: s.place("backend") == "megatron", "Megatron uses recompute_granularity instead"),
        opposite, default=False),
     ignored("model_args.gradient_checkpointing_use_reentrant", "always non-reentrant", "bool?"),
     to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _OF_FILE["fsdp2"], _sized,
-       default=1,
-       note="sequence-parallel size (Ulysses); dp = devices / ulysses_size"),
+       default=1, note="sequence-parallel size (Ulysses); dp = devices / ulysses_size"),
     section("training_args", "{train}.optimizer", used)(
         to("learning_rate", ".lr", "positive", default=5e-5),
         to("weight_decay", ".weight_decay", "non-negative", default=0.0),
-        to("adam_beta1", ".betas", number(0.0, 0.999), _betas, default=0.9),
-        to("adam_beta2", ".betas", number(0.0, 0.9999), _betas, default=0.999),
+        to("adam_beta1", ".betas", number(0.0, 0.999), _BETAS, default=0.9),
+        to("adam_beta2", ".betas", number(0.0, 0.9999), _BETAS, default=0.999),
         to("adam_epsilon", ".eps", "positive", default=1e-8),
         to("lr_scheduler_type", ".schedule.decay", choice(*SCHEDULES, *OTHER_SCHEDULES), _schedule,
-           default="linear",
-           note="to the last optimizer step of the run"),
+           default="linear", note="to the run's last step"),
         to("warmup_steps", ".schedule.warmup_steps", "natural", default=0,
            note="optimizer steps, not rounds"),
         to("warmup_ratio", ".schedule.warmup_fraction", number(0.0, 0.9),
            unless(lambda s: s[".warmup_steps"], "overridden by warmup_steps"), default=0.0),
         to("per_device_train_batch_size", "{train}.micro_batch_rows", "count", _micro_rows, default=8,
-           note="rows per micro-batch; global batch = per_device_train_batch_size * "
-           "gradient_accumulation_steps * dp"),
+           note="rows per micro-batch; global batch = this * gradient_accumulation_steps * dp"),
         to("gradient_accumulation_steps", "{train}.steps_per_pass", "count", with_batches, default=1,
            note="micro-batches per optimizer step; steps_per_pass = S / global batch"),
         ignored("max_steps num_train_epochs output_dir seed bf16 fp16 logging_steps save_steps eval_steps",
                 "set by keys of the pipeline, as in ROLL"),
         ignored("tf32 data_seed dataloader_num_workers", "not read by ROLL in reinforcement learning")),
     to("use_dynamic_batching_in_train", "{train}.micro_batch_tokens", "bool", used, _tokens,
-       note="micro-batches of max_tokens_per_microbatch tokens"),
+       note="by max_tokens_per_microbatch"),
     to("max_tokens_per_microbatch_in_train", "{train}.micro_batch_tokens", "natural?", used,
        needs(".use_dynamic_batching_in_train"), _tokens),
     ignored("sequence_length_round_in_train", "rows are packed without padding", "count"),
@@ -252,21 +233,18 @@ _TRAINED = section("{actor_train,critic}")(
        note="number of ranks without devices, for the batch sizes"),
     section(_CONFIG)(
         to("tensor_model_parallel_size", "{train}.megatron.tensor_parallel", "count?", used,
-           _OF_FILE["megatron"], _sized,
-           note=_DP),
+           _OF_FILE["megatron"], _sized, note=_DP),
         to("pipeline_model_parallel_size", "{train}.megatron.pipeline_parallel", "count?", used,
-           _OF_FILE["megatron"], _sized,
-           note=_DP),
+           _OF_FILE["megatron"], _sized, note=_DP),
         to("context_parallel_size", "{train}.megatron.context_parallel", "count?", used, _OF_FILE["megatron"],
-           _sized,
-           note=_DP)))
+           _sized, note=_DP)))
 
 _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
     always("num_gpus_per_worker", "training workers always have one device, as in ROLL", "count"),
     to("backend_timeout", "{train}.megatron.timeout_minutes", "count", used, _MEGATRON, default=30),
     always("router_replay.mode", "no router replay", choice("disable")),
     to("use_dynamic_batching_in_infer", "{train}.infer_batch_tokens", "bool", used, _tokens,
-       note="micro-batches of max_tokens_per_microbatch tokens"),
+       note="by max_tokens_per_microbatch"),
     to("max_tokens_per_microbatch_in_infer", "{train}.infer_batch_tokens", "natural?", used,
        needs(".use_dynamic_batching_in_infer"), _tokens),
     ignored("sequence_length_round_in_infer", "rows are packed without padding", "count"),
@@ -278,16 +256,14 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
             "results do not depend on micro-batches", "count"),
     section(_CONFIG, "{train}.megatron", used, of_backend("megatron"))(
         to("expert_model_parallel_size", ".expert_parallel", "count?", null_as(1),
-           note="does not enter the batch arithmetic"),
+           note="does not count in dp"),
         to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
         to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?"),
-        to("sequence_parallel", ".*", "bool", _sequence_parallel,
-           note="always on with TP > 1 and EP > 1, as required by Megatron"),
+        to("sequence_parallel", ".*", "bool", _sequence_parallel, note="always on with TP > 1 and EP > 1"),
         to("recompute_granularity", ".*", "full|selective?", _recompute,
            note="only full set: recompute each layer separately (uniform, 1)"),
         to("recompute_method", ".*", "uniform|block|recompute?",
-           lambda v, _: "block" if v == "recompute" else v,
-           note="recompute, as in ROLL's list, is block"),
+           lambda v, _: "block" if v == "recompute" else v, note="recompute, as in ROLL's list, is block"),
         to("{recompute_num_layers,ddp_bucket_size}", ".*", "count?"),
         to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall", default="allgather"),
         to("moe_grouped_gemm", ".*", "bool?", null_as(False)),
@@ -324,11 +300,9 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
                 "ddp_average_in_collective optimizer optimizer_cpu_offload optimizer_offload_fraction",
                 "remove it, or use the keys of braid.train.megatron", default=False)),
     section(_CONFIG, "{train}.fsdp", used, of_backend("fsdp2"))(
-        to("fsdp_size", ".size", "int", _fsdp_size,
-           note="values up to 1 mean all devices: a single shard group"),
+        to("fsdp_size", ".size", "int", _fsdp_size, note="up to 1: all devices, a single shard group"),
         to("param_dtype", ".*", TORCH_DTYPES,
-           note="dtype of gathered weights and computation; trained weights stay fp32, while ROLL trains "
-           "them in it"),
+           note="of gathered weights and computation; trained weights stay fp32, unlike in ROLL"),
         to("reduce_dtype", ".*", TORCH_DTYPES),
         to("reshard_after_forward", ".*", "bool?", null_as(True)),
         to("offload_policy", ".cpu_offload .pin_memory", "bool"),
@@ -346,22 +320,21 @@ _ACTOR_TRAIN = section("actor_train")(
     to("model_args.attn_implementation", "model.attention",
        {"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"}),
     to("model_args.lora_target", "model.lora.targets", "text?",
-       lambda v, s: implied("all weights are trained") if v is None else _names(v, s),
+       lambda v, _: implied("all weights are trained") if v is None else [of.strip() for of in v.split(",")],
        note="comma-separated layer names, or all-linear"),
     to("model_args.lora_rank", "model.lora.rank", "count?", _IS_LORA, default=8),
     to("model_args.lora_alpha", "model.lora.alpha", "positive?", _IS_LORA,
-       lambda v, s: v or 2 * s[".lora_rank"], default=None,
-       note="null: 2 * lora_rank"),
+       lambda v, s: v or 2 * s[".lora_rank"], default=None, note="null: 2 * lora_rank"),
     to("model_args.lora_dropout", "", number(0.0, 0.9),
-       only( 0, "set it to 0: log-probs must be the same in rollout and training", "adapters have no dropout" )),
+       only(0, "set it to 0: log-probs must be the same in rollout and training",
+            "adapters have no dropout")),
     to("model_args.adapter_name_or_path", "model.lora.path", "path?", _IS_LORA),
     to("training_args.save_hf_model", "checkpoint.export_every_rounds", "bool",
-       lambda v, s: s["save_steps"] if v else 0,
-       note="a Hugging Face folder every save_steps rounds"),
+       lambda v, s: s["save_steps"] if v else 0, note="a Hugging Face folder every save_steps rounds"),
     to("worker_cls", "algorithm.policy_loss", "text", _worker_class),
     to("pg_variant", "algorithm.policy_loss", choice(*LOSSES),
-       unless( lambda s: facts.variant(s) != s["actor_train.pg_variant"], "needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL", ),
-       _variant,
+       unless(lambda s: facts.variant(s) != s["actor_train.pg_variant"],
+              "needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL"), _variant,
        note="vanilla -A log p; tis -sg(clip(ratio, 0, 1)) A log p; cispo the same with [0.9, 1.1]; topr no "
        "ratio where the advantage is positive, clip(ratio, 0, 1) elsewhere; kimi15 -A log p + 0.05 (log p - "
        "old log p)^2"),
@@ -371,8 +344,7 @@ _ACTOR_TRAIN = section("actor_train")(
     missing("opd_kl_coef", "distillation from a teacher is not implemented"))
 
 _CRITIC = section("critic")(
-    to("model_args.model_name_or_path", "critic.path", "path", used,
-       note="takes precedence over reward_pretrain"),
+    to("model_args.model_name_or_path", "critic.path", "path", used, note="instead of reward_pretrain"),
     ignored("training_args.save_hf_model", "only the policy is exported", "bool"),
     ignored("worker_cls", "there is only one kind of critic", "text"))
 
@@ -385,14 +357,11 @@ _REFERENCE = section("reference")(
     ignored("model_args.disable_gradient_checkpointing", "the reference model has no backward pass", "bool"),
     to("model_args.ulysses_size", "reference.train.sequence_parallel", "count?", used, _FSDP2, null_as(1)),
     to(f"{_CONFIG}.tensor_model_parallel_size", "reference.train.megatron.tensor_parallel", "count?", used,
-       _MEGATRON, null_as(1),
-       note=_DP),
+       _MEGATRON, null_as(1), note=_DP),
     to(f"{_CONFIG}.pipeline_model_parallel_size", "reference.train.megatron.pipeline_parallel", "count?",
-       used, _MEGATRON, null_as(1),
-       note=_DP),
+       used, _MEGATRON, null_as(1), note=_DP),
     to(f"{_CONFIG}.context_parallel_size", "reference.train.megatron.context_parallel", "count?", used,
-       _MEGATRON, null_as(1),
-       note=_DP),
+       _MEGATRON, null_as(1), note=_DP),
     ignored("sequence_packing_args.max_packed_sequence_length_train", "the reference model is not trained",
             "count?"),
     ignored("world_size", "determined by device_mapping", "count"),
@@ -408,7 +377,7 @@ _ACTOR_INFER = section("actor_infer")(
        unless(lambda s: s.engine, "overridden by --engine"), default="vllm",
        note="hf_infer is the native engine, which shares the trainer's weights"),
     to("model_args.dtype", "rollout.{engine}.dtype", "fp32|bf16|fp16?", null_as("auto"),
-       note="dtype of the engine's weights; without it, the native engine shares the trainer's"),
+       note="of the engine's weights; without it, the native engine shares the trainer's"),
     always("model_args.model_name_or_path", "the engine always uses the policy's weights", "path"),
     ignored("model_args.disable_gradient_checkpointing", "an engine has no backward pass", "bool"),
     ignored("model_args.attn_implementation", "chosen by the engine", "text?"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .conversions import mapped
+from .conversions import mapped, sets
 from .table import ABSENT, Convert, Rule
 from .values import Takes, choice, takes
 
@@ -24,15 +24,18 @@ _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 def to(
     keys: str,
-    native: str,
+    native: str | Mapping[str, Any],
     values: str | Takes | Mapping[Any, Any],
     *convert: Convert,
     default: Any = ABSENT,
     note: str = "",
 ) -> list[Rule]:
-    """Keys that set native keys, with the steps of their conversion. A mapping of values is the last step."""
+    """Keys that set native keys, with the steps of their conversion. The last step may be a mapping of
+    values, or of native keys to constants and steps of their own."""
     if isinstance(values, Mapping):
         values, convert = choice(*values), (*convert, mapped(values))
+    if isinstance(native, Mapping):
+        native, convert = " ".join(native), (*convert, sets(*native.values()))
     return [Rule(path, takes(values), "applied", note, native, convert, default) for path in _paths(keys)]
 
 

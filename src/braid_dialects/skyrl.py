@@ -15,7 +15,7 @@ from .rows import rows
 from .skyrl_algorithm import ALGORITHM
 from .skyrl_checks import CHECKS
 from .skyrl_generator import GENERATOR
-from .skyrl_trainer import TRAINER
+from .skyrl_trainer import TRAINER, tracker
 from .table import Dialect, Source, table
 
 _ENGINE_KEYS = (
@@ -65,6 +65,7 @@ SKYRL = Dialect(
         "train": lambda s: facts.TRAIN[facts.role_of(s)],
         "trained": facts.trained,
         "models": facts.models,
+        "tracker": tracker,
         "sampling": lambda s: "eval.sampling" if ".eval_sampling_params." in s.at else "rollout.sampling",
     },
     checks=CHECKS,

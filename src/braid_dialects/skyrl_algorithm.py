@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conversions import needs, null_as, unless
+from .conditions import needs, unless
+from .conversions import computed, null_as
 from .rows import ignored, section, to
 from .skyrl_facts import AT, FIX, NO_CRITIC, NO_REFERENCE, uses_reference
 from .table import Became, Convert, Source, implied, no_effect, unsupported
@@ -43,8 +44,8 @@ _LOSSES: dict[str, tuple[dict[str, Any], str]] = {
     "sapo": ({"policy_loss": "sapo"}, "-A*sigmoid(tau*(r-1))*4/tau"),
     "clip_cov": (
         {"policy_loss": "clip_cov"},
-        "like regular, but drops a random fraction of the tokens with high covariance; SkyRL scales advantages "
-        "before, so it drops none",
+        "like regular, but drops a random fraction of the tokens with high covariance; SkyRL scales "
+        "advantages before, so it drops none",
     ),
     "kl_cov": (
         {"policy_loss": "kl_cov"},
@@ -106,15 +107,15 @@ def _kl_place(_: bool, source: Source) -> Became:
     return _algorithm(kl_in="reward" if source[f"{AT}.use_kl_in_reward"] else "loss")
 
 
-def _estimated(kind: str, _: Source) -> Became:
-    """A KL estimator, with the clamp that SkyRL has applied to k3 since 2025."""
-    return _algorithm(kl_estimator=kind, kl_clamp=10.0 if kind == "k3" else "off")
-
-
-def _flagged_estimator(_: Any, source: Source) -> Became:
+def _flagged_estimator(source: Source) -> str:
     """The estimator selected by the first release's two flags. |k3| is k3, which is never negative."""
     other = "abs" if source[f"{AT}.use_abs_kl"] else "k1"
-    return _estimated("k3" if source[f"{AT}.use_kl_estimator_k3"] else other, source)
+    return "k3" if source[f"{AT}.use_kl_estimator_k3"] else other
+
+
+def _clamped(kind: str, _: Source) -> Became:
+    """A KL estimator, with the clamp that SkyRL has applied to k3 since 2025."""
+    return _algorithm(kl_estimator=kind, kl_clamp=10.0 if kind == "k3" else "off")
 
 
 def _kl_control(value: str, source: Source) -> Became:
@@ -139,6 +140,10 @@ def _reduction(value: str, _: Source) -> Became:
     return _algorithm(note if value == "token_mean_legacy" else "", aggregation=_REDUCTIONS[value])
 
 
+def _float(value: float, _: Source) -> float:
+    return float(value)
+
+
 def _max_seq_len(value: int | None, source: Source) -> Any:
     if source[f"{AT}.loss_reduction"] != "seq_mean_token_sum_norm" or value is None:
         return no_effect("for loss_reduction=seq_mean_token_sum_norm only")
@@ -156,7 +161,7 @@ def _temperature(value: float | None, source: Source) -> Became:
 def corrections(source: Source) -> list[dict[str, Any]]:
     """Native corrections with w = exp(old - rollout log-prob), in SkyRL's order: each covers the tokens that
     the earlier ones kept."""
-    fix = {name: source[f"{FIX}.{name}"] for name in _FIXES}
+    fix = {name: source[f"{FIX}.{name}"] for name in (rule.path.partition(".")[2] for rule in CORRECTIONS)}
     out = []
     for mode, name in (("mask_sequence", "outlier_token_is"), ("mask", "token_mask_is")):
         low, high = fix[f"{name}_threshold_low"], fix[f"{name}_threshold_high"]
@@ -172,14 +177,6 @@ def corrections(source: Source) -> list[dict[str, Any]]:
         bounds = {"low": float(fix[f"{name}_mask_low"]), "high": float(fix[f"{name}_mask_high"])}
         out.append({"level": level, "mode": "mask", **bounds, "tokens": "kept"})
     return out
-
-
-_FIXES = [
-    "tis_ratio_type", "sequence_mask_metric",
-    *(f"{kind}_tis_ratio_clip_high" for kind in ("token", "sequence")),
-    *(f"{name}_{end}" for name in ("geo_mask", "product_mask", "token_mask_is_threshold", "outlier_token_is_threshold")
-      for end in ("low", "high")),
-]  # fmt: skip
 
 
 def _corrected(_: Any, source: Source) -> Became:
@@ -208,11 +205,7 @@ def _zero_variance(value: bool, source: Source) -> Any:
     return _tolerance(value, source)
 
 
-def _penalty(value: float, source: Source) -> Became:
-    tokens = source[f"{AT}.overlong_buffer_len"] or 512
-    return Became({"reward.overlong.penalty": float(value), "reward.overlong.buffer_tokens": tokens})
-
-
+_OVERLONG = computed(lambda s: s[".overlong_buffer_len"] or 512)
 _CAP = either(takes("positive"), choice(-1.0, -1))
 _CLIPPED = _of_loss("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
 _WHITENED = unless(
@@ -226,7 +219,7 @@ _OLD_TIS = unless(
 
 # One rule per line.
 # fmt: off
-_CORRECTIONS = section("off_policy_correction")(
+CORRECTIONS = section("off_policy_correction")(
     to("tis_ratio_type", "algorithm.corrections", choice(None, "token", "sequence"), _corrected, default=None,
        note="the loss times min(w, cap)"),
     to("token_tis_ratio_clip_high", "algorithm.corrections", "positive", needs(".tis_ratio_type", "token"),
@@ -235,8 +228,7 @@ _CORRECTIONS = section("off_policy_correction")(
        needs(".tis_ratio_type", "sequence"), _corrected, default=5.0),
     to("sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
        default=None,
-       note="masks sequences with w outside the bounds; w is computed over the tokens that the outlier and "
-       "token masks keep"),
+       note="masks sequences with w out of bounds, over the tokens that the outlier and token masks keep"),
     to("geo_mask_low", "algorithm.corrections", "non-negative", needs(".sequence_mask_metric", "geometric"),
        _corrected, default=0.99),
     to("geo_mask_high", "algorithm.corrections", "positive", needs(".sequence_mask_metric", "geometric"),
@@ -255,8 +247,8 @@ _CORRECTIONS = section("off_policy_correction")(
 ALGORITHM = section("trainer.algorithm", "algorithm")(
     # advantages
     to("advantage_estimator", ".advantage", choice(*_ESTIMATORS), _estimator, default="grpo",
-       note="grpo: A = (r - mean) / (std + eps) of the group; gae: sum of (gamma*lambd)^k * delta; rloo: the "
-       "mean of the other samples as baseline; maxrl: (r - mean) / mean"),
+       note="grpo: (r - mean) / (std + eps) of the group; gae: sum of (gamma*lambd)^k * delta; rloo: r - "
+       "mean of the others; maxrl: (r - mean) / mean"),
     to("grpo_norm_by_std", ".normalize_by_std", "bool", _of_estimator("grpo"), default=True,
        note="(r - mean) / (std + eps), std unbiased; false: Dr. GRPO"),
     to("lambd", ".gae_lambda", "share", _of_estimator("gae"), default=1.0),
@@ -264,47 +256,38 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     to("advantage_batch_normalize", ".whiten_advantages", "bool", _WHITENED, default=False,
        note="(A - mean) / std over the batch's trained tokens; SkyRL's mean counts padding too"),
     # KL
-    to("use_kl_loss", ".kl_in", "bool", _kl_place, default=True,
-       note="loss + kl_loss_coef * KL; not together with use_kl_in_reward"),
-    to("use_kl_in_reward", ".kl_in", "bool", _kl_place, default=False,
-       note="reward_t - kl_loss_coef * KL_t at every token"),
-    to("kl_loss_coef", ".kl_coef", "non-negative", NO_REFERENCE, default=0.001,
-       note="for KL in the loss and in the reward"),
-    to("use_kl_estimator_k3", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, _flagged_estimator, default=True,
+    to("use_kl_loss", ".kl_in", "bool", _kl_place, default=True, note="loss + kl_loss_coef * KL"),
+    to("use_kl_in_reward", ".kl_in", "bool", _kl_place, default=False, note="reward_t - kl_loss_coef * KL_t"),
+    to("kl_loss_coef", ".kl_coef", "non-negative", NO_REFERENCE, default=0.001, note="in loss or reward"),
+    to("use_kl_estimator_k3", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, computed(_flagged_estimator),
+       _clamped, default=True,
        note="k3 = exp(-d) - 1 + d; false: k1 = d; d = logp - ref logp. k3 is clamped at 10, as in later "
        "releases"),
-    to("use_abs_kl", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, _K3_IDLE, _flagged_estimator,
-       default=False,
-       note="|k1|; also in the loss (in SkyRL only in the reward)"),
-    to("kl_estimator_type", ".kl_estimator", "k1|k2|k3|abs", NO_REFERENCE, _estimated,
+    to("use_abs_kl", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, _K3_IDLE, computed(_flagged_estimator),
+       _clamped, default=False, note="|k1|; also in the loss (in SkyRL only in the reward)"),
+    to("kl_estimator_type", ".kl_estimator", "k1|k2|k3|abs", NO_REFERENCE, _clamped,
        note="replaces use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2"),
     to("kl_ctrl.type", ".kl_target", "fixed|adaptive", NO_REFERENCE, _kl_control, default="fixed"),
     to("kl_ctrl.kl_target", ".kl_target", "positive", NO_REFERENCE, _ADAPTIVE, default=0.1,
        note="coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n / horizon"),
-    to("kl_ctrl.horizon", ".kl_horizon", "count", NO_REFERENCE, _ADAPTIVE, lambda v, _: float(v),
-       default=10_000,
+    to("kl_ctrl.horizon", ".kl_horizon", "count", NO_REFERENCE, _ADAPTIVE, _float, default=10_000,
        note="trajectories"),
     ignored("kl_target", "not read by SkyRL; use kl_ctrl", "number?"),
     ignored("init_kl_coef", "not read by SkyRL; the coefficient is kl_loss_coef", "number"),
     # policy loss
     to("ppo_loss_type", ".policy_loss", choice(*_LOSSES), _loss, default="regular",
        note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A), r = exp(logp - old logp); "
-       "dual_clip: at most -clip_ratio_c*A where A < 0; docs/algorithms.md has the others"),
-    to("eps_clip_low", ".clip_low", "non-negative", _CLIPPED, default=0.2,
-       note="ratios below 1 - eps_clip_low are clipped"),
-    to("eps_clip_high", ".clip_high", "non-negative", _CLIPPED, default=0.2,
-       note="ratios above 1 + eps_clip_high are clipped"),
+       "dual_clip: at most -clip_ratio_c*A where A < 0; others: docs/algorithms.md"),
+    to("eps_clip_low", ".clip_low", "non-negative", _CLIPPED, default=0.2, note="ratios below 1 - this"),
+    to("eps_clip_high", ".clip_high", "non-negative", _CLIPPED, default=0.2, note="ratios above 1 + this"),
     to("clip_ratio_c", ".dual_clip", number(1.0, above=True, samples=(2.0, 4.0)), _of_loss("dual_clip"),
-       default=3.0,
-       note="the loss is at most -c*A where A < 0"),
+       default=3.0, note="the loss is at most -c*A where A < 0"),
     to("loss_reduction", ".aggregation", choice(*_REDUCTIONS), _reduction, default="sequence_mean",
-       note="the first release has sequence_mean only; later ones default to token_mean. KL and entropy are "
-       "reduced in the same way (in SkyRL by sequence_mean)"),
+       note="later releases default to token_mean. KL and entropy too (in SkyRL always by sequence_mean)"),
     to("max_seq_len", ".aggregation_constant", "count?", _max_seq_len),
     to("use_entropy_loss", ".entropy_coef", "bool", lambda v, s: float(s[".entropy_loss_coef"]) if v else 0.0,
        default=False),
-    to("entropy_loss_coef", ".entropy_coef", "number", needs(".use_entropy_loss"), lambda v, _: float(v),
-       default=0.01),
+    to("entropy_loss_coef", ".entropy_coef", "number", needs(".use_entropy_loss"), _float, default=0.01),
     to("temperature", "", "positive?", _temperature, default=None),
     to("cispo.cispo_eps_clip_low", ".clip_low", "non-negative", _of_loss("cispo"), default=1.0),
     to("cispo.cispo_eps_clip_high", ".clip_high", "non-negative", _of_loss("cispo"), default=4.0),
@@ -322,9 +305,9 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     to("dppo.delta_low", ".clip_low", "non-negative", _of_loss("dppo"), default=0.2),
     to("dppo.delta_high", ".clip_high", "non-negative", _of_loss("dppo"), default=0.2),
     # off-policy correction
-    _CORRECTIONS,
+    CORRECTIONS,
     to("use_tis", ".corrections", "bool", _OLD_TIS, _corrected, default=False,
-       note="older form of off_policy_correction.tis_ratio_type=token"),
+       note="older tis_ratio_type=token"),
     to("tis_imp_ratio_cap", ".corrections", _CAP, _OLD_TIS, _corrected, default=-1.0),
     # filters
     to("dynamic_sampling.type", "rollout.filter.then", choice(None, "filter", "replace"),
@@ -342,12 +325,12 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     # DAPO's overlong penalty, from SkyRL's example examples/algorithms/dapo
     to("overlong_buffer_len", "reward.overlong.buffer_tokens", "count",
        note="r - factor * clip((length - (max_generate_length - len)) / len, 0, 1)"),
-    to("overlong_buffer_penalty_factor", "reward.overlong.penalty", "positive", _penalty),
+    to("overlong_buffer_penalty_factor",
+       {"reward.overlong.penalty": _float, "reward.overlong.buffer_tokens": _OVERLONG}, "positive"),
     # values
     to("value_head_prefix", "critic.head_name", "text", NO_CRITIC, default="value_head"),
     to("value_clip", ".value_clip", "positive?", NO_CRITIC, null_as("off"), default=0.2,
        note="0.5 * max((clamped V - R)^2, (V - R)^2); null for no clipping"),
     to("normalize_reward", "critic.normalize_values", "bool", NO_CRITIC, default=True,
-       note="normalizes values, not rewards, by running mean and standard deviation of returns, as "
-       "documented; SkyRL's stay at 0 and 1"))
+       note="values, not rewards, by running statistics of returns, as documented; SkyRL's stay at 0 and 1"))
 # fmt: on

@@ -94,8 +94,8 @@ def _devices(source: Source) -> Findings:
     if is_colocated(source):
         if not is_remote(source) and engines != policy:
             why = (
-                f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines times "
-                f"their parallel sizes is {engines}"
+                f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines "
+                f"times their parallel sizes is {engines}"
             )
             yield "generator.num_inference_engines", f"{why}; {fix}"
         for role in reversed(roles(source)):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from .conversions import unless
+from .conditions import unless
 from .table import Source
 
 TRAIN = {"policy": "train", "critic": "critic.train", "ref": "reference.train"}

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from .conversions import already, at_least_0, mapped, of_engine, off, only, opposite, unless, unless_null
+from .conditions import of_engine, unless
+from .conversions import already, at_least_0, mapped, off, only, opposite, unless_null
 from .rows import always, ignored, missing, rows, section, to
 from .skyrl_facts import (
     NO_EVALUATION,
@@ -159,11 +160,10 @@ _SPECULATIVE = "remove it; speculative decoding is not supported"
 # fmt: off
 DATA = rows(
     to("data.train_data", "data.train", _DATA, _sources, default=["~/data/gsm8k/train.parquet"],
-       note="rows: prompt (chat messages), reward_spec.ground_truth, data_source; .parquet, .json, .jsonl, "
-       "or a dataset on the hub (name:split)"),
+       note="columns prompt (messages), reward_spec.ground_truth, data_source; .parquet, .json, .jsonl, or "
+       "hub (name:split)"),
     to("data.val_data", "data.eval", _DATA, NO_EVALUATION, _sources,
-       default=["~/data/gsm8k/validation.parquet"],
-       note="results per data_source and overall"),
+       default=["~/data/gsm8k/validation.parquet"], note="results per data_source and overall"),
     ignored("data.dataloader.num_workers", "prompts are always read into memory once", "natural?"),
     ignored("data.dataloader.persistent_workers", "prompts are always read into memory once", "bool"),
     to("environment.env_class", "reward.parts", _ENVIRONMENTS, _environment, default="gsm8k",
@@ -178,7 +178,7 @@ ENGINES = section("generator", "rollout.{engine}")(
        unless(lambda s: s.engine, lambda s: f"overridden by --engine {s.engine}"), default="vllm",
        note="sglang can also run locally, unlike in SkyRL"),
     to("model_dtype", ".dtype", _DTYPES, default="bfloat16",
-       note="dtype of the engine's weights; log-probs before the update are computed by the trainer"),
+       note="of the engine's weights; old log-probs are the trainer's"),
     to("run_engines_locally", ".servers", "bool",
        unless(lambda s: engine(s) == "native", "the native engine does not use servers"), _servers,
        default=True),
@@ -188,8 +188,7 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("remote_inference_engine_urls", ".servers", _URLS, _IS_LOCAL, _urls, default=["127.0.0.1:8001"],
        note="host:port as in SkyRL, or URLs"),
     to("inference_engine_tensor_parallel_size", ".tensor_parallel", "count", _IS_SERVED, _with_placement,
-       default=4,
-       note="the first release's default; later ones have 1"),
+       default=4, note="the first release's default; later ones have 1"),
     to("inference_engine_pipeline_parallel_size", ".pipeline_parallel", "count", _IS_SERVED, default=1),
     to("inference_engine_data_parallel_size", "", "count",
        only(1, "use more engines, or tensor parallelism", "one model replica per engine"), default=1),
@@ -200,16 +199,14 @@ ENGINES = section("generator", "rollout.{engine}")(
        {"auto": "auto", "enable": "replace", "disable": "refuse"},
        unless(lambda s: not is_remote(s), "for remote engines only"), default="auto"),
     to("weight_transfer_threshold_cuda_ipc_GB", "rollout.publish.bucket_bytes", "positive", ONE_PROCESS,
-       lambda v, _: int(v * 2**30),
-       note="GiB"),
+       lambda v, _: int(v * 2**30), note="GiB"),
     to("async_engine", "", "bool", already("engines are always asynchronous"), default=True),
     to("batched", "", "bool", already("all prompts of a round are requested at once"), default=True),
     to("vllm_v1_disable_multiproc", ".in_process", "bool", _IS_VLLM, default=True,
-       note="the order of requests is deterministic"),
+       note="requests in a fixed order"),
     to("enable_prefix_caching", ".prefix_caching", "bool", _IS_VLLM, default=True),
     to("enable_chunked_prefill", ".chunked_prefill", "bool", _IS_VLLM, default=True),
-    to("max_num_batched_tokens", ".prefill_tokens", "count", default=8192,
-       note="prompt tokens per forward pass"),
+    to("max_num_batched_tokens", ".prefill_tokens", "count", default=8192, note="prompt tokens per pass"),
     to("max_num_seqs", ".max_running", "count", default=1024, note="sequences decoded concurrently"),
     to("enforce_eager", ".cuda_graphs", "bool", opposite, default=False),
     to("gpu_memory_utilization", ".memory_fraction", _MEMORY,
@@ -242,7 +239,7 @@ NEWER = rows(
 
 SAMPLING = section("generator")(
     to("n_samples_per_prompt", "rollout.group_size", "count", default=5,
-       note="samples per round = train_batch_size * n_samples_per_prompt"),
+       note="times train_batch_size: samples per round"),
     to("max_input_length", "rollout.vllm.max_model_tokens", "count?", _input_length, default=None,
        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
     to("max_turns", "env.max_turns", "count", _max_turns, default=1),
@@ -257,24 +254,21 @@ SAMPLING = section("generator")(
        note="tokens of one response (turn)"),
     section("{sampling_params,eval_sampling_params}", "{sampling}", _evaluates)(
         to("temperature", ".*", "non-negative", _temperature, default=1.0,
-           note="also used in training, for the log-probs of policy, old policy and reference; 0: greedy"),
+           note="also in training, for all log-probs; 0: greedy"),
         to("top_p", ".*", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), default=1.0),
         to("min_p", ".*", number(0.0, 1.0, samples=(0.1, 0.2)), default=0.0),
-        to("top_k", ".*", "natural or -1", at_least_0, default=-1, note="-1 for off"),
+        to("top_k", ".*", "natural or -1", at_least_0, default=-1, note="-1: off"),
         to("repetition_penalty", ".*", "positive", default=1.0),
-        to("stop", ".stop_strings", "[text]?", lambda v, _: v or [],
-           note="the stop string is kept in the response"),
+        to("stop", ".stop_strings", "[text]?", lambda v, _: v or [], note="kept in the response"),
         ignored("logprobs", "the log-probs of sampled tokens are always kept", "int?")),
     to("{sampling_params,eval_sampling_params}.additional_kwargs", "", nullable(ANY),
        off("use the other keys of this section", "no additional sampling options")),
     to("eval_n_samples_per_prompt", "eval.samples_per_prompt", "count", NO_EVALUATION, _eval_samples,
-       default=1,
-       note="pass@k is the unbiased estimator; in SkyRL the fraction of prompts with any reward"),
+       default=1, note="pass@k is the unbiased estimator; in SkyRL the fraction of prompts with any reward"),
     to("zero_reward_on_non_stop", "reward.truncated", "bool", mapped({True: "zero", False: "keep"}),
-       default=False,
-       note="for every truncated response (SkyRL ignored it with batched=true)"),
+       default=False, note="for every truncated response (SkyRL ignored it with batched=true)"),
     to("apply_overlong_filtering", "algorithm.mask_truncated", "bool", default=False,
-       note="they still count in the statistics of their group"),
+       note="they count in their group"),
     to("chat_template.name_or_path", "model.chat_template", "text?",
        lambda v, _: implied("the tokenizer's template") if v is None else v, _template),
     ignored("chat_template.source", "determines the meaning of name_or_path", "name|file"),

@@ -1,5 +1,4 @@
-"""SkyRL's `trainer`: placement, sizes, checkpoints, loggers; models, optimizers and backends. The algorithm is in
-skyrl_algorithm.py.
+"""SkyRL's `trainer`, without its algorithm: placement, sizes, checkpoints, loggers, models, backends.
 
 SkyRL's batch sizes count prompts, its micro batch sizes count samples. Both systems divide a batch into
 mini-batches of whole prompts, but group different prompts together (see docs/dialects.md).
@@ -12,15 +11,18 @@ import re
 from pathlib import PurePath
 from typing import Any
 
+from .conditions import of_backend, unless
 from .conversions import (
+    already,
+    as_is,
     at_least_0,
     folder_name,
+    listed,
     mapped,
-    of_backend,
     off,
     only,
     or_null,
-    unless,
+    positive,
     unless_null,
     wandb_mode,
 )
@@ -43,7 +45,6 @@ from .values import choice, either, integer, list_of, nullable, takes, text
 _NEVER = integer(samples=(-1, 5, 3))
 """A cadence; -1 and 0 mean never."""
 _STEP_FOLDER = re.compile(r"(global_)?step_\d+")
-_TRACKERS = ("wandb", "swanlab")
 
 
 def _expanded(value: str, _: Source) -> str:
@@ -63,7 +64,7 @@ def _colocate_all(value: bool, source: Source) -> Became:
     return Became({"cluster.placement": cluster(source)["cluster.placement"], **dict.fromkeys(names, value)})
 
 
-def _policy_steps(value: int, source: Source) -> int:
+def _steps(value: int, source: Source) -> int:
     return max(source["trainer.train_batch_size"] // value, 1)
 
 
@@ -82,9 +83,8 @@ _BY_SAMPLES = unless(
 
 
 def _eval_interval(value: int, _: Source) -> Became:
-    if value <= 0:
-        return Became({"eval.every_rounds": 0, "eval.before": False, "eval.at_end": False})
-    return Became({"eval.every_rounds": value, "eval.at_end": True})
+    never = {} if value > 0 else {"eval.before": False}
+    return Became({"eval.every_rounds": max(value, 0), "eval.at_end": value > 0, **never})
 
 
 def _resume(_: Any, source: Source) -> str:
@@ -108,28 +108,18 @@ def _max_ckpts(value: int, _: Source) -> int | None:
     return None if value < 0 else value
 
 
-def _logger(value: str, _: Source) -> Became:
+def tracker(source: Source) -> list[str]:
+    """Native path of the tracker, if the logger is one."""
+    logger = source["trainer.logger"]
+    return [f"report.{logger}"] if logger in ("wandb", "swanlab") else []
+
+
+def _logger(value: str, source: Source) -> Became:
     if value in ("mlflow", "vemlp_wandb"):
         return unsupported("use tensorboard, wandb or swanlab, or read metrics.jsonl")
     mode, why = wandb_mode() if value == "wandb" else ("cloud", "")
-    tracked = {f"report.{value}.mode": mode} if value in _TRACKERS else {}
+    tracked = {f"{path}.mode": mode for path in tracker(source)}
     return Became({"report.tensorboard": value == "tensorboard", **tracked}, note=why)
-
-
-def _project(value: str, source: Source) -> Became:
-    tracker = source["trainer.logger"]
-    is_tracked = tracker in _TRACKERS
-    return (
-        Became({f"report.{tracker}.project": value})
-        if is_tracked
-        else no_effect(f"{tracker} has no projects")
-    )
-
-
-def _run_name(value: str, source: Source) -> Became:
-    tracker = source["trainer.logger"]
-    named = {f"report.{tracker}.name": value} if tracker in _TRACKERS else {}
-    return Became({"run.name": folder_name(value), **named})
 
 
 # Models and backends
@@ -156,7 +146,8 @@ _DEEPSPEED_USUAL: dict[str, Any] = {
 }
 """DeepSpeed keys that change results -> the only value that braid supports."""
 _DEEPSPEED_SPEED = re.compile(
-    "sub_group_size|reduce_bucket_size|round_robin_gradients|disable_trace_cache|wall_clock_breakdown|stage3_.*"
+    "sub_group_size|reduce_bucket_size|round_robin_gradients|disable_trace_cache|wall_clock_breakdown|"
+    "stage3_.*"
 )
 
 
@@ -192,8 +183,15 @@ def _megatron_own(value: Any, source: Source) -> Became:
 
 _LORA = unless(lambda s: s["trainer.policy.model.lora.rank"] <= 0, "lora.rank=0 trains all weights")
 _TARGETS = takes("text or [text]")
-_SCHEDULES = choice("constant_with_warmup", "constant", "linear", "cosine", "inverse_sqrt", "cosine_with_restarts",
-                    "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr", "warmup_stable_decay")  # fmt: skip
+_SCHEDULES = (
+    "constant_with_warmup|constant|linear|cosine|inverse_sqrt|cosine_with_restarts|polynomial|"
+    "reduce_lr_on_plateau|cosine_with_min_lr|warmup_stable_decay"
+)
+_TRACKED = unless(lambda s: not s.place("tracker"), lambda s: f"{s['trainer.logger']} has no projects")
+_SHARED_DEVICES = unless(
+    lambda s: not is_one_process(s) and not is_colocated(s),
+    "without colocate_all no other role uses the optimizer's devices",
+)
 _NO_REWARD_WORKERS = (
     "reward models are reward parts (braid.reward.parts), not workers; SkyRL did not implement them"
 )
@@ -203,22 +201,17 @@ _ONE_CHUNK = "logits are always computed for one chunk of tokens at a time"
 _MODEL_FOLDER = "set it in config.json of the model folder"
 
 
-def _listed(value: Any, _: Source) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
 # One rule per line.
 # fmt: off
 PLACEMENT = section("trainer.placement")(
     to("colocate_all", "", "bool", ONE_PROCESS, _colocate_all, default=True,
-       note="all roles share the same devices in turns; weights and gradients are offloaded meanwhile"),
+       note="all roles take turns on the same devices; weights and gradients are offloaded meanwhile"),
     to("colocate_policy_ref", "cluster.placement", "bool", ONE_PROCESS, NO_REFERENCE,
        unless(is_colocated, "colocate_all places all roles on the same devices"), _placed, default=True,
        note="if colocate_all is false"),
     to("policy_num_nodes", "cluster.num_nodes cluster.placement", "count", ONE_PROCESS, _placed, default=1),
     to("policy_num_gpus_per_node", "cluster.devices_per_node cluster.placement", "count", ONE_PROCESS,
-       _placed, default=4,
-       note="the first release's default; later ones have 1"),
+       _placed, default=4, note="the first release's default; later ones have 1"),
     to("critic_num_nodes", "cluster.placement", "count", ONE_PROCESS, NO_CRITIC, _placed, default=1),
     to("critic_num_gpus_per_node", "cluster.placement", "count", ONE_PROCESS, NO_CRITIC, _placed, default=4),
     to("ref_num_nodes", "cluster.placement", "count", ONE_PROCESS, NO_REFERENCE, _placed, default=1),
@@ -228,23 +221,20 @@ PLACEMENT = section("trainer.placement")(
 
 GENERAL = section("trainer")(
     to("epochs", "run.max_epochs", "count", default=1,
-       note="the last round of an epoch may include prompts of the next; SkyRL drops the rest of an epoch"),
+       note="SkyRL drops the prompts that do not fill a round"),
     to("max_training_steps", "run.max_rounds", "count?",
-       note="a step of SkyRL is a round of braid; the smaller of this and epochs applies"),
+       note="a step is a round; the smaller of this and epochs"),
     to("update_epochs_per_batch", "{trained}.passes_per_round", "count", default=1),
-    to("train_batch_size", "rollout.prompts_per_round", "count", default=1024,
-       note="in prompts, each sampled n_samples_per_prompt times"),
-    to("policy_mini_batch_size", "train.steps_per_pass", "count", _policy_steps, default=256,
+    to("train_batch_size", "rollout.prompts_per_round", "count", default=1024, note="in prompts"),
+    to("policy_mini_batch_size", "train.steps_per_pass", "count", _steps, default=256,
        note="optimizer steps = train_batch_size / policy_mini_batch_size, in prompts over all ranks"),
-    to("critic_mini_batch_size", "critic.train.steps_per_pass", "count", NO_CRITIC, _policy_steps,
-       default=256,
-       note="the critic's optimizer steps = train_batch_size / critic_mini_batch_size"),
+    to("critic_mini_batch_size", "critic.train.steps_per_pass", "count", NO_CRITIC, _steps, default=256,
+       note="optimizer steps = train_batch_size / critic_mini_batch_size"),
     to("micro_train_batch_size_per_gpu", "{trained}.micro_batch_rows {trained}.micro_batch_tokens", "count",
        _BY_SAMPLES, _rows_and_tokens, default=1,
        note="memory only: denominators count the whole optimizer step"),
     to("micro_forward_batch_size_per_gpu", "{models}.infer_batch_rows {models}.infer_batch_tokens", "count",
-       _BY_SAMPLES, _rows_and_tokens, default=1,
-       note="memory only"),
+       _BY_SAMPLES, _rows_and_tokens, default=1, note="memory only"),
     to("max_tokens_per_microbatch", "{trained}.micro_batch_tokens {models}.infer_batch_tokens", "count or -1",
        lambda v, _: v if v > 0 else no_effect("micro-batches are counted in samples"), default=-1),
     always("recompute_old_logprobs_per_minibatch", "log-probs do not depend on batching, so the time of "
@@ -252,19 +242,17 @@ GENERAL = section("trainer")(
     to("update_ref_every_epoch", "reference.update_every_epochs", "bool", NO_REFERENCE, lambda v, _: int(v),
        default=False),
     to("num_warmup_steps", "{trained}.optimizer.schedule.warmup_steps", "natural",
-       note="optimizer steps, for policy and critic; early versions of SkyRL ignored it with FSDP"),
-    to("use_sample_packing", "", "bool",
-       lambda v, _: implied("rows are always packed") if v else no_effect("rows are always packed; padding would not change results"),
+       note="optimizer steps, for policy and critic; early SkyRL ignored it with FSDP"),
+    to("use_sample_packing", "", "bool", already("rows are always packed, which does not change results"),
        default=True),
-    to("max_prompt_length", "data.max_prompt_tokens", "count",
-       lambda v, _: Became({"data.max_prompt_tokens": v, "data.overlong": "truncate_left"}), default=512,
-       note="longer prompts are truncated on the left, as documented; SkyRL's code drops such rows "
-       "(braid.data.overlong=drop)"),
+    to("max_prompt_length", {"data.max_prompt_tokens": as_is, "data.overlong": "truncate_left"}, "count",
+       default=512,
+       note="truncates on the left, as documented; SkyRL's code drops them (braid.data.overlong=drop)"),
     to("gradient_checkpointing", "{trained}.gradient_checkpointing", "bool", default=True),
     ignored("gradient_checkpointing_use_reentrant", "always non-reentrant; it does not change gradients",
             "bool"),
     to("seed", "run.seed", "natural", default=42,
-       note="also for the engine: random numbers depend on (seed, prompt, sample, position)"),
+       note="random numbers depend on (seed, prompt, sample, position)"),
     to("bf16", "{models}.autocast", "bool", mapped({True: "auto", False: "none"}), default=True,
        note="matrix products in bf16 with fp32 weights on CUDA; fp32 on CPUs"),
     to("flash_attn", "model.attention", "bool", mapped({True: "auto", False: "sdpa"}), default=True,
@@ -284,23 +272,21 @@ GENERAL = section("trainer")(
 
 REPORT = section("trainer")(
     to("eval_batch_size", "eval.batch_prompts", "count", NO_EVALUATION, default=1024,
-       note="prompts; a smaller last batch is kept"),
+       note="prompts; the last batch may be smaller"),
     to("eval_before_train", "eval.before", "bool", NO_EVALUATION, default=True),
     to("eval_interval", "eval.every_rounds", _NEVER, _eval_interval, default=5,
-       note="rounds, and after the last; -1 for never"),
+       note="and at the end; -1: never"),
     to("resume_mode", "run.resume", choice(None, "none", "latest", "from_path"), _resume, default="latest",
-       note="latest starts a new run if there is no checkpoint; a resumed run ends at the same round as an "
-       "uninterrupted one (SkyRL runs further epochs)"),
+       note="latest: a new run without a checkpoint; a resumed run ends where it would have (SkyRL runs "
+       "further epochs)"),
     to("resume_path", "run.resume", nullable(text("a/global_step_10", "b/step_20")), _resume_path,
-       note="a checkpoint of braid; SkyRL's sharded checkpoints cannot be read (start from its HF export "
-       "instead)"),
+       note="a checkpoint of braid; of SkyRL's, only HF exports can be read"),
     to("ckpt_path", "checkpoint.dir", "path", _expanded,
-       note="contains folders step_N; in the run folder by default"),
+       note="has folders step_N; by default in the run folder"),
     to("max_ckpts_to_keep", "checkpoint.keep", integer(samples=(-1, 2, 5)), _max_ckpts, default=-1,
        note="-1 keeps all"),
-    to("ckpt_interval", "checkpoint.every_rounds", _NEVER,
-       lambda v, _: Became({"checkpoint.every_rounds": max(v, 0), "checkpoint.at_end": v > 0}), default=10,
-       note="rounds, and after the last; -1 for never"),
+    to("ckpt_interval", {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive}, _NEVER,
+       default=10, note="and at the end; -1: never"),
     to("hf_save_interval", "checkpoint.export_every_rounds", _NEVER, at_least_0, default=-1),
     to("export_path", "checkpoint.export_dir", "path",
        unless(lambda s: s["trainer.hf_save_interval"] <= 0, "hf_save_interval disables exports"), _expanded,
@@ -308,13 +294,14 @@ REPORT = section("trainer")(
     ignored("log_path", "logs are written to the terminal", "text"),
     to("logger", "report", "wandb|console|tensorboard|swanlab|mlflow|vemlp_wandb", _logger, default="wandb",
        note="the console and metrics.jsonl are always written"),
-    to("project_name", "report.wandb.project", "text", _project, default="skyrl"),
-    to("run_name", "run.name", "text", _run_name, default="test_run", note="also names the run folder"),
+    to("project_name", "{tracker}.project", "text", _TRACKED, default="skyrl"),
+    to("run_name", {"run.name": folder_name, "{tracker}.name": as_is}, "text", default="test_run",
+       note="also names the run folder"),
     ignored("tags", "trackers always receive the whole config"),
     to("dump_data_batch", "report.batches_every_rounds", "bool", lambda v, _: int(v), default=False,
        note="in batches/ of the run folder, as safetensors instead of pickles"),
     to("dump_eval_results", "report.eval_samples", "bool", NO_EVALUATION, default=True,
-       note="in samples/eval_N.jsonl of the run folder"),
+       note="samples/eval_N.jsonl"),
     ignored("print_example_interval", "use braid.rollout.print_outputs to log samples", "int"),
     ignored("num_logger_eval_samples", "all evaluated samples are stored", "int"),
     ignored("num_logger_train_samples", "use braid.report.samples_every_rounds", "int"),
@@ -325,25 +312,23 @@ REPORT = section("trainer")(
 _OPTIMIZER = section("trainer.{policy,critic}.optimizer_config", "{train}", used)(
     to("adam_betas", ".optimizer.betas", list_of(takes("share"), length=2), default=[0.9, 0.999]),
     to("weight_decay", ".optimizer.weight_decay", "non-negative", default=0.01,
-       note="decoupled (AdamW), though SkyRL calls it L2; biases and norm weights are excluded"),
+       note="decoupled (AdamW), not L2; biases and norm weights are excluded"),
     to("max_grad_norm", ".max_grad_norm", "non-negative", or_null, default=1.0, note="0: no clipping"),
-    to("offload_after_step", ".offload.optimizer", "bool",
-       unless(lambda s: not is_one_process(s) and not is_colocated(s), "without colocate_all no other role uses the optimizer's devices"),
-       default=True,
+    to("offload_after_step", ".offload.optimizer", "bool", _SHARED_DEVICES, default=True,
        note="where training and generation share devices"),
     to("num_warmup_steps", ".optimizer.schedule.warmup_steps", "natural",
-       note="optimizer steps; trainer.num_warmup_steps sets it for both models"),
+       note="optimizer steps; trainer.num_warmup_steps: both models"),
     to("scheduler", ".optimizer.schedule.decay", _SCHEDULES, _schedule, default="constant_with_warmup"))
 
 _FSDP = section("trainer.{policy,critic,ref}.fsdp_config", "{train}.fsdp", of_backend("fsdp", "fsdp2"), used)(
-    to("fsdp_size", ".size", "count or -1", lambda v, _: None if v < 0 else v, default=-1,
-       note="-1 for all ranks"),
+    to("fsdp_size", ".size", "count or -1", lambda v, _: None if v < 0 else v, default=-1, note="-1: all"),
     to("mixed_precision.param_dtype", ".*", "bf16|fp32|fp16", default="bf16"),
     to("mixed_precision.{reduce_dtype,buffer_dtype}", ".*", "bf16|fp32|fp16", default="fp32"),
     ignored("wrap_policy.*", "each layer is always wrapped as a unit"))
 
-_CPU_OFFLOAD = "parameters and optimizer live on the CPU; unlike offload_after_step, which moves them after each step"
-_DEEPSPEED = section("trainer.{policy,critic,ref}.deepspeed_config", "{train}.deepspeed", of_backend("deepspeed"), used)(
+_CPU_OFFLOAD = "parameters and optimizer live on the CPU, where offload_after_step moves them after each step"
+_DEEPSPEED_CONFIG = "trainer.{policy,critic,ref}.deepspeed_config"
+_DEEPSPEED = section(_DEEPSPEED_CONFIG, "{train}.deepspeed", of_backend("deepspeed"), used)(
     to("zero_optimization.stage", ".stage", choice(3), default=3),
     to("zero_optimization.zero_hpz_partition_size", ".hpz_partition_size", "count", default=1),
     to("zero_optimization.{offload_param,offload_optimizer}.device", ".cpu_offload", "none|cpu",
@@ -358,9 +343,8 @@ _TEMPLATES = section("deepspeed_config.{train,eval}")(
             "zero_optimization.{offload_param,offload_optimizer}.*", _TEMPLATE))
 
 _MEGATRON = section("trainer.{policy,ref}.megatron_config", "{train}.megatron", of_backend("megatron"), used)(
-    to("tensor_model_parallel_size", ".tensor_parallel", "count",
-       lambda v, s: Became({f"{s.place('train')}.megatron.{name}": of for name, of in (("tensor_parallel", v), ("sequence_parallel", v > 1))}),
-       default=1),
+    to("tensor_model_parallel_size", {".tensor_parallel": as_is, ".sequence_parallel": lambda v, _: v > 1},
+       "count", default=1),
     to("pipeline_model_parallel_size", ".pipeline_parallel", "count", default=1),
     to("context_parallel_size", ".context_parallel", "count", default=1),
     to("expert_model_parallel_size", ".expert_parallel", "count", default=1),
@@ -388,8 +372,7 @@ MODELS = rows(
     always("trainer.sequence_parallel_backend", "sequence parallelism is always Ulysses", choice("ulysses")),
     to("trainer.policy.model.path", "model.path", "text", default="Qwen/Qwen2.5-1.5B-Instruct",
        note="trained weights are fp32, as in SkyRL"),
-    to("trainer.critic.model.path", "critic.path", "text?", used,
-       note="the value head is initialized randomly; needed by gae"),
+    to("trainer.critic.model.path", "critic.path", "text?", used, note="with a random value head; for gae"),
     to("trainer.ref.model.path", "reference.path", "text?", used, note="null: the initial policy"),
     to("trainer.policy.optimizer_config.lr", "train.optimizer.lr", "positive", default=1e-6),
     to("trainer.critic.optimizer_config.lr", "critic.train.optimizer.lr", "positive", used, default=5e-6),
@@ -397,8 +380,7 @@ MODELS = rows(
     section("trainer.{policy,critic}.fsdp_config", "{train}.fsdp")(
         to("cpu_offload", ".*", "bool", of_backend("fsdp", "fsdp2"), used, default=False, note=_CPU_OFFLOAD)),
     to("trainer.ref.fsdp_config.cpu_offload", "reference.train.fsdp.cpu_offload", "bool",
-       of_backend("fsdp", "fsdp2"), used, default=True,
-       note=_CPU_OFFLOAD),
+       of_backend("fsdp", "fsdp2"), used, default=True, note=_CPU_OFFLOAD),
     to("trainer.{policy,critic,ref}.fsdp_config.reshard_after_forward", "{train}.fsdp.*",
        either(takes("bool"), integer(1, samples=(1, 2))), of_backend("fsdp2"), used, default=True),
     _FSDP,
@@ -408,18 +390,18 @@ MODELS = rows(
     to("trainer.{policy,critic,ref}.sequence_parallel_size", "{train}.sequence_parallel", "count",
        of_backend("fsdp", "fsdp2", "deepspeed"), used, default=1,
        note="Ulysses; data-parallel ranks = GPUs / sequence_parallel_size"),
-    to("trainer.policy.use_torch_compile", "train.compile", "bool", default=False,
-       note="log-probs and entropy"),
+    to("trainer.policy.use_torch_compile", "train.compile", "bool", default=False, note="log-probs, entropy"),
     to("trainer.policy.record_memory", "train.record_memory", "bool", default=False,
-       note="stored in memory/ of the run folder"),
+       note="in memory/ of the run folder"),
     to("trainer.policy.use_liger_kernel", "train.liger_kernels", "bool", default=False),
     ignored("trainer.ref.use_liger_kernel", "the policy's setting applies", "bool"),
     section("trainer.policy.model.lora", "model.lora")(
         to("rank", ".rank", "natural", _LORA, default=0, note="0 trains all weights"),
         to("alpha", ".alpha", "positive", _LORA, default=16),
         to("dropout", "", "share",
-           off("set it to 0: log-probs must be the same in rollout and training", "adapters have no dropout")),
-        to("target_modules", ".targets", _TARGETS, _LORA, _listed, default="all-linear"),
+           off("set it to 0: log-probs must be the same in rollout and training",
+               "adapters have no dropout")),
+        to("target_modules", ".targets", _TARGETS, _LORA, listed, default="all-linear"),
         to("exclude_modules", "", "text?",
            off("list the wanted layers in target_modules", "no modules are excluded")),
         to("init_method", "", "text",
@@ -428,7 +410,7 @@ MODELS = rows(
         ignored("max_loras", "only one adapter is trained", "count"),
         ignored("max_cpu_loras", "only one adapter is trained", "count?")),
     to("trainer.target_modules", "model.lora.targets", nullable(_TARGETS), _LORA,
-       unless_null("set by policy.model.lora.target_modules"), _listed,
+       unless_null("set by policy.model.lora.target_modules"), listed,
        note="older name of policy.model.lora.target_modules"),
     to("trainer.exclude_modules", "", "text?",
        off("list the wanted layers in target_modules", "no modules are excluded")),
@@ -445,8 +427,8 @@ MODELS = rows(
     ignored("trainer.policy.inference_only_init", "only trained models have an optimizer", "bool"),
     ignored("trainer.{policy,ref}.language_model_only", "only text models are supported", "bool"),
     to("trainer.reward.model.path", "", "text?",
-       off("use braid.reward.parts=[{kind: model, path: ...}]; SkyRL did not implement it", "no reward model"),
-       default=None),
+       off("use braid.reward.parts=[{kind: model, path: ...}]; SkyRL did not implement it",
+           "no reward model"), default=None),
     ignored("trainer.reward.* "
             "trainer.reward.{fsdp_config,deepspeed_config,deepspeed_config.zero_optimization}.*",
             _NO_REWARD_WORKERS),

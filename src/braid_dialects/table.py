@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
-from braid.errors import Problem
-
 from .values import Takes
 
 Disposition = Literal["applied", "unused", "implied", "no effect", "unsupported", "refused"]
@@ -164,17 +162,28 @@ class Source:
     def placed(self, native: str) -> list[str]:
         """The native paths that a rule's text stands for."""
         paths = []
-        for text in native.replace("*", self.at.rpartition(".")[2]).split():
+        for text in native.replace("*", self.name).split():
             names = _PLACE.findall(text)
             found = [[of] if isinstance(of := self.place(name), str) else of for name in names]
             paths += [text.format(**dict(zip(names, chosen, strict=True))) for chosen in product(*found)]
         return paths
 
     @property
+    def rule(self) -> Rule:
+        """The rule of the key being converted."""
+        rule = self.dialect.rule_of(self.at)
+        assert rule is not None, self.at
+        return rule
+
+    @property
     def native(self) -> list[str]:
         """The native paths of the key being converted."""
-        rule = self.dialect.rule_of(self.at)
-        return [] if rule is None else self.placed(rule.native)
+        return self.placed(self.rule.native)
+
+    @property
+    def name(self) -> str:
+        """The last name of the key being converted."""
+        return self.at.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +209,3 @@ def table(rules: list[Rule]) -> dict[str, Rule]:
         assert rule.path not in out, f"two rules for {rule.path}"
         out[rule.path] = rule
     return out
-
-
-def problems_of(source: Source) -> Iterator[Problem]:
-    """Check the dialect's constraints between keys."""
-    for check in source.dialect.checks:
-        for key, message in check(source):
-            yield Problem(key, message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from braid.config.secrets import Reference, distinct, hidden
 from braid.config.source import Written, child, parse_path, path_text, place
 from braid.errors import Problem, suggest
 
-from .table import ABSENT, Became, Dialect, Entry, Source, problems_of
+from .table import ABSENT, Became, Dialect, Entry, Source
 
 NATIVE = "braid"
 """Top-level key of a foreign file or an override below which native keys may be set."""
@@ -48,35 +48,34 @@ def translate(
     `backend` and `engine` take precedence over the file's. `allowed` names unsupported keys (or sections)
     that may be ignored. Problems, including those of `foreign`, are in the result's `written.problems`.
     """
-    leaves = list(_leaves(foreign.tree, dialect))
+    tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
+    leaves = list(_leaves(tree, lambda path: _takes_mapping(path, dialect)))
     native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
     values = _by_name(leaves, dialect, foreign, native.problems)
     native.problems += _refused(leaves, dialect, foreign)
     if native.problems:
-        return Translation(native, _ledger_of_refused(leaves, values, foreign, dialect, native.problems))
-    below = foreign.tree.get(NATIVE)
-    own = dict(_plain_leaves(below)) if isinstance(below, dict) else {}
-    prefix = f"{NATIVE}."
-    native.references |= {
-        path.removeprefix(prefix): kept
-        for path, kept in foreign.references.items()
-        if path.startswith(prefix)
-    }
-    source = Source(dialect, values, backend, engine, own)
-    writer = _Writer(native, dialect)
+        # Conversions rely on values that the table accepts: they do not see the others.
+        why = {problem.key: problem.message for problem in native.problems}
+        bad = {dialect.aliases.get(path, path) for path, _ in leaves if path in why}
+        seen = Source(dialect, {name: value for name, value in values.items() if name not in bad})
+        rows = (_entry(path, value, seen, foreign, why.get(path)) for path, value in leaves)
+        return Translation(native, tuple(_without_secrets(row, foreign, Written()) for row in rows))
+    below, prefix = foreign.tree.get(NATIVE), f"{NATIVE}."
+    own = dict(_leaves(below)) if isinstance(below, dict) else {}
+    kept = {path: of for path, of in foreign.references.items() if path.startswith(prefix)}
+    native.references |= {path.removeprefix(prefix): of for path, of in kept.items()}
+    source, writer = Source(dialect, values, backend, engine, own), _Writer(native)
     ledger = []
     for path, value in leaves:
-        try:
-            entry = _entry(path, value, source, _origin(foreign, path))
-        except ValueError as error:
-            native.problems.append(Problem(path, str(error), _origin(foreign, path)))
-            ledger.append(Entry(path, value, "refused", {}, str(error), _origin(foreign, path)))
+        entry = _entry(path, value, source, foreign)
+        if entry.disposition == "refused":
+            native.problems.append(Problem(path, entry.note, entry.origin))
+            ledger.append(entry)
             continue
         if entry.disposition == "unsupported" and not _is_allowed(path, allowed):
             message = f"{show_value(value)} is not supported: {entry.note}"
-            native.problems.append(
-                Problem(path, f"{message}; to ignore it: --allow-unsupported {path}", entry.origin)
-            )
+            message = f"{message}; to ignore it: --allow-unsupported {path}"
+            native.problems.append(Problem(path, message, entry.origin))
         writer.put(entry.native, f"{entry.origin} {path}")
         ledger.append(_without_secrets(entry, foreign, native))
     for path, became in _defaults(source, native.problems):
@@ -88,9 +87,9 @@ def translate(
         if value is not None:
             writer.replace(path, value, "command line")
     writer.finish()
-    placed = (replace(p, origin=_origin(foreign, p.key)) for p in problems_of(source))
     if not native.problems:
-        native.problems.extend(placed)
+        found = (problem for check in dialect.checks for problem in check(source))
+        native.problems += [Problem(key, message, _origin(foreign, key)) for key, message in found]
     return Translation(native, tuple(ledger))
 
 
@@ -119,32 +118,6 @@ def _without_secrets(entry: Entry, foreign: Written, native: Written) -> Entry:
     )
 
 
-def _ledger_of_refused(
-    leaves: Sequence[tuple[str, Any]],
-    values: Mapping[str, Any],
-    foreign: Written,
-    dialect: Dialect,
-    problems: Sequence[Problem],
-) -> tuple[Entry, ...]:
-    """Build the ledger of a file with unknown keys or values of the wrong type. Conversions of other keys do
-    not see these: they rely on values that the table accepts."""
-    why = {problem.key: problem.message for problem in problems}
-    bad = {dialect.aliases.get(path, path) for path, _ in leaves if path in why}
-    source = Source(dialect, {name: value for name, value in values.items() if name not in bad})
-    ledger = []
-    for path, value in leaves:
-        origin = _origin(foreign, path)
-        if path not in why:
-            try:
-                ledger.append(_without_secrets(_entry(path, value, source, origin), foreign, Written()))
-                continue
-            except ValueError as error:
-                why[path] = str(error)
-        row = Entry(path, value, "refused", {}, why[path], origin)
-        ledger.append(_without_secrets(row, foreign, Written()))
-    return tuple(ledger)
-
-
 def defaults_tree(dialect: Dialect, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the tree over the original system's defaults, so that interpolations may refer to keys missing
     from the file."""
@@ -163,24 +136,14 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _leaves(tree: Mapping[str, Any], dialect: Dialect, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of everything except non-empty mappings, and of mappings that have their own
-    rule."""
+def _leaves(
+    tree: Mapping[str, Any], is_value: Callable[[str], bool] = lambda _: False, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of everything except non-empty mappings, and of mappings that are values."""
     for key, value in tree.items():
         path = child(prefix, key)
-        if path == NATIVE:
-            continue
-        if isinstance(value, dict) and value and not _takes_mapping(path, dialect):
-            yield from _leaves(value, dialect, path)
-        else:
-            yield path, value
-
-
-def _plain_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        path = child(prefix, key)
-        if isinstance(value, dict) and value:
-            yield from _plain_leaves(value, path)
+        if isinstance(value, dict) and value and not is_value(path):
+            yield from _leaves(value, is_value, path)
         else:
             yield path, value
 
@@ -209,7 +172,7 @@ def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Writt
         rule = dialect.rule_of(dialect.aliases.get(path, path))
         if rule is None:
             is_section = _is_section(path, dialect)
-            if not (is_section and _is_empty(value)) and not _is_variable(path, dialect, foreign):
+            if not (is_section and value in (None, {})) and not _is_variable(path, dialect, foreign):
                 num_unknown += 1
                 message = f"unknown key of {dialect.title}"
                 if num_unknown <= MAX_HINTS:
@@ -247,24 +210,23 @@ def _is_variable(path: str, dialect: Dialect, foreign: Written) -> bool:
     return not _is_section(parts[0], dialect) and not foreign.variables.isdisjoint(above)
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or value == {}
-
-
-def _entry(path: str, value: Any, source: Source, origin: str) -> Entry:
-    """Build the ledger row of a leaf that the table accepts. Raises ValueError if its conversion rejects the
-    value."""
-    name = source.dialect.aliases.get(path, path)
-    rule = source.dialect.rule_of(name)
-    if rule is None:
-        if _is_section(path, source.dialect):
+def _entry(path: str, value: Any, source: Source, foreign: Written, refused: str | None = None) -> Entry:
+    """Build the ledger row of a leaf: refused, for a reason known before or because its conversion rejects
+    the value, or translated."""
+    origin, dialect = _origin(foreign, path), source.dialect
+    name = dialect.aliases.get(path, path)
+    if refused is not None:
+        return Entry(path, value, "refused", {}, refused, origin)
+    if (rule := dialect.rule_of(name)) is None:
+        if _is_section(path, dialect):
             return Entry(path, value, "implied", {}, "an empty section: its keys have their defaults", origin)
         return Entry(path, value, "no effect", {}, f"a variable of the file, used as ${{{path}}}", origin)
-    became = rule.become(value, replace(source, at=name))
-    note = became.note or (rule.note if rule.disposition == "applied" else "")
-    if name != path:
-        note = f"alias of {name}" + (f"; {note}" if note else "")
-    return Entry(path, value, became.disposition, became.native, note, origin)
+    try:
+        became = rule.become(value, replace(source, at=name))
+    except ValueError as error:
+        return Entry(path, value, "refused", {}, str(error), origin)
+    notes = [f"alias of {name}" if name != path else "", became.note or rule.note]
+    return Entry(path, value, became.disposition, became.native, "; ".join(filter(None, notes)), origin)
 
 
 def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Became]]:
@@ -281,11 +243,8 @@ def _unknown(path: str, value: Any, dialect: Dialect, *, is_section: bool) -> st
     if is_section:
         return f"{show_value(value)} is not a mapping"
     known = [*dialect.rules, *dialect.aliases]
-    near = suggest(path, known)
-    if not near:
-        last = path.rpartition(".")[2]
-        homes = [name for name in known if name.rpartition(".")[2] == last]
-        near = f", did you mean {' or '.join(homes[:2])}?" if homes else ""
+    homes = [name for name in known if name.rpartition(".")[2] == path.rpartition(".")[2]]
+    near = suggest(path, known) or (f", did you mean {' or '.join(homes[:2])}?" if homes else "")
     return f"unknown key of {dialect.title}{near}"
 
 
@@ -305,19 +264,18 @@ class _Writer:
     """Collects native values for a tree. The first value of a native key stays; foreign keys that set it to
     different values are a problem."""
 
-    def __init__(self, native: Written, dialect: Dialect) -> None:
+    def __init__(self, native: Written) -> None:
         self._native = native
-        self._dialect = dialect
         self._put: dict[str, Any] = {}
 
     def put(self, values: Mapping[str, Any], origin: str) -> None:
         for path, value in values.items():
             if path in self._put and self._put[path] != value:
-                where = self._native.origins[path]
-                message = f"{origin} sets it to {show_value(value)}, but {where} sets it to {show_value(self._put[path])}; make them agree"
+                first = f"{self._native.origins[path]} sets it to {show_value(self._put[path])}"
+                message = f"{origin} sets it to {show_value(value)}, but {first}; make them agree"
                 self._native.problems.append(Problem(path, message, origin))
-                continue
-            self.replace(path, value, origin)
+            else:
+                self.replace(path, value, origin)
 
     def fill(self, values: Mapping[str, Any], origin: str) -> None:
         """Set values whose path, parents and children are all unset."""

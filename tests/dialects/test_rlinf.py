@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 import yaml
 
 from braid.config.schema import RunConfig
-from braid.config.shape import fields_of
 from braid.errors import ConfigError
 from braid.plan import resolve
-from braid_dialects.load import Read, read_config, read_foreign
+from braid_dialects.load import Read, read_config
 from braid_dialects.rlinf import RLINF
-from braid_dialects.table import Entry, Source
-from braid_dialects.translate import translate
+from braid_dialects.table import Entry
 
 SEEDS = Path(__file__).parent / "seeds"
 MATH_000 = SEEDS / "rlinf-math-000.yaml"
@@ -614,44 +611,9 @@ def test_a_wrong_value_says_what_is_allowed(override: str, message: str) -> None
     assert any(message in problem for problem in problems(override)), problems(override)
 
 
-NATIVE = {path for path, _ in fields_of(RunConfig)}
-
-
-@pytest.mark.parametrize("seed", ["rlinf-math-003", "rlinf-embodied-003"])
-@pytest.mark.parametrize(
-    ("backend", "engine"), [(None, None), ("single", "native"), ("fsdp2", "vllm"), ("megatron", "sglang")]
-)
-def test_every_value_that_a_key_takes_is_converted_to_native_keys_or_refused_with_a_reason(
-    seed: str, backend: str | None, engine: str | None
-) -> None:
-    foreign = read_foreign(SEEDS / f"{seed}.yaml", [], RLINF)
-    values = {entry.path: entry.value for entry in translate(foreign, RLINF).ledger}
-    for path, rule in RLINF.rules.items():
-        if rule.disposition != "applied":
-            continue
-        for value in rule.takes.samples:
-            try:
-                made = rule.become(value, Source(RLINF, {**values, path: value}, backend, engine, at=path))
-            except ValueError:
-                continue
-            assert made.native or made.note or rule.note, (path, value)
-            for native in made.native:
-                plain = re.sub(r"\[\d+\]", "[]", native)
-                parent = plain.rpartition(".")[0]
-                assert plain in NATIVE or parent in ("cluster.placement", "cluster.group_names"), (
-                    path,
-                    native,
-                )
-
-
 def test_an_override_below_braid_sets_a_native_key() -> None:
     found = here("braid.algorithm.kl_in=loss", "algorithm.kl_beta=0.1").loaded.config
     assert (found.algorithm.kl_in, found.algorithm.kl_coef) == ("loss", 0.1)
-
-
-def test_aliases_lead_to_rules_and_every_conversion_names_a_native_key() -> None:
-    assert set(RLINF.aliases.values()) <= set(RLINF.rules)
-    assert not set(RLINF.aliases) & set(RLINF.rules)
 
 
 @pytest.mark.parametrize(
