@@ -258,7 +258,8 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     # KL
     to("use_kl_loss", ".kl_in", "bool", _kl_place, default=True, note="loss + kl_loss_coef * KL"),
     to("use_kl_in_reward", ".kl_in", "bool", _kl_place, default=False, note="reward_t - kl_loss_coef * KL_t"),
-    to("kl_loss_coef", ".kl_coef", "non-negative", NO_REFERENCE, default=0.001, note="in loss or reward"),
+    to("kl_loss_coef", ".kl_coef", "non-negative", NO_REFERENCE, default=0.001,
+       note="for KL in the loss and in the reward"),
     to("use_kl_estimator_k3", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, computed(_flagged_estimator),
        _clamped, default=True,
        note="k3 = exp(-d) - 1 + d; false: k1 = d; d = logp - ref logp. k3 is clamped at 10, as in later "
