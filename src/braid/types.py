@@ -7,7 +7,8 @@ language model's tokens and a simulator's env steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -108,6 +109,8 @@ class Prompt:
 
 
 StopReason = Literal["stop", "length", "cancelled"]
+Key = tuple[int, ...]
+"""The seed of random numbers: equal keys give equal numbers."""
 PolicyVersion = int | tuple[tuple[int, int], ...]
 """The policy version that wrote a turn's tokens; or runs of (version, number of tokens), in order, if the weights
 changed while it was written."""
@@ -182,11 +185,13 @@ class ShapedReward:
 
 class Lengths(NamedTuple):
     """Sizes of an episode: `outputs` positions written by the policy (tokens, or env steps), `total`
-    including those that it read, in `turns` turns (0 for simulators)."""
+    including those that it read, in `turns` turns (0 for simulators). `versions` are the policy versions that
+    wrote the outputs, each with the number of positions, the oldest first."""
 
     outputs: int
     total: int
     turns: int
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -243,22 +248,31 @@ class Trajectory:
             return self.known_lengths
         if self.env_steps is not None:
             num_steps = len(self.env_steps.rewards)
-            return Lengths(num_steps, num_steps, 0)
+            return Lengths(num_steps, num_steps, 0, _by_version([(self.env_steps.policy_version, num_steps)]))
         turns = self.turns
         outputs = sum(len(turn.output_ids) for turn in turns)
         context = sum(len(turn.context_ids) for turn in turns)
-        return Lengths(outputs, outputs + context, len(turns))
+        versions = _by_version([(turn.policy_version, len(turn.output_ids)) for turn in turns])
+        return Lengths(outputs, outputs + context, len(turns), versions)
 
     def invalidate(self, reason: str) -> None:
         """Mark as invalid, with the reason; removes the reward."""
         self.status, self.reason, self.reward, self.shaped = Status.INVALID, reason, None, None
 
 
+def _by_version(written: Sequence[tuple[PolicyVersion, int]]) -> tuple[tuple[int, int], ...]:
+    counts = Counter[int]()
+    for version, num in written:
+        for of, part in ((version, num),) if isinstance(version, int) else version:
+            counts[of] += part
+    return tuple(sorted(counts.items()))
+
+
 @dataclass(slots=True)
 class Group:
     """Trajectories that share a prompt (or a reset state). Baselines are taken within it.
 
-    `number` identifies it within its round. `greedy` is the greedy answer, for recipes whose baseline is its
+    `key` identifies it, and seeds its random numbers. `greedy` is the greedy answer, for recipes whose baseline is its
     reward; it is never trained on. Trajectories are left out of the repr: asyncio.Runner takes the repr of
     each result, which took seconds for long episodes.
     """
@@ -266,7 +280,7 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory] = field(repr=False)
     greedy: Trajectory | None = field(default=None, repr=False)
-    number: int = 0
+    key: Key = ()
 
     @property
     def valid(self) -> list[Trajectory]:

@@ -73,11 +73,11 @@ def _collected(length: int) -> Iterator[tuple[Collector, list[GroupFacts]]]:
         scorer,
         shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
     )
-    collector.submit("train", [2, 0, 3], 3, (0, 1), [7, 8, 9])
+    collector.submit("train", [2, 0, 3], 3, [(0, 1, 7), (0, 1, 8), (0, 1, 9)])
     facts: list[GroupFacts] = []
     while len(facts) < 3:
         facts += collector.finished("train")[0]
-    yield collector, sorted(facts, key=lambda of: of.number)
+    yield collector, sorted(facts, key=lambda of: of.key)
     collector.close()
 
 
@@ -88,8 +88,8 @@ def test_data_sent_to_the_controller_does_not_grow_with_response_length() -> Non
 
 def test_metadata_of_a_group_has_everything_except_tokens() -> None:
     with _collected(5) as (collector, facts):
-        group, (whole,) = facts[1].group(_prompt(0)), collector.whole("train", [8])
-    assert group.number == 8
+        group, (whole,) = facts[1].group(_prompt(0)), collector.whole("train", [(0, 1, 8)])
+    assert group.key == (0, 1, 8)
     assert [t.status for t in group.trajectories] == [t.status for t in whole.trajectories]
     assert [t.reward for t in group.valid] == [0.0, 1.0]
     assert [t.training_reward for t in group.valid] == [0.0, 10.0]
@@ -101,8 +101,10 @@ def test_metadata_of_a_group_has_everything_except_tokens() -> None:
 
 def test_rows_do_not_depend_on_the_worker() -> None:
     with _collected(5) as (collector, _):
-        at_once = rows_of(collector.whole("train", [9, 7, 9]))  # a copy takes the place of a dropped group
-        pieces = [collector.rows([(7, 1, 3)]), collector.rows([(9, 0, 0), (9, 2, 6)])]
+        at_once = rows_of(
+            collector.whole("train", [(0, 1, n) for n in (9, 7, 9)])
+        )  # a copy takes the place of a dropped group
+        pieces = [collector.rows([((0, 1, 7), 1, 3)]), collector.rows([((0, 1, 9), 0, 0), ((0, 1, 9), 2, 6)])]
     experience = Experience(RECIPES["grpo"], None)
     facts = experience.open(pieces)
     rows = experience.take([of.index for of in facts], False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from braid.controller.rollouts import Rollouts, Submitted
+from braid.controller.rollouts import Rollouts
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector
 from braid.runtime.workers import InProcessGroup
@@ -96,46 +96,50 @@ def collector(gates: Gates) -> Iterator[Collector]:
         yield collector
 
 
+def keys(*numbers: int, round_: int = 1) -> list[tuple[int, ...]]:
+    return [(0, round_, number) for number in numbers]
+
+
 def numbers(collector: Collector, use: Any = "train") -> list[int]:
-    return [facts.number for facts in collector.finished(use)[0]]
+    return [facts.key[-1] for facts in collector.finished(use)[0]]
 
 
 def test_a_group_is_scored_and_returned_while_others_still_run(collector: Collector, gates: Gates) -> None:
-    collector.submit("train", [0, 1], 2, (0, 1), [4, 5])
-    collector.submit("train", [2], 2, (0, 1), [6])
+    collector.submit("train", [0, 1], 2, keys(4, 5))
+    collector.submit("train", [2], 2, keys(6))
     gates.open(5)
     assert numbers(collector) == [5]
     assert gates.events == [("begun", 4), ("begun", 5), ("begun", 6), ("ended", 5), ("scored", 5)]
-    assert len(collector.rows([(5, 0, 0)])) == 2
+    assert len(collector.rows([(keys(5)[0], 0, 0)])) == 2
     gates.open(4, 6)
     assert sorted([*numbers(collector), *numbers(collector)]) == [4, 6]
     assert numbers(collector) == [], "none runs"
 
 
 def test_the_uses_do_not_disturb_each_other(collector: Collector, gates: Gates) -> None:
-    collector.submit("train", [0], 1, (0, 1), [0])
-    collector.submit("eval", [3], 1, (2, 1), [0])
+    collector.submit("train", [0], 1, keys(0))
+    collector.submit("eval", [3], 1, [(2, 1, 0)])
     assert numbers(collector, "eval") == [0]
-    collector.forget("eval", [0])
+    collector.forget("eval", [(2, 1, 0)])
     gates.open(0)
     assert numbers(collector) == [0]
-    assert [group.prompt for group in collector.whole("train", [0])] == [PROMPTS[0]]
+    assert [group.prompt for group in collector.whole("train", keys(0))] == [PROMPTS[0]]
 
 
 def test_cancelled_groups_have_ended_and_are_not_returned(collector: Collector, gates: Gates) -> None:
-    collector.submit("train", [0, 1, 2], 2, (0, 1), [0, 1, 2])
+    collector.submit("train", [0, 1, 2], 2, keys(0, 1, 2))
     gates.open(0)
     assert numbers(collector) == [0]
-    collector.cancel("train", [0, 1, 7])
+    collector.cancel("train", keys(0, 1, 7))
     assert ("ended", 1) in gates.events
-    collector.submit("train", [1], 2, (0, 1), [1])
+    collector.submit("train", [1], 2, keys(1))
     gates.open(1, 2)
     assert sorted([*numbers(collector), *numbers(collector)]) == [1, 2]
 
 
 def test_closing_ends_what_runs(gates: Gates) -> None:
     collector = make(gates)
-    collector.submit("train", [0, 1], 2, (0, 1), [0, 1])
+    collector.submit("train", [0, 1], 2, keys(0, 1))
     collector.set_weights(1)  # the loop has run
     collector.close()
     assert gates.events[-3:] == [("ended", 0), ("ended", 1), ("closed", 0)]
@@ -143,7 +147,7 @@ def test_closing_ends_what_runs(gates: Gates) -> None:
 
 def test_no_more_prompts_than_the_limit_are_sampled_at_a_time(gates: Gates) -> None:
     with closing(make(gates, limits={"train": 2})) as collector:
-        collector.submit("train", [0, 1, 2], 2, (0, 1), [0, 1, 2])
+        collector.submit("train", [0, 1, 2], 2, keys(0, 1, 2))
         gates.open(1)
         assert numbers(collector) == [1]
         assert ("begun", 2) in gates.events
@@ -151,7 +155,7 @@ def test_no_more_prompts_than_the_limit_are_sampled_at_a_time(gates: Gates) -> N
 
 
 def test_an_exception_reaches_the_caller_of_finished(collector: Collector, gates: Gates) -> None:
-    collector.submit("train", [0, 1], 2, (0, 1), [13, 1])
+    collector.submit("train", [0, 1], 2, keys(13, 1))
     gates.open(13)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         numbers(collector)
@@ -160,7 +164,7 @@ def test_an_exception_reaches_the_caller_of_finished(collector: Collector, gates
 def test_the_greedy_answer_belongs_to_its_group(gates: Gates) -> None:
     gates.open(0)
     with closing(make(gates, greedy=Gates(0))) as collector:
-        collector.submit("train", [0], 2, (0, 1), [0])
+        collector.submit("train", [0], 2, keys(0))
         (facts,), _ = collector.finished("train")
         assert facts.greedy is not None
         assert facts.greedy.reward == 1.0
@@ -183,14 +187,14 @@ def test_in_the_background_sampling_goes_on_and_calls_run_beside_one_that_waits(
     gates.open(1, 2)
     with closing(make(gates, in_background=True)) as collector:
         collector._scorer = Watched(gates.events)  # type: ignore[assignment]
-        collector.submit("train", [0, 1], 2, (0, 1), [0, 1])
+        collector.submit("train", [0, 1], 2, keys(0, 1))
         assert scored.wait(60), "nobody has asked for it"
         assert numbers(collector) == [1]
         told: list[int] = []
         waiting = threading.Thread(target=lambda: told.extend(numbers(collector)))
         waiting.start()
         collector.set_weights(1)
-        collector.submit("train", [2], 2, (0, 1), [2])
+        collector.submit("train", [2], 2, keys(2))
         waiting.join(60)
         assert told == [2]
 
@@ -201,6 +205,7 @@ class Cluster(InProcessGroup):
     size = 2
 
     def __init__(self, gates: Sequence[Gates]) -> None:
+        self._has_threads = False
         self.groups = [InProcessGroup("rollout", lambda _, of=of: make(of)) for of in gates]
 
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -217,29 +222,29 @@ class Cluster(InProcessGroup):
 def test_groups_go_to_the_least_loaded_worker_and_its_load_ends_with_them() -> None:
     gates = [Gates(*range(100)), Gates(*range(100))]
     with closing(Rollouts(Cluster(gates), {"train": PROMPTS, "eval": PROMPTS})) as rollouts:
-        rollouts.submit("train", [5, 1, 2, 0], 2, key=(0, 1), numbers=[0, 1, 2, 3])  # loads of 6, 2, 3 and 1
-        done = {g.number: g for _ in range(2) for g in rollouts.finished("train")[0]}
+        rollouts.submit("train", [5, 1, 2, 0], 2, keys(0, 1, 2, 3))  # loads of 6, 2, 3 and 1
+        done = {g.key[-1]: g for _ in range(2) for g in rollouts.finished("train")[0]}
         assert [done[n].prompt for n in range(4)] == [PROMPTS[i] for i in (5, 1, 2, 0)]
         begun = [[number for what, number in of.events if what == "begun"] for of in gates]
         assert begun == [[0], [1, 2, 3]]
-        groups, cost = rollouts.collect("train", [3, 7], 2, key=(0, 2), numbers=[8, 9])
-        assert [group.number for group in groups] == [8, 9]
+        groups, cost = rollouts.collect("train", [3, 7], 2, keys(8, 9, round_=2))
+        assert [group.key[-1] for group in groups] == [8, 9]
         assert cost.value("time/score_s") > 0
         assert [of.events[-3][1] for of in gates] == [8, 9], "none of them had a load left"
         whole = rollouts.whole("train", [groups[1], done[2]])
         assert [g.trajectories[0].turns[0].output_ids for g in whole] == [[9], [2]]
         rollouts.forget("train")
-        rollouts.submit("train", [1], 2, key=(0, 3), numbers=[0])
+        rollouts.submit("train", [1], 2, keys(0, round_=3))
 
 
 def test_what_is_in_flight_can_be_submitted_again() -> None:
     gates = Gates(1)
     with closing(Rollouts(Cluster([gates, Gates()]), {"train": PROMPTS, "eval": PROMPTS})) as rollouts:
-        rollouts.submit("train", [5, 0, 1], 2, key=(0, 1), numbers=[0, 1, 2])
-        rollouts.cancel("train", [2])
-        assert rollouts.state("train") == [Submitted(5, 2, (0, 1), 0), Submitted(0, 2, (0, 1), 1)]
-        rollouts.cancel("train", [0, 1])
-        assert rollouts.state("train") == []
+        rollouts.submit("train", [5, 0, 1], 2, keys(0, 1, 2))
+        rollouts.cancel("train", keys(2))
+        assert rollouts.running("train") == keys(0, 1)
+        rollouts.cancel("train", keys(0, 1))
+        assert rollouts.running("train") == []
         assert rollouts.finished("train")[0] == []
-        rollouts.submit("train", [5], 2, key=(0, 1), numbers=[1])
-        assert [group.number for group in rollouts.finished("train")[0]] == [1]
+        rollouts.submit("train", [5], 2, keys(1))
+        assert [group.key[-1] for group in rollouts.finished("train")[0]] == [1]

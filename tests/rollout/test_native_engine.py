@@ -398,13 +398,13 @@ async def interrupted(engine: NativeEngine, lm: CausalLM) -> list[Completion]:
     return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("on_new_weights", ["keep_cache", "recompute"])
+@pytest.mark.parametrize("recompute_cache", [False, True])
 def test_interrupted_requests_continue_with_new_weights(
-    tiny_lm: TinyLM, run_all: Run, on_new_weights: str
+    tiny_lm: TinyLM, run_all: Run, recompute_cache: bool
 ) -> None:
     lm = tiny_lm()
     old = [c.token_ids for c in run_all(make_engine(tiny_lm()), GREEDY)]
-    engine = make_engine(lm, on_new_weights=on_new_weights, owns_weights=True)
+    engine = make_engine(lm, recompute_cache=recompute_cache, owns_weights=True)
     completions = asyncio.run(interrupted(engine, lm))
     begun: list[int] = []
     for completion, before in zip(completions, old, strict=True):
@@ -420,9 +420,9 @@ def test_interrupted_requests_continue_with_new_weights(
     fresh = [c.token_ids for c in run_all(make_engine(lm), rest)]
     continued = [c.token_ids[n:] for c, n in zip(completions, begun, strict=True)]
     assert continued != [ids[n:] for ids, n in zip(old, begun, strict=True)]
-    assert (continued == fresh) == (on_new_weights == "recompute"), "an old cache gives other tokens"
+    assert (continued == fresh) == recompute_cache, "an old cache gives other tokens"
     num_prompt_tokens = sum(len(r.prompt_ids) for r in GREEDY)
-    num_again = sum(len(r.prompt_ids) for r in rest) if on_new_weights == "recompute" else 0
+    num_again = sum(len(r.prompt_ids) for r in rest) if recompute_cache else 0
     assert engine.counters.prefilled_tokens == num_prompt_tokens + num_again
 
 
@@ -431,7 +431,7 @@ def test_a_recomputed_sequence_keeps_its_place_in_its_random_numbers(tiny_lm: Ti
     how = Sampling(max_new_tokens=30, min_new_tokens=20, repetition_penalty=1.3, stop_token_ids=(7, 8, 9))
     requests = [replace(request, sampling=how) for request in GREEDY]
     expected = [c.token_ids for c in run_all(make_engine(tiny_lm()), requests)]
-    engine = make_engine(tiny_lm(), on_new_weights="recompute", owns_weights=True)
+    engine = make_engine(tiny_lm(), recompute_cache=True, owns_weights=True)
 
     async def scenario() -> list[Completion]:
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -497,9 +497,9 @@ def test_a_drain_ends_when_its_requests_are_cancelled_and_a_cancelled_drain_hold
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("on_new_weights", ["keep_cache", "recompute"])
-def test_syncs_take_effect_in_order(tiny_lm: TinyLM, on_new_weights: str) -> None:
-    engine = make_engine(tiny_lm(), owns_weights=True, on_new_weights=on_new_weights)
+@pytest.mark.parametrize("recompute_cache", [False, True])
+def test_syncs_take_effect_in_order(tiny_lm: TinyLM, recompute_cache: bool) -> None:
+    engine = make_engine(tiny_lm(), owns_weights=True, recompute_cache=recompute_cache)
 
     async def scenario() -> None:
         running = asyncio.create_task(engine.generate(GREEDY[0]))

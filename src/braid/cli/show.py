@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from braid.algorithms.recipes import RECIPES
 from braid.config.explain import show_value
 from braid.config.load import DEFAULT, Loaded, leaves, path_text
 from braid.config.schema import RunConfig
@@ -146,14 +147,15 @@ def _figures(config: RunConfig, plan: Plan) -> RenderableType:
 
 def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
     """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
-    recipe, config = merge_recipe(loaded.config.algorithm), loaded.config.algorithm
+    recipe, config = merge_recipe(loaded.config), loaded.config.algorithm
     idle = idle_keys(loaded.config, plan)
     table = _table("left", "left", "left")
     for field in fields(recipe):
         key, value = f"algorithm.{field.name}", getattr(recipe, field.name)
         is_set = getattr(config, field.name) is not None
         style = "dim" if key in idle else "bold" if is_set else ""
-        origin = (loaded.origins[key] if is_set else "recipe") + (", unused" if key in idle else "")
+        source = "recipe" if value == getattr(RECIPES[config.recipe], field.name) else "pipeline"
+        origin = (loaded.origins[key] if is_set else source) + (", unused" if key in idle else "")
         table.add_row(
             Text(field.name, style="dim" if key in idle else ""),
             Text("off" if value is None else shown(value), style=style),

@@ -10,7 +10,7 @@ import yaml
 from .load import leaves
 from .source import path_text
 
-GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft")
+GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft", "pipeline")
 """Sections that determine what is trained, and on what."""
 _FREE = ("data.eval", "critic.train", "reference.train", "model.low_memory_load", "sft.steps")
 """Keys of these sections about evaluation, layout or length, which a resume may change."""

@@ -177,6 +177,9 @@ class NativeEngineConfig(Section):
     keep a copy if they differ from model.dtype."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
+    recompute_cache: bool = False
+    """Recompute the key/value cache of turns that continue with new weights (pipeline.on_new_weights=interrupt),
+    instead of keeping it."""
 
 
 class _ServedEngine(Section):

@@ -7,6 +7,7 @@ from .base import Section
 from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig
 from .model import CriticConfig, ModelConfig, ReferenceConfig
+from .pipeline import PipelineConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
 from .reward import RewardConfig
 from .rollout import EnvConfig, RolloutConfig, SingleTurnEnv
@@ -36,6 +37,8 @@ class RunConfig(Section):
     """Scoring of trajectories."""
     rollout: RolloutConfig = RolloutConfig()
     """Rollout: sampling, engine and filter."""
+    pipeline: PipelineConfig | None = None
+    """Sampling during training, on devices of its own; null for rounds of sampling and training in turns."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The algorithm: advantages and losses."""
     train: TrainConfig = TrainConfig()

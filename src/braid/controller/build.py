@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from braid.checkpoint.store import CheckpointStore
 from braid.config.load import Loaded, to_yaml
+from braid.config.schema import RunConfig
 from braid.plan import Plan
 from braid.report.reporter import Reporter
 from braid.runtime.memory_record import MemoryRecorder
@@ -19,6 +20,7 @@ from braid.runtime.memory_record import MemoryRecorder
 from .costs import held_bytes
 from .inputs import TextInputs, read_inputs
 from .parts import Parts
+from .pipeline import Pipeline, PipelineSettings
 from .roles import device_of
 
 if TYPE_CHECKING:
@@ -49,9 +51,27 @@ def build(
             if inputs is None
             else build_here(loaded, plan, inputs, reporter, store)
         )
+    if plan.is_pipelined:
+        parts.pipeline = Pipeline(settings_of(loaded.config, plan), parts.sampler.take)
     parts.about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(loaded)}
     if loaded.config.train.record_memory:
         parts.memory = MemoryRecorder(
             reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)
         )
     return parts
+
+
+def settings_of(config: RunConfig, plan: Plan) -> PipelineSettings:
+    """The settings of a run's pipeline."""
+    pipeline, size = config.pipeline, config.rollout.prompts_per_round
+    assert pipeline is not None, "the run is not pipelined"
+    return PipelineSettings(
+        max_lag=pipeline.max_lag,
+        groups_in_flight=pipeline.groups_in_flight or (pipeline.max_lag + 1) * size,
+        on_new_weights=pipeline.on_new_weights,
+        over_lag=pipeline.over_lag,
+        prompts_per_round=size,
+        num_rounds=plan.num_rounds,
+        then=config.rollout.filter.then,
+        max_batches=config.rollout.filter.max_batches,
+    )

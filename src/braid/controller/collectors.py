@@ -94,9 +94,12 @@ class NativeLink:
             self._receiver.close()
 
 
-def native_engine(config: RunConfig, inputs: TextInputs, lm: CausalLM) -> NativeEngine:
+def native_engine(
+    config: RunConfig, inputs: TextInputs, lm: CausalLM, *, owns_weights: bool = False
+) -> NativeEngine:
     """The native engine, sampling with `lm` in the arithmetic of training, unless rollout.native.dtype names
-    another. Raises ModelError if it decodes this architecture incorrectly."""
+    another; with `owns_weights` with a copy of its weights. Raises ModelError if it decodes this architecture
+    incorrectly."""
     check_decoding(lm, longest_row(config))
     options, autocast = config.rollout.native.model_dump(), None
     if options["dtype"] == "auto":
@@ -108,6 +111,7 @@ def native_engine(config: RunConfig, inputs: TextInputs, lm: CausalLM) -> Native
         decode=inputs.decode,
         max_length=getattr(lm.config, "max_position_embeddings", None),
         autocast=autocast,
+        owns_weights=owns_weights,
         **options,
     )
 
@@ -169,7 +173,7 @@ def simulator_collector(
     env, rollout = config.env, config.rollout
     assert isinstance(env, GymnasiumEnv), "only Gymnasium simulators are implemented"
 
-    engine = SimulatorEngine(simulator, policy, retries=rollout.retries)
+    engine = SimulatorEngine(simulator, policy, retries=rollout.retries, owns_weights=plan.is_pipelined)
 
     def driver(sampling: SamplingConfig) -> Driver:
         return SimulatorDriver(engine, seed=config.run.seed, greedy=sampling.greedy)
@@ -185,6 +189,7 @@ def simulator_collector(
         build_scorer(config.reward, base_dir=base_dir),
         shape=_shape_of(config),
         limits=_limits(config),
+        in_background=plan.is_pipelined,
     )
 
 

@@ -47,7 +47,7 @@ from braid.runtime.environment import environment
 from braid.runtime.interrupts import StopSignals, stop_signals
 from braid.runtime.memory import keep_freed_memory, settled
 
-from . import build, imitation, on_policy, steps
+from . import build, imitation, on_policy, pipelined, steps
 from .parts import Parts
 from .preflight import check_inputs
 
@@ -78,7 +78,8 @@ def train(loaded: Loaded, cluster: Cluster | None = None, *, sinks: Sequence[Sin
     loaded = with_absolute_paths(loaded)
     run = loaded.config.run
     if not run.eval_only:
-        return _run(loaded, "train", on_policy.run, cluster, sinks)
+        loop = on_policy.run if loaded.config.pipeline is None else pipelined.run
+        return _run(loaded, "train", loop, cluster, sinks)
     if run.resume == "none":
         return _evaluate(loaded, cluster)
     own = _store_of(loaded.config, Path(run.output_dir) / run.name)

@@ -62,7 +62,10 @@ def build_here(
         config, plan, lm, critic, reference, device, supervised=supervised, keeps_weights=keeps_weights
     )
     link = None if isinstance(engine, NativeEngine) else LinkHere(lm, engine)
-    collector = text_collector(config, plan, loaded.base_dir, inputs, engine, link=link)
+    is_pipelined = plan.is_pipelined
+    collector = text_collector(
+        config, plan, loaded.base_dir, inputs, engine, link=link, in_background=is_pipelined
+    )
     return Parts(
         config=config,
         plan=plan,
@@ -71,9 +74,9 @@ def build_here(
         sampler=sampler_of(plan, supervised, config, inputs),
         eval_prompts=inputs.eval.by_source(),
         rollouts=Rollouts(
-            InProcessGroup("rollout", lambda _: collector),
+            InProcessGroup("rollout", lambda _: collector, has_threads=is_pipelined),
             inputs.prompts,
-            in_turns=plan.layout.engines_in_turns,
+            in_turns=() if is_pipelined else plan.layout.engines_in_turns,
         ),
         data=_data_here(plan),
         policy=roles.policy,
@@ -97,7 +100,7 @@ def _policy_and_engine(
     device = device_of(config)
     if config.rollout.engine == "native":
         lm = make_policy(config, device)
-        return lm, native_engine(config, inputs, lm)
+        return lm, native_engine(config, inputs, lm, owns_weights=plan.is_pipelined)
     folder = reporter.run_dir.path
     sending = send_options(config, plan.layout, str(folder / "publications"), device)
     engine = as_one(engines_here(config, plan, inputs.tokenizer, sending, folder / "logs"))
@@ -141,7 +144,9 @@ def build_simulator(loaded: Loaded, plan: Plan, reporter: Reporter, store: Check
         store=store,
         sampler=prompt_sampler(config, NUM_RESET_STATES),
         eval_prompts={env.id: prompts["eval"]},
-        rollouts=Rollouts(InProcessGroup("rollout", lambda _: collector), prompts),
+        rollouts=Rollouts(
+            InProcessGroup("rollout", lambda _: collector, has_threads=plan.is_pipelined), prompts
+        ),
         data=_data_here(plan),
         policy=here("policy", policy, total_steps=plan.num_steps, keeps_weights=True),
         critic=None if critic is None else here("critic", critic, total_steps=plan.num_critic_steps),

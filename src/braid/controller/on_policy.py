@@ -31,7 +31,7 @@ def run(parts: Parts) -> None:
         steps.stop_if_asked(parts)
         if progress.is_reported:
             _train_round(parts)
-        _report_round(parts)
+        steps.finish_round(parts)
 
 
 def _train_round(parts: Parts) -> None:
@@ -41,27 +41,5 @@ def _train_round(parts: Parts) -> None:
         selection = steps.gather(parts)
         parts.stop.check_time(parts.update_s)
     with steps.timed_update(parts):
-        rows = steps.credit(parts, selection)
-        steps.improve(parts, rows)
-        steps.steer_kl(parts, rows)
+        steps.update(parts, selection)
         steps.publish(parts)
-        steps.update_reference(parts)
-        steps.store(parts, selection, rows)
-    parts.progress.is_reported = False
-
-
-def _report_round(parts: Parts) -> None:
-    """Evaluate, export, report and save at the end of a round. Before the first round: evaluate and report
-    the initial policy."""
-    config, round_ = parts.config, parts.progress.round
-    is_last = round_ == parts.plan.num_rounds
-    cadence = parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end)
-    with steps.given_up_when_late(parts):
-        steps.evaluate(parts, is_due=cadence if round_ else config.eval.before)
-    if round_:
-        steps.export(parts)
-    steps.report(parts)
-    steps.save(
-        parts,
-        is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end),
-    )

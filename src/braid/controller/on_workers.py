@@ -81,7 +81,8 @@ def _parts_on(
         config, plan.layout, folder, torch.device("cuda" if config.run.device == "cuda" else "cpu")
     )
     publication = Publication(ranks, engines, options, merged=config.rollout.engine != "native")
-    rollouts = Rollouts(engines, inputs.prompts, publication, plan.layout.engines_in_turns)
+    in_turns = () if plan.is_pipelined else plan.layout.engines_in_turns
+    rollouts = Rollouts(engines, inputs.prompts, publication, in_turns)
     rollouts.sleep()
 
     def new_supervised() -> GroupBackend:

@@ -21,6 +21,7 @@ from braid.training.group import GroupBackend
 from braid.types import Prompt
 
 from .data_plane import DataPlane
+from .pipeline import Pipeline
 from .rollouts import Rollouts
 from .supervised import Supervised
 from .watch import LearningWatch
@@ -89,7 +90,7 @@ class Parts:
     the policy's log-probs before the update, if it has separate devices for that. `leave` is called last,
     after all workers have stopped. `about` is stored in checkpoints: the run's id, and its config as text.
     `saved` is the progress in the newest checkpoint that this run wrote or was restored from, `update_s` the
-    time that the last round took after its rollout.
+    time that the last round took after its rollout. `pipeline` decides on the order of the pipelined loop.
     """
 
     config: RunConfig
@@ -119,6 +120,7 @@ class Parts:
     clock: SaveClock = field(default_factory=SaveClock)
     saved: dict[str, Any] = field(default_factory=dict)
     update_s: float | None = None
+    pipeline: Pipeline | None = None
     watch: LearningWatch = field(init=False)
 
     def __post_init__(self) -> None:

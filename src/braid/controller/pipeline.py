@@ -106,6 +106,13 @@ class Finish(NamedTuple):
 Decision = Submit | Train | Sync | Drop | Finish
 
 
+def start_of(version: int) -> dict[str, Any]:
+    """The `state` of a pipeline without groups, whose weights are `version`."""
+    return {
+        "version": version, "next": [version + 1, 0], "num_extra": 0, "num_replaced": 0, "draws": [], "counts": {},
+    }  # fmt: skip
+
+
 class _Result(NamedTuple):
     """A finished group: the version of its oldest token, and the reason to leave it out, if any."""
 

@@ -1,8 +1,8 @@
 """The driver's view of the rollout workers: it distributes prompts and receives metadata; tokens stay on the
 workers.
 
-The same code serves one process and many. A prompt's random numbers depend only on its key and number, so
-results do not depend on which worker samples it, nor on what else runs.
+The same code serves one process and many. A prompt's random numbers depend only on its key, so results do not
+depend on which worker samples it, nor on what else runs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Use
 from braid.rollout.engine import NewWeights
 from braid.runtime.workers import Pending, Ref, WorkerGroup
-from braid.types import Group, Prompt
+from braid.types import Group, Key, Prompt
 
 
 class Publisher(Protocol):
@@ -27,21 +27,13 @@ class Publisher(Protocol):
         ...
 
 
-class Submitted(NamedTuple):
-    """A group that was asked for: arguments of `submit`."""
-
-    place: int
-    group_size: int
-    key: tuple[int, ...]
-    number: int
-
-
 @dataclass(slots=True)
 class _Stream:
-    """The groups of one use. `homes` has the rank of the worker of each group, `running` those not finished yet."""
+    """The groups of one use. `homes` has the rank of the worker of each group; `running` has the prompt of each
+    that is not finished yet."""
 
-    homes: dict[int, int] = field(default_factory=dict)
-    running: dict[int, Submitted] = field(default_factory=dict)
+    homes: dict[Key, int] = field(default_factory=dict)
+    running: dict[Key, int] = field(default_factory=dict)
     asked: dict[int, Pending] = field(default_factory=dict)
     """Calls of `finished` that have not been answered, by rank."""
 
@@ -60,102 +52,89 @@ class Rollouts:
     _loads: Counter[int] = field(default_factory=Counter)
     """Number of tokens in the prompts of each worker's running groups, plus one for each."""
 
-    def submit(
-        self,
-        use: Use,
-        places: Sequence[int],
-        group_size: int,
-        *,
-        key: tuple[int, ...],
-        numbers: Sequence[int],
-    ) -> None:
-        """Start to sample a group for each of the prompts at indices `places`, and return. The random numbers of
-        each depend only on `key` and its number, which identifies the group. In order, each group goes to the
-        least loaded worker; ties go to the first."""
+    def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
+        """Start to sample a group for each of `prompts` (indices into the data of `use`), and return. The random
+        numbers of each depend only on its key, which identifies the group. In order, each group goes to the least
+        loaded worker; ties go to the first."""
         stream = self._streams[use]
         ranks = range(self.workers.size)
         shares: list[list[int]] = [[] for _ in ranks]
-        for i, (place, number) in enumerate(zip(places, numbers, strict=True)):
-            assert number not in stream.homes, f"there is a group {number} already"
+        for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
+            assert key not in stream.homes, f"there is a group {key} already"
             rank = min(ranks, key=self._loads.__getitem__)
             shares[rank].append(i)
-            self._loads[rank] += self._load(use, place)
-            stream.homes[number] = rank
-            stream.running[number] = Submitted(place, group_size, key, number)
+            self._loads[rank] += self._load(use, prompt)
+            stream.homes[key] = rank
+            stream.running[key] = prompt
         self.workers.scatter(
-            "submit",
-            [(use, [places[i] for i in s], group_size, key, [numbers[i] for i in s]) for s in shares],
+            "submit", [(use, [prompts[i] for i in s], group_size, [keys[i] for i in s]) for s in shares]
         )
 
-    def finished(self, use: Use) -> tuple[list[Group], Metrics]:
-        """Wait until groups are sampled and scored that have not been returned yet, unless none runs. Returns
-        them without tokens and texts, and the metrics of scoring."""
+    def finished(self, use: Use, within_s: float | None = None) -> tuple[list[Group], Metrics]:
+        """Wait until groups are sampled and scored that have not been returned yet, unless none runs, or until
+        `within_s` seconds have passed. Returns them without tokens and texts, and the metrics of scoring."""
         stream, metrics, groups = self._streams[use], Metrics(), list[Group]()
         while stream.running and not groups:
-            for rank in {stream.homes[number] for number in stream.running}:
+            for rank in {stream.homes[key] for key in stream.running}:
                 if rank not in stream.asked:
                     stream.asked[rank] = self.workers.start_on(rank, "finished", use, is_beside=True)
-            answered = self.workers.wait_any(list(stream.asked.values()))
+            answered = self.workers.wait_any(list(stream.asked.values()), within_s)
             for rank in [rank for rank, call in stream.asked.items() if call in answered]:
                 ((told, cost),) = stream.asked.pop(rank).wait()
                 metrics.merge(cost)
-                for facts in told:
-                    of = self._end(use, facts.number)
-                    groups.append(facts.group(self.prompts[use][of.place]))
+                kept = [facts for facts in told if facts.key in stream.running]  # not cancelled meanwhile
+                groups += [facts.group(self.prompts[use][self._end(use, facts.key)]) for facts in kept]
+            if within_s is not None:
+                break
         return groups, metrics
 
     def collect(
-        self,
-        use: Use,
-        places: Sequence[int],
-        group_size: int,
-        *,
-        key: tuple[int, ...],
-        numbers: Sequence[int],
+        self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]
     ) -> tuple[list[Group], Metrics]:
-        """Submit groups and wait for all of them. Returns them in the order of `numbers`, as `finished` does. No
+        """Submit groups and wait for all of them. Returns them in the order of `keys`, as `finished` does. No
         others of this use may run."""
-        metrics, groups = Metrics(), dict[int, Group]()
-        self.submit(use, places, group_size, key=key, numbers=numbers)
-        while len(groups) < len(numbers):
+        metrics, groups = Metrics(), dict[Key, Group]()
+        self.submit(use, prompts, group_size, keys)
+        while len(groups) < len(keys):
             more, cost = self.finished(use)
             metrics.merge(cost)
-            groups |= {group.number: group for group in more}
-        return [groups[number] for number in numbers], metrics
+            groups |= {group.key: group for group in more}
+        return [groups[key] for key in keys], metrics
 
-    def cancel(self, use: Use, numbers: Sequence[int]) -> None:
+    def cancel(self, use: Use, keys: Sequence[Key]) -> None:
         """Cancel and drop groups; returns when their environments are closed."""
         stream = self._streams[use]
-        for number in numbers:
-            if number in stream.running:
-                self._end(use, number)
-        self._drop("cancel", use, numbers)
+        for key in keys:
+            if key in stream.running:
+                self._end(use, key)
+        self._drop("cancel", use, keys)
 
-    def state(self, use: Use) -> list[Submitted]:
-        """The groups that have not been returned by `finished`. Submitting them again gives the same groups, with
-        the same weights."""
-        return list(self._streams[use].running.values())
+    def running(self, use: Use) -> list[Key]:
+        """The groups that have not been returned by `finished`."""
+        return list(self._streams[use].running)
 
     def start_rows(self, groups: Sequence[Group]) -> list[Ref]:
         """Start to build the rows of `groups`, of the use train. Returns a reference to the list of rows of each
         worker."""
-        kept: list[list[tuple[int, int, int]]] = [[] for _ in range(self.workers.size)]
+        kept: list[list[tuple[Key, int, int]]] = [[] for _ in range(self.workers.size)]
         first = 0
         for place, group in enumerate(groups):
-            kept[self._streams["train"].homes[group.number]].append((group.number, place, first))
+            kept[self._streams["train"].homes[group.key]].append((group.key, place, first))
             first += len(group.trajectories)
         return self.workers.start_each("rows", [(of,) for of in kept]).refs
 
     def whole(self, use: Use, groups: Sequence[Group]) -> list[Group]:
         """The same groups with tokens and texts, for reports; copies them into this process."""
-        asked = self._by_worker(use, [group.number for group in groups])
-        found = {g.number: g for of in self.workers.scatter("whole", [(use, a) for a in asked]) for g in of}
-        return [found[group.number] for group in groups]
+        asked = self._by_worker(use, [group.key for group in groups])
+        found = {g.key: g for of in self.workers.scatter("whole", [(use, a) for a in asked]) for g in of}
+        return [found[group.key] for group in groups]
 
-    def forget(self, use: Use) -> None:
-        """Drop all finished groups."""
+    def forget(self, use: Use, keys: Sequence[Key] | None = None) -> None:
+        """Drop finished groups; all of them without `keys`."""
         stream = self._streams[use]
-        self._drop("forget", use, [number for number in stream.homes if number not in stream.running])
+        if keys is None:
+            keys = [key for key in stream.homes if key not in stream.running]
+        self._drop("forget", use, keys)
 
     def set_weights(self, version: int, when: NewWeights = "drain") -> None:
         """Sample with the policy's current weights from now on, as `version`; see Engine.set_weights."""
@@ -164,26 +143,26 @@ class Rollouts:
         else:
             self.publication.send(version, when)
 
-    def _load(self, use: Use, place: int) -> int:
-        return len(self.prompts[use][place].token_ids) + 1
+    def _load(self, use: Use, prompt: int) -> int:
+        return len(self.prompts[use][prompt].token_ids) + 1
 
-    def _end(self, use: Use, number: int) -> Submitted:
-        """Note that a group is no longer running."""
+    def _end(self, use: Use, key: Key) -> int:
+        """Note that a group is no longer running; returns the index of its prompt."""
         stream = self._streams[use]
-        of = stream.running.pop(number)
-        self._loads[stream.homes[number]] -= self._load(use, of.place)
-        return of
+        prompt = stream.running.pop(key)
+        self._loads[stream.homes[key]] -= self._load(use, prompt)
+        return prompt
 
-    def _by_worker(self, use: Use, numbers: Sequence[int]) -> list[list[int]]:
-        shares: list[list[int]] = [[] for _ in range(self.workers.size)]
-        for number in numbers:
-            shares[self._streams[use].homes[number]].append(number)
+    def _by_worker(self, use: Use, keys: Sequence[Key]) -> list[list[Key]]:
+        shares: list[list[Key]] = [[] for _ in range(self.workers.size)]
+        for key in keys:
+            shares[self._streams[use].homes[key]].append(key)
         return shares
 
-    def _drop(self, method: str, use: Use, numbers: Sequence[int]) -> None:
-        self.workers.scatter(method, [(use, of) for of in self._by_worker(use, numbers)])
-        for number in numbers:
-            del self._streams[use].homes[number]
+    def _drop(self, method: str, use: Use, keys: Sequence[Key]) -> None:
+        self.workers.scatter(method, [(use, of) for of in self._by_worker(use, keys)])
+        for key in keys:
+            del self._streams[use].homes[key]
 
     def sleep(self) -> None:
         """Have the engines that share devices with training free the memory that they do not need until

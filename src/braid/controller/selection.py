@@ -54,7 +54,7 @@ class Selection:
     size: int
     kept: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
-    reasons: Counter[Reason] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     num_batches: int = 0
     num_replaced: int = 0
 
@@ -97,7 +97,7 @@ class Selection:
     def describe(self) -> str:
         """Human-readable summary of why groups were dropped."""
         config = self.config
-        words: dict[Reason, str] = {
+        words: dict[str, str] = {
             "invalid": "have no valid trajectory",
             "baseline": "have an invalid greedy answer",
             "min_std": f"have a reward standard deviation <= rollout.filter.min_std={config.min_std}",

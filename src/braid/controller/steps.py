@@ -21,6 +21,7 @@ from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
+from braid.rollout.engine import NewWeights
 from braid.runtime.interrupts import RoundCut
 from braid.training.backend import StepReport
 from braid.training.credit import are_trained
@@ -32,6 +33,7 @@ from braid.types import Group, Status
 from . import costs
 from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, EVAL_KEY, TRAIN_KEY
 from .parts import Parts
+from .pipeline import start_of
 from .selection import Reason, Selection
 from .supervised import Supervised
 
@@ -73,7 +75,7 @@ def warm_up(parts: Parts) -> None:
 def gather(parts: Parts) -> Selection:
     """Sample and score this round's groups: batches of prompts are drawn until rollout.filter is
     satisfied."""
-    rollout, progress = parts.config.rollout, parts.progress
+    rollout = parts.config.rollout
     selection = Selection(rollout.filter, rollout.prompts_per_round)
     sampled: list[Group] = []
     parts.rollouts.forget("train")
@@ -82,13 +84,7 @@ def gather(parts: Parts) -> Selection:
             groups = _rollout(parts, selection.num_batches)
             selection.add(groups)
             sampled += groups
-    selection.fill((parts.config.run.seed, COPY_KEY, progress.round))
-    _report_sampling(parts, sampled)
-    _report_selection(parts, selection)
-    if selection.reasons["invalid"] == len(sampled):
-        raise TrainingError(
-            f"round {progress.round} has nothing to train on: all its trajectories are invalid"
-        )
+    report_sampling(parts, selection, sampled)
     return selection
 
 
@@ -98,17 +94,21 @@ def _rollout(parts: Parts, batch: int) -> list[Group]:
     invalid."""
     config = parts.config
     prompts = parts.sampler.take(config.rollout.prompts_per_round)
-    numbers = list(range(batch * len(prompts), (batch + 1) * len(prompts)))
-    key = (TRAIN_KEY, parts.progress.round)
+    numbers = range(batch * len(prompts), (batch + 1) * len(prompts))
+    keys = [(TRAIN_KEY, parts.progress.round, number) for number in numbers]
     with _timed(parts, "rollout"), parts.stop.cuttable():
-        groups, cost = parts.rollouts.collect(
-            "train", prompts, config.rollout.group_size, key=key, numbers=numbers
-        )
+        groups, cost = parts.rollouts.collect("train", prompts, config.rollout.group_size, keys)
     parts.metrics.merge(cost)
-    trajectories = [t for group in groups for t in group.trajectories]
+    check_valid(parts, groups)
+    return groups
+
+
+def check_valid(parts: Parts, groups: Sequence[Group]) -> None:
+    """Count the trajectories by status. Raises RolloutError if too many are invalid."""
+    config, metrics = parts.config, parts.metrics
     if config.rollout.print_outputs:
         log_outputs(parts.progress.round, parts.rollouts.whole("train", groups))
-    metrics = parts.metrics
+    trajectories = [t for group in groups for t in group.trajectories]
     statuses = Counter(t.status for t in trajectories)
     for status in Status:
         metrics.add(f"status/{status}", statuses[status])
@@ -123,11 +123,21 @@ def _rollout(parts: Parts, batch: int) -> list[Group]:
             f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, above "
             f"rollout.max_invalid_fraction={limit:g}; most common: {common}"
         )
-    return groups
 
 
-def _report_sampling(parts: Parts, groups: Sequence[Group]) -> None:
-    """Record metrics of everything sampled and scored in the round, including dropped groups."""
+def report_sampling(parts: Parts, selection: Selection, groups: Sequence[Group]) -> None:
+    """Complete the selection of a round, and record metrics of it and of the `groups` sampled and scored, including
+    dropped ones. Raises TrainingError if all of them are invalid."""
+    selection.fill((parts.config.run.seed, COPY_KEY, parts.progress.round))
+    _report_groups(parts, groups)
+    _report_selection(parts, selection)
+    if selection.reasons["invalid"] == len(groups):
+        raise TrainingError(
+            f"round {parts.progress.round} has nothing to train on: all its trajectories are invalid"
+        )
+
+
+def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
     trajectories = [t for group in groups for t in group.trajectories]
     lengths = [t.num_output_tokens for t in trajectories]
     tokens = sum(t.num_output_tokens for group in groups for t in group.sampled)
@@ -179,6 +189,16 @@ def _report_selection(parts: Parts, selection: Selection) -> None:
             )  # fmt: skip
     if config.then == "replace":
         metrics.add("rollout/replaced_groups", selection.num_replaced)
+
+
+def update(parts: Parts, selection: Selection) -> None:
+    """Train on the groups of a round."""
+    rows = credit(parts, selection)
+    improve(parts, rows)
+    steer_kl(parts, rows)
+    update_reference(parts)
+    store(parts, selection, rows)
+    parts.progress.is_reported = False
 
 
 def credit(parts: Parts, selection: Selection) -> list[RowFacts]:
@@ -361,10 +381,10 @@ def update_reference(parts: Parts) -> None:
         parts.update_reference()
 
 
-def publish(parts: Parts) -> None:
-    """Sync the new weights to the engines, and to the inference role."""
+def publish(parts: Parts, when: NewWeights = "drain") -> None:
+    """Sync the new weights to the engines, and to the inference role; `when` as in Engine.set_weights."""
     with _timed(parts, "publish"):
-        parts.rollouts.set_weights(parts.progress.round)
+        parts.rollouts.set_weights(parts.progress.round, when)
         if parts.inference is not None:
             parts.inference.load_weights(parts.policy.start_full_weights())
         if parts.check_weights is not None:
@@ -411,9 +431,8 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
     numbers = order.tolist()
     parts.rollouts.forget("eval")
     with costs.device_freed(parts), parts.stop.cuttable():
-        groups, _ = parts.rollouts.collect(
-            "eval", numbers, config.samples_per_prompt, key=(EVAL_KEY, 0), numbers=numbers
-        )
+        keys = [(EVAL_KEY, 0, number) for number in numbers]
+        groups, _ = parts.rollouts.collect("eval", numbers, config.samples_per_prompt, keys)
     in_order = [groups[place] for place in np.argsort(order)]
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
     for group in in_order:
@@ -445,6 +464,20 @@ def _pass_at(k: int, n: int, successes: int) -> float:
     if n - successes < k:
         return 1.0
     return 1.0 - float(np.prod([1.0 - k / i for i in range(n - successes + 1, n + 1)]))
+
+
+def finish_round(parts: Parts) -> None:
+    """Evaluate, export, report and save at the end of a round. Before the first round: evaluate and report
+    the initial policy."""
+    config, round_ = parts.config, parts.progress.round
+    is_last = round_ == parts.plan.num_rounds
+    cadence = parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end)
+    with given_up_when_late(parts):
+        evaluate(parts, is_due=cadence if round_ else config.eval.before)
+    if round_:
+        export(parts)
+    report(parts)
+    save(parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end))
 
 
 def report(parts: Parts) -> None:
@@ -536,7 +569,7 @@ def counters(parts: Parts) -> dict[str, Any]:
         "reporter": parts.reporter.state(parts.progress.round),
         "metrics": parts.metrics.state(),
         "about": dict(parts.about),
-    }
+    } | ({} if parts.pipeline is None else {"pipeline": parts.pipeline.state()})
 
 
 def _unfinished_warm_up(parts: Parts) -> Supervised | None:
@@ -585,5 +618,7 @@ def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
     parts.reporter.load(state["reporter"])
     parts.metrics.load(state["metrics"])
     parts.saved = state["progress"]
+    if parts.pipeline is not None:
+        parts.pipeline.load(state.get("pipeline") or start_of(parts.progress.round))
     if parts.progress.is_warm:
         publish(parts)

@@ -17,7 +17,7 @@ from braid.config.schema import RunConfig
 
 from . import available, credit
 from .lengths import rotary_problems
-from .parallel import copy_devices, section_of
+from .parallel import TRAINING_ROLES, copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
@@ -255,6 +255,26 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             )
 
 
+def _pipeline(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    if config.pipeline is None or plan.verb != "train":
+        return
+    layout = plan.layout
+    rollout = layout.role("rollout")
+    if layout.has_gpus and layout.mode != "in_process" and layout.engines_in_turns and rollout:
+        yield (
+            "pipeline",
+            f"engines sample during training, so they cannot share GPUs with it, as some of rollout's GPUs "
+            f"{format_numbers(rollout.devices)} do; separate the roles in cluster.placement, or set pipeline=null",
+        )
+    for role in TRAINING_ROLES:
+        if (of := layout.role(role)) and of.offload:
+            yield (
+                f"{section_of(config, role)}.offload",
+                "moves models to host memory during sampling, but with a pipeline engines sample during training; remove "
+                "it, or set pipeline=null",
+            )
+
+
 def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
     for refusal in plan.layout.refusals:
         yield refusal.key, refusal.message
@@ -286,6 +306,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     credit.credit_problems,
     _contexts,
     rotary_problems,
+    _pipeline,
     _placement,
     reward_problems,
 )

@@ -66,6 +66,7 @@ class Plan:
     model_size: ModelSize | None
     memory: tuple[Memory, ...]
     layout: Layout
+    is_pipelined: bool
     warnings: tuple[Problem, ...] = ()
 
     @property

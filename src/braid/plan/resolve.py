@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recipe
-from braid.config.algorithm import AlgorithmConfig
+from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
 from braid.config.load import DEFAULT
@@ -55,13 +55,22 @@ def resolve(
     return replace(plan, warnings=tuple(warnings))
 
 
-def merge_recipe(config: AlgorithmConfig) -> Recipe:
-    """The named recipe with the config's overrides; `off` becomes None."""
-    names = {field.name for field in fields(Recipe)}
-    given = {name: value for name, value in config if name in names and value is not None}
-    if config.corrections is not None:
-        given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in config.corrections)
-    return replace(RECIPES[config.recipe], **_without_off(given))
+def merge_recipe(config: RunConfig) -> Recipe:
+    """The named recipe with the config's overrides; `off` becomes None. Where tokens may be older than the round
+    that trains on them, a recipe without a correction gets one of the lag."""
+    names, algorithm = {field.name for field in fields(Recipe)}, config.algorithm
+    given = {name: value for name, value in algorithm if name in names and value is not None}
+    recipe = RECIPES[algorithm.recipe]
+    if algorithm.corrections is not None:
+        given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in algorithm.corrections)
+    elif (
+        config.pipeline is not None
+        and config.pipeline.max_lag
+        and not recipe.corrections
+        and algorithm.old_logprobs in ("auto", "recompute")
+    ):
+        given["corrections"] = (Correction(**_without_off(dict(CorrectionConfig()))),)
+    return replace(recipe, **_without_off(given))
 
 
 def _without_off(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +82,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     rollout, train = config.rollout, config.train
     of_critic = config.critic.train or train
     critic_steps = of_critic.steps_per_pass * of_critic.passes_per_round
-    recipe = merge_recipe(config.algorithm)
+    recipe = merge_recipe(config)
     steps_per_round = train.steps_per_pass * train.passes_per_round
     rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
     trajectories = rollout.prompts_per_round * rollout.group_size
@@ -119,6 +128,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         ),
         model_size=size,
         memory=_memory(config, recipe, size, samples_in),
+        is_pipelined=verb == "train" and config.pipeline is not None,
         layout=lay_out(config, _needs(config, recipe, verb, old_logprobs, size, num_gpus)),
     )
 
@@ -212,7 +222,7 @@ def _memory(
             reference = policy.parameters if adapters is None else adapters
         if reference is not None:
             roles.append(Memory("reference", reference, reference * width))
-    if config.rollout.engine == "native" and samples_in != config.model.dtype:
+    if config.rollout.engine == "native" and (samples_in != config.model.dtype or config.pipeline):
         copy = policy.parameters * BYTES[samples_in]
         roles.append(Memory("engine's copy", policy.parameters, copy))
     for part in config.reward.parts:

@@ -185,7 +185,7 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
     yield f"algorithm.policy_loss={recipe.policy_loss} does not use it", f"algorithm.{{{','.join(others)}}}"
     if plan.old_logprobs == "behavior":
         yield "with algorithm.old_logprobs=behavior there is nothing to correct", "algorithm.corrections"
-    if plan.old_logprobs == "interpolated":
+    if plan.old_logprobs == "interpolated" and not (config.pipeline and config.pipeline.max_lag):
         yield (
             "rounds are sampled with the weights that they start from, so interpolated log-probs are the engine's",
             "algorithm.corrections",
@@ -339,6 +339,19 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
     is_copy = name != "native" or not is_in_process or samples_in != config.model.dtype
     if (config.model.mlp is not None or not is_copy) and not plan.needs_critic and not plan.needs_reference:
         yield "the engine samples with the trainer's own weights", "train.offload.weights"
+
+
+def _pipeline(config: RunConfig, plan: Plan) -> _Unused:
+    pipeline = config.pipeline
+    if plan.verb != "train":
+        yield "only braid train has a pipeline", "pipeline.*"
+    if pipeline is None or pipeline.on_new_weights == "finish":
+        yield "running turns finish before engines get new weights", "rollout.native.recompute_cache"
+    if pipeline is not None and pipeline.max_lag == 0:
+        yield (
+            "with pipeline.max_lag=0 nothing runs when engines get new weights",
+            ("pipeline.{on_new_weights,over_lag} rollout.native.recompute_cache"),
+        )
 
 
 def _cluster(config: RunConfig, plan: Plan) -> _Unused:
@@ -516,6 +529,7 @@ _RULES: tuple[Callable[[RunConfig, Plan], _Unused], ...] = (
     _rewards_and_reports,
     _rollouts,
     _engines,
+    _pipeline,
     _cluster,
     _model,
     _training,

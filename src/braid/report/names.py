@@ -68,6 +68,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/replaced_groups", "", "Copies of kept groups in place of dropped ones (rollout.filter.then=replace)."),
     Metric("rollout/masked_trajectories", "", "Trajectories kept out of the loss by algorithm.mask_truncated or mask_long_failures."),
     Metric("rollout/empty_rounds", "", "1 for a round with nothing to train on."),
+    # the pipelined loop
+    Metric("pipeline/lag_mean", "", "Mean lag of the tokens trained on: versions between the weights that wrote them and those being trained."),
+    Metric("pipeline/lag_max", "", "Maximum such lag."),
+    Metric("pipeline/lag_share/<n>", "", "Share of these tokens with lag n."),
+    Metric("pipeline/dropped_tokens", "tokens", "Tokens sampled and not trained on: of dropped groups, and of groups sampled again."),
+    Metric("pipeline/left_out_groups", "", "Groups dropped or sampled again before they were part of a round (over_lag, or invalid)."),
+    Metric("pipeline/trainer_wait_s", "s", "Time that training waited for groups."),
+    Metric("pipeline/rollout_wait_s", "s", "Time in which no group was sampled, other than syncs, evaluations and checkpoints."),
     Metric("status/<status>", "", "Trajectories that ended finished, truncated or invalid."),
     Metric("invalid/<boundary>", "", "Invalid trajectories by what failed: environment, engine or reward."),
     # policy

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
 from braid.runtime.loops import Loop, all_of
-from braid.types import Group, Lengths, Prompt, Row, ShapedReward, Status, Trajectory
+from braid.types import Group, Key, Lengths, Prompt, Row, ShapedReward, Status, Trajectory
 
 from .drivers.base import Driver
 from .engine import Engine, NewWeights
@@ -54,16 +54,16 @@ class Facts(NamedTuple):
 
 
 class GroupFacts(NamedTuple):
-    """Metadata of a group, identified by its `number`."""
+    """Metadata of a group."""
 
-    number: int
+    key: Key
     trajectories: tuple[Facts, ...]
     greedy: Facts | None
 
     def group(self, prompt: Prompt) -> Group:
         """The group with this metadata, without tokens and texts."""
         greedy = None if self.greedy is None else self.greedy.trajectory(prompt)
-        return Group(prompt, [facts.trajectory(prompt) for facts in self.trajectories], greedy, self.number)
+        return Group(prompt, [facts.trajectory(prompt) for facts in self.trajectories], greedy, self.key)
 
 
 class WeightLink(Protocol):
@@ -89,21 +89,21 @@ class _Stream:
     def __init__(self, prompts: Sequence[Prompt], driver: Driver, limit: int | None) -> None:
         self.prompts, self.driver = prompts, driver
         self.places = nullcontext() if limit is None else asyncio.Semaphore(limit)
-        self.running: dict[int, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
-        self.ended: dict[int, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
+        self.running: dict[Key, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
+        self.ended: dict[Key, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
         self.news = asyncio.Event()
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[Key, Group] = {}
 
-    def end(self, number: int) -> None:
+    def end(self, key: Key) -> None:
         """Handle the end of a group's task."""
-        task = self.running.pop(number)
+        task = self.running.pop(key)
         if not task.cancelled():
-            self.ended[number] = task
+            self.ended[key] = task
         self.news.set()
 
 
 class Collector:
-    """Samples and scores groups, as many at a time as asked for. A group is identified by its use and number."""
+    """Samples and scores groups, as many at a time as asked for. A group is identified by its use and key."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -130,19 +130,17 @@ class Collector:
         self._scorer, self._shape, self._link = scorer, shape, link
         self._loop = Loop(in_background=in_background)
 
-    def submit(
-        self, use: Use, prompts: Sequence[int], group_size: int, key: tuple[int, ...], numbers: Sequence[int]
-    ) -> None:
+    def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
         """Start to sample and score a group for each of `prompts` (indices into the data of `use`); the random
-        numbers of each depend only on `key` and its number."""
+        numbers of each depend only on its key."""
 
         async def start() -> None:
             stream = self._streams[use]
-            for place, number in zip(prompts, numbers, strict=True):
-                assert number not in stream.running, f"group {number} is running"
-                group = self._group(use, stream.prompts[place], group_size, key, number)
-                stream.running[number] = task = asyncio.create_task(group)
-                task.add_done_callback(lambda _, number=number: stream.end(number))
+            for place, key in zip(prompts, keys, strict=True):
+                assert key not in stream.running, f"group {key} is running"
+                group = self._group(use, stream.prompts[place], group_size, key)
+                stream.running[key] = task = asyncio.create_task(group)
+                task.add_done_callback(lambda _, key=key: stream.end(key))
 
         self._loop.run(start())
 
@@ -164,17 +162,15 @@ class Collector:
             metrics.merge(cost)
         return facts, metrics
 
-    async def _group(
-        self, use: Use, prompt: Prompt, group_size: int, key: tuple[int, ...], number: int
-    ) -> tuple[GroupFacts, Metrics]:
+    async def _group(self, use: Use, prompt: Prompt, group_size: int, key: Key) -> tuple[GroupFacts, Metrics]:
         """Sample, score and shape a group."""
         stream = self._streams[use]
         async with stream.places:
-            asked = [stream.driver.group(prompt, group_size, (*key, number))]
+            asked = [stream.driver.group(prompt, group_size, key)]
             if use == "train" and self._greedy is not None:
-                asked.append(self._greedy.group(prompt, 1, (*key, number)))
+                asked.append(self._greedy.group(prompt, 1, key))
             group, *greedy = await all_of(asked)
-        group.number = number
+        group.key = key
         for answer in greedy:
             (group.greedy,) = answer.trajectories
         start = time.perf_counter()
@@ -184,38 +180,38 @@ class Collector:
             for trajectory in group.sampled:
                 if trajectory.is_valid:
                     trajectory.shaped = self._shape(trajectory)
-        stream.groups[number] = group
+        stream.groups[key] = group
         return _facts_of(group), metrics
 
-    def cancel(self, use: Use, numbers: Sequence[int]) -> None:
+    def cancel(self, use: Use, keys: Sequence[Key]) -> None:
         """Cancel and drop groups; returns when their environments are closed. None of them will be
         reported."""
 
         async def cancel() -> None:
             stream = self._streams[use]
-            tasks = [stream.running[number] for number in numbers if number in stream.running]
+            tasks = [stream.running[key] for key in keys if key in stream.running]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for number in numbers:
-                stream.ended.pop(number, None)
-                stream.groups.pop(number, None)
+            for key in keys:
+                stream.ended.pop(key, None)
+                stream.groups.pop(key, None)
 
         self._loop.run(cancel())
 
-    def rows(self, kept: Sequence[tuple[int, int, int]]) -> list[Row]:
-        """Training rows of groups, given as (number, place, first); see rows.group_rows."""
+    def rows(self, kept: Sequence[tuple[Key, int, int]]) -> list[Row]:
+        """Training rows of groups, given as (key, place, first); see rows.group_rows."""
         groups = self._streams["train"].groups
-        return [row for number, place, first in kept for row in group_rows(groups[number], place, first)]
+        return [row for key, place, first in kept for row in group_rows(groups[key], place, first)]
 
-    def whole(self, use: Use, numbers: Sequence[int]) -> list[Group]:
+    def whole(self, use: Use, keys: Sequence[Key]) -> list[Group]:
         """Whole groups, with tokens and texts."""
-        return [self._streams[use].groups[number] for number in numbers]
+        return [self._streams[use].groups[key] for key in keys]
 
-    def forget(self, use: Use, numbers: Sequence[int]) -> None:
+    def forget(self, use: Use, keys: Sequence[Key]) -> None:
         """Drop finished groups."""
-        for number in numbers:
-            self._streams[use].groups.pop(number, None)
+        for key in keys:
+            self._streams[use].groups.pop(key, None)
 
     def set_weights(
         self, version: int, when: NewWeights = "drain", ticket: Mapping[str, Any] | None = None
@@ -259,4 +255,4 @@ class Collector:
 
 def _facts_of(group: Group) -> GroupFacts:
     greedy = None if group.greedy is None else Facts.of(group.greedy)
-    return GroupFacts(group.number, tuple(Facts.of(t) for t in group.trajectories), greedy)
+    return GroupFacts(group.key, tuple(Facts.of(t) for t in group.trajectories), greedy)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -52,28 +53,30 @@ class Loop:
         await self._loop.shutdown_default_executor()
 
 
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Make a call in a thread of its own, which does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised again by result()
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="braid-call", daemon=True).start()
+    return future
+
+
 def call_until(call: Callable[[], object], deadline: float, watch: Callable[[], None] = lambda: None) -> None:
     """Make a call that may block for ever, as NCCL's do when a peer is gone. Raises TimeoutError after
     `deadline` (time.monotonic), and what `watch` raises in the meantime; the call then stays behind in its
     thread. Exceptions of the call are re-raised."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:  # re-raised in the calling thread
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="braid-call", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_TICK_S)
-        if thread.is_alive():
-            watch()
-            if time.monotonic() > deadline:
-                raise TimeoutError
-    if failures:
-        raise failures[0]
+    done = in_thread(call)
+    while not wait([done], _TICK_S).done:
+        watch()
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    done.result()
 
 
 _TICK_S = 0.05

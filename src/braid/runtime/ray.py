@@ -255,15 +255,17 @@ class RayGroup:
         """See WorkerGroup."""
         return self._pending([rank], method, [args], **({"concurrency_group": _BESIDE} if is_beside else {}))
 
-    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
-        """See WorkerGroup. The deadline counts from this call on."""
+    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
+        """See WorkerGroup."""
         rank_of = {
             call: rank
             for of in cast("Sequence[_Pending]", pending)
             for call, rank in zip(of.refs, of.ranks, strict=True)
         }
         (doing,) = {of.doing for of in cast("Sequence[_Pending]", pending)}
-        left = self._watch(rank_of, doing, time.monotonic() + self._timeout_s, is_any=True)
+        deadline = min(of.deadline for of in cast("Sequence[_Pending]", pending))
+        until = None if within_s is None else time.monotonic() + within_s
+        left = self._watch(rank_of, doing, deadline, is_any=True, until=until)
         return [of for of in pending if not any(call in left for call in of.refs)]
 
     def close(self) -> None:
@@ -293,17 +295,26 @@ class RayGroup:
         return ray.get(list(calls))
 
     def _watch(
-        self, rank_of: Mapping[Any, int], doing: str, deadline: float, *, is_any: bool = False
+        self,
+        rank_of: Mapping[Any, int],
+        doing: str,
+        deadline: float,
+        *,
+        is_any: bool = False,
+        until: float | None = None,
     ) -> list[Any]:
-        """Wait for calls, or until one has finished; returns the others. The first failure closes the group,
+        """Wait for calls, or until one has finished, or `until` then; returns the others. The first failure closes the group,
         whose other ranks may be waiting for the failed one. So does the loss of a worker of any group, since the
         run needs all groups."""
         pending = list(rank_of)
+        ends = deadline if until is None else until
         while pending and not (is_any and len(pending) < len(rank_of)):
-            done, pending = ray.wait(pending, timeout=max(0.0, min(_TICK_S, deadline - time.monotonic())))
+            done, pending = ray.wait(pending, timeout=max(0.0, min(_TICK_S, ends - time.monotonic())))
             errors = {rank_of[call]: error for call in done if (error := _error_of(call)) is not None}
             if errors or self._lines.first_loss() is not None:
                 self._fail(errors, doing)
+            if until is not None and time.monotonic() >= until:
+                break
             if not done and time.monotonic() >= deadline:
                 late = [rank_of[call] for call in pending]
                 where = "; ".join(self._where(rank) for rank in late)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import inspect
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from .loops import Loop
+from .loops import Loop, in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +101,31 @@ class WorkerGroup(Protocol):
         thread, beside other calls."""
         ...
 
-    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
-        """Wait until one of these calls has finished or failed; returns those that have. Raises WorkerError."""
+    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
+        """Wait until one of these calls has finished or failed, for `within_s` seconds at most; returns those that
+        have. Raises WorkerError."""
         ...
 
     def close(self) -> None:
         """Stop the workers (one in this process by its `close`, if it has one) and their processes.
         Idempotent."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """See Pending. A call in a thread of this process."""
+
+    future: Future[list[Any]]
+
+    @property
+    def refs(self) -> list[Any]:
+        """See Pending. Waits for the values, which are the references themselves."""
+        return self.wait()
+
+    def wait(self) -> list[Any]:
+        """See Pending."""
+        return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +145,8 @@ class InProcessGroup:
 
     size = 1
 
-    def __init__(self, role: str, factory: Factory) -> None:
-        self.role = role
+    def __init__(self, role: str, factory: Factory, *, has_threads: bool = False) -> None:
+        self.role, self._has_threads = role, has_threads
         self._worker = factory(Place(0, 1))
         self._loop: Loop | None = None
         self._is_closed = False
@@ -153,14 +172,19 @@ class InProcessGroup:
         """See WorkerGroup."""
         return Done(self.scatter(method, arguments))
 
-    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Done:  # noqa: ARG002
-        """See WorkerGroup. No call runs beside another."""
+    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Pending:
+        """See WorkerGroup. With `has_threads`, calls beside others run in threads."""
         assert rank == 0, f"there is only one {self.role} worker, not rank {rank}"
+        if is_beside and self._has_threads:
+            return Started(in_thread(partial(self.call, method, *args)))
         return Done(self.call(method, *args))
 
-    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
+    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
         """See WorkerGroup."""
-        return pending
+        if not self._has_threads:
+            return pending
+        futures = {of.future: of for of in pending if isinstance(of, Started)}
+        return [futures[of] for of in wait(futures, within_s, FIRST_COMPLETED).done]
 
     def close(self) -> None:
         """See WorkerGroup."""

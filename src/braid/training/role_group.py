@@ -40,9 +40,9 @@ class RoleGroup:
         """See WorkerGroup."""
         return self.group.start_on(rank, f"{self.name}.{method}", *args, is_beside=is_beside)
 
-    def wait_any(self, pending: Sequence[Pending]) -> Sequence[Pending]:
+    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
         """See WorkerGroup."""
-        return self.group.wait_any(pending)
+        return self.group.wait_any(pending, within_s)
 
     def close(self) -> None:
         """Free the role's model. The processes keep running."""

@@ -103,7 +103,7 @@ class NativeEngine(SteppedEngine):
         dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
         cuda_graphs: bool = True,
         max_length: int | None = None,
-        on_new_weights: Literal["keep_cache", "recompute"] = "keep_cache",
+        recompute_cache: bool = False,
         owns_weights: bool = False,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -112,8 +112,8 @@ class NativeEngine(SteppedEngine):
 
         With `autocast` the model runs under autocast of this type, as in training. With `owns_weights`, a
         `dtype` other than that of the weights, or an `autocast` type other than that of linear layers, the
-        engine keeps a copy of the weights, updated by `set_weights`. `on_new_weights` says what becomes of the
-        cache of sequences that continue with new weights.
+        engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
+        continue with new weights.
         """
         super().__init__()
         self._source = lm
@@ -123,7 +123,7 @@ class NativeEngine(SteppedEngine):
         self._autocast = partial(
             torch.autocast, self._device.type, autocast, enabled=autocast is not None, cache_enabled=False
         )
-        self._recomputes = on_new_weights == "recompute"
+        self._recomputes = recompute_cache
         self._max_running, self._kv_budget_tokens = max_running, kv_budget_tokens
         self._prefill_tokens, self._max_length = prefill_tokens, max_length
         slots = padded_rows(max_running)
