@@ -39,3 +39,29 @@ def test_at_lag_0_the_weights_are_those_of_the_on_policy_loop(
     assert weight_hashes(one) == weight_hashes(other)
     shown = [{k: v for k, v in line.items() if not k.startswith("pipeline/")} for line in numbers(other)]
     assert shown == numbers(one)
+
+
+REWARD = """
+import asyncio
+import random
+
+
+async def score(samples):
+    await asyncio.sleep(random.expovariate(1 / 0.02))  # other groups go on
+    return [float(s.answer == s.fields["answer"]) for s in samples]
+"""
+
+
+@pytest.mark.parametrize("on_new_weights", ["finish", "interrupt"])
+def test_sampling_and_training_overlap_within_the_lag(load_tiny: LoadTiny, on_new_weights: str) -> None:
+    pipeline = ("pipeline.max_lag=2", f"pipeline.on_new_weights={on_new_weights}", "run.max_rounds=8")
+    outcome = commands.train(load_tiny(*pipeline, "eval.every_rounds=4"))
+    lines = records(outcome.run_dir)[1:]
+    assert [line["round"] for line in lines] == list(range(1, 9))
+    assert max(line["pipeline/lag_max"] for line in lines) in (1, 2)
+    for line in lines:
+        shares = {int(k.rpartition("/")[2]): v for k, v in line.items() if k.startswith("pipeline/lag_share/")}
+        assert sum(shares.values()) == pytest.approx(1)
+        assert line["pipeline/lag_mean"] == pytest.approx(sum(lag * share for lag, share in shares.items()))
+        assert line["rollout/trajectories"] == 32
+        assert line["policy/correction_mean"] > 0, "a correction by default"
