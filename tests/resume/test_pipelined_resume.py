@@ -88,7 +88,9 @@ def test_a_killed_run_trains_on_every_prompt_once(
     files = sorted((run / "samples").glob("round_*"))
     assert len(files) == num_rounds
     for file in files:
-        uids = [sample.trajectory.prompt.uid for sample in read_samples(file) if sample.trajectory.sample == 0]
+        uids = [
+            sample.trajectory.prompt.uid for sample in read_samples(file) if sample.trajectory.sample == 0
+        ]
         assert len(uids) == SIZE
         trained.update(int(uid.rpartition(":")[2]) for uid in uids)
     assert trained == Counter(PromptSampler(NUM_PROMPTS, seed=0, shuffle=True).take(num_rounds * SIZE))

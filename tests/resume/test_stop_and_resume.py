@@ -28,8 +28,8 @@ MOMENTS = [
 NUMBERS = itertools.cycle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
-def config(folder: Path, **run: Any) -> Path:
-    tree: dict[str, Any] = copy.deepcopy(CONFIG)
+def config(folder: Path, pipeline: dict[str, int] | None = None, **run: Any) -> Path:
+    tree: dict[str, Any] = copy.deepcopy(CONFIG) | {"pipeline": pipeline}
     tree["run"] |= {"max_rounds": NUM_ROUNDS, "output_dir": str(folder / "runs"), **run}
     tree["checkpoint"] = {}
     tree["eval"] = {"every_rounds": 2}
@@ -61,12 +61,16 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("within_s", [60.0, 1e-3], ids=["the round is finished", "the round is abandoned"])
+@pytest.mark.parametrize(
+    ("within_s", "pipeline"),
+    [(60.0, None), (1e-3, None), (60.0, {"max_lag": 0})],
+    ids=["the round is finished", "the round is abandoned", "pipelined"],
+)
 def test_a_run_stopped_in_each_phase_resumes_bit_exactly(
-    tmp_path: Path, signals: list[tuple[str, int]], within_s: float
+    tmp_path: Path, signals: list[tuple[str, int]], within_s: float, pipeline: dict[str, int] | None
 ) -> None:
-    commands.train(load_config(config(tmp_path / "unbroken")))
-    broken = config(tmp_path / "broken", stop_within_s=within_s, resume="latest")
+    commands.train(load_config(config(tmp_path / "unbroken", pipeline)))
+    broken = config(tmp_path / "broken", pipeline, stop_within_s=within_s, resume="latest")
     signals += MOMENTS
     while signals:
         with pytest.raises(RunInterrupted, match=r"the newest checkpoint is .*step_\d+$"):
