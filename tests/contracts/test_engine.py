@@ -21,7 +21,6 @@ from braid.rollout.engine import Completion, NewWeights, Request, RolloutEngine,
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.published import RemoteEngine
 from braid.weights.files import FileSender
-from braid.weights.fingerprint import Fingerprint
 from braid.weights.sender import LinkedSender
 from braid.weights.sending import Sender
 from braid.weights.wire import Receipt
@@ -322,20 +321,18 @@ def damaged(sender: Sender | None) -> Iterator[None]:
         sender._write = write
         return
     assert isinstance(sender, LinkedSender)
-    assert sender._outlet is not None
-    put, num_pieces = sender._outlet.put, 0
+    assert sender._link is not None
+    transfer, num_buckets = sender._link.transfer, 0
 
-    def put_damaged(piece: Tensor, of: Fingerprint | None, deadline: float) -> None:
-        nonlocal num_pieces
-        num_pieces += 1
-        if of is not None:
-            of.add()  # of what should arrive
-        if num_pieces == 3:
-            piece = piece.clone()
-            piece[len(piece) // 2] ^= 4
-        put(piece, None, deadline)
+    def transfer_damaged(parts: Sequence[Tensor], deadline: float) -> None:
+        nonlocal num_buckets
+        num_buckets += 1
+        parts = [part.clone() for part in parts]
+        if num_buckets == 2:
+            parts[0][0] ^= 4
+        transfer(parts, deadline)
 
-    sender._outlet.put = put_damaged
+    sender._link.transfer = transfer_damaged
     yield
 
 

@@ -188,18 +188,15 @@ def _send(machine: Machine, ticket_to: Any, versions: int) -> None:
     weights = {name: tensor.to(machine.device) for name, tensor in _tensors().items()}
     for version in range(versions):
         if version == versions - 1:
-            outlet = sender._outlet
-            assert outlet is not None
-            put = outlet.put
+            assert sender._link is not None
+            transfer = sender._link.transfer
 
-            def put_damaged(piece: torch.Tensor, of: Any, deadline: float, put: Any = put) -> None:
-                if of is not None:
-                    of.add()  # the fingerprint of what should arrive
-                piece = piece.clone()
-                piece[len(piece) // 2] ^= 4
-                put(piece, None, deadline)
+            def transfer_damaged(parts: Any, deadline: float, transfer: Any = transfer) -> None:
+                parts = [part.clone() for part in parts]
+                parts[0][0] ^= 4
+                transfer(parts, deadline)
 
-            outlet.put = put_damaged  # type: ignore[method-assign]
+            sender._link.transfer = transfer_damaged  # type: ignore[method-assign]
         try:
             sender.send(version, weights.items())
         except EngineError:

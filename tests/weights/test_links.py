@@ -15,11 +15,11 @@ from tests.leftovers import LIMIT_S
 
 from braid.errors import EngineError
 from braid.weights import links
-from braid.weights.links import GroupInlet, GroupOutlet
+from braid.weights.links import GroupLink
 from braid.weights.wire import Wire
 
 GPU = torch.device("cuda")
-PIECE = torch.zeros(8, dtype=torch.uint8)
+DATA = [torch.zeros(8, dtype=torch.uint8)]
 
 
 class Stuck:
@@ -27,7 +27,7 @@ class Stuck:
 
     is_aborted = False
 
-    def broadcast(self, *_: Any) -> Any:
+    def broadcast(self, tensors: Any, options: Any) -> Any:
         return self
 
     def is_completed(self) -> bool:
@@ -49,31 +49,29 @@ def wires() -> Iterator[tuple[Wire, Wire]]:
 
 def test_an_engine_that_fails_ends_the_wait_for_its_collective(wires: tuple[Wire, Wire]) -> None:
     (to_engine, to_trainer), group = wires, Stuck()
-    outlet = GroupOutlet(group, GPU, [to_engine])
-    outlet.put(PIECE, None, time.monotonic() + LIMIT_S)
+    link = GroupLink(group, GPU, [to_engine], "receiving weights")
     to_trainer.close("out of memory")
     with pytest.raises(EngineError, match="engine 0 failed while receiving weights: out of memory"):
-        outlet.flush(time.monotonic() + LIMIT_S)
-    outlet.close()
+        link.transfer(DATA, time.monotonic() + LIMIT_S)
+    link.close()
     assert group.is_aborted
 
 
 def test_a_trainer_that_dies_ends_the_wait_whatever_it_sent_before(wires: tuple[Wire, Wire]) -> None:
     (to_engine, to_trainer), group = wires, Stuck()
-    inlet = GroupInlet(group, GPU, [to_trainer])
+    link = GroupLink(group, GPU, [to_trainer], "sending weights")
     deadline = time.monotonic() + LIMIT_S
     to_engine.send({"kind": "bucket", "index": 1}, deadline, "sending weights")
     to_engine.close()
     with pytest.raises(EngineError, match="lost the trainer while sending weights"):
-        next(iter(inlet.take([(PIECE, None), None], deadline)))
+        link.transfer(DATA, deadline)
     assert to_trainer.receive("bucket", deadline, "reading on")["index"] == 1
 
 
 def test_a_hanging_collective_is_abandoned_at_the_deadline(wires: tuple[Wire, Wire]) -> None:
-    outlet = GroupOutlet(Stuck(), GPU, wires[:1])
-    outlet.put(PIECE, None, time.monotonic() + LIMIT_S)
+    link = GroupLink(Stuck(), GPU, wires[:1], "receiving weights")
     with pytest.raises(EngineError, match="did not complete in time"):
-        outlet.flush(time.monotonic())
+        link.transfer(DATA, time.monotonic())
 
 
 class Waiting:
@@ -104,5 +102,5 @@ def test_a_group_of_nccl_is_abandoned_if_a_peer_fails_or_time_is_up(
         to_trainer.close("out of memory")
     deadline = time.monotonic() + LIMIT_S * dies
     with pytest.raises(EngineError, match=words):
-        links._join("nccl", dist.HashStore(), 0, 2, LIMIT_S, torch.device("cpu"), [to_engine], deadline)
+        links._join_group("nccl", dist.HashStore(), 0, 2, LIMIT_S, torch.device("cpu"), [to_engine], deadline)
     Waiting.never.set()

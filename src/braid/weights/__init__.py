@@ -12,12 +12,11 @@ time:
     join_send(sender, version, backend.iter_weights())                # on every rank; `sender` is None on the others
 
     receiver = open_receiver(ticket, engine="rollout 0", timeout_s=...)
-    engine.load_weights(version, receiver.receive(version))          # if the engine copies the tensors, or
-    receiver.receive_into(version, dict(model.named_weights()))      # directly into tensors of the same names
+    engine.load_weights(version, receiver.receive(version))          # (name, tensor) pairs, or
+    receiver.receive_into(version, dict(model.named_weights()))      # into tensors of the same names
 
-`receive` yields a tensor only after its whole bucket has been verified against the sender's fingerprints
-(weights.fingerprint); `receive_into` writes each tensor as it arrives and verifies it afterwards, bucket by
-bucket. Both raise EngineError for a corrupted, missing, swapped or stale tensor, and for a trainer that died
+Both yield or write a tensor only after its whole bucket has been verified against the sender's fingerprints
+(weights.fingerprint). Both raise EngineError for a corrupted, missing, swapped or stale tensor, and for a trainer that died
 or timed out; `send` raises an EngineError that names the failed engine. After an error both sides start over:
 the next `send` waits for all its engines to reconnect, which receivers do by themselves.
 

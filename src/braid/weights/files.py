@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from braid.errors import EngineError
 
 from .fingerprint import Weights, fingerprint
+from .receiver import Receiver
 from .sending import Bucket, SendOptions, buckets_of
 from .wire import Receipt, Tally, TensorSpec, Ticket
 
@@ -119,18 +120,12 @@ class FileSender:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class FileReceiver:
+class FileReceiver(Receiver):
     """See receiver.Receiver."""
 
     def __init__(self, ticket: Ticket, *, engine: str, timeout_s: float) -> None:
-        self._folder, self._sender = Path(ticket.folder), ticket.secret
-        self._engine, self._timeout_s = engine, timeout_s
-        self._receipt: Receipt | None = None
-
-    @property
-    def receipt(self) -> Receipt | None:
-        """See Receiver."""
-        return self._receipt
+        super().__init__(engine)
+        self._folder, self._sender, self._timeout_s = Path(ticket.folder), ticket.secret, timeout_s
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """See Receiver."""
@@ -154,27 +149,8 @@ class FileReceiver:
                 yield name, tensors.pop(name)
         self._receipt = tally.receipt()
 
-    def receive_into(self, version: int, targets: Mapping[str, Tensor]) -> Receipt:
-        """See Receiver."""
-        missing = dict.fromkeys(targets)
-        for name, tensor in self.receive(version):
-            if name not in targets or targets[name].shape != tensor.shape:
-                raise EngineError(
-                    f"version {version} has {name} of shape {tuple(tensor.shape)}, but engine {self._engine} does not: the models "
-                    "of trainer and engine differ"
-                )
-            targets[name].detach().copy_(tensor)
-            missing.pop(name)
-        if missing:
-            raise EngineError(
-                f"version {version} lacks {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
-                "the models of trainer and engine differ"
-            )
-        assert self._receipt is not None
-        return self._receipt
-
-    def close(self) -> None:
-        """See Receiver."""
+    def _drop(self, why: str) -> None:
+        """See Receiver. Nothing is connected."""
 
     def _await(self, version: int) -> tuple[Path, dict[str, Any]]:
         """Wait until this sender has written the version; return its folder and record."""

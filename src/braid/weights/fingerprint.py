@@ -1,5 +1,4 @@
-"""Tensor fingerprints, computed at about memory bandwidth, and the verification of an engine's weights with
-them.
+"""Tensor fingerprints, and the verification of an engine's weights with them.
 
 A tensor's bytes are read as rows of 1,016 64-bit words, 64 rows per block. Each block is summed by column,
 the blocks' sums are added with one weight per block (all modulo 2^64), and BLAKE2b hashes the 1,016 sums, the
@@ -19,100 +18,47 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from braid.errors import TrainingError
 
-from .copying import COLUMNS, FACTOR, ROWS, copy, copy_and_sum
-
 Weights = Iterable[tuple[str, Tensor]]
 """(name, tensor) pairs."""
 
-_ROW_BYTES = 8 * COLUMNS
-BLOCK_BYTES = ROWS * _ROW_BYTES
+_COLUMNS, _ROWS = 8 * 127, 64
+"""64-bit words per row, and rows per block."""
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""The weights of blocks are its powers modulo 2^64. It is odd and of high order, so that a change in any block
+changes the sum."""
+BLOCK_BYTES = 8 * _COLUMNS * _ROWS
 """Bytes per block of the checksum."""
 SMALL_BYTES = 2**15
 """Tensors up to this size in bytes are hashed directly, without column sums."""
 
 
-class Fingerprint:
-    """Incremental fingerprint of one tensor, whose bytes are summed piece by piece, during a copy or on their
-    own."""
-
-    def __init__(
-        self, tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor, piece_bytes: int | None = None
-    ) -> None:
-        """`memory` is the tensor's bytes, uint8 [n]. Every piece but the last has `piece_bytes` bytes, a
-        multiple of BLOCK_BYTES; None: one piece."""
-        self._about = f"{tensor_type} {tuple(shape)}".encode()
-        self._memory, self._size, self._next = memory, memory.numel(), 0
-        self._piece_bytes = piece_bytes or max(self._size, 1)
-        self._end = 0 if self._size <= SMALL_BYTES else self._size - self._size % _ROW_BYTES
-        self._total = torch.zeros(COLUMNS if self._end else 0, dtype=torch.int64, device=memory.device)
-
-    def add(self) -> None:
-        """Sum the next piece of the memory, which must have arrived."""
-        start, stop = self._advance()
-        if start >= stop:
-            return
-        piece = self._memory[start:stop]
-        if (one_pass := self._one_pass()) is not None:
-            one_pass(piece.data_ptr(), None, self._total.data_ptr(), stop - start)
-            return
-        rows = piece.view(torch.int64).view(-1, COLUMNS)
-        middle = len(rows) - len(rows) % ROWS
-        for blocks in (rows[:middle].view(-1, ROWS, COLUMNS), rows[middle:].unsqueeze(0)):
-            if blocks.numel():
-                weights = _weights(len(blocks), blocks.device)
-                self._total.mul_(_power(len(blocks))).add_((blocks.sum(1) * weights).sum(0))
-
-    def add_copied(self, source: Tensor, target: Tensor) -> None:
-        """Copy `source` to `target`, one of which is the next piece of the memory, and sum it."""
-        one_pass = self._one_pass() if source.device == target.device else None
-        if one_pass is None:
-            copy(source, target)
-            self.add()
-            return
-        self._advance()
-        size = min(source.numel(), target.numel())
-        one_pass(source.data_ptr(), target.data_ptr(), self._total.data_ptr(), size)
-
-    def value(self) -> str:
-        """The 128-bit fingerprint in hexadecimal, once all pieces have been added."""
-        assert self._next >= self._size, "of all pieces"
-        digest = hashlib.blake2b(self._about, digest_size=16)
-        digest.update(self._total.cpu().numpy().data)
-        digest.update(self._memory[self._end :].cpu().numpy().data)
-        return digest.hexdigest()
-
-    def _advance(self) -> tuple[int, int]:
-        """Advance by one piece; return its start and the end of its whole rows."""
-        start, self._next = self._next, self._next + self._piece_bytes
-        return start, min(self._next, self._end)
-
-    def _one_pass(self) -> Any:
-        """The fused copy-and-sum function, for tensors in host memory that are large enough to be summed."""
-        return copy_and_sum() if self._end and self._memory.device.type == "cpu" else None
+def fingerprint(tensor: Tensor) -> str:
+    """Fingerprint of dtype, shape and every bit, in hexadecimal; independent of device and memory layout."""
+    rest = bytes_of(tensor)
+    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    if rest.numel() > SMALL_BYTES:
+        end = rest.numel() - rest.numel() % (8 * _COLUMNS)
+        digest.update(_sums(rest[:end].view(torch.int64).view(-1, _COLUMNS)).cpu().numpy().data)
+        rest = rest[end:]
+    digest.update(rest.cpu().numpy().data)
+    return digest.hexdigest()
 
 
-@cache
-def _power(exponent: int) -> int:
-    """FACTOR ** exponent modulo 2^64, as a signed int64. FACTOR is odd and of high order, so that a change in
-    any block changes the sum."""
-    value = pow(FACTOR, exponent, 2**64)
-    return value - 2**64 if value >= 2**63 else value
-
-
-@cache
-def _weights(number: int, device: torch.device) -> Tensor:
-    """Weights of consecutive blocks, int64 [number, 1]; the last is 1."""
-    powers = [_power(exponent) for exponent in reversed(range(number))]
-    return torch.tensor(powers, dtype=torch.int64, device=device).view(-1, 1)
+def _sums(rows: Tensor) -> Tensor:
+    """Weighted column sums of int64 [n, columns]; the last block may have fewer rows."""
+    middle = len(rows) - len(rows) % _ROWS
+    sums = rows[:middle].view(-1, _ROWS, _COLUMNS).sum(1)
+    if middle < len(rows):
+        sums = torch.cat([sums, rows[middle:].sum(0, keepdim=True)])
+    exponents = torch.arange(len(sums) - 1, -1, -1, device=rows.device)
+    return (sums * torch.pow(_FACTOR, exponents).unsqueeze(1)).sum(0)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -121,19 +67,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     if not flat.numel():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return (flat.clone() if flat.data_ptr() % 8 else flat).view(torch.uint8)
-
-
-def fingerprint(tensor: Tensor) -> str:
-    """Fingerprint of dtype, shape and every bit; independent of device and memory layout."""
-    return of_bytes(tensor.dtype, tensor.shape, bytes_of(tensor)).value()
-
-
-def of_bytes(tensor_type: torch.dtype, shape: Iterable[int], memory: Tensor) -> Fingerprint:
-    """Fingerprint of a complete tensor, given its bytes `memory`, uint8 [n]."""
-    of = Fingerprint(tensor_type, shape, memory)
-    if memory.numel():
-        of.add()
-    return of
 
 
 def fingerprints(weights: Weights, like: Mapping[str, torch.dtype] | None = None) -> dict[str, str]:

@@ -4,11 +4,10 @@ A receiver connects to the address in the sender's ticket and sends one line: th
 engine's name. A peer's messages are not parsed before its secret has been verified. For each version the
 sender then sends:
 
-    link           parameters of the link, once per set of engines; the receiver answers `ready`
-    begin          the version
-    bucket         names, dtypes and shapes of the tensors that follow; their bytes go over the link
-    fingerprints   of the bucket's tensors
-    end            number of tensors and fingerprint of the whole version; the receiver answers `done`
+    link      parameters of the link, once per set of engines; the receiver answers `ready`
+    begin     the version
+    bucket    names, dtypes, shapes and fingerprints of the tensors that follow; their bytes go over the link
+    end       number of tensors and fingerprint of the whole version; the receiver answers `done`
 
 Either side may send `failed`, with the reason, instead. Messages are JSON: received data is never executed.
 """
@@ -18,16 +17,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import secrets
 import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -35,13 +35,14 @@ from braid.errors import EngineError
 
 Transport = Literal["shared_memory", "cuda_ipc", "nccl", "gloo", "files"]
 Message = dict[str, Any]
+T = TypeVar("T", bound="Any")
 
 _LENGTH = struct.Struct("!I")
 _LONGEST = 2**30
 _HELLO_BYTES = 4096
 """Length limit of the first line: the most that is read from a peer that does not know the secret."""
-_HELLO_S = 5.0
-"""Seconds within which a peer must have sent its first line."""
+_HELLO_S, _MAX_STRANGERS = 5.0, 128
+"""Seconds within which a peer must have sent its first line, and the most peers that have not sent it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,12 @@ class Wire:
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(True)
         self.peer = peer
         self._socket = connection
         self._ahead: deque[Message] = deque()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, message: Message, deadline: float, doing: str) -> None:
         """Send a message. Raises EngineError if the peer is gone or does not read in time."""
@@ -127,17 +130,16 @@ class Wire:
         except TimeoutError:
             raise self.late(doing) from None
         except OSError as error:
-            # A `failed` message from the peer may give the reason.
-            self._raise_failure()
+            self.look_ahead(deadline, doing)  # the peer may have given its reason
             raise self._gone(doing, str(error.strerror or error)) from None
 
     def receive(self, kind: str, deadline: float, doing: str) -> Message:
         """Receive the next message, which must be of `kind`. Raises EngineError if it is not, or if the peer
         reports a failure, is gone or times out."""
         message = self.receive_any(deadline, doing)
-        if message.get("kind") != kind:
+        if message["kind"] != kind:
             raise EngineError(
-                f"{self.peer} sent {message.get('kind')!r} instead of {kind!r} while {doing}; both ends of a weight sync must "
+                f"{self.peer} sent {message['kind']!r} instead of {kind!r} while {doing}; both ends of a weight sync must "
                 "run the same version of braid"
             )
         return message
@@ -149,8 +151,25 @@ class Wire:
     def look_ahead(self, deadline: float, doing: str) -> None:
         """Read the messages that have arrived, for later. Raises EngineError if the peer has failed or is
         gone, however many messages came before."""
-        while readable([self._socket], 0.0):
+        while readable([self], 0.0):
             self._ahead.append(self._next(deadline, doing))
+
+    def is_readable(self) -> bool:
+        """Whether a message is waiting, or the peer is gone."""
+        return bool(self._ahead or readable([self], 0.0))
+
+    def close(self, why: str | None = None) -> None:
+        """Close the connection. With `why`, first try to send the peer a `failed` message."""
+        if why is not None:
+            with suppress(EngineError):
+                self.send({"kind": "failed", "why": why}, time.monotonic() + 1.0, "giving up")
+        self._socket.close()
+
+    def late(self, doing: str) -> EngineError:
+        """The error for a peer that did not answer in time."""
+        return EngineError(
+            f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it needs more time"
+        )
 
     def _next(self, deadline: float, doing: str) -> Message:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, doing))
@@ -170,51 +189,24 @@ class Wire:
             raise EngineError(f"{self.peer} failed while {doing}: {message.get('why')}")
         return message
 
-    def is_readable(self) -> bool:
-        """Whether a message is waiting, or the peer is gone."""
-        return bool(self._ahead or readable([self._socket], 0.0))
-
-    def close(self, why: str | None = None) -> None:
-        """Close the connection. With `why`, first try to send the peer a `failed` message."""
-        if why is not None:
-            with suppress(EngineError):
-                self.send({"kind": "failed", "why": why}, time.monotonic() + 1.0, "giving up")
-        self._socket.close()
-
     def _read(self, num_bytes: int, deadline: float, doing: str) -> bytes:
-        parts = bytearray()
-        while len(parts) < num_bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
             self._socket.settimeout(_left(deadline))
             try:
-                data = self._socket.recv(num_bytes - len(parts))
+                part = self._socket.recv(min(num_bytes - len(data), 2**20))
             except TimeoutError:
                 raise self.late(doing) from None
             except OSError as error:
                 raise self._gone(doing, str(error.strerror or error)) from None
-            if not data:
+            if not part:
                 raise self._gone(doing, "the connection was closed")
-            parts += data
-        return bytes(parts)
-
-    def _raise_failure(self) -> None:
-        """Raise the peer's pending `failed` message as EngineError, if there is one."""
-        soon = time.monotonic() + 0.1
-        try:
-            while True:
-                self.receive_any(soon, "syncing weights")
-        except EngineError as error:
-            if "failed while" in str(error):
-                raise
+            data += part
+        return bytes(data)
 
     def _gone(self, doing: str, how: str) -> EngineError:
         return EngineError(
             f"lost {self.peer} while {doing} ({how}): its process exited or was killed; see its log"
-        )
-
-    def late(self, doing: str) -> EngineError:
-        """The error for a peer that did not answer in time."""
-        return EngineError(
-            f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it needs more time"
         )
 
 
@@ -235,62 +227,94 @@ def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
     return wire
 
 
-@dataclass(slots=True)
-class Caller:
+class Listener:
+    """Accepts engines that know its secret. Other peers are dropped: those whose first line is wrong, too long
+    or late, and the oldest of too many."""
+
+    def __init__(self, host: str) -> None:
+        self.secret = secrets.token_hex(16)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=256)
+        self._socket.settimeout(0.0)
+        self.port: int = self._socket.getsockname()[1]
+        self._strangers: list[_Stranger] = []
+
+    def accept(self, wait_s: float) -> list[tuple[str, Wire]]:
+        """The engines that have connected, by name, after waiting at most `wait_s` for the first."""
+        engines: list[tuple[str, Wire]] = []
+        until = time.monotonic() + wait_s
+        while True:
+            ready = readable([self._socket, *self._strangers], max(0.0, until - time.monotonic()))
+            if self._socket in ready:
+                with suppress(OSError):  # the peer has disconnected again
+                    self._strangers.append(_Stranger(self._socket.accept()[0]))
+            engines += [engine for of in self._strangers if (engine := of.hear(self.secret)) is not None]
+            for old in self._strangers[:-_MAX_STRANGERS]:
+                old.close()
+            self._strangers = [of for of in self._strangers if of.fileno() >= 0]
+            if engines:
+                until = 0.0
+            if not ready and time.monotonic() >= until:
+                return engines
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        for stranger in self._strangers:
+            stranger.close()
+        self._socket.close()
+
+
+class _Stranger:
     """A connected peer that has not yet authenticated as an engine."""
 
-    connection: socket.socket
-    until: float
-    said: bytes = b""
-
-    @classmethod
-    def accepted(cls, connection: socket.socket) -> Caller:
-        """Wrap a newly accepted connection, in non-blocking mode."""
+    def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        return cls(connection, time.monotonic() + _HELLO_S)
+        self._socket, self._until, self._said = connection, time.monotonic() + _HELLO_S, b""
 
     def fileno(self) -> int:
-        return self.connection.fileno()
+        return self._socket.fileno()
 
     def hear(self, secret: str) -> tuple[str, Wire] | None:
-        """Read what has arrived. Returns the engine's name and its wire once the first line is complete, None
-        before that; also None for a peer that is not an engine or too slow, whose connection is closed."""
+        """Read what has arrived. Returns the engine's name and its wire once the first line is complete; closes
+        the connection of a peer that is not an engine."""
         try:
-            data = self.connection.recv(_HELLO_BYTES - len(self.said))
+            data = self._socket.recv(_HELLO_BYTES - len(self._said))
+            is_over = not data
         except BlockingIOError:
-            data = None
+            data, is_over = b"", time.monotonic() > self._until
         except OSError:
-            data = b""
-        self.said += data or b""
-        line, end, rest = self.said.partition(b"\n")
-        if not end:
-            if data == b"" or len(self.said) >= _HELLO_BYTES or time.monotonic() > self.until:
-                self.connection.close()
-            return None
+            data, is_over = b"", True
+        self._said += data
+        line, end, rest = self._said.partition(b"\n")
         said, _, name = line.partition(b" ")
-        if (
-            not hmac.compare_digest(said, secret.encode()) or rest
-        ):  # an engine sends nothing else before the sender does
-            self.connection.close()
-            return None
-        engine = name.decode(errors="replace")
-        return engine, Wire(self.connection, f"engine {engine}")
+        if end and not rest and hmac.compare_digest(said, secret.encode()):
+            engine = name.decode(errors="replace")
+            return engine, Wire(socket.socket(fileno=self._socket.detach()), f"engine {engine}")
+        if end or is_over or len(self._said) >= _HELLO_BYTES:
+            self.close()
+        return None
+
+    def close(self) -> None:
+        self._socket.close()
 
 
-def specs_from(message: Message) -> list[TensorSpec]:
-    """The tensor specs in a `bucket` message."""
-    return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in message["tensors"]]
-
-
-def specs_message(index: int, specs: Iterable[TensorSpec]) -> Message:
-    """Build a `bucket` message."""
-    return {"kind": "bucket", "index": index, "tensors": [[s.name, s.dtype, s.shape] for s in specs]}
-
-
-def tell(wires: Mapping[str, Wire], message: Message, deadline: float, doing: str) -> None:
-    """Send a message to all wires."""
-    for wire in wires.values():
+def tell(wires: Iterable[Wire], message: Message, deadline: float, doing: str) -> None:
+    """Send a message to all peers."""
+    for wire in wires:
         wire.send(message, deadline, doing)
+
+
+def hear(wires: Iterable[Wire], kind: str, deadline: float, doing: str) -> Iterator[Message]:
+    """Receive a message of `kind` from each peer, in the order of arrival. Raises EngineError as soon as one
+    of those that have not answered yet fails."""
+    silent = list(wires)
+    while silent:
+        ready = [wire for wire in silent if wire.is_readable()] or readable(silent, _left(deadline))
+        if not ready:
+            raise silent[0].late(doing)
+        for wire in ready:
+            silent.remove(wire)
+            yield wire.receive(kind, deadline, doing)
 
 
 def own_end(wires: Iterable[Wire]) -> str:
@@ -300,13 +324,7 @@ def own_end(wires: Iterable[Wire]) -> str:
     return next((a for a in addresses if not a.startswith("127.") and a != "::1"), addresses[0])
 
 
-def wait_any(wires: Iterable[Wire], seconds: float) -> None:
-    """Wait until one of the wires is readable or its peer gone, for at most `seconds`."""
-    if sockets := [wire._socket for wire in wires]:
-        readable(sockets, seconds)
-
-
-def readable(sockets: Iterable[Any], seconds: float) -> list[Any]:
+def readable(sockets: Iterable[T], seconds: float) -> list[T]:
     """The sockets with data, a new connection or end of file to read, after waiting at most `seconds` for the
     first. Uses poll, because select is limited to small file descriptors."""
     poll, by_number = select.poll(), {of.fileno(): of for of in sockets}
