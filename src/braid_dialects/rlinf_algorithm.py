@@ -157,7 +157,6 @@ _HAS_ENTROPY = unless(
 )
 _SCALES = list_of(choice("group_level", "agent_level", "turn_level"))
 _TOP_P = number(0.0, 1.0, above=True)
-_ON_POLICY = "training is on-policy: each round is sampled with the current weights"
 _BY_EPS = unless_null("set by algorithm.ratio_clip_eps")
 
 # One rule per line.
@@ -233,7 +232,9 @@ RULES = section("algorithm", "algorithm")(
        note="with seq-mean-token-mean. group_level: the turns of a trajectory are added up; with "
        "agent_level: agents count alike, and the turns of each; with turn_level: the tokens of each. KL and "
        "entropy are scaled too"),
-    missing("{staleness_threshold,on_policy_min_ratio}", _ON_POLICY),
+    to("staleness_threshold", "pipeline.max_lag", "natural?", unless_null("sampling and training take turns"),
+       default=None),
+    missing("on_policy_min_ratio", "groups are taken as they finish; set braid.pipeline.max_lag"),
     # KL and entropy
     to("kl_beta", {".kl_coef": as_is, "{kl_in}": "reward"}, "non-negative", _BY_REINPP,
        note="subtracted from rewards, as RLinf documents; its code adds it to the loss "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from . import roll_facts as facts
 from .conditions import needs, unless
-from .conversions import as_is, computed, folder_name, null_as, off, only, or_null, unless_null
+from .conversions import as_is, computed, folder_name, null_as, off, only, or_null, sets, unless_null
 from .roll_facts import has_critic, is_one_process, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
@@ -129,8 +129,11 @@ PIPELINE = rows(
        unless_null("prompt_length + response_length", implied), computed(facts.max_new_tokens),
        note="prompt plus response"),
     # How rollouts run
-    to("async_generation_ratio", "", "non-negative",
-       only(0, "set it to 0; asynchronous training is not implemented")),
+    to("async_generation_ratio", "pipeline.max_lag pipeline.on_new_weights pipeline.over_lag", "non-negative",
+       lambda value, source: sets(ceil(value), "interrupt", "drop")(value, source) if value else
+       implied("sampling and training take turns"), default=0,
+       note="rounded up; running requests continue with new weights, and older groups are dropped. Off-policy "
+       "tokens are corrected by default"),
     always("generate_opt_level", "continuous batching is always used", choice(0, 1)),
     always("is_num_return_sequences_expand", "each sample is a separate request; the prefill of a prompt is "
            "shared", "bool"),

@@ -23,6 +23,7 @@ from .conversions import (
     only,
     or_null,
     positive,
+    sets,
     unless_null,
     wandb_mode,
 )
@@ -196,6 +197,7 @@ _NO_REWARD_WORKERS = (
     "reward models are reward parts (braid.reward.parts), not workers; SkyRL did not implement them"
 )
 _TEMPLATE = "a template, used where ${deepspeed_config.train} or ${deepspeed_config.eval} refers to it"
+_IS_SYNC = unless(lambda s: not s["trainer.fully_async.enabled"], "trainer.fully_async.enabled is false")
 _CHUNKS = "log-probs and entropy are computed in chunks of train.logprob_chunk_bytes"
 _ONE_CHUNK = "logits are always computed for one chunk of tokens at a time"
 _MODEL_FOLDER = "set it in config.json of the model folder"
@@ -266,9 +268,16 @@ GENERAL = section("trainer")(
     to("mtp.enabled", "", "bool", off("set it to false; draft heads are not supported", "no draft heads"),
        default=False),
     ignored("mtp.*", "there are no draft heads"),
-    to("fully_async.enabled", "", "bool",
-       off("set it to false; only on-policy training is supported", "training is on-policy"), default=False),
-    ignored("fully_async.*", "training is on-policy"))
+    to("fully_async.enabled", "pipeline.on_new_weights pipeline.over_lag", "bool",
+       lambda value, source: sets("interrupt", "keep")(value, source) if value else implied("it is off"), default=False,
+       note="sampling goes on during training, and running requests continue with new weights"),
+    to("fully_async.max_staleness_steps", "pipeline.max_lag", "natural", _IS_SYNC, default=4),
+    to("fully_async.num_parallel_generation_workers", "pipeline.groups_in_flight", "count", _IS_SYNC, default=768),
+    to("fully_async.clear_kv_cache_on_weight_sync", "rollout.native.recompute_cache", "bool", _IS_SYNC,
+       default=False),
+    missing("fully_async.sample_full_batch", "set it to false: prompts are drawn as places become free", False),
+    missing("fully_async.simulate_training", "set it to false: there is no simulated training", False),
+    ignored("fully_async.simulate_{training_step,weight_sync}_seconds", "there is no simulated training"))
 
 REPORT = section("trainer")(
     to("eval_batch_size", "eval.batch_prompts", "count", NO_EVALUATION, default=1024,

@@ -806,15 +806,15 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
 
 
 def test_keys_of_other_pipelines_are_known_and_not_supported(tmp_path: Path) -> None:
-    text = problems(
-        tmp_path, {"custom_envs": {"Sokoban": {"env_type": "sokoban"}}, "async_generation_ratio": 1}
-    )
+    text = problems(tmp_path, {"custom_envs": {"Sokoban": {"env_type": "sokoban"}}})
     assert "custom_envs.Sokoban" in text
     assert "it belongs to ROLL's agentic pipeline" in text
-    assert (
-        "async_generation_ratio: 1 is not supported: set it to 0; asynchronous training is not implemented"
-        in text
-    )
+
+
+def test_the_asynchronous_generation_ratio_bounds_the_lag(tmp_path: Path) -> None:
+    assert native(read(tmp_path, {"async_generation_ratio": 0}).loaded, "pipeline") is None
+    pipeline = native(read(tmp_path, {"async_generation_ratio": 1.5}).loaded, "pipeline")
+    assert (pipeline.max_lag, pipeline.over_lag, pipeline.on_new_weights) == (2, "drop", "interrupt")
 
 
 def test_a_file_without_a_model_is_refused_when_a_run_starts(tmp_path: Path) -> None:

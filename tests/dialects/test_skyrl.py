@@ -637,6 +637,17 @@ def test_rules_between_keys(file: Path, overrides: tuple[str, ...], expected: st
     assert expected in problems(file, *overrides)
 
 
+def test_fully_asynchronous_training_is_the_pipelined_loop(file: Path) -> None:
+    off = read(file, "trainer.fully_async.max_staleness_steps=2")
+    assert native(off, "pipeline") is None
+    at = "trainer.fully_async"
+    found = read(
+        file, f"{at}.enabled=true", f"{at}.max_staleness_steps=2", f"{at}.num_parallel_generation_workers=9"
+    )
+    expected = {"max_lag": 2, "groups_in_flight": 9, "on_new_weights": "interrupt", "over_lag": "keep"}
+    assert native(found, "pipeline").model_dump() == expected
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -647,9 +658,6 @@ def test_rules_between_keys(file: Path, overrides: tuple[str, ...], expected: st
 "swanlab, or read metrics.jsonl; to ignore it: --allow-unsupported "
 "trainer.logger")),
         ("trainer.polcy_mini_batch_size=4", "trainer.polcy_mini_batch_size: unknown key of SkyRL, did you mean 'trainer.policy_mini_batch_size'?"),
-        ("trainer.fully_async.enabled=true", ("trainer.fully_async.enabled: true is not supported: set "
-"it to false; only on-policy training is supported; to "
-"ignore it: --allow-unsupported trainer.fully_async.enabled")),
         (f"{_A}.temperature=0.5", f"{_A}.temperature: log-probs always use the sampling temperature; set it to sampling_params.temperature, or to null"),
     ],
 )  # fmt: skip
