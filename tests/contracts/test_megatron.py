@@ -1,6 +1,6 @@
 """Megatron-core matches single-process training in every layout; its checkpoints can be resumed by every backend.
 
-Its workers run with tests/megatron_cpu on their path: the CPU in place of its GPU.
+Its workers run with tests/megatron_cpu on their path: the CPU in place of its GPU. Two run all layouts in turn.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tests.contracts.megatron_ranks import SuccessiveRanks
 from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
 from braid.config.load import load_config
+from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
 from braid.controller import commands
 from braid.models.base import Output
@@ -35,7 +38,7 @@ from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss, value_loss_of
-from braid.training.worker import make_backend
+from braid.training.role_group import RoleGroup
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -60,13 +63,21 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 """The model's sizes (None: a mixture of experts) and train.megatron."""
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(CPU_FOLDER), prepend=os.pathsep)
-        connect(_config(BUILD).cluster, num_processes=4)  # a run has a rollout worker too
+        connect(_config(BUILD).cluster, num_processes=2)
         yield
         disconnect()
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: None) -> Iterator[RayGroup]:
+    config = _config(BUILD)
+    group = RayGroup("policy", 2, config.cluster).make(partial(SuccessiveRanks, config=config))
+    yield group
+    group.close()
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +119,13 @@ def _single(config: RunConfig) -> SingleBackend:
     return SingleBackend(model, config.train, total_steps=9, device=CPU)
 
 
-def _group(
-    model: dict[str, Any] | Path, megatron: dict[str, Any], size: int = 2, **train: Any
-) -> GroupBackend:
-    config = _config(model, backend="megatron", megatron=megatron, **train)
-    make = partial(make_backend, role="policy", config=config, total_steps=9)
-    return GroupBackend(RayGroup("policy", size, config.cluster).make(make))
+@contextmanager
+def _on(pair: RayGroup, role: TrainingRole, config: RunConfig) -> Iterator[GroupBackend]:
+    """A model on the ranks, for the block."""
+    pair.call("add", role, role, config, 9)
+    group = RoleGroup(pair, role)
+    yield GroupBackend(group)
+    group.close()
 
 
 def _rows() -> list[Row]:
@@ -166,13 +178,15 @@ def _assert_close(mine: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_matches_one_process_and_either_resumes_from_the_other(layout: str, mixture: Path) -> None:
+def test_a_layout_matches_one_process_and_either_resumes_from_the_other(
+    layout: str, pair: RayGroup, mixture: Path
+) -> None:
     # 4 layers: sums over 64 and 96 features and up to 48 positions; numbers of size 1
     tolerance = rounding(4 * (64 + 96 + 48))
     build, megatron = LAYOUTS[layout]
     model = build or mixture
-    single, group = _single(_config(model)), _group(model, megatron)
-    try:
+    single = _single(_config(model))
+    with _on(pair, "policy", _config(model, backend="megatron", megatron=megatron)) as group:
         rows = _rows()
         outputs: frozenset[Output] = frozenset({"logprobs", "entropy"})
         for mine, other in zip(group.infer(rows, outputs), single.infer(rows, outputs), strict=True):
@@ -200,19 +214,15 @@ def test_a_layout_matches_one_process_and_either_resumes_from_the_other(layout: 
         _train(group, 1)
         _train(single, 2)
         _assert_close(group.full_weights(), dict(single.named_weights()))
-    finally:
-        group.group.close()
 
 
-def test_layers_recomputed_in_autocast_get_the_gradients_of_kept_ones() -> None:
-    model = {**BUILD, "num_layers": 2}
-    kinds = ({}, {"recompute_granularity": "full", "recompute_method": "block"})
-    groups = [_group(model, megatron, 1, autocast="fp16") for megatron in kinds]
-    try:
-        kept, recomputed = ([report.grad_norm for report in _train(group, 2)] for group in groups)
-    finally:
-        for group in groups:
-            group.group.close()
+def test_layers_recomputed_in_autocast_get_the_gradients_of_kept_ones(pair: RayGroup) -> None:
+    norms: list[list[float]] = []
+    for megatron in ({}, {"recompute_granularity": "full", "recompute_method": "block"}):
+        config = _config({**BUILD, "num_layers": 2}, backend="megatron", megatron=megatron, autocast="fp16")
+        with _on(pair, "policy", config) as group:
+            norms.append([report.grad_norm for report in _train(group, 2)])
+    kept, recomputed = norms
     assert recomputed == kept  # of the same operations on the same numbers
 
 
@@ -226,17 +236,15 @@ CRITICS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", CRITICS)
-def test_a_critic_learns_the_values_of_one_process(layout: str) -> None:
+def test_a_critic_learns_the_values_of_one_process(layout: str, pair: RayGroup) -> None:
     # as of policies: float32 rounding of the same sums
     build, normalizes, megatron = CRITICS[layout]
     critic = {"normalize_values": normalizes, "head_name": "score"}
     optimizer = {"lr": 1e-3, "value_lr": 1e-2, "eps": 1e-5}
     config = _config(build, critic, backend="megatron", megatron=megatron, optimizer=optimizer)
     single = SingleBackend(make_critic(config, CPU), config.train, total_steps=9, device=CPU)
-    make = partial(make_backend, role="critic", config=config, total_steps=9)
-    group = GroupBackend(RayGroup("critic", 2, config.cluster).make(make))
     loss = value_loss_of(RECIPES["ppo"])
-    try:
+    with _on(pair, "critic", config) as group:
         for mine, other in zip(_train(group, 3, loss=loss), _train(single, 3, loss=loss), strict=True):
             assert mine.loss == pytest.approx(other.loss, rel=1e-5)
             assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
@@ -249,11 +257,9 @@ def test_a_critic_learns_the_values_of_one_process(layout: str) -> None:
         group.load(state)
         _train(group, 1, loss=loss)
         _assert_close(group.full_weights(), dict(single.named_weights()))
-    finally:
-        group.group.close()
 
 
-def test_a_run_can_be_resumed_with_another_backend(tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_with_another_backend(cluster: None, tmp_path: Path) -> None:
     task = {
         "kind": "procedural",
         "generator": "chain_sum",
@@ -268,7 +274,7 @@ def test_a_run_can_be_resumed_with_another_backend(tmp_path: Path) -> None:
         "rollout": {"prompts_per_round": 2, "group_size": 4, "sampling": {"max_new_tokens": 8}},
         "algorithm": {"kl_coef": 0.01},
         "train": {"backend": "megatron", "optimizer": {"lr": 1e-3}, "megatron": {"pipeline_parallel": 2}},
-        "cluster": {"placement": {"policy,reference": "0-1"}},
+        "cluster": {"placement": {"policy,reference": "0-1", "rollout": "1"}},
         "checkpoint": {"every_rounds": 1},
         "report": {"console": "none", "tensorboard": False},
     }

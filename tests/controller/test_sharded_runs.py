@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import yaml
 from safetensors.torch import load_file
 from tests.needs import WITH_VLLM
 
+from braid.config.cluster import ClusterConfig
 from braid.config.load import Loaded, load_config
 from braid.config.model import BuildSpec, ModelConfig
 from braid.controller import commands
 from braid.errors import WorkerError
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
+from braid.runtime.ray import connect, disconnect
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -64,6 +66,14 @@ MODES: dict[str, tuple[Settings, Settings]] = {
 
 
 BUILD = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "head_dim": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray for all runs."""
+    connect(ClusterConfig(), num_processes=7)
+    yield
+    disconnect()
 
 
 def _run(
@@ -170,7 +180,10 @@ def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_p
         "eval.every_rounds": 0,
     }
     alone = _run(tmp_path, "alone", settings, rounds=3)
-    layout = {"train.backend": "fsdp2", "cluster.placement": {"policy,critic,reference,rollout": "0-1"}}
+    layout = {
+        "train.backend": "fsdp2",
+        "cluster.placement": {"policy,critic,reference": "0-1", "rollout": "1"},
+    }
     group = _run(tmp_path, "group", {**settings, **layout}, rounds=3)
     _assert_alike(_lines(group), _lines(alone))
     kl = [line["policy/kl"] for line in _lines(alone) if "policy/kl" in line]

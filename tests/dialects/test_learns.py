@@ -120,16 +120,26 @@ def test_rlinf_s_math_file_learns_with_grpo(home: Path, monkeypatch: pytest.Monk
         f"actor.tokenizer.tokenizer_model={home}/model",
         f"data.train_data_paths=[{home}/boba.jsonl]",
         f"data.val_data_paths=[{home}/boba.jsonl]",
-        "runner.max_steps=40",
+        "runner.max_steps=20",
         "runner.max_epochs=100",
         "runner.seq_length=16",
         "runner.val_check_interval=50",
         "data.max_prompt_length=8",
         "data.rollout_batch_size=8",
         "algorithm.group_size=8",
-        "actor.optim.lr=1e-3",
+        "actor.optim.lr=2e-3",
     ]
     check(learned("rlinf-math-000.yaml", "rlinf", overrides, home, monkeypatch))
+
+
+ROLL_SIZES = (
+    "rollout_batch_size=8",
+    "prompt_length=8",
+    "response_length=8",
+    "actor_train.device_mapping=[0]",
+    "actor_train.training_args.per_device_train_batch_size=8",
+    "actor_train.training_args.gradient_accumulation_steps=8",
+)
 
 
 def test_roll_s_rlvr_file_learns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +150,7 @@ def test_roll_s_rlvr_file_learns(home: Path, monkeypatch: pytest.MonkeyPatch) ->
         f"+validation.data_args.file_name={home}/roll.json",
         "max_steps=40",
         "eval_steps=40",
-        "rollout_batch_size=8",
-        "prompt_length=8",
-        "response_length=8",
-        "actor_train.device_mapping=[0]",
-        "actor_train.training_args.per_device_train_batch_size=8",
-        "actor_train.training_args.gradient_accumulation_steps=8",
+        *ROLL_SIZES,
         "actor_train.training_args.learning_rate=2e-3",
         "actor_train.training_args.warmup_steps=2",
     ]
@@ -160,12 +165,7 @@ def test_roll_s_full_kl_penalty_runs_in_one_process(home: Path, monkeypatch: pyt
         "+add_token_level_kl=true",
         "+kl_penalty=full",
         "max_steps=2",
-        "rollout_batch_size=8",
-        "prompt_length=8",
-        "response_length=8",
-        "actor_train.device_mapping=[0]",
-        "actor_train.training_args.per_device_train_batch_size=8",
-        "actor_train.training_args.gradient_accumulation_steps=8",
+        *ROLL_SIZES,
         "actor_train.training_args.learning_rate=2e-3",
         "actor_train.training_args.warmup_steps=0",
     ]
@@ -188,12 +188,7 @@ def test_roll_s_domains_have_their_shares_of_every_round(home: Path, monkeypatch
         f"+rewards={{math_rule: {{worker_cls: {worker}, tag_included: [few, absent]}}, "
         f"general: {{worker_cls: {worker}, tag_included: [many]}}}}",
         "max_steps=2",
-        "rollout_batch_size=8",
-        "prompt_length=8",
-        "response_length=8",
-        "actor_train.device_mapping=[0]",
-        "actor_train.training_args.per_device_train_batch_size=8",
-        "actor_train.training_args.gradient_accumulation_steps=8",
+        *ROLL_SIZES,
         "actor_train.training_args.warmup_steps=0",
         "braid.report.samples_every_rounds=1",
     ]
@@ -214,15 +209,15 @@ def test_skyrl_s_file_learns_with_grpo_and_with_a_critic(
         f"trainer.ckpt_path={home}/skyrl-{estimator}",
         f"trainer.algorithm.advantage_estimator={estimator}",
         "trainer.logger=console",
-        "trainer.epochs=40",
-        "trainer.eval_interval=40",
+        "trainer.epochs=24",
+        "trainer.eval_interval=24",
         "trainer.train_batch_size=8",
         "trainer.policy_mini_batch_size=8",
         "trainer.critic_mini_batch_size=8",
         "trainer.max_prompt_length=8",
         "generator.sampling_params.max_generate_length=8",
-        "trainer.policy.optimizer_config.lr=1e-3",
-        "trainer.critic.optimizer_config.lr=1e-3",
+        "trainer.policy.optimizer_config.lr=2e-3",
+        "trainer.critic.optimizer_config.lr=2e-3",
         f"trainer.critic.model.path={home}/model",
     ]
     check(learned("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch))

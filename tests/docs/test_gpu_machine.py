@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.gpu import machine
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests/gpu/machine.py"
 ALL_STEPS = """
 import torch
 from tests.gpu.machine import STEPS, Machine
@@ -41,17 +42,18 @@ def test_every_step_runs_with_the_packages_of_one_process_alone(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_is_reported_with_its_traceback_and_the_others_go_on(tmp_path: Path) -> None:
-    """A step on CUDA, without a GPU."""
-    report, path = tmp_path / "gpu.json", os.pathsep.join(map(str, (ROOT / "src", ROOT)))
-    command = [sys.executable, str(SCRIPT), "--tiny", "--output", str(report), "--only", "offloading"]
-    env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([*command, "--device", "cpu"], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(report.read_text())["steps"]["offloading"]["result"]["weights_bytes"] > 0
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [*command, "--device", "cuda"], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "Traceback" in json.loads(report.read_text())["steps"]["offloading"]["error"]
+def test_a_step_that_fails_is_reported_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step on CUDA, without a GPU; the same step works on the CPU. Each is in a separate process."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "src", ROOT))))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    steps: dict[str, dict[str, Any]] = {}
+    for device, is_failure in (("cpu", False), ("cuda", True)):
+        report = tmp_path / f"{device}.json"
+        arguments = ["--tiny", "--output", str(report), "--only", "offloading", "--device", device]
+        monkeypatch.setattr(sys, "argv", ["machine.py", *arguments])
+        assert machine.main() == is_failure
+        steps[device] = json.loads(report.read_text())["steps"]["offloading"]
+    assert steps["cpu"]["result"]["weights_bytes"] > 0
+    assert "Traceback" in steps["cuda"]["error"]

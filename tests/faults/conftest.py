@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from tests.faults.test_worker_deaths import ROUNDS, run_config, weights
-
-from braid.config.load import load_config
-from braid.controller import commands
+from tests.faults.test_worker_deaths import ROUNDS, Unbroken, driven, run_config, weights
 
 
 @pytest.fixture(scope="session")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
-    """The policy's weights after each round of the run of run_config."""
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    """See Unbroken."""
     folder = tmp_path_factory.mktemp("unbroken")
-    commands.train(load_config(run_config(folder)))
-    return [weights(folder, number) for number in range(1, ROUNDS + 1)]
+    with driven(run_config(folder, run={"max_rounds": 1000}), ROUNDS) as (driver, processes):
+        driver.kill()
+    return Unbroken([weights(folder, number) for number in range(1, ROUNDS + 1)], processes)

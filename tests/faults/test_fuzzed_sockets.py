@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from tests.faults.test_worker_deaths import assert_equal, run_config, weights
+from tests.faults.test_worker_deaths import Unbroken, assert_equal, run_config, weights
 
 from braid.config.load import load_config
 from braid.controller import commands
@@ -121,7 +120,7 @@ def _is_dropped(peer: socket.socket) -> bool:
 
 
 def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
-    unbroken: list[dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
     sent: dict[Address, int] = {}
@@ -146,4 +145,4 @@ def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
     assert len(own) > 5
     for address in own | (listening & sent.keys()):
         assert sent[address] == NUM_FRAMES, address
-    assert_equal(weights(tmp_path), unbroken[1])
+    assert_equal(weights(tmp_path), unbroken.weights[1])

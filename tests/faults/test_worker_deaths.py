@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,23 @@ from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.controller import commands
-from braid.errors import RunInterrupted, WorkerError
+from braid.errors import WorkerError
 from braid.report.reporter import Reporter
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Unbroken:
+    """The policy's weights after each round of a run whose driver is killed in a later one, and the processes that it had
+    started."""
+
+    weights: list[dict[str, torch.Tensor]]
+    processes: list[psutil.Process]
+
+
 _SOAK = os.environ.get("BRAID_SOAK") == "1"
 _PHASES = ("rollout", "build", "credit", "improve", "publish", "save")
 _KILLS = (
@@ -54,7 +66,8 @@ _ENGINE_KILLS = [
 
 
 def run_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A run of two policy ranks, a critic apart from them, and a rollout worker beside a reference."""
+    """A run of two policy ranks, a critic apart from them, a rollout worker and a reference: on the ranks or, with BRAID_SOAK=1,
+    in a separate process."""
     task = {
         "kind": "procedural", "generator": "chain_sum", "size": 16,
         "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -68,8 +81,11 @@ def run_config(folder: Path, **sections: dict[str, Any]) -> Path:
         "algorithm": {"advantage": "gae", "kl_coef": 0.01},
         "train": {"backend": "fsdp2", "optimizer": {"lr": 1e-3}},
         "critic": {"train": {"backend": "single"}},
-        "reference": {"train": {"backend": "single"}},
-        "cluster": {"placement": {"policy": "0-1", "critic,reference,rollout": "2"}},
+        "reference": {"train": {"backend": "single"}} if _SOAK else {},
+        "cluster": {
+            "placement": {"policy": "0-1", "critic,reference,rollout": "2"} if _SOAK
+            else {"policy,reference": "0-1", "critic,rollout": "2"}
+        },
         "checkpoint": {"every_rounds": 1, "keep": None},
         "report": {"console": "none", "tensorboard": False},
     }  # fmt: skip
@@ -138,6 +154,24 @@ class _Signals:
         found[-1].send_signal(self.number)
 
 
+@contextmanager
+def driven(path: Path, step: int) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A driver that has saved that step, and the processes that it has started. It has a session of its own, as in a
+    terminal, where Ctrl-C reaches every process of the group."""
+    command = [sys.executable, "-m", "braid.cli.main", "train", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as driver:
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while not (path.parent / f"run/checkpoints/step_{step}").exists():
+                assert driver.poll() is None, driver.communicate()[1]
+                assert time.monotonic() < deadline, "the run never saved"
+                time.sleep(0.05)
+            assert len(_workers(driver.pid, "policy")) == 2
+            yield driver, psutil.Process(driver.pid).children(recursive=True)
+        finally:
+            driver.kill()
+
+
 def weights(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
     exported = commands.export(folder / "run", output=folder / f"export_{step}", step=step)
     return load_file(exported / "model.safetensors")
@@ -150,18 +184,24 @@ def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
         assert torch.equal(mine[name], tensor), name
 
 
+def test_a_killed_driver_leaves_no_process(unbroken: Unbroken) -> None:
+    await_end(unbroken.processes)
+
+
 @pytest.mark.timeout(3000)
 def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
-    unbroken: list[dict[str, torch.Tensor]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Ctrl-C reaches the driver and its workers while a round runs, which is given up. The rounds after it lose a worker of each
+    kind."""
     monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)
-    _Signals(signal.SIGTERM, ("rollout", 2, "driver")).attach(monkeypatch)
-    run = {"stop_within_s": 1e-3, "resume": "latest"}  # the round is given up
-    with pytest.raises(RunInterrupted, match=r"the newest checkpoint is .*step_1$"):
-        commands.train(load_config(run_config(tmp_path, run=run)))
+    path = run_config(tmp_path, run={"stop_within_s": 1e-3, "max_rounds": 1000})
+    with driven(path, 1) as (driver, started):
+        os.killpg(driver.pid, signal.SIGINT)
+        _, said = driver.communicate(timeout=LIMIT_S)
+        assert driver.returncode == 130, said
+        assert "to resume: braid train" in said
+        await_end(started)
 
     _Signals(signal.SIGKILL, *_KILLS).attach(monkeypatch)
     with caplog.at_level(logging.WARNING):
@@ -172,7 +212,7 @@ def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_g
     for (phase, _, role), text in zip(_KILLS, told, strict=True):
         assert re.search(rf"WorkerError: {role} worker \d of \d died while ({_WHERE}): ", text), (phase, text)
 
-    assert_equal(weights(tmp_path), unbroken[-1])
+    assert_equal(weights(tmp_path), unbroken.weights[-1])
 
 
 @WITH_VLLM
@@ -232,32 +272,3 @@ def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadli
         "%.1f s from SIGSTOP to the restart, deadline %g s", passed_s, timeout_s
     )
     assert passed_s < timeout_s + 10.0, "the limit in docs/runtime.md"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_driver_that_is_interrupted_or_killed_leaves_no_process(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    path = run_config(tmp_path, run={"max_rounds": 1000})
-    command = [sys.executable, "-m", "braid.cli.main", "train", str(path)]
-    # A session of its own, as in a terminal: Ctrl-C there reaches every process of the group.
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as driver:
-        try:
-            deadline = time.monotonic() + LIMIT_S
-            while not (tmp_path / "run/checkpoints/step_1").exists():
-                assert driver.poll() is None, driver.communicate()[1]
-                assert time.monotonic() < deadline, "the run never saved"
-                time.sleep(0.05)
-            started = psutil.Process(driver.pid).children(recursive=True)
-            assert len(_workers(driver.pid, "policy")) == 2
-            if number == signal.SIGINT:
-                os.killpg(driver.pid, number)
-                _, said = driver.communicate(timeout=LIMIT_S)
-                assert driver.returncode == 130, said
-                assert "to resume: braid train" in said
-            else:
-                driver.kill()
-                driver.wait(LIMIT_S)
-            await_end(started)
-        finally:
-            driver.kill()

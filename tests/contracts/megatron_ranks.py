@@ -1,0 +1,16 @@
+"""Training workers whose models come one after the other, each with Megatron's process groups of its own."""
+
+from __future__ import annotations
+
+from braid.training.worker import Ranks
+
+
+class SuccessiveRanks(Ranks):
+    """Megatron has one set of groups in a process; a run's roles share it, the layouts of a test cannot."""
+
+    def drop(self, name: str) -> None:
+        from braid.training.backends.megatron import ranks
+
+        super().drop(name)
+        ranks.groups.destroy_model_parallel()
+        ranks._set_up_with.clear()
