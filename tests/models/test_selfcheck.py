@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from braid.errors import ModelError
 from braid.models.attention import IMPLEMENTATION
 from braid.models.causal_lm import CausalLM
-from braid.models.selfcheck import _Wider, check_against_plain
+from braid.models.selfcheck import PACKED_ROWS, Check, _Wider, check_against_plain, check_tiny_copy
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 Make = Callable[..., PreTrainedModel]
@@ -188,3 +189,24 @@ def test_a_head_that_is_not_linear_is_refused(tiny_model: Make) -> None:
         ModelError, match="the output head of Qwen3ForCausalLM is Sequential, not linear; braid needs"
     ):
         CausalLM(model)
+
+
+def test_a_copy_that_agreed_is_not_compared_again(tiny_model: Make) -> None:
+    compared: list[int] = []
+
+    def logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
+        compared.append(len(rows))
+        return PACKED_ROWS.logprobs(lm, rows)
+
+    lm, check = CausalLM(tiny_model("qwen3")), Check(logprobs, "packed rows", "")
+    for _ in range(2):
+        assert check_tiny_copy(lm, check, None)
+    assert len(compared) == 1
+    lm.model.config.rms_norm_eps *= 2
+    assert check_tiny_copy(lm, check, None)
+    assert check_tiny_copy(lm, replace(check, what="other rows"), None)
+    assert len(compared) == 3
+    wrong = replace(check, logprobs=lambda _, rows: [torch.zeros(len(row), 96) for row in rows])
+    for _ in range(2):
+        with pytest.raises(ModelError, match="cannot run with packed rows"):
+            check_tiny_copy(lm, wrong, None)

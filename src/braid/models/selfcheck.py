@@ -48,6 +48,9 @@ wrong mask changes log-probs by 0.1 or more."""
 _OF_WRAPPED = 6.0
 """The same for a backend, which may also add its residuals in half precision, while autocast adds in float32."""
 
+_agreed: set[tuple[Any, ...]] = set()
+"""Tiny copies that agreed: class, config, lengths, check. A run's roles mostly have the same."""
+
 Logprobs = Callable[[CausalLM, Sequence[Tensor]], list[Tensor]]
 """Computes log-probs [n, V] at the last n positions of each row of tokens [L]."""
 
@@ -76,11 +79,14 @@ def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
 def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
     """Compare on a tiny copy. Returns True if it was built and agrees, False if it could not be built. Raises
     ModelError if it disagrees, or if it could not be built and the run's rows may exceed a length at which
-    results may differ."""
+    results may differ. Copies that agreed are not compared again in this process."""
     name, lengths = type(lm.model).__name__, length_keys(lm.model.config)
     passed = frozenset(key for key, length in lengths.items() if longest is None or longest > length)
     if (problem := rotary_problem(lm.model.config.to_dict(), longest)) is not None:
         raise ModelError(problem)
+    copy = (type(lm.model), repr(lm.model.config.to_dict() | {"_name_or_path": ""}), passed, check)
+    if copy in _agreed:
+        return True
     try:
         difference = _difference(lm, check, passed)
     except _NotBuiltError as error:
@@ -93,6 +99,7 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
         _log.info("cannot build a tiny copy of %s (%s); only its own weights are checked", name, error)
         return False
     if difference is None:
+        _agreed.add(copy)
         return True
     by_length = sorted(passed, key=lambda k: (lengths[k], k))
     for key, without in [*((key, {key}) for key in by_length), *((key, passed) for key in by_length[:1])]:
