@@ -82,6 +82,20 @@ class SglangLike:
             },
         }
 
+    def abort_request(self, body: dict[str, Any]) -> None:
+        """End what runs with its tokens so far."""
+        assert body == {"abort_all": True}
+
+        async def abort() -> None:
+            engine = self._engine
+            for sequence in list(engine._running):
+                engine._finish(sequence, "abort")  # type: ignore[arg-type]
+                engine._release(sequence)
+            while engine._waiting:
+                engine._finish(engine._waiting.popleft(), "abort")  # type: ignore[arg-type]
+
+        asyncio.run_coroutine_threadsafe(abort(), self._loop).result()
+
     def move(self, path: str, parts: list[str]) -> bool:
         """Whether these parts were where they are to be moved from; otherwise SGLang fails."""
         is_release = path == "/release_memory_occupation"
@@ -117,8 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.owner.update_weights_from_disk(body))
         elif self.path == "/generate":
             self._answer(200, self.owner.generate(body))
-        elif self.path in ("/pause_generation", "/continue_generation"):
-            self._answer(200, {"status": "ok"})
+        elif self.path == "/abort_request":
+            self._answer(200, self.owner.abort_request(body))
         elif self.path in ("/release_memory_occupation", "/resume_memory_occupation"):
             self._answer(200 if self.owner.move(self.path, body["tags"]) else 500)
         else:

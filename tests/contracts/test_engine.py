@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -246,15 +247,85 @@ def test_a_cancelled_request_does_not_affect_others(engine: RolloutEngine) -> No
     assert asyncio.run(scenario()) == expected
 
 
-def test_weights_are_not_synced_while_requests_run(engine: RolloutEngine, lm: CausalLM) -> None:
-    async def scenario() -> None:
-        task = asyncio.create_task(engine.generate(replace(REQUEST, sampling=Sampling(40))))
-        await asyncio.sleep(0)  # it has begun
-        with pytest.raises(EngineError, match="while 1 requests run"):
-            await set_weights(engine, lm, 9)
-        await task
+def change(lm: CausalLM, seed: int) -> CausalLM:
+    """Change the weights in place; returns a copy of them before."""
+    before = copy.deepcopy(lm)
+    with torch.no_grad():
+        for name, weight in lm.named_weights():
+            if "mlp" in name or "v_proj" in name:
+                weight.add_(torch.sin(torch.arange(weight.numel()) * float(seed)).view_as(weight) * 0.05)
+    return before
 
-    asyncio.run(scenario())
+
+LONG = [replace(REQUEST, sampling=Sampling(100), key=(7, i)) for i in range(7)]
+SHORT = replace(REQUEST, sampling=Sampling(2))
+"""Engines run all of these at once."""
+
+
+def test_running_requests_drain_before_new_weights_and_others_wait_for_them(
+    engine: RolloutEngine, lm: CausalLM
+) -> None:
+    if isinstance(engine, NativeEngine):
+        pytest.skip("it reads the trainer's own tensors; see tests/rollout/test_native_engine.py")
+    publish(engine, lm, 20)
+    requests = [replace(request, sampling=Sampling(30)) for request in LONG]
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await asyncio.sleep(0)  # they have begun
+        switch = asyncio.create_task(set_weights(engine, lm, 21))
+        await asyncio.sleep(0)
+        held = [asyncio.create_task(engine.generate(request)) for request in requests]
+        before = await asyncio.gather(*running)
+        await switch
+        return before, await asyncio.gather(*held)
+
+    expected = generate(engine, requests)
+    before, after = asyncio.run(scenario())
+    assert [(c.token_ids, c.policy_version) for c in before] == [(c.token_ids, 20) for c in expected]
+    assert [c.policy_version for c in after] == [21] * len(requests)
+
+
+def test_interrupted_requests_continue_with_new_weights_and_each_token_has_its_version(
+    engine: RolloutEngine, lm: CausalLM
+) -> None:
+    if isinstance(engine, NativeEngine):
+        pytest.skip("it reads the trainer's own tensors; see tests/rollout/test_native_engine.py")
+    publish(engine, lm, 30)
+    weights: dict[int, CausalLM] = {}
+
+    async def scenario(*versions: int) -> list[Completion]:
+        running = [asyncio.create_task(engine.generate(request)) for request in LONG]
+        for version in versions:
+            weights[version - 1] = change(lm, version)
+            await engine.generate(SHORT)  # the others get tokens meanwhile
+            await set_weights(engine, lm, version, "interrupt")
+        return await asyncio.gather(*running)
+
+    for version in range(31, 71, 2):  # a busy machine may delay an interrupt until all requests are done
+        completions = asyncio.run(scenario(version, version + 1))
+        weights[version + 1] = lm
+        for request, completion in zip(LONG, completions, strict=True):
+            check_logprobs_of_versions(weights, request, completion)
+        if any(not isinstance(completion.policy_version, int) for completion in completions):
+            return
+    pytest.fail("no request was interrupted after its first token")
+
+
+def check_logprobs_of_versions(
+    weights: Mapping[int, CausalLM], request: Request, completion: Completion
+) -> None:
+    """Each token's log-prob is that of the weights of its version."""
+    num = request.sampling.max_new_tokens
+    assert len(completion.token_ids) == len(completion.logprobs) == num
+    assert completion.stop_reason == "length"
+    runs = completion.policy_version
+    runs = ((runs, num),) if isinstance(runs, int) else runs
+    versions = [version for version, length in runs for _ in range(length)]
+    assert versions == sorted(versions)
+    each = {version: trainer_logprobs(weights[version], request, completion) for version, _ in runs}
+    expected = torch.stack([each[version][i] for i, version in enumerate(versions)])
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 def test_a_sleeping_engine_refuses_requests_and_wakes_with_new_weights(

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.rollout.engines import published
 from braid.rollout.engines.http import ServerEngine
 from braid.rollout.engines.router import Router
 from braid.rollout.engines.sglang.engine import SglangEngine
@@ -142,14 +145,14 @@ def test_persistent_failures_of_a_server_are_an_error_with_the_cause(
         assert tokens_of(ask(engine, REQUEST)) == [TOKENS], "the next request is a new one"
 
 
-def _changed(protocol: Protocol, tokens: Any, logprobs: Any) -> Any:
+def _changed(protocol: Protocol, tokens: Any, logprobs: Any, reason: str = "length") -> Any:
     if protocol == "vllm":
         return {
             "choices": [
-                {"finish_reason": "length", "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+                {"finish_reason": reason, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
             ]
         }
-    about = ANSWERS["sglang"]["meta_info"]
+    about = ANSWERS["sglang"]["meta_info"] | {"finish_reason": {"type": reason}}
     return {"meta_info": about | {"output_token_logprobs": list(zip(logprobs, tokens, strict=True))}}
 
 
@@ -159,6 +162,7 @@ def _changed(protocol: Protocol, tokens: Any, logprobs: Any) -> Any:
         (lambda _: ["ok"], "in an unknown format"),
         (lambda _: None, "in an unknown format"),
         (lambda p: _changed(p, [], []), "0 tokens"),
+        (lambda p: _changed(p, [], [], "abort"), "aborted a request that had no tokens"),
         (lambda p: _changed(p, [1] * 5, [-1.0] * 5), "5 tokens, outside 1 to 4"),
         (lambda p: _changed(p, [1.5], [-1.0]), "invalid token id"),
         (lambda p: _changed(p, [1], [None]), "a log-prob is not a number"),
@@ -271,6 +275,109 @@ def test_files_for_several_servers_are_written_once_and_groups_stay_together(
         assert [server.num_answers for server in servers] == [6, 6]
         alone = [ask(engine, Request((3, 4), Sampling(8, greedy=True), (0,))) for engine in engines]
         assert tokens_of(alone[0]) == tokens_of(alone[1])
+        router.close()
+
+
+ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}}}
+"""SGLang's answer to a request that was aborted in its queue."""
+
+
+def test_a_request_that_arrives_after_an_interrupt_is_interrupted_again(
+    lm: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "_AGAIN_S", 0.01)
+    interrupts = threading.Semaphore(0)
+
+    def ends_at_the_second(_: Any) -> dict[str, Any]:
+        monkeypatch.setattr(server, "generate", generate)
+        for _ in range(2):
+            interrupts.acquire(timeout=LIMIT_S)
+        return ABORTED
+
+    async def scenario() -> Completion:
+        running = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0)  # it has begun
+        await engine.set_weights(2, "interrupt", lambda: engine.load_weights(2, lm.named_weights()))
+        return await running
+
+    with sglang_like() as server, connected(server.url, tmp_path) as engine:
+        engine.load_weights(1, lm.named_weights())
+        (expected,) = tokens_of(ask(engine, REQUEST))
+        generate = server.generate
+        monkeypatch.setattr(server, "abort_request", lambda _: interrupts.release())
+        monkeypatch.setattr(server, "generate", ends_at_the_second)
+        completion = asyncio.run(scenario())
+        assert (completion.token_ids, completion.policy_version) == (expected, 2)
+
+
+def test_a_cancelled_interrupt_has_no_effect_on_requests(
+    lm: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, is_cancelled, is_interrupted = threading.Event(), threading.Event(), threading.Event()
+
+    def interrupts_late() -> None:
+        has_begun.set()
+        is_cancelled.wait(LIMIT_S)
+        is_interrupted.set()
+
+    def is_aborted(_: Any) -> dict[str, Any]:
+        monkeypatch.setattr(server, "generate", generate)
+        is_interrupted.wait(LIMIT_S)
+        return ABORTED
+
+    async def scenario() -> Completion:
+        running = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0)  # it has begun
+        switch = asyncio.create_task(engine.set_weights(2, "interrupt"))
+        await asyncio.to_thread(has_begun.wait, LIMIT_S)
+        switch.cancel()
+        await asyncio.wait([switch])
+        is_cancelled.set()
+        return await running
+
+    with sglang_like() as server, connected(server.url, tmp_path) as engine:
+        engine.load_weights(1, lm.named_weights())
+        (expected,) = tokens_of(ask(engine, REQUEST))
+        generate = server.generate
+        monkeypatch.setattr(server, "generate", is_aborted)
+        monkeypatch.setattr(engine, "_interrupt", interrupts_late)
+        assert asyncio.run(scenario()).token_ids == expected
+
+
+def test_a_server_that_cannot_be_interrupted_does_not_block_the_others(
+    lm: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer = threading.Event()
+
+    def answers(generate: Callable[[Any], Any], body: dict[str, Any]) -> Any:
+        if tuple(body["input_ids"]) != REQUEST.prompt_ids:
+            may_answer.wait(LIMIT_S)
+        return generate(body)
+
+    def fails() -> None:
+        raise EngineError("it does not answer")
+
+    async def scenario() -> list[Completion]:
+        running = [
+            asyncio.create_task(router.generate(replace(REQUEST, prompt_ids=(n, 4)))) for n in range(3, 7)
+        ]
+        await asyncio.sleep(0)  # they have begun
+        with pytest.raises(EngineError, match="it does not answer"):
+            await router.set_weights(1, "interrupt")
+        others = [await engine.generate(REQUEST) for engine in engines]
+        may_answer.set()
+        return others + await asyncio.gather(*running)
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(sglang_like()) for _ in range(2)]
+        engines = [stack.enter_context(connected(server.url, tmp_path)) for server in servers]
+        router = Router(engines)
+        router.load_weights(1, lm.named_weights())
+        for server in servers:
+            monkeypatch.setattr(server, "generate", partial(answers, server.generate))
+        monkeypatch.setattr(engines[0], "_interrupt", fails)
+        monkeypatch.setattr(engines[1], "_interrupt", lambda: None)
+        assert len(asyncio.run(scenario())) == 6
         router.close()
 
 

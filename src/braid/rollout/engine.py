@@ -116,12 +116,6 @@ class PublishedEngine(RolloutEngine, Protocol):
         succeeds."""
         ...
 
-    def pause(self) -> None:
-        """Generate no more tokens until `resume`; running requests wait."""
-        ...
-
-    def resume(self) -> None: ...
-
 
 def check_request(request: Request, *, longest: int, key: str) -> None:
     """Raise EngineError for a request that no engine can answer. `longest` is the most tokens that the engine

@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from braid.errors import EngineError
-from braid.rollout.engine import NewWeights, PublishedEngine
+from braid.rollout.engine import Completion, NewWeights, PublishedEngine, Request, version_runs
+from braid.types import StopReason
 from braid.weights.sender import open_sender
 from braid.weights.sending import Sender, SendOptions
 
 Part = Literal["weights", "kv_cache"]
 """Parts of an engine's device memory, by their names in vLLM and SGLang."""
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
+Answer = tuple[list[int], list[float], StopReason | Literal["abort"]]
+"""Tokens, their log-probs, and the stop reason."""
+_AGAIN_S = 0.5
+"""Time after which requests that an interrupt did not end, since they were still on their way, are interrupted
+again."""
 _WHY_S = 2.0
 """Time to wait for an engine's error after a failed weight transfer."""
 
@@ -35,6 +44,17 @@ class RemoteEngine(PublishedEngine):
         self._sender: Sender | None = None
         self._version: int | None = None
         self._gone: tuple[Part, ...] = ()
+        self.num_pending = 0
+        """Number of unanswered requests."""
+        self._num_interrupts = 0
+        self._turn = asyncio.Lock()
+        self._idle = asyncio.Event()  # set when no request is pending
+        self._released: asyncio.Event | None = None  # new requests wait for it
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights that the engine has; None if it has none."""
+        return self._version
 
     @property
     def cache_bytes(self) -> int:
@@ -46,10 +66,17 @@ class RemoteEngine(PublishedEngine):
     def receivers(self) -> Sequence[str]:
         """Names by which a sender addresses this engine: one per engine process that holds weights."""
 
-    @property
     @abstractmethod
-    def num_pending(self) -> int:
-        """Number of unanswered requests."""
+    def _check(self, request: Request) -> None:
+        """Raise EngineError for a request that can never be answered."""
+
+    @abstractmethod
+    async def _ask(self, request: Request, version: int) -> Answer:
+        """Send a request, and wait for the answer of weights `version`."""
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """End the running requests with their tokens so far, for the reason "abort"."""
 
     @abstractmethod
     def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
@@ -78,17 +105,66 @@ class RemoteEngine(PublishedEngine):
             self._regain(self._gone)
             self._gone = ()
 
+    async def generate(self, request: Request) -> Completion:
+        """See RolloutEngine. A request that new weights interrupt is sent again with its tokens so far as
+        part of the prompt; a stop string that spans both parts is not found."""
+        self._check(request)
+        start_s, sampling = time.time(), request.sampling
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        while True:
+            while self._released is not None:
+                await self._released.wait()
+            version, num, num_interrupts = self._published(), len(token_ids), self._num_interrupts
+            rest = replace(
+                request,
+                prompt_ids=(*request.prompt_ids, *token_ids),
+                sampling=replace(
+                    sampling,
+                    max_new_tokens=sampling.max_new_tokens - num,
+                    min_new_tokens=max(0, sampling.min_new_tokens - num),
+                ),
+                key=(*request.key, num) if num else request.key,
+            )
+            self.num_pending += 1
+            try:
+                more, of_more, reason = await self._ask(rest, version)
+            finally:
+                self.num_pending -= 1
+                if not self.num_pending:
+                    self._idle.set()
+            self._check_finite(of_more, version)
+            token_ids, logprobs = [*token_ids, *more], [*logprobs, *of_more]
+            versions += [version] * len(more)
+            if reason != "abort":
+                return Completion(token_ids, logprobs, reason, version_runs(versions), start_s, time.time())
+            if not more and num_interrupts == self._num_interrupts:
+                raise EngineError(f"{self.name} aborted a request that had no tokens")
+
+    @asynccontextmanager
+    async def at_rest(self, when: NewWeights) -> AsyncIterator[None]:
+        """Within the block no request runs, and new ones wait; see Engine.set_weights."""
+        async with self._turn:
+            released = self._released = asyncio.Event()
+            try:
+                while self.num_pending:
+                    self._idle = asyncio.Event()
+                    if when == "interrupt":
+                        self._num_interrupts += 1
+                        await asyncio.to_thread(self._interrupt)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._idle.wait(), _AGAIN_S if when == "interrupt" else None)
+                yield
+            finally:
+                self._released = None
+                released.set()
+
     async def set_weights(
-        self,
-        version: int,
-        when: NewWeights = "drain",  # noqa: ARG002
-        load: Callable[[], object] | None = None,
+        self, version: int, when: NewWeights = "drain", load: Callable[[], object] | None = None
     ) -> None:
         """See RolloutEngine. Raises EngineError unless `version` has been received."""
-        if load is not None:
-            await asyncio.to_thread(load)
-        if version != self._version:
-            raise EngineError(f"{self.name} has version {self._version} of the weights, not {version}")
+        await set_weights_of([self], version, when, load)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See PublishedEngine."""
@@ -146,6 +222,24 @@ class RemoteEngine(PublishedEngine):
                 f"{self.name} gave log-probs that are not finite (policy version {version}); the policy's weights have "
                 "diverged, or overflow in the engine's dtype"
             )
+
+
+async def set_weights_of(
+    engines: Sequence[RemoteEngine], version: int, when: NewWeights, load: Callable[[], object] | None
+) -> None:
+    """`set_weights` of several engines whose weights `load` brings together."""
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.TaskGroup() as tasks:  # an error of one cancels the others
+                for engine in engines:
+                    tasks.create_task(stack.enter_async_context(engine.at_rest(when)))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        if load is not None:
+            await asyncio.to_thread(load)
+        for engine in engines:
+            if version != engine.version:
+                raise EngineError(f"{engine.name} has version {engine.version} of the weights, not {version}")
 
 
 def send_to(

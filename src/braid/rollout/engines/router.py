@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from braid.rollout.engine import Completion, NewWeights, Request
 from braid.weights.sender import open_sender
 from braid.weights.sending import Sender
 
-from .published import RemoteEngine, send_to
+from .published import RemoteEngine, send_to, set_weights_of
 
 
 @dataclass(slots=True)
@@ -76,10 +75,7 @@ class Router:
         self, version: int, when: NewWeights = "drain", load: Callable[[], object] | None = None
     ) -> None:
         """See RolloutEngine."""
-        if load is not None:
-            await asyncio.to_thread(load)
-        for engine in self.engines:
-            await engine.set_weights(version, when)
+        await set_weights_of(self.engines, version, when, load)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See PublishedEngine; the weights are read once and sent to all engines in parallel."""
@@ -87,16 +83,6 @@ class Router:
             receivers = [name for engine in self.engines for name in engine.receivers]
             self._sender = open_sender(receivers, self.engines[0].sending)
         send_to(self.engines, self._sender, version, weights)
-
-    def pause(self) -> None:
-        """See PublishedEngine."""
-        for engine in self.engines:
-            engine.pause()
-
-    def resume(self) -> None:
-        """See PublishedEngine."""
-        for engine in self.engines:
-            engine.resume()
 
     def sleep(self) -> None:
         """See PublishedEngine."""

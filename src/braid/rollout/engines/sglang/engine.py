@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx2
 
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, Request
+from braid.rollout.engine import Request
 from braid.rollout.engines.child import Child
+from braid.rollout.engines.published import Answer
 from braid.weights.sending import SendOptions
 
 from .server import SglangServer
@@ -55,10 +56,10 @@ class SglangEngine(SglangServer):
         super().__init__(url, name=name, max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
         self._child.watch(name)
 
-    async def generate(self, request: Request) -> Completion:
-        """See RolloutEngine. If the server has exited, the error says how."""
+    async def _ask(self, request: Request, version: int) -> Answer:
+        """See RemoteEngine. If the server has exited, the error says how."""
         try:
-            return await super().generate(request)
+            return await super()._ask(request, version)
         except EngineError as error:
             if self._is_closed or self._child.is_running:
                 raise

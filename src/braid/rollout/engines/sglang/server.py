@@ -16,8 +16,8 @@ from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
-from braid.rollout.engines.http import Answer, ServerEngine
-from braid.rollout.engines.published import PARTS, Part
+from braid.rollout.engines.http import ServerEngine
+from braid.rollout.engines.published import PARTS, Answer, Part
 from braid.weights.files import folder_of
 from braid.weights.receiver import open_receiver
 from braid.weights.wire import Ticket
@@ -34,13 +34,9 @@ class SglangServer(ServerEngine):
         """See RemoteEngine. One name: the server reads files and opens no connections."""
         return [self.name]
 
-    def pause(self) -> None:
-        """See PublishedEngine."""
-        self._client.call("POST", "/pause_generation", {"mode": "in_place"})
-
-    def resume(self) -> None:
-        """See PublishedEngine."""
-        self._client.call("POST", "/continue_generation", {})
+    def _interrupt(self) -> None:
+        """See RemoteEngine."""
+        self._client.call("POST", "/abort_request", {"abort_all": True})
 
     def _release(self) -> None:
         """See RemoteEngine. The server needs --enable-memory-saver and --enable-weights-cpu-backup."""
@@ -83,14 +79,16 @@ class SglangServer(ServerEngine):
             },
         }
 
-    def _read(self, answer: Any) -> Answer:
+    def _read(self, answer: Any, version: int) -> Answer:
         about = answer["meta_info"]
         reason = about["finish_reason"]["type"]
-        if reason not in ("stop", "length"):
+        if reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.name} ended a request with {about['finish_reason']}")
-        if about["weight_version"] != str(self._version):
+        if reason == "abort" and not about.get("output_token_logprobs"):  # in SGLang's queue
+            return [], [], reason
+        if about["weight_version"] != str(version):
             raise EngineError(
-                f"{self.name} answered with version {about['weight_version']} of the weights instead of {self._version}: "
+                f"{self.name} answered with version {about['weight_version']} of the weights instead of {version}: "
                 "another process has updated them"
             )
         pairs = [(token, logprob) for logprob, token, *_ in about["output_token_logprobs"]]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, Request, check_request, seed_of
+from braid.rollout.engine import Request, check_request, seed_of
 from braid.rollout.engines.child import Child
-from braid.rollout.engines.published import Part, RemoteEngine
+from braid.rollout.engines.published import Answer, Part, RemoteEngine
 from braid.weights.sending import SendOptions
 
 from .options import receiver_name
@@ -55,7 +55,7 @@ class VllmEngine(RemoteEngine):
         self._arguments, self._timeout_s = dict(arguments), timeout_s
         self._failure: str | None = None
         self._numbers = itertools.count()
-        self._pending: dict[str, Future[tuple[list[int], list[float], Any]]] = {}
+        self._pending: dict[str, Future[Answer]] = {}
         self._calls: dict[int, Future[Any]] = {}
         self._outbox: list[tuple[Any, ...]] = []
         self._sending = threading.Lock()
@@ -66,16 +66,16 @@ class VllmEngine(RemoteEngine):
         self._connection.send((self._arguments, detokenizes))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
-    async def generate(self, request: Request) -> Completion:
-        """See RolloutEngine. Raises EngineError if vLLM rejects the request, fails, or stops responding."""
-        check_request(
-            request, longest=int(self._arguments["max_model_len"]), key="rollout.vllm.max_model_tokens"
-        )
-        start, name = time.time(), f"{self.name}-{next(self._numbers)}"
+    def _check(self, request: Request) -> None:
+        longest = int(self._arguments["max_model_len"])
+        check_request(request, longest=longest, key="rollout.vllm.max_model_tokens")
+
+    async def _ask(self, request: Request, version: int) -> Answer:  # noqa: ARG002
+        """See RemoteEngine. Raises EngineError if vLLM rejects the request, fails, or stops responding."""
+        name = f"{self.name}-{next(self._numbers)}"
         if self._failure is not None or not self._is_up.done():
             await asyncio.to_thread(self.wait_until_up)
-        version = self._published()
-        future: Future[tuple[list[int], list[float], Any]] = Future()
+        future: Future[Answer] = Future()
         if not self._pending:
             self._heard_s = time.monotonic()
         self._pending[name] = future
@@ -83,14 +83,12 @@ class VllmEngine(RemoteEngine):
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append((name, request.prompt_ids, request.sampling, seed_of(request.key)))
         try:
-            token_ids, logprobs, reason = await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             self._drop(name)
             raise
         finally:
             self._pending.pop(name, None)
-        self._check_finite(logprobs, version)
-        return Completion(token_ids, logprobs, reason, version, start, time.time())
 
     @property
     def receivers(self) -> Sequence[str]:
@@ -100,22 +98,13 @@ class VllmEngine(RemoteEngine):
         size = int(self._arguments["tensor_parallel_size"]) * int(self._arguments["pipeline_parallel_size"])
         return [receiver_name(self.name, rank) for rank in range(size)]
 
-    @property
-    def num_pending(self) -> int:
-        """See RemoteEngine."""
-        return len(self._pending)
-
     def _receive(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
         self.wait_until_up()
         return self._start_call("receive_weights", version, dict(ticket), self.name, self._timeout_s)
 
-    def pause(self) -> None:
-        """See PublishedEngine."""
-        self._call("pause")
-
-    def resume(self) -> None:
-        """See PublishedEngine."""
-        self._call("resume")
+    def _interrupt(self) -> None:
+        """See RemoteEngine."""
+        self._call("interrupt")
 
     def _release(self) -> None:
         """See RemoteEngine. vLLM can free only GPU memory."""
@@ -216,7 +205,7 @@ class VllmEngine(RemoteEngine):
     def _on_alive(self) -> None:
         """Handle a heartbeat: receiving it is all that counts."""
 
-    def _on_done(self, name: str, token_ids: list[int], logprobs: list[float], reason: str) -> None:
+    def _on_done(self, name: str, token_ids: list[int], logprobs: list[float], reason: Any) -> None:
         _settle(self._pending.get(name), (token_ids, logprobs, reason))
 
     def _on_failed(self, name: str, why: str) -> None:

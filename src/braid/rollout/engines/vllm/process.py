@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (  # noqa: TID251
 )
 from vllm.outputs import RequestOutput  # noqa: TID251
 from vllm.sampling_params import RequestOutputKind  # noqa: TID251
+from vllm.v1.engine import FinishReason  # noqa: TID251
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: TID251
 
 from braid.errors import EngineError
@@ -105,17 +106,15 @@ class EngineProcess:
         self._arrived: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self._engine = make_engine(arguments)
-        self._is_paused = False
         self._told_s = 0.0
 
     def run(self) -> None:
         """Serve requests until the pipe is closed."""
         self._tell("ready")
         while True:
-            is_busy = self._engine.has_unfinished_requests() and not self._is_paused
-            for message in self._messages(waits=not is_busy):
+            for message in self._messages(waits=not self._engine.has_unfinished_requests()):
                 getattr(self, f"_on_{message[0]}")(*message[1:])
-            if is_busy:
+            if self._engine.has_unfinished_requests():
                 self._step()
             if time.monotonic() - self._told_s > _SIGN_OF_LIFE_S:
                 self._tell("alive")
@@ -123,15 +122,18 @@ class EngineProcess:
     def _step(self) -> None:
         for output in self._engine.step():
             if output.finished and isinstance(output, RequestOutput):
-                (answer,) = output.outputs
-                if answer.finish_reason not in ("stop", "length") or answer.logprobs is None:
-                    why = f"vLLM ended the request with finish_reason={answer.finish_reason}"
-                    self._tell("failed", output.request_id, why)
-                    continue
-                token_ids = list(answer.token_ids)
-                steps = zip(answer.logprobs, token_ids, strict=True)
-                logprobs = [step[token].logprob for step, token in steps if step is not None]
-                self._tell("done", output.request_id, token_ids, logprobs, answer.finish_reason)
+                self._answer(output)
+
+    def _answer(self, output: RequestOutput) -> None:
+        (answer,) = output.outputs
+        reason = answer.finish_reason
+        if reason not in ("stop", "length", "abort") or answer.logprobs is None:
+            self._tell("failed", output.request_id, f"vLLM ended the request with finish_reason={reason}")
+            return
+        token_ids = list(answer.token_ids)
+        steps = zip(answer.logprobs, token_ids, strict=True)
+        logprobs = [step[token].logprob for step, token in steps if step is not None]
+        self._tell("done", output.request_id, token_ids, logprobs, reason)
 
     def _on_generate(self, requests: list[tuple[str, tuple[int, ...], Sampling, int]]) -> None:
         for name, prompt_ids, sampling, seed in requests:
@@ -157,13 +159,16 @@ class EngineProcess:
         self, version: int, ticket: Mapping[str, Any], engine: str, timeout_s: float
     ) -> None:
         self._engine.collective_rpc("receive_weights", args=(version, ticket, engine, timeout_s))
-        self._engine.reset_prefix_cache()
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):  # cancelled ones
+            raise EngineError("vLLM did not empty its prefix cache, which has entries of the old weights")
 
-    def _pause(self) -> None:
-        self._is_paused = True
-
-    def _resume(self) -> None:
-        self._is_paused = False
+    def _interrupt(self) -> None:
+        states = list(self._engine.output_processor.request_states.values())
+        for state in states:
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            assert isinstance(output, RequestOutput), "a final output always has the tokens so far"
+            self._answer(output)
+        self._engine.abort_request([state.external_req_id for state in states])
 
     def _sleep(self) -> None:
         self._engine.sleep(1)

@@ -16,8 +16,8 @@ from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
-from braid.rollout.engines.http import Answer, ServerEngine
-from braid.rollout.engines.published import Part
+from braid.rollout.engines.http import ServerEngine
+from braid.rollout.engines.published import Answer, Part
 
 from .options import EXTENSION, receiver_name
 
@@ -38,12 +38,9 @@ class VllmServer(ServerEngine):
         """See RemoteEngine. One name per vLLM worker."""
         return [receiver_name(self.name, rank) for rank in range(self._num_workers)]
 
-    def pause(self) -> None:
-        """See PublishedEngine."""
-        self._client.call("POST", "/pause", params={"mode": "keep"})
-
-    def resume(self) -> None:
-        """See PublishedEngine."""
+    def _interrupt(self) -> None:
+        """See RemoteEngine. /abort_requests would reach only one of several API server processes."""
+        self._client.call("POST", "/pause", params={"mode": "abort"})
         self._client.call("POST", "/resume")
 
     def _release(self) -> None:
@@ -102,10 +99,10 @@ class VllmServer(ServerEngine):
             "return_token_ids": True,
         }
 
-    def _read(self, answer: Any) -> Answer:
+    def _read(self, answer: Any, version: int) -> Answer:  # noqa: ARG002
         (choice,) = answer["choices"]
         reason = choice["finish_reason"]
-        if reason not in ("stop", "length"):
+        if reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.name} ended a request with finish_reason={reason}")
         return choice["token_ids"], choice["logprobs"]["token_logprobs"], reason
 
@@ -122,5 +119,9 @@ class VllmServer(ServerEngine):
         """See RemoteEngine. Also resets the prefix cache, whose entries come from the old weights."""
         super().finish_receiving(version, receiving)
         self._version = None
-        self._client.call("POST", "/reset_prefix_cache")
+        params = {"reset_running_requests": "true"}  # cancelled ones, which the server may still have
+        if not self._client.call("POST", "/reset_prefix_cache", params=params)["success"]:
+            raise EngineError(
+                f"{self.name} did not empty its prefix cache, which has entries of the old weights"
+            )
         self._version = version
