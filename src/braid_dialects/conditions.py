@@ -48,3 +48,7 @@ def _only_of(place: str, names: tuple[str, ...]) -> Convert:
         lambda s: s.place(place) not in names,
         lambda s: f"for {' and '.join(names)} only; the {place} is {s.place(place)}",
     )
+
+
+BY_BACKEND = unless(lambda s: s.backend, lambda s: f"overridden by --backend {s.backend}")
+BY_ENGINE = unless(lambda s: s.engine, lambda s: f"overridden by --engine {s.engine}")

@@ -45,6 +45,10 @@ def mapped(values: Mapping[Any, Any]) -> Convert:
     return lambda value, _: values[value]
 
 
+def as_int(value: Any, _: Source) -> int:
+    return int(value)
+
+
 def opposite(value: Any, _: Source) -> Any:
     """Negate the value: the native key has the opposite meaning."""
     return not value

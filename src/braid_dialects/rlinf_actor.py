@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conditions import needs, overridden, unless
-from .conversions import already, computed, null_as, off, only, or_null, unless_null
+from .conditions import BY_BACKEND, needs, overridden, unless
+from .conversions import already, computed, null_as, or_null, unless_null
 from .rlinf_facts import (
     DECAYS,
     FP16,
@@ -83,10 +83,6 @@ def _granularity(value: str | None, source: Source) -> Any:
     return MEGATRON(value or "off", source)
 
 
-def _all_devices(value: int, _: Source) -> int | None:
-    return value if value > 0 else None
-
-
 def _decay_ramp(value: float | None, source: Source) -> Became:
     if value in (None, source["actor.optim.weight_decay"]):
         return implied("weight decay is always actor.optim.weight_decay")
@@ -113,7 +109,6 @@ def _steps_of_round(value: int, source: Source) -> int:
     return max(1, facts.episodes(source) * facts.chunks_per_episode(source) // value)
 
 
-_IN_FILE = unless(lambda s: s.backend, lambda s: f"overridden by --backend {s.backend}")
 _WARMUP = unless(
     lambda s: (s["actor.lr_sched.lr_warmup_iters"] or 0) > 0, "overridden by actor.lr_sched.lr_warmup_iters"
 )
@@ -124,13 +119,8 @@ _HYBRID = unless(
     lambda s: s["actor.fsdp_config.sharding_strategy"] != "hybrid_shard",
     "for sharding_strategy=hybrid_shard only",
 )
-_DTYPE = takes("fp32|bf16|fp16")
-_BY_CONFIG = "set by the model's config.json"
-_BY_PRECISION = "set by actor.model.precision, which must not contradict it"
-_CONVERSION = "for RLinf's checkpoint conversion only; braid reads the Hugging Face folder directly"
-_PACKED = "rows are packed without padding"
+_DTYPE, _SIZE = takes("fp32|bf16|fp16"), integer(-1, samples=(2, 4, -1))
 _LAYER = "remove it: the models supported with megatron (llama, qwen2, qwen3, qwen3_moe, mixtral) have "
-_ACTIVATIONS = "swiglu|gelu|geglu|reglu|squared-relu|fast-geglu|fast-swiglu|fast-reglu|approx-gelu"
 _DECAY_STYLES = {
     "constant": "constant",
     "linear": "linear",
@@ -143,16 +133,15 @@ _DECAY_STYLES = {
 # fmt: off
 _ACTOR = section("actor", "train")(
     to("group_name", "cluster.group_names.policy", "text", WORKERS),
-    to("training_backend", ".backend", "megatron|fsdp", _IN_FILE, lambda _, s: facts.file_backend(s),
-       default="megatron", note="fsdp: actor.fsdp_config.strategy says which"),
+    to("training_backend", ".backend", "megatron|fsdp", BY_BACKEND, lambda _, s: facts.file_backend(s),
+       default="megatron"),
     to("mcore_gpt", "", "bool",
        lambda v, _: v or unsupported("set it to true: only Megatron-core is supported"), MEGATRON,
        lambda *_: implied("only Megatron-core is supported")),
-    to("spec_name", "", "text", MEGATRON, only("decoder_gpt", _LAYER + "decoder_gpt", _BY_CONFIG)),
+    missing("spec_name", _LAYER + "decoder_gpt", MEGATRON, default="decoder_gpt"),
     to("offload_optimizer", ".offload.optimizer", "bool"),
     to("offload_weight", ".offload.weights", "bool",
-       unless(_is_shared, "in a single process the engine samples with the trainer's own weights"),
-       note="between phases; no ZeRO"),
+       unless(_is_shared, "in a single process the engine samples with the trainer's own weights")),
     to("offload_grad", ".offload.gradients", "bool",
        unless(lambda s: s.backend == "single", "in a single process gradients are freed after every step")),
     to("enable_offload", "", "bool", _offload, note="train.offload.weights and train.offload.optimizer"),
@@ -160,25 +149,24 @@ _ACTOR = section("actor", "train")(
     to("calculate_flops", ".count_flops", "bool", note="training counts as three forward passes"),
     to("seed", "run.seed", "natural"),
     to("micro_batch_size", ".micro_batch_tokens", "count", ROBOTS_ONLY,
-       note="answers of the policy per pass and device; text has algorithm.training_batch_size_per_gpu"),
+       note="answers of the policy, per device"),
     to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY, _steps_of_round,
        note="steps = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
-    always("combine_reference_model", "the reference is always a copy of the policy's initial weights",
-           "bool"),
+    always("combine_reference_model", "the reference is a copy of the policy's initial weights", "bool"),
     missing("sync_precision", "weights are sent in the engine's dtype"),
     to("sync_bucket_capacity", "rollout.publish.bucket_bytes", "count", note="bytes"))
 
 _MODEL = section("actor.model", "model")(
     to("precision", "", nullable(PRECISION), unless_null("fp32"), computed(_precision),
-       note="dtype of matrix products. Weights stay fp32, or small updates would be lost. fp16 uses loss "
-       "scaling"),
+       note="of matrix products; weights stay fp32. fp16 uses loss scaling"),
     to("model_path", ".path", "path"),
     to("model_type", "", MODEL_TYPE, model_type),
     missing("moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
     ignored("{moe_router_load_balancing_type,moe_router_topk,moe_router_pre_softmax,init_method_std}",
-            _BY_CONFIG),
-    ignored("encoder_seq_length", "decoders have no encoder; lengths are set in `runner` and `data`",
-            "count"),
+            "set by the model's config.json"),
+    ignored("{encoder_seq_length,seq_length,variable_seq_lengths}", "rows are packed without padding"),
+    ignored("{persist_layer_norm,attention_softmax_in_fp32}", "norms and softmaxes are always in float32"),
+    ignored("use_cpu_initialization", "weights are read from the model folder"),
     to("is_lora", "", "bool", _is_lora, note="model.lora"),
     to("lora_rank", ".lora.rank", "count", _IS_LORA, default=32),
     to("lora_path", ".lora.path", "path?", _IS_LORA),
@@ -187,9 +175,6 @@ _MODEL = section("actor.model", "model")(
     to("trust_remote_code", ".trust_remote_code", "bool", _TRUST, note="here or for the tokenizer"))
 
 _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
-    to("megatron_checkpoint", "", "path?",
-       off("convert it to a Hugging Face folder, and set actor.model.model_path to that",
-           "weights come from actor.model.model_path")),
     to("tensor_model_parallel_size", ".tensor_parallel", "count"),
     to("pipeline_model_parallel_size", ".pipeline_parallel", "count"),
     to("context_parallel_size", ".context_parallel", "count"),
@@ -201,42 +186,35 @@ _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
     to("recompute_num_layers", ".*", "count?"),
     to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall|flex"),
     to("moe_grouped_gemm", ".*", either(takes("bool"), choice(None, "te")), lambda v, _: bool(v)),
-    to("activation", "", _ACTIVATIONS, only("swiglu", _LAYER + "swiglu", _BY_CONFIG)),
-    to("normalization", "", "rmsnorm|layernorm|layernorm1p", only("rmsnorm", _LAYER + "rmsnorm", _BY_CONFIG)),
-    to("position_embedding_type", "", "rope|learned_absolute|none",
-       only("rope", _LAYER + "rope", _BY_CONFIG)),
-    to("add_bias_linear", "", "bool", off(_LAYER + "none", _BY_CONFIG)),
-    to("{apply_rope_fusion,bias_dropout_fusion,bias_activation_fusion}", ".transformer.*", "bool"),
-    to("{gradient_accumulation_fusion,batch_p2p_comm}", ".transformer.*", "bool"),
-    ignored("persist_layer_norm", "norms are computed in float32 by torch's kernels", "bool"),
-    ignored("attention_softmax_in_fp32", "the softmax of attention is always computed in float32", "bool"),
-    ignored("variable_seq_lengths", _PACKED, "bool"),
-    ignored("use_cpu_initialization", "weights are read from the model folder", "bool"),
-    ignored("seq_length", _PACKED, "count"))
+    to("apply_rope_fusion bias_dropout_fusion bias_activation_fusion gradient_accumulation_fusion "
+       "batch_p2p_comm", ".transformer.*", "bool"),
+    missing("megatron_checkpoint",
+            "convert it to a Hugging Face folder, and set actor.model.model_path to that"),
+    missing("activation", _LAYER + "swiglu", default="swiglu"),
+    missing("normalization", _LAYER + "rmsnorm", default="rmsnorm"),
+    missing("position_embedding_type", _LAYER + "rope", default="rope"),
+    missing("add_bias_linear", _LAYER + "none", default=False))
 
 _OPTIMIZER = section("actor.optim", "train.optimizer")(
     to("optimizer", ".kind", {"adam": "adamw", "sgd": "sgd"}, note="adam has decoupled weight decay (AdamW)"),
-    always("{bf16,fp16}", _BY_PRECISION, "bool?"),
+    always("{bf16,fp16}", "set by actor.model.precision, which must not contradict it", "bool?"),
     to("lr", ".lr", "positive"),
     to("value_lr", ".value_lr", "positive", note="of a value head in the policy"),
     to("adam_beta1", ".betas", number(0.0, 1.0, samples=(0.8, 0.85)), _BETAS, default=0.9),
     to("adam_beta2", ".betas", number(0.0, 1.0, samples=(0.9, 0.99)), _BETAS, default=0.999),
     to("adam_eps", ".eps", "positive", default=1e-8),
-    to("min_lr", ".schedule.min_ratio", "non-negative", DECAYS, overridden("actor.lr_sched.min_lr"), _ratio,
-       note="actor.lr_sched.min_lr takes precedence"),
+    to("min_lr", ".schedule.min_ratio", "non-negative", DECAYS, overridden("actor.lr_sched.min_lr"), _ratio),
     to("weight_decay", ".weight_decay", "non-negative", default=0.01),
     to("clip_grad", "train.max_grad_norm", "non-negative", or_null, default=1.0, note="global norm; 0: none"),
     to("loss_scale_window", "train.grad_scaler.growth_interval {scaler}.dynamic_loss_scale_window", "count",
        MEGATRON_FILE, FP16, default=1000, note="fp16: finite steps after which the loss scale doubles"),
     to("loss_scale", "train.grad_scaler.init_scale", "positive?", MEGATRON_FILE, FP16, unless_null("default"),
-       lambda v, _: float(v),
-       note="fp16: the initial scale, doubled and halved from there; RLinf's is constant. Gradients do not "
-       "depend on it"),
+       lambda v, _: float(v), note="fp16: the initial scale; constant in RLinf"),
     to("use_distributed_optimizer", "train.megatron.distributed_optimizer", "bool", MEGATRON),
     to("{overlap_grad_reduce,overlap_param_gather}", "train.megatron.*", "bool", MEGATRON),
-    to("overlap_param_gather_with_optimizer_step", "", "bool", MEGATRON,
-       off("set it to false; overlap_param_gather gathers parameters during the next forward pass", "off")),
-    ignored("optimizer_enable_pin", "not read by RLinf; offloaded state is always pinned", "bool"),
+    missing("overlap_param_gather_with_optimizer_step", "set it to false; see overlap_param_gather",
+            MEGATRON, default=False),
+    ignored("optimizer_enable_pin", "not read by RLinf; offloaded state is always pinned"),
     to("lr_scheduler", ".schedule.decay", "constant|cosine", FSDP_FILE),
     to("lr_warmup_steps", ".schedule.warmup_steps", "natural", FSDP_FILE),
     to("lr_warmup_steps_ratio", ".schedule.warmup_fraction", "share", FSDP_FILE),
@@ -244,45 +222,38 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
 
 _SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
     to("lr_warmup_fraction", ".warmup_fraction", nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _WARMUP,
-       lambda v, _: v or 0.0, note="of all optimizer steps; lr_warmup_iters above 0 takes precedence"),
+       lambda v, _: v or 0.0),
     to("lr_warmup_init", ".start_ratio", "non-negative", _ratio, note="as a share of actor.optim.lr"),
     to("lr_warmup_iters", ".warmup_steps", "natural", note="optimizer steps"),
-    ignored("max_lr", "the peak learning rate is actor.optim.lr", "positive"),
-    to("min_lr", ".min_ratio", "non-negative", DECAYS, _ratio, note="as a share of actor.optim.lr"),
+    ignored("max_lr", "the peak learning rate is actor.optim.lr"),
+    to("min_lr", ".min_ratio", "non-negative", DECAYS, _ratio),
     to("lr_decay_style", ".decay", _DECAY_STYLES),
     to("lr_decay_iters", ".decay_steps", "count", DECAYS, note="optimizer steps"),
     to("{start_weight_decay,end_weight_decay}", "", "non-negative?", _decay_ramp))
 
 _TOKENIZER = section("actor.tokenizer", "model")(
     to("tokenizer_model", ".tokenizer", "path"),
-    ignored("use_fast", "not read by RLinf; the model folder determines the tokenizer", "bool"),
     to("trust_remote_code", ".trust_remote_code", "bool", _TRUST, note="here or for the model"),
-    ignored("padding_side", "packed rows need no padding", "left|right"),
-    ignored("tokenizer_type", "only Hugging Face tokenizers are supported", choice("HuggingFaceTokenizer")),
+    ignored("use_fast padding_side tokenizer_type", "the model folder determines the tokenizer"),
     to("extra_vocab_size", ".vla.extra_vocab_size", "natural", ROBOTS_ONLY))
 
 _MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
     to("ddp_bucket_size", ".ddp_bucket_size", "count?", note="in parameters"),
-    ignored("distributed_backend", "collectives use NCCL on GPUs and gloo on CPUs", "nccl|gloo"),
     to("distributed_timeout_minutes", ".timeout_minutes", "positive"),
-    ignored("tp_comm_bootstrap_backend", "for tp_comm_overlap_cfg only", "nccl|mpi|gloo"),
-    to("tp_comm_overlap_cfg", "", "path?",
-       off("remove it: overlapped tensor-parallel communication needs Transformer Engine's layers", "off")),
+    ignored("distributed_backend tp_comm_bootstrap_backend", "collectives use NCCL on GPUs, gloo on CPUs"),
+    missing("tp_comm_overlap_cfg", "remove it: it needs Transformer Engine's layers"),
+    missing("use_hf_ckpt", "convert the Megatron checkpoint to a Hugging Face folder, and set "
+            "actor.model.model_path to it", default=True),
     ignored("ckpt_format use_dist_ckpt", "all backends share one checkpoint format"),
-    to("use_hf_ckpt", "", "bool",
-       only(True,
-            "convert the Megatron checkpoint to a Hugging Face folder, and set actor.model.model_path to "
-            "it")),
     ignored("ckpt.{model,model_type,hf_model_path,save_path,use_gpu_num,use_gpu_index,process_num} "
-            "ckpt.{tensor_model_parallel_size,pipeline_model_parallel_size}", _CONVERSION),
-    ignored("ckpt.{expert_model_parallel_size,expert_tensor_parallel_size,grouped_gemm,te_ln_linear_qkv} "
-            "ckpt.{te_ln_linear_mlp_fc1,te_ln_add_extra_state}", _CONVERSION),
-    ignored("mbridge", "the Hugging Face folder is read directly, without conversion", "bool"),
+            "ckpt.{tensor_model_parallel_size,pipeline_model_parallel_size,expert_model_parallel_size} "
+            "ckpt.{expert_tensor_parallel_size,grouped_gemm,te_ln_linear_qkv,te_ln_linear_mlp_fc1} "
+            "ckpt.te_ln_add_extra_state mbridge", "the Hugging Face folder is read without conversion"),
     missing("use_profiler", "use an external profiler", default=False),
     ignored("profiler.*", "for actor.megatron.use_profiler only"))
 
 _FSDP = section("actor.fsdp_config", "train.fsdp")(
-    to("strategy", "train.backend", _STRATEGIES, FSDP_FILE, _IN_FILE, lambda _, s: facts.file_backend(s)),
+    to("strategy", "train.backend", _STRATEGIES, FSDP_FILE, BY_BACKEND, lambda _, s: facts.file_backend(s)),
     to("sharding_strategy", ".sharding", _SHARDINGS, FSDP),
     to("cpu_offload", ".cpu_offload", "bool", FSDP2),
     to("offload_pin_memory", ".pin_memory", "bool", FSDP2, note="with cpu_offload"),
@@ -292,12 +263,12 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
     to("use_orig_params", "", "bool", FSDP, already("optimizer groups and adapters need them")),
     to("backward_prefetch", ".*", "pre|post?", FSDP1, null_as("off")),
     to("use_liger_kernel", "train.liger_kernels", "bool", FSDP),
-    to("fsdp_size", ".size", integer(-1, samples=(2, 4, -1)), FSDP2, _all_devices, note="-1: all devices"),
-    to("hybrid_shard_size", ".size", integer(-1, samples=(2, 4, -1)), FSDP, _HYBRID, _all_devices),
+    to("fsdp_size", ".size", _SIZE, FSDP2, lambda v, _: v if v > 0 else None, note="-1: all devices"),
+    to("hybrid_shard_size", ".size", _SIZE, FSDP, _HYBRID, lambda v, _: v if v > 0 else None),
     to("gradient_checkpointing", "train.gradient_checkpointing", "bool", FSDP_FILE),
     to("mixed_precision.{param_dtype,reduce_dtype}", ".*", nullable(_DTYPE), FSDP, unless_null("fp32")),
     to("mixed_precision.buffer_dtype", ".*", nullable(_DTYPE), FSDP1, unless_null("fp32")),
-    ignored("gradient_checkpointing_use_reentrant", "it does not change gradients", "bool"),
+    ignored("gradient_checkpointing_use_reentrant", "it does not change gradients"),
     to("amp_autocast.enabled", "train.autocast", "bool", FSDP_FILE, computed(_autocast),
        note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
     to("amp_autocast.precision", "train.autocast", _DTYPE, FSDP_FILE,
@@ -307,7 +278,7 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
        needs("actor.fsdp_config.grad_scaler.enabled")),
     to("grad_scaler.growth_interval", "train.grad_scaler.growth_interval", "count", FSDP_FILE,
        needs("actor.fsdp_config.grad_scaler.enabled")),
-    ignored("amp_grad_scaler.enabled", "RLinf reads grad_scaler.enabled instead", "bool"),
+    ignored("amp_grad_scaler.enabled", "RLinf reads grad_scaler.enabled instead"),
     ignored("wrap_policy.*", "each layer is always wrapped as a unit"))
 
 RULES = rows(

@@ -91,10 +91,6 @@ _NOT_NATIVE = unless(
     "the native engine samples with the trainer's weights in their precision",
 )
 _FRACTION = number(0.0, 1.0, above=True)
-_AS_TRAINED = "log-probs before the update are always computed with the actor's model and precision"
-_SHARED = "an engine always shares the trainer's weights, or sleeps while other roles use its devices"
-_PLACED = "determined by cluster.component_placement: roles on the same devices take turns"
-_NO_QUEUES = "data is passed between roles without named queues"
 
 # One rule per line.
 # fmt: off
@@ -105,7 +101,8 @@ _INFERENCE = section("inference", "inference")(
     to("model.pipeline_model_parallel_size", ".pipeline_parallel", "count", facts.MEGATRON),
     to("model.sequence_parallel", ".sequence_parallel", "bool", facts.MEGATRON),
     ignored("model_type model_arch {model,tokenizer,fsdp_config}.* "
-            "fsdp_config.{mixed_precision,amp_autocast,grad_scaler,amp_grad_scaler}.*", _AS_TRAINED))
+            "fsdp_config.{mixed_precision,amp_autocast,grad_scaler,amp_grad_scaler}.*",
+            "log-probs before the update are always computed with the actor's model and precision"))
 
 _ROLLOUT = section("rollout", "rollout.{engine}")(
     # the model and the engine
@@ -113,23 +110,19 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     to("model.model_path", "model.path", "path", _OF_ACTOR, note="the trained policy too"),
     to("model.model_type", "", MODEL_TYPE, _OF_ACTOR, model_type, note="the folder's architecture"),
     to("model.precision", ".dtype", nullable(PRECISION), _NOT_NATIVE,
-       unless_null("same as actor.model.precision"), lambda v, _: facts.DTYPES[str(v)],
-       note="dtype of the engine's weights"),
-    to("rollout_backend", "rollout.engine", "sglang|vllm", lambda _, s: facts.engine(s), default="sglang",
-       note="older files lack this key: SGLang, or the native engine for robots"),
+       unless_null("same as actor.model.precision"), lambda v, _: facts.DTYPES[str(v)]),
+    to("rollout_backend", "rollout.engine", "sglang|vllm", lambda _, s: facts.engine(s), default="sglang"),
     to("backend", "rollout.engine", "huggingface|vllm",
        lambda v, s: s.engine or ("vllm" if v == "vllm" else "native"), note="huggingface: the native engine"),
-    always("mode", _PLACED, "collocate|disaggregated"),
-    to("gpu_memory_utilization", ".memory_fraction", _FRACTION, SERVED, default=0.65,
-       note="SGLang's mem_fraction_static"),
+    always("mode", "determined by cluster.component_placement", "collocate|disaggregated"),
+    to("gpu_memory_utilization", ".memory_fraction", _FRACTION, SERVED, default=0.65),
     to("tensor_parallel_size", ".tensor_parallel", "count", SERVED, default=1),
-    to("pipeline_parallel_size", ".pipeline_parallel", "count", SERVED, default=1,
-       note="RLinf counts devices with it, but starts engines without it"),
+    to("pipeline_parallel_size", ".pipeline_parallel", "count", SERVED, default=1),
     to("max_running_requests", ".max_running", "count", note="sequences decoded concurrently"),
     to("enforce_eager", ".cuda_graphs", "bool", opposite),
     to("enable_cuda_graph", ".cuda_graphs", "bool", note="newer opposite of enforce_eager"),
     to("cuda_graph_max_bs", ".cuda_graph_max_batch", "count", SERVED,
-       lambda v, s: min(v, s["rollout.max_running_requests"] or v), note="at most max_running_requests"),
+       lambda v, s: min(v, s["rollout.max_running_requests"] or v)),
     to("detokenize", ".detokenize", "bool", SERVED, note="rewards always use text decoded by braid"),
     to("padding", "model.pad_token_id", "natural?", note="null: the tokenizer's. Not read by RLinf"),
     to("eos", "model.eos_token_id", "natural?", note="null: the tokenizer's"),
@@ -145,8 +138,7 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     to("vllm.enable_chunked_prefill", ".chunked_prefill", "bool", VLLM),
     to("vllm.enable_prefix_caching", ".prefix_caching", "bool", VLLM),
     to("vllm.max_num_batched_tokens", ".prefill_tokens", "count?", VLLM, unless_null()),
-    ignored("vllm.enable_flash_infer_sampler", "a sampling kernel, which does not change the distribution",
-            "bool"),
+    ignored("vllm.enable_flash_infer_sampler", "a sampling kernel, which does not change the distribution"),
     missing("vllm.torch_profiler_dir", "use an external profiler"),
     # log-probs, checks, output
     to("recompute_logprobs", "algorithm.old_logprobs", "bool", _recompute, default=True,
@@ -156,13 +148,13 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     to("validate_save_dir", "rollout.check_weights_dir", "path?", needs("rollout.validate_weight")),
     to("print_outputs", "rollout.print_outputs", "bool"),
     # robots
-    always("enable_offload", _SHARED, "bool"),
+    always("enable_offload", "an engine shares the trainer's weights, or sleeps in between", "bool"),
     to("pipeline_stage_num", "env.pipeline_stages", "count", ROBOTS_ONLY),
     to("sampling_params.temperature_train", "rollout.sampling.temperature", "positive", ROBOTS_ONLY),
     to("sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", "count", ROBOTS_ONLY),
     missing("sampling_params.temperature_eval", "use actor.model.do_sample for evaluation"),
     missing("enable_torch_compile", "use braid.train.compile=true"),
-    ignored("{collect_transitions,collect_prev_infos}", "trajectories are always complete", "bool"))
+    ignored("{collect_transitions,collect_prev_infos}", "trajectories are always complete"))
 
 _ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
     to("env_type", "", _SIMULATORS, _simulator, note="env.kind"),
@@ -171,8 +163,7 @@ _ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
     missing("max_steps_per_rollout_epoch", "use max_episode_steps: simulators always run whole episodes"),
     to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
     to("ignore_terminations", ".ignore_terminations", "bool"),
-    to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool",
-       note="true: a group shares its reset state"),
+    to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool", note="a group shares its reset state"),
     to("max_episode_steps", ".max_episode_steps", "count", note="in env steps, not action chunks"),
     to("use_rel_reward", ".relative_reward", "bool"),
     to("reward_coef", ".reward_scale", "positive"),
@@ -207,8 +198,7 @@ RULES = rows(
     _INFERENCE,
     _ROLLOUT,
     to("env.group_name", "cluster.group_names.env", "text", WORKERS),
-    ignored("{env,rollout,actor}.channel.{name,queue_name}", _NO_QUEUES, "text"),
-    ignored("{env,rollout,actor}.channel.queue_size", _NO_QUEUES, "natural"),
+    ignored("{env,rollout,actor}.channel.{name,queue_name,queue_size}", "there are no named queues"),
     to("env.enable_offload", "env.offload", "bool", ROBOTS_ONLY),
     to("env.train.total_num_envs", "", "count?", ROBOTS_ONLY, _num_envs,
        note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: one optimizer batch"),

@@ -241,7 +241,6 @@ _HAS_SWANLAB = unless(
     lambda s: "report.swanlab" not in sinks(s), "runner.logger.logger_backends does not have swanlab"
 )
 _HAS_DATA = unless(lambda s: not given_sources(s), "data.train_data_paths is not set")
-_LOADED_ONCE = "prompts are always read and tokenized once, before the run starts"
 
 # One rule per line.
 # fmt: off
@@ -273,20 +272,16 @@ _RUNNER = section("runner")(
         missing("wandb_entity", "set WANDB_ENTITY in the environment")),
     to("max_epochs", "", "count", _epochs, note="an epoch is one pass over the training prompts"),
     to("max_steps", "run.max_rounds", CADENCE, _steps,
-       note="a step is a round, with n_minibatches optimizer steps; the smaller of this and max_epochs"),
+       note="a step is a round; the smaller of this and max_epochs"),
     to("val_check_interval", {"eval.every_rounds": at_least_0, "eval.at_end": positive, "eval.before": False},
-       CADENCE, default=-1,
-       note="in rounds, and after the last; 0 or -1 for off. RLinf's math task never validates; here it "
-       "does"),
+       CADENCE, default=-1, note="in rounds, and after the last; RLinf's math task never validates"),
     to("save_interval",
        {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive, "checkpoint.keep": None},
-       CADENCE,
-       note="in rounds, and after the last; 0 or -1 for off. All are kept; braid.checkpoint.keep=2 keeps the "
-       "newest two"),
+       CADENCE, note="in rounds, and after the last; all are kept"),
     to("seq_length", "rollout.max_sequence_tokens", "count", TEXT_ONLY),
     to("enable_dynamic_batch_size", "", "bool",
        unless(is_robots, "for text tasks only; robots use actor.micro_batch_size"), _dynamic, default=False,
-       note="true: micro-batches bounded by tokens; false: by rows. Results do not depend on it"),
+       note="micro-batches are bounded by tokens instead of rows"),
     to("max_tokens_per_mbs", "train.micro_batch_tokens", "count", TEXT_ONLY,
        needs("runner.enable_dynamic_batch_size")),
     to("resume_dir", "run.resume", "path?", lambda v, _: {None: "none", "auto": "latest"}.get(v, v),
@@ -304,19 +299,15 @@ _DATA = section("data", "data", TEXT_ONLY)(
     to("max_prompt_length", ".max_prompt_tokens", "count"),
     to("filter_prompt_by_length", ".overlong", "bool", lambda v, _: "drop" if v else "truncate_right",
        default=True),
-    to("rollout_batch_size", "rollout.prompts_per_round", "count",
-       note="in prompts, each answered group_size times"),
+    to("rollout_batch_size", "rollout.prompts_per_round", "count"),
     to("val_rollout_batch_size", "eval.batch_prompts", "count?", computed(eval_prompts),
        note="null: data.rollout_batch_size. RLinf takes the whole set if given, else no batch"),
-    ignored("{num_workers,process_workers}", _LOADED_ONCE, "natural"),
-    ignored("process_batch_size", _LOADED_ONCE, "count"),
-    ignored("dataset_name", "data.type determines how rows are read", "text?"),
+    ignored("{num_workers,process_workers,process_batch_size}", "prompts are tokenized once, at the start"),
+    ignored("dataset_name", "data.type determines how rows are read"),
     to("prompt_key", "{given}.prompt_key", "text", _HAS_DATA),
-    to("answer_key", "{given}.answer_key", "text", _HAS_DATA, default="solutions",
-       note="or a list of answers"),
+    to("answer_key", "{given}.answer_key", "text", _HAS_DATA, default="solutions"),
     to("apply_chat_template", ".use_chat_template", "bool", lambda v, _: "always" if v else "never",
-       default=False,
-       note="false: prompts are tokenized as they are; RLinf's data is chat-formatted already"),
+       default=False, note="RLinf's data is chat-formatted already"),
     to("data_size", "data.train[0].limit", CADENCE, lambda v, _: v if v > 0 else None, note="0, -1: all"),
     to("shuffle", ".shuffle", "bool", note="false: in the files' order"),
     to("validation_shuffle", "eval.shuffle", "bool"),
@@ -332,7 +323,7 @@ _REWARD = section("reward", "reward.parts[0]")(
     to("reward_type", ".kind", "math|vqa|code_offline|searchr1|rstar2", TEXT_ONLY,
        unless(lambda s: s["reward.use_reward_model"], "overridden by reward.use_reward_model"), _reward_type,
        default="math",
-       note="1 if math-verify finds the answer equal to one of the solutions, else 0; see reward_scale"),
+       note="1 if math-verify finds the answer equal to a solution, else 0; see reward_scale"),
     to("reward_scale", "", number(0.0, above=True), TEXT_ONLY, _reward_scale, default=1.0,
        note="+reward_scale or -reward_scale in training; evaluation reports the share of correct answers"),
     to("reward_min_val", "", "number", TEXT_ONLY, _reward_scale, default=-1.0),

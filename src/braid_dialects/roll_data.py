@@ -8,7 +8,7 @@ from braid.config.data import REST
 
 from . import roll_facts as facts
 from .conditions import unless
-from .conversions import computed, only, unless_null
+from .conversions import computed, unless_null
 from .roll_facts import CHOICE, JUDGE, role_of
 from .roll_pipeline import NO_VALIDATION
 from .rows import always, ignored, missing, rows, section, to
@@ -239,18 +239,14 @@ DATA = rows(
     section("{actor_train,validation}.data_args", "{data}", _evaluates)(
         to("file_name", ".path", _FILES, note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
         to("prompt", ".prompt_key", "text?", *_COLUMN,
-           note="plain text, to which the chat template is applied; not in ROLL's code "
-           "(braid.data.use_chat_template=never)"),
+           note="plain text, to which the chat template is applied, unlike in ROLL's code"),
         to("messages", ".prompt_key", "text?", *_COLUMN, note="column of chat messages"),
         to("tag", ".source_key", "text?",
            unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain")),
         to("domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})), _interleave,
-           note="share of each domain's tags in any sequence of prompts; other rows are dropped. ROLL rounds "
-           "each round's counts down, and gives the last domain the rest"),
+           note="share of each domain's tags in any sequence of prompts; other rows are dropped"),
         always("dataset_type", "determined by the file extension", _FILES),
-        ignored("preprocessing_num_workers", "tokenizers always use all cores", "count?"),
-        ignored("id", "prompts are identified by source and row", "text"),
-        ignored("response", "for supervised fine-tuning only", "text"),
+        ignored("id response preprocessing_num_workers", "rows are identified by source and number"),
         ignored("{dataset_dir,interleave_probs,eval_file_name}", "not read by ROLL"),
         missing("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_total_pixels "
                 "video_fps video_max_frames video_resize_chunk_frames image_folder video_folder audio_folder "
@@ -267,64 +263,51 @@ DATA = rows(
         to("stop_strings", ".*", "[text]?", _sampled, default=None),
         always("include_stop_str_in_output", "the stop string is always kept", "bool?")),
     section("{actor_infer,validation}.generating_args")(
-        to("num_beams", "", "count", only(1, "set it to 1; beam search is not supported", "no beam search")),
-        ignored("length_penalty", "for beam search only", "number"),
-        ignored("max_length", "overridden by response_length and max_new_tokens, as in ROLL", "count"),
-        ignored("logprobs", "log-probs of all tokens are always kept", "count?")),
+        missing("num_beams", "set it to 1; beam search is not supported", default=1),
+        ignored("length_penalty", "for beam search only"),
+        ignored("max_length", "overridden by response_length and max_new_tokens, as in ROLL"),
+        ignored("logprobs", "log-probs of all tokens are always kept")),
     to("actor_infer.generating_args.max_new_tokens", "rollout.sampling.max_new_tokens", "count",
-       computed(facts.max_new_tokens), note="at most sequence_length - prompt_length, to which ROLL sets it"),
+       computed(facts.max_new_tokens)),
     ignored("actor_infer.generating_args.num_return_sequences",
-            "overridden by num_return_sequences_in_group, as in ROLL", "count"),
+            "overridden by num_return_sequences_in_group, as in ROLL"),
     section("validation")(
         to("data_args.template", "", "text", NO_VALIDATION, _same_template),
         to("generating_args.max_new_tokens", "eval.sampling.max_new_tokens", "count", NO_VALIDATION,
            computed(facts.eval_max_new_tokens)),
         to("generating_args.num_return_sequences", "eval.samples_per_prompt", "count", NO_VALIDATION,
            default=1),
-        ignored("worker_cls", "evaluation uses the same reward parts as training", "text"),
-        ignored("strategy_args.* device_mapping", _IN_TRAINING),
-        ignored("{world_size,num_gpus_per_worker}", _IN_TRAINING, "count"),
-        ignored("infer_batch_size", "the engine schedules requests itself", "count"),
-        ignored("model_args.*", "evaluation uses the policy's model"),
-        ignored("eval_steps", "not read by ROLL; use eval_steps", "count")),
+        ignored("worker_cls strategy_args.* model_args.* device_mapping world_size num_gpus_per_worker "
+                "infer_batch_size", "evaluation uses the model, the engine and the rewards of training"),
+        ignored("eval_steps", "not read by ROLL; use eval_steps")),
 )
 
 REWARDS = rows(
     section("rewards.*")(
         to("worker_cls", "", "text", _worker_class, note="reward part of this domain's rows"),
         to("tag_included", "", "[text]",
-           unless(lambda s: len(facts.domains(s)) == 1, "a single domain scores all rows"), _IS_SCORED, _tags,
-           note="tags (see data_args.tag) of the rows that the part scores"),
+           unless(lambda s: len(facts.domains(s)) == 1, "a single domain scores all rows"), _IS_SCORED,
+           _tags),
         to("reward_type", "", "text", _IS_SCORED, _reward_type,
-           note="of crossthinkqa: scores of a right letter in a box and elsewhere, and of a wrong one in a "
-           "box and elsewhere; loose 1, 1, -1, -1, soft 1, 0.5, -0.5, -1, strict 1, -1, -1, -1. ROLL takes "
-           "the first capital letter of the last box, of what follows 'answer is', or of the whole text; in "
-           "evaluation it shows the share of scores above 0"),
+           note="scores of a right letter in a box and elsewhere, and of a wrong one in a box and elsewhere"),
         to("query_filter_config.type", "rollout.filter.then", "no_filter|mean_filter|std_filter",
            _query_filter,
-           note="groups are dropped when mean <= threshold_down, mean >= threshold_up, or unbiased deviation "
-           "<= std_threshold; then more prompts are sampled until the round is full"),
+           note="drops groups with mean <= threshold_down, mean >= threshold_up or deviation <= "
+           "std_threshold"),
         to("query_filter_config.filter_args", "rollout.filter.min_mean", _BOUNDS, _query_filter),
-        to("response_filter_config.type", "", choice("no_filter"),
-           only("no_filter", "", "all answers are used")),
-        to("response_length_penalty_coef", "", "non-negative",
-           only(0, "use reward.overlong: braid.reward.overlong.buffer_tokens")),
+        always("response_filter_config.type", "all answers are used", choice("no_filter")),
+        missing("response_length_penalty_coef", "use braid.reward.overlong.buffer_tokens", default=0),
         to("judge_api_url", "", "text", _of_judge, note="base URL of an OpenAI-compatible server"),
         to("judge_model_name", "", "text", _of_judge),
         to("judge_model_type", "", "api|inference|cluster",
            lambda v, s: implied("a server's") if v == "api" else unsupported(_LOCAL_JUDGE + _left_out(s))),
-        ignored("judge_prompt", "it names a text of ROLL's; the judge is asked whether the answer agrees "
-                "with the reference", "text"),
-        missing("judge_api_key", "it would be kept in the run's folder; remove it, and name its environment "
-                "variable natively (reward.parts, api_key_env)"),
+        ignored("judge_prompt", "the judge is asked whether the answer agrees with the reference"),
+        missing("judge_api_key", "remove it; name its environment variable in reward.parts (api_key_env)"),
         missing("{reward_manager_config,format_pattern,code_url}", _FUNCTION),
-        ignored("use_local", "rewards run in processes of their own on this machine", "bool"),
-        ignored("name", "the domain names the part", "text"),
-        ignored("{world_size,max_concurrency}", "see reward.concurrency", "count"),
-        ignored("infer_batch_size", "a rule has no batches", "count"),
-        ignored("num_gpus_per_worker", "a rule has no device", "count"),
-        ignored("device_mapping", "a rule has no device"),
-        ignored("{model_args,data_args,generating_args,strategy_args,system_envs}", "a rule has no model")),
+        ignored("name", "the domain names the part"),
+        ignored("use_local world_size max_concurrency", "see reward.concurrency"),
+        ignored("infer_batch_size num_gpus_per_worker device_mapping model_args data_args generating_args "
+                "strategy_args system_envs", "a rule has no model and no device")),
     missing("reward_model.*", _LOCAL_JUDGE),
 )
 # fmt: on

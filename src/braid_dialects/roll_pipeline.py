@@ -7,7 +7,7 @@ from typing import Any
 
 from . import roll_facts as facts
 from .conditions import needs, unless
-from .conversions import as_is, computed, folder_name, null_as, off, only, or_null, sets, unless_null
+from .conversions import as_is, computed, folder_name, null_as, or_null, sets, unless_null
 from .roll_facts import has_critic, is_one_process, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
@@ -65,54 +65,44 @@ def _eval_length(_: Any, source: Source) -> Any:
 
 # One rule per line.
 # fmt: off
-_DIRECT = "checkpoints are written directly to their final location"
-_MODELSCOPE = {"MODELSCOPE": unsupported("download the model and set the path of its folder")}
 PIPELINE = rows(
     # The run
-    to("exp_name", "run.name", "text", folder_name,
-       note="other characters than letters, digits, _ . - become -"),
+    to("exp_name", "run.name", "text", folder_name),
     to("seed", "run.seed", "natural", default=42),
     to("output_dir", "run.output_dir", "path", default="./output", note="parent of the run folder"),
-    to("max_steps", "run.max_rounds", "count", default=500,
-       note="a step of the pipeline is a round: one rollout batch with its optimizer steps"),
+    to("max_steps", "run.max_rounds", "count", default=500, note="a step is a round"),
     to("save_steps", "checkpoint.every_rounds", "count", default=50, note="and after the last round"),
     to("max_ckpt_to_keep", "checkpoint.keep", "natural", or_null, default=0, note="0 keeps all"),
-    to("checkpoint_config.type", "", choice("file_system"), only("file_system", "")),
     to("checkpoint_config.output_dir", "checkpoint.dir", "path", note="unchanged; ROLL appends the time"),
-    ignored("checkpoint_config.{async_upload,use_hard_links,keep_local_file}", _DIRECT, "bool"),
+    always("checkpoint_config.type", "braid always does this", choice("file_system")),
+    ignored("checkpoint_config.{async_upload,use_hard_links,keep_local_file}",
+            "checkpoints are written directly to their final location"),
     to("resume_from_checkpoint", "run.resume", "bool or path",
        lambda v, _: v if isinstance(v, str) else "latest" if v else "none", default=False),
     to("track_with", "report.tensorboard", "tensorboard|wandb|swanlab|trackio|stdout|ml_tracker", _tracker,
-       default="tensorboard", note="metrics.jsonl and the console are always written"),
+       default="tensorboard"),
     to("tracker_kwargs.log_dir", "report.dir", "path", needs("track_with", "tensorboard")),
     to("tracker_kwargs.{project,name}", "report.{tracker}.*", "text",
        needs("track_with", "wandb", "swanlab")),
     missing("tracker_kwargs.api_key", "set the environment variable WANDB_API_KEY or SWANLAB_API_KEY"),
     missing("tracker_kwargs.*", "configure it in the tracker itself"),
     always("logging_steps", "metrics are written every round", "count"),
-    ignored("logging_dir", "logs are in the run folder", "path"),
-    ignored("base_dir", "the run folder is in output_dir", "path"),
+    ignored("logging_dir base_dir profiler_output_dir otlp_output_dir", "files are in the run folder"),
     to("rollout_dump_dir", "", "path?", _dump),
     to("profiler_memory", "train.record_memory", "bool", default=False, note="in memory/ of the run folder"),
-    to("profiler_timeline", "", "bool",
-       off("use profiler_memory, or a sampling profiler such as py-spy", "no profiler")),
-    ignored("profiler_output_dir", "snapshots are stored in memory/ of the run folder", "path"),
-    ignored("otlp_output_dir", "braid has no OpenTelemetry export", "path"),
+    missing("profiler_timeline", "use profiler_memory, or a sampling profiler such as py-spy", default=False),
     to("rpc_timeout", "cluster.call_timeout_s", "count", ONE_PROCESS, default=3600),
-    to("system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
-       note="set before workers start"),
-    ignored("num_nodes", "detected at the start, as in ROLL; braid.cluster.num_nodes sets it", "count"),
-    ignored("num_gpus_per_node", "detected at the start, as in ROLL; braid.cluster.devices_per_node sets it",
-            "count"),
-    to("model_download_type", "", "HUGGINGFACE_HUB|MODELSCOPE?",
-       lambda v, _: _MODELSCOPE.get(v, implied("models are always loaded from the Hugging Face hub"))),
+    to("system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"})),
+    ignored("num_nodes num_gpus_per_node",
+            "detected at the start; see braid.cluster.num_nodes and devices_per_node"),
+    missing("model_download_type", "download the model and set the path of its folder",
+            default="HUGGINGFACE_HUB"),
     to("model_update_buffer_size_mb", "rollout.publish.bucket_bytes", "count", ONE_PROCESS,
        lambda v, _: v * 2**20, default=1024),
     # Models
     to("pretrain", "model.path", "path",
        unless(lambda s: s["actor_train.model_args.model_name_or_path"] not in (None, s["pretrain"]),
-              "overridden by actor_train.model_args.model_name_or_path; in ROLL pretrain overrides every "
-              "role's"), note="the policy; reference and critic are initialised from it by default"),
+              "overridden by actor_train.model_args.model_name_or_path, unlike in ROLL")),
     to("reward_pretrain", "critic.path", "path", NO_VALUES, note="initial model of the critic"),
     # Sizes
     to("rollout_batch_size", "rollout.prompts_per_round", "count", with_batches, default=128,
@@ -120,14 +110,12 @@ PIPELINE = rows(
     to("num_return_sequences_in_group", "rollout.group_size", "count", with_batches, default=1,
        note="samples per prompt; in braid a mini-batch contains all samples of its prompts"),
     to("prompt_length", {"data.max_prompt_tokens": as_is, "{limit}": computed(facts.max_new_tokens)}, "count",
-       default=1024,
-       note="longer prompts are dropped and counted; ROLL also drops those of 5 tokens or fewer"),
+       default=1024, note="longer prompts are dropped; ROLL also drops those of 5 tokens or fewer"),
     to("response_length", "rollout.sampling.max_new_tokens", "count?",
        unless(lambda s: s["sequence_length"] is not None, "overridden by sequence_length"),
-       computed(facts.max_new_tokens), note="sequence_length = prompt_length + response_length"),
+       computed(facts.max_new_tokens)),
     to("sequence_length", "rollout.sampling.max_new_tokens", nullable(integer(2, samples=(4096, 8192))),
-       unless_null("prompt_length + response_length", implied), computed(facts.max_new_tokens),
-       note="prompt plus response"),
+       unless_null("prompt_length + response_length", implied), computed(facts.max_new_tokens)),
     # How rollouts run
     to("async_generation_ratio", "pipeline.max_lag pipeline.on_new_weights pipeline.over_lag", "non-negative",
        lambda value, source: sets(ceil(value), "interrupt", "drop")(value, source) if value else
@@ -135,49 +123,37 @@ PIPELINE = rows(
        note="rounded up; running requests continue with new weights, and older groups are dropped. Off-policy "
        "tokens are corrected by default"),
     always("generate_opt_level", "continuous batching is always used", choice(0, 1)),
-    always("is_num_return_sequences_expand", "each sample is a separate request; the prefill of a prompt is "
-           "shared", "bool"),
-    to("is_use_additional_prompts", "", "bool",
-       only(False,
-            "set it to false: keeping the first finished answers favors short ones; use a query_filter, "
-            "which samples until the batch is full")),
-    ignored("max_additional_running_prompts", "for is_use_additional_prompts only, which is not supported",
-            "count"),
+    always("is_num_return_sequences_expand", "each sample is a request; prefills are shared", "bool"),
+    missing("is_use_additional_prompts", "set it to false: keeping the first finished answers favors short "
+            "ones; use a query_filter, which samples until the batch is full", default=False),
+    ignored("max_additional_running_prompts", "for is_use_additional_prompts only, which is not supported"),
     to("max_running_requests", "rollout.{engine}.max_running", "count", default=128, note="per engine"),
-    ignored("router_args.router_name", "requests of a group always go together to the least loaded engine",
-            "text"),
-    ignored("router_args.router_config", "requests always go to the least loaded engine"),
-    to("reward_system_config.skip_special_tokens", "", "bool",
-       only(True, "set it to true; rewards read text without special tokens",
-            "rewards read text without special tokens")),
+    ignored("router_args.{router_name,router_config}", "a group always goes to the least loaded engine"),
+    missing("reward_system_config.skip_special_tokens",
+            "set it to true; rewards read text without special tokens", default=True),
     missing("user_defined_rollout_loop_cls", "use an environment or a reward function"),
-    to("rollout_mock.enable", "", "bool",
-       only(False, "set it to false; trajectories are stored in samples/ of the run folder")),
-    ignored("rollout_mock.mode", "for rollout_mock only, which is not supported", "dump|mock"),
-    ignored("rollout_mock.dump_dir", "for rollout_mock only, which is not supported", "path"),
-    to("transfer_backend.backend_name", "", "text?",
-       only(None, "remove it; rows are transferred by Ray's object store")),
+    missing("rollout_mock.enable", "set it to false; trajectories are stored in samples/ of the run folder",
+            default=False),
+    ignored("rollout_mock.{mode,dump_dir}", "for rollout_mock only, which is not supported"),
+    missing("transfer_backend.backend_name", "remove it; rows are transferred by Ray's object store"),
     ignored("transfer_backend.backend_config", "rows are transferred by Ray's object store"),
     # Evaluation
-    to("eval_steps", "eval.every_rounds", "natural", NO_VALIDATION, default=10,
-       note="and before the first round"),
+    to("eval_steps", "eval.every_rounds", "natural", NO_VALIDATION, default=10),
     to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION, default=128),
     to("val_prompt_length", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION, _eval_length),
     to("val_sequence_length", "eval.sampling.max_new_tokens", nullable(integer(2)), NO_VALIDATION,
        _eval_length, note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
-    to("tag_to_template", "", mapping_of(TEXT),
-       only({}, "use a single template for all rows: data_args.template")),
-    to("{is_pure_opd,use_opd}", "", "bool", only(False, "distillation from a teacher is not implemented")),
-    missing("{teacher,student_train,student_infer}.*", "distillation from a teacher is not implemented"),
+    missing("tag_to_template", "use a single template for all rows: data_args.template"),
+    missing("{is_pure_opd,use_opd} {teacher,student_train,student_infer}.* actor_train.opd_kl_coef",
+            "distillation from a teacher is not implemented", default=False),
     ignored("use_policy_loss_type use_topr_loss postive_loss_coef positive_loss_coef use_topr_neg_loss_coef "
             "balance_length minibatch_data_iter_num l2 use_reward_scaling use_reward_norm add_len_reward "
             "report_length_and_rewards length_profiler_dir val_greedy val_n_sample mask_type local_rank "
             "save_logging_board_dir offload_nccl reward_norm reward_shift reward_scale use_remove_padding "
             "token_level_loss dataset_filter.*", "not read by ROLL"),
-    ignored("offload_backend", "roles on the same devices always take turns", "text"),
-    ignored("is_offload_states is_offload_optimizer_states_in_train_step",
-            "roles on the same devices always take turns", "bool"),
+    ignored("offload_backend is_offload_states is_offload_optimizer_states_in_train_step",
+            "roles on the same devices always take turns"),
     ignored("hydra.*", "for Hydra's working directory only"),
     ignored("defaults", "the listed presets are merged into the file"),
 )
@@ -186,7 +162,7 @@ PIPELINE = rows(
 
 # Advantages and loss
 
-AGGREGATIONS = {
+_AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum": "sequence_mean_token_sum",
@@ -214,11 +190,9 @@ def _advantage(value: str, source: Source) -> Became:
 
 
 def _reward_clip(value: float | None, source: Source) -> Became:
-    """Clip the normalised reward of a response, and then the reward of each token, which differs only if it
-    includes KL."""
-    return _algorithm(
-        reward_clip=value, **({"token_reward_clip": value} if kl_place(source) == "reward" else {})
-    )
+    """Clip the normalised reward of a response, and, if it includes KL, the reward of each token."""
+    tokens = {"token_reward_clip": value} if kl_place(source) == "reward" else {}
+    return _algorithm(reward_clip=value, **tokens)
 
 
 def _clip(_: Any, source: Source) -> Became:
@@ -236,17 +210,16 @@ def _kl(_: Any, source: Source) -> Became:
     """The single KL term, in the loss or in the reward, or none."""
     if (where := kl_place(source)) is None:
         return _algorithm(kl_coef=0.0)
-    penalty = KL_PENALTIES.get(source["kl_penalty"] or "kl", "k1")
+    penalty = KL_PENALTIES[source["kl_penalty"]]
     coef, estimator = ("kl_loss_coef", "k3") if where == "loss" else ("init_kl_coef", penalty)
     clamp = 10.0 if estimator == "k3" else "off"
     return _algorithm(kl_coef=float(source[coef]), kl_in=where, kl_estimator=estimator, kl_clamp=clamp)
 
 
-def _old_logprobs(source: Source) -> str:
-    recomputes = source["enable_old_logprobs_recompute"]
-    return (
-        "current" if source["force_disable_old_logprobs_recompute"] else "recompute" if recomputes else "auto"
-    )
+def _old_logprobs(_: Any, source: Source) -> str:
+    if source["force_disable_old_logprobs_recompute"]:
+        return "current"
+    return "recompute" if source["enable_old_logprobs_recompute"] else "auto"
 
 
 _FILTER: dict[str, tuple[Any, Any]] = {
@@ -310,8 +283,7 @@ _BY_GROUP = unless(
     lambda s: s["adv_estimator"] == "grpo", "adv_estimator=grpo always normalizes by the group"
 )
 _UNREAD_CLIP = unless(
-    lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"],
-    "overridden by pg_clip_low and pg_clip_high (use_pg_clip_range)",
+    lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"], "overridden by use_pg_clip_range"
 )
 _FILTERED = unless(facts.filters_groups, "the query filter drops all groups that difficulty_mask masks")
 _WEIGHTED = needs("train_infer_correction.is_weight.enabled")
@@ -324,34 +296,29 @@ _FILTERS = mapping_of(ANY, {"enabled": True}, {"enabled": True, "ratio_high": 1.
 ALGORITHM = rows(
     # Advantages
     to("adv_estimator", "algorithm.advantage", _ESTIMATORS, _advantage, default="gae",
-       note="gae needs a critic. grpo: (r - mean) / (std + 1e-6) of the group on every token; with gamma < 1 "
-       "or KL in the reward, reinforce with rewards normalized so"),
+       note="grpo: (r - mean) / (std + 1e-6); with gamma < 1 or KL in the reward, reinforce with rewards "
+       "normalized so"),
     to("gamma", "algorithm.gamma", "share",
-       unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0,
-       note="per token"),
+       unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0),
     to("lambd", "algorithm.gae_lambda", "share", NO_VALUES, default=0.95),
     to("norm_mean_type", "algorithm.reward_mean", _STATISTICS, _BY_GROUP,
        computed(lambda s: facts.normalisation(s)[0]), default=None,
-       note="over the round; in ROLL over each domain. Any mean goes with any deviation; in ROLL std=group "
-       "needs mean=group"),
+       note="over the round; in ROLL over each domain"),
     to("norm_std_type", "algorithm.reward_std", _STATISTICS, _BY_GROUP,
        computed(lambda s: facts.normalisation(s)[1]), default=None,
-       note="divides by the unbiased standard deviation + 1e-6"),
+       note="divides by the unbiased deviation + 1e-6"),
     to("reward_clip", "algorithm.reward_clip", "positive?", unless_null("no clipping", implied), _reward_clip,
        note="clips a response's reward after normalisation, and each token's after subtracting KL"),
     to("whiten_rewards", "algorithm.*", "bool", default=False, note="over the tokens of the round"),
-    to("whiten_advantages", "algorithm.*", "bool", default=False,
-       note="over the round; in ROLL over each domain"),
+    to("whiten_advantages", "algorithm.*", "bool", default=False),
     to("advantage_clip", "algorithm.*", "positive?", null_as("off"), default=None, note="after whitening"),
     to("critic_warmup", "critic.warmup_rounds", "natural", NO_VALUES, default=0, note="critic-only rounds"),
-    to("value_clip", "algorithm.*", "positive?", NO_VALUES, null_as("off"), default=None,
-       note="around the old values"),
+    to("value_clip", "algorithm.*", "positive?", NO_VALUES, null_as("off"), default=None),
     # Loss
     to("ppo_epochs", "{trained}.passes_per_round", "count", default=1),
     to("pg_clip", "algorithm.clip_high", "positive", PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
        note="ratio in [1 - pg_clip, 1 + pg_clip]; the dual clip is 1 + 2 pg_clip"),
-    to("use_pg_clip_range", "algorithm.clip_high", "bool", PPO_ONLY, _clip, default=False,
-       note="true: ratio in [1 - pg_clip_low, 1 + pg_clip_high]"),
+    to("use_pg_clip_range", "algorithm.clip_high", "bool", PPO_ONLY, _clip, default=False),
     to("pg_clip_low", "algorithm.clip_low", "non-negative", PPO_ONLY, needs("use_pg_clip_range"), _clip,
        default=0.2),
     to("pg_clip_high", "algorithm.clip_high", "non-negative", PPO_ONLY, needs("use_pg_clip_range"), _clip,
@@ -360,12 +327,10 @@ ALGORITHM = rows(
        default=False, note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
     to("importance_sampling", "algorithm.ratio_level", {"token": "token", "seq": "sequence"},
        unless(lambda s: variant(s) == "vanilla", "pg_variant=vanilla uses no ratio"), default="token",
-       note="seq: exp(mean log-ratio of the response) for all its tokens, as in GSPO"),
-    to("loss_agg_mode", "algorithm.aggregation", AGGREGATIONS, default="seq-mean-token-mean",
-       note="over the whole optimizer step. ROLL's token-mean ignores the mask in the entropy term; its "
-       "seq-mean-token-sum-norm divides only by the padded length, here by the number of responses too"),
-    to("rl_loss_coef", "algorithm.policy_loss_coef", "non-negative", default=1.0,
-       note="surrogate and KL, not the entropy"),
+       note="seq: exp(mean log-ratio) for all tokens, as in GSPO"),
+    to("loss_agg_mode", "algorithm.aggregation", _AGGREGATIONS, default="seq-mean-token-mean",
+       note="over the optimizer step; ROLL's seq-mean-token-sum-norm divides by padded lengths"),
+    to("rl_loss_coef", "algorithm.policy_loss_coef", "non-negative", default=1.0),
     to("entropy_loss_coef", "algorithm.entropy_coef", "number", default=0.0, note="loss - coef * entropy"),
     to("use_kl_loss", "algorithm.kl_coef", "bool", _kl, default=False,
        note="+ kl_loss_coef * k3(policy, reference), clamped to 10, in the loss"),
@@ -375,31 +340,27 @@ ALGORITHM = rows(
     to("init_kl_coef", "algorithm.kl_coef", "non-negative", NOT_IN_REWARD, _kl, default=0.2,
        note="above 0, ROLL loads a reference and recomputes old log-probs; here only if KL is used"),
     to("kl_penalty", "algorithm.kl_estimator", choice(*KL_PENALTIES), NOT_IN_REWARD, _kl, default="kl",
-       note="of the KL in the reward, with d = log policy - log reference: kl d, abs |d|, mse d^2/2, k3 "
-       "exp(-d) + d - 1, full the sum of p d over the vocabulary (ROLL sums over positions by mistake, and "
-       "fails on most shapes). The KL in the loss is always k3"),
+       note="d = log policy - log reference. kl: d; mse: d^2/2; k3: exp(-d) + d - 1; full: over the "
+       "vocabulary. The KL in the loss is always k3"),
     to("target_kl", "algorithm.kl_target", "positive?", NOT_IN_REWARD, null_as("off"), default=None,
        note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
     to("kl_horizon", "algorithm.kl_horizon", "count", NOT_IN_REWARD, needs("target_kl"), default=10000),
     always("enable_reference", "a reference model is loaded whenever a KL term needs it", "bool"),
-    to("enable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", computed(_old_logprobs),
+    to("enable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", _old_logprobs,
        default=False, note="false: only if a round has several steps or another feature needs them"),
-    to("force_disable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", computed(_old_logprobs),
-       default=False, note="true: every ratio is 1, so nothing is clipped"),
+    to("force_disable_old_logprobs_recompute", "algorithm.old_logprobs", "bool", _old_logprobs,
+       default=False, note="every ratio is 1, so nothing is clipped"),
     section("train_infer_correction")(
         to("is_weight.enabled", "algorithm.corrections", "bool", _corrections, default=False,
            note="loss * w, w = exp(old log-prob - the engine's) clamped to [0, upper_bound]"),
         to("is_weight.weight_type", "algorithm.corrections", choice(*LEVELS), _WEIGHTED, _corrections,
-           default="token", note="segment is a turn"),
+           default="token"),
         to("is_weight.upper_bound", "algorithm.corrections", "positive", _WEIGHTED, _corrections,
            default=1.2),
-        to("is_weight.detach", "", "bool",
-           only(True, "set it to true; weights have no gradient", "weights have no gradient")),
+        missing("is_weight.detach", "set it to true; weights have no gradient", default=True),
         to("filters", "algorithm.corrections", list_of(_FILTERS), _filters,
-           note="masks tokens with ratios (ratio_low, ratio_high) or differences of probabilities (diff_low, "
-           "diff_high) out of bounds; with token-mean, ROLL's have no effect")),
-    to("max_len_mask", "algorithm.mask_truncated", "bool", default=False,
-       note="truncated responses are masked in the loss, but count in their group's statistics"),
+           note="masks tokens with ratios or differences of probabilities out of bounds")),
+    to("max_len_mask", "algorithm.mask_truncated", "bool", default=False),
     to("difficulty_mask", "rollout.filter.min_mean", "bool", _difficulty_mask,
        note="keeps groups with low < mean reward < high; ROLL compares the mean score, which is 0 or 1"),
     to("difficulty_low_threshold", "rollout.filter.min_mean", "number", needs("difficulty_mask"), _FILTERED,
@@ -407,36 +368,26 @@ ALGORITHM = rows(
     to("difficulty_high_threshold", "rollout.filter.max_mean", "number", needs("difficulty_mask"), _FILTERED,
        default=1.0),
     to("error_max_len_clip", "algorithm.mask_long_failures", "bool", _LONG_FAILURES, default=False,
-       note="masks responses of at least error_max_len_threshold tokens with score 0; ROLL also drops scores "
-       "but 0 and 1"),
+       note="masks responses of at least error_max_len_threshold tokens with score 0"),
     to("error_max_len_threshold", "algorithm.mask_long_failures", "count", needs("error_max_len_clip"),
        _LONG_FAILURES, default=9_999_999_999),
-    to("difficulty_loss_weight", "", "bool",
-       only(False, "sample weights are not implemented; use difficulty_mask")),
-    to("length_loss_weight", "", "bool",
-       only(False, "sample weights are not implemented; use loss_agg_mode")),
-    to("max_grad_norm", "{trained}.max_grad_norm", "non-negative", or_null, default=1.0,
-       note="0: no clipping"),
+    missing("difficulty_loss_weight", "there are no sample weights; use difficulty_mask", default=False),
+    missing("length_loss_weight", "there are no sample weights; use loss_agg_mode", default=False),
+    to("max_grad_norm", "{trained}.max_grad_norm", "non-negative", or_null, default=1.0),
 )
 
-_AGENTIC = (
-    "custom_envs.* train_env_manager.* val_env_manager.* reward.* reward_normalization.* env_monitor.* "
-    "render_save_dir batch_adjust_mode episode_reward_weight step_reward_weight step_reward_gamma ratio_type "
-    "exp_mode partial_gpu_mode parse_tool_call_parameter_to_dict skip_mock_system_prompt dirty_data_mask "
-    "open_feedback_turn use_token_reward"
-)
-_DISTILLATION = (
-    "student_pretrain teacher_pretrain student.* question_key answer_key logits_topk distill_loss_weight "
-    "kd_temperature teacher_temperature kd_objective adaptive_kl_alpha skew_lambda distill_on_prompt "
-    "logits_transfer_backend"
-)
-_OTHER = "remove it; it belongs to ROLL's {0} pipeline{1}, and only RLVR configs are supported"
+_OTHER = "remove it; it belongs to ROLL's {0} pipeline, and only RLVR configs are supported"
 OTHER_PIPELINES = rows(
-    missing(_AGENTIC, _OTHER.format("agentic", "")),
-    missing("sft_train.* system_key prompt_key query_key response_key",
-            _OTHER.format("supervised", " (here: braid sft)")),
-    missing("ipo beta label_smoothing chosen_key rejected_key", _OTHER.format("preference", "")),
-    missing(_DISTILLATION, _OTHER.format("distillation", "")),
+    missing("custom_envs.* train_env_manager.* val_env_manager.* reward.* reward_normalization.* "
+            "env_monitor.* render_save_dir batch_adjust_mode episode_reward_weight step_reward_weight "
+            "step_reward_gamma ratio_type exp_mode partial_gpu_mode parse_tool_call_parameter_to_dict "
+            "skip_mock_system_prompt dirty_data_mask open_feedback_turn use_token_reward",
+            _OTHER.format("agentic")),
+    missing("sft_train.* system_key prompt_key query_key response_key", _OTHER.format("supervised")),
+    missing("ipo beta label_smoothing chosen_key rejected_key", _OTHER.format("preference")),
+    missing("student_pretrain teacher_pretrain student.* question_key answer_key logits_topk "
+            "distill_loss_weight kd_temperature teacher_temperature kd_objective adaptive_kl_alpha "
+            "skew_lambda distill_on_prompt logits_transfer_backend", _OTHER.format("distillation")),
 )
 # fmt: on
 ALIASES = {

@@ -9,13 +9,13 @@ from braid.plan.placement import format_numbers
 
 from . import roll_facts as facts
 from .conditions import needs, of_backend, of_engine, overridden, unless
-from .conversions import computed, null_as, only, opposite, unless_null
+from .conversions import computed, null_as, opposite, unless_null
 from .devices import DEVICES, parse_devices
 from .roll_facts import ENGINES, TRAIN, file_backend, role_of
 from .roll_pipeline import ONE_PROCESS, with_batches
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, no_effect, unsupported
-from .values import ANY, TEXT, choice, mapping_of, nullable, number
+from .values import TEXT, choice, mapping_of, nullable, number
 
 SCHEDULES = {
     "linear": "linear",
@@ -62,10 +62,6 @@ def _device_mapping(value: Any, source: Source) -> Any:
 def _compute_dtype(value: str | None, source: Source) -> Became:
     scaler = {f"{TRAIN[role_of(source)]}.grad_scaler.init_scale": 65536.0} if value == "fp16" else {}
     return Became(dict.fromkeys(source.native, _AUTOCAST[value]) | scaler)
-
-
-def _schedule(value: str, _: Source) -> Any:
-    return SCHEDULES.get(value) or unsupported(f"use one of {', '.join(SCHEDULES)}")
 
 
 def _variant(_: str, source: Source) -> Became:
@@ -126,10 +122,6 @@ def _recompute(value: str | None, source: Source) -> Became:
     return Became(made)
 
 
-def _fsdp_size(value: int, source: Source) -> int | None:
-    return value if 1 < value < facts.world(source, role_of(source)) else None
-
-
 def _engine_sizes(value: int, source: Source) -> Became:
     sizes = {"tensor_parallel": facts.engine_tensor_parallel(source), "replicas": facts.replicas(source)}
     own = {f"rollout.{facts.engine(source)}.{name}": size for name, size in sizes.items()}
@@ -138,21 +130,14 @@ def _engine_sizes(value: int, source: Source) -> Became:
 
 _AUTOCAST = {"fp32": "none", "bf16": "bf16", "fp16": "fp16", None: "auto"}
 _FRACTION = number(0.0, 1.0, above=True, samples=(0.4, 0.7))
-_IS_LORA = unless(
-    lambda s: not s[".lora_target"], "there are no adapters without actor_train.model_args.lora_target"
-)
+_IS_LORA = unless(lambda s: not s[".lora_target"], "there are no adapters without lora_target")
 _BETAS = computed(lambda s: [s[".adam_beta1"], s[".adam_beta2"]])
 _IS_TOPR = unless(lambda s: facts.variant(s) != "topr", "pg_variant is not topr")
 _BY_ROWS = unless(
     lambda s: s[".use_dynamic_batching_in_infer"], "overridden by use_dynamic_batching_in_infer"
 )
-_OF_FILE = {
-    name: unless(
-        lambda s, name=name: file_backend(s, role_of(s)) != name,
-        lambda s: f"the file's strategy is {file_backend(s, role_of(s))}",
-    )
-    for name in ("megatron", "fsdp2")
-}
+_OF_MEGATRON = unless(lambda s: file_backend(s, role_of(s)) != "megatron", "the file's strategy is fsdp2")
+_OF_FSDP2 = unless(lambda s: file_backend(s, role_of(s)) != "fsdp2", "the file's strategy is megatron")
 _MEGATRON, _FSDP2, _SERVED = of_backend("megatron"), of_backend("fsdp2"), of_engine("vllm", "sglang")
 _CONFIG = "strategy_args.strategy_config"
 _DP = "dp = devices / (TP * PP * CP)"
@@ -163,39 +148,31 @@ _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
     to("name", "cluster.group_names.{seat}", "text", used, ONE_PROCESS),
     to("device_mapping", "cluster.placement.{seat}", nullable(DEVICES), used,
        unless_null("processes without a device", implied), _device_mapping,
-       note="parsed, never evaluated. Roles on the same devices take turns"),
+       note="roles on the same devices take turns"),
     to("system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
        lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
-       note="applies to every worker; roles cannot have different values"),
-    ignored("max_concurrency", "workers process one call at a time, engines many", "count"),
-    ignored("offload_nccl", "always disabled, as in ROLL", "bool"),
-    ignored("use_remove_padding", "not read by ROLL; rows are always packed", "bool"),
-    section("model_args")(
-        to("moe_aux_loss_coef", "", "non-negative?",
-           only(None, "remove it; there is no auxiliary router loss")),
-        ignored("model_type", "determined by the role", "text?"),
-        ignored("num_labels", "determined by the role", "count"),
-        to("model_config_kwargs", "", mapping_of(ANY), only({}, "set it in config.json of the model folder")),
-        to("freeze_module_prefix", "", "text?",
-           only(None, "use adapters (lora_target) instead of training some weights")),
-        ignored("device_map", "determined by the placement", "text?"),
-        ignored("flash_attn", "not read by ROLL; use attn_implementation", "text?"),
-        ignored("autocast_adapter_dtype", "adapters always have the dtype of the weights", "bool"),
-        to("additional_target", "", "text?", only(None, "list the layers in lora_target"))))
+       note="applies to every worker"),
+    ignored("max_concurrency", "workers process one call at a time, engines many"),
+    ignored("offload_nccl", "always disabled, as in ROLL"),
+    ignored("use_remove_padding", "not read by ROLL; rows are always packed"),
+    ignored("model_args.{model_type,num_labels,device_map}", "determined by the role and the placement"),
+    ignored("model_args.flash_attn", "not read by ROLL; use attn_implementation"),
+    ignored("model_args.autocast_adapter_dtype", "adapters always have the dtype of the weights"),
+    missing("model_args.moe_aux_loss_coef", "remove it; there is no auxiliary router loss"),
+    missing("model_args.model_config_kwargs", "set it in config.json of the model folder"),
+    missing("model_args.freeze_module_prefix", "use adapters (lora_target)"),
+    missing("model_args.additional_target", "list the layers in lora_target"))
 
 _TRAINED = section("{actor_train,critic}")(
     to("strategy_args.strategy_name", "{train}.backend", "megatron_train|fsdp2_train", used, _strategy,
        default="fsdp2_train"),
-    to("infer_batch_size", "{train}.infer_batch_rows", "count", used, _BY_ROWS, default=16,
-       note="rows without gradients"),
-    to("model_args.dtype", "{train}.autocast", "fp32|bf16|fp16?", used, _compute_dtype, default="bf16",
-       note="of matrix products; weights are fp32, as in ROLL but for FSDP2's param_dtype. null: bf16 on "
-       "GPUs, fp32 on CPUs"),
+    to("infer_batch_size", "{train}.infer_batch_rows", "count", used, _BY_ROWS, default=16),
+    to("model_args.dtype", "{train}.autocast", "fp32|bf16|fp16?", used, _compute_dtype, default="bf16"),
     to("model_args.disable_gradient_checkpointing", "{train}.gradient_checkpointing", "bool", used,
        unless(lambda s: s.place("backend") == "megatron", "Megatron uses recompute_granularity instead"),
        opposite, default=False),
-    ignored("model_args.gradient_checkpointing_use_reentrant", "always non-reentrant", "bool?"),
-    to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _OF_FILE["fsdp2"], _sized,
+    ignored("model_args.gradient_checkpointing_use_reentrant", "always non-reentrant"),
+    to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _OF_FSDP2, _sized,
        default=1, note="sequence-parallel size (Ulysses); dp = devices / ulysses_size"),
     section("training_args", "{train}.optimizer", used)(
         to("learning_rate", ".lr", "positive", default=5e-5),
@@ -203,10 +180,10 @@ _TRAINED = section("{actor_train,critic}")(
         to("adam_beta1", ".betas", number(0.0, 0.999), _BETAS, default=0.9),
         to("adam_beta2", ".betas", number(0.0, 0.9999), _BETAS, default=0.999),
         to("adam_epsilon", ".eps", "positive", default=1e-8),
-        to("lr_scheduler_type", ".schedule.decay", choice(*SCHEDULES, *OTHER_SCHEDULES), _schedule,
-           default="linear", note="to the run's last step"),
-        to("warmup_steps", ".schedule.warmup_steps", "natural", default=0,
-           note="optimizer steps, not rounds"),
+        to("lr_scheduler_type", ".schedule.decay", choice(*SCHEDULES, *OTHER_SCHEDULES),
+           lambda v, _: SCHEDULES.get(v) or unsupported(f"use one of {', '.join(SCHEDULES)}"),
+           default="linear"),
+        to("warmup_steps", ".schedule.warmup_steps", "natural", default=0),
         to("warmup_ratio", ".schedule.warmup_fraction", number(0.0, 0.9),
            unless(lambda s: s[".warmup_steps"], "overridden by warmup_steps"), default=0.0),
         to("per_device_train_batch_size", "{train}.micro_batch_rows", "count", _micro_rows, default=8,
@@ -216,81 +193,64 @@ _TRAINED = section("{actor_train,critic}")(
         ignored("max_steps num_train_epochs output_dir seed bf16 fp16 logging_steps save_steps eval_steps",
                 "set by keys of the pipeline, as in ROLL"),
         ignored("tf32 data_seed dataloader_num_workers", "not read by ROLL in reinforcement learning")),
-    to("use_dynamic_batching_in_train", "{train}.micro_batch_tokens", "bool", used, _tokens,
-       note="by max_tokens_per_microbatch"),
+    to("use_dynamic_batching_in_train", "{train}.micro_batch_tokens", "bool", used, _tokens),
     to("max_tokens_per_microbatch_in_train", "{train}.micro_batch_tokens", "natural?", used,
        needs(".use_dynamic_batching_in_train"), _tokens),
-    ignored("sequence_length_round_in_train", "rows are packed without padding", "count"),
+    ignored("sequence_length_round_in_train", "rows are packed without padding"),
     to("sequence_packing_args.max_packed_sequence_length_train", "{train}.micro_batch_tokens", "count?", used,
        needs("..use_sequence_packing"), unless_null("no separate limit", implied)),
     always("apply_loss_scale", "denominators count the whole optimizer step", "bool"),
     always("logits_in_fp32", "log-probs are computed in fp32", "bool"),
-    to("mtp_training_mode", "", "disabled|standalone|joint?",
-       only("disabled", "set it to disabled; multi-token prediction is not supported")),
+    missing("mtp_training_mode", "set it to disabled; multi-token prediction is not supported",
+            default="disabled"),
     to("world_size", "{train}.steps_per_pass", "count?", used,
        unless(lambda s: facts.devices(s, role_of(s)), "overridden by device_mapping"),
-       unless_null("one rank", implied), with_batches,
-       note="number of ranks without devices, for the batch sizes"),
-    section(_CONFIG)(
-        to("tensor_model_parallel_size", "{train}.megatron.tensor_parallel", "count?", used,
-           _OF_FILE["megatron"], _sized, note=_DP),
-        to("pipeline_model_parallel_size", "{train}.megatron.pipeline_parallel", "count?", used,
-           _OF_FILE["megatron"], _sized, note=_DP),
-        to("context_parallel_size", "{train}.megatron.context_parallel", "count?", used, _OF_FILE["megatron"],
-           _sized, note=_DP)))
+       unless_null("one rank", implied), with_batches),
+    section(_CONFIG, "{train}.megatron", used, _OF_MEGATRON, _sized)(
+        to("tensor_model_parallel_size", ".tensor_parallel", "count?", note=_DP),
+        to("pipeline_model_parallel_size", ".pipeline_parallel", "count?", note=_DP),
+        to("context_parallel_size", ".context_parallel", "count?", note=_DP)))
 
 _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
     always("num_gpus_per_worker", "training workers always have one device, as in ROLL", "count"),
     to("backend_timeout", "{train}.megatron.timeout_minutes", "count", used, _MEGATRON, default=30),
     always("router_replay.mode", "no router replay", choice("disable")),
-    to("use_dynamic_batching_in_infer", "{train}.infer_batch_tokens", "bool", used, _tokens,
-       note="by max_tokens_per_microbatch"),
+    to("use_dynamic_batching_in_infer", "{train}.infer_batch_tokens", "bool", used, _tokens),
     to("max_tokens_per_microbatch_in_infer", "{train}.infer_batch_tokens", "natural?", used,
        needs(".use_dynamic_batching_in_infer"), _tokens),
-    ignored("sequence_length_round_in_infer", "rows are packed without padding", "count"),
     to("sequence_packing_args.max_packed_sequence_length_forward", "{train}.infer_batch_tokens", "count?",
        used, needs("..use_sequence_packing"), unless_null("no separate limit", implied)),
-    ignored("use_sequence_packing", "rows are always packed", "bool"),
-    ignored("sequence_packing_args.algorithm", "rows are always packed and balanced", "none|load_balance"),
-    ignored("sequence_packing_args.min_num_micro_batches_{train,forward}",
-            "results do not depend on micro-batches", "count"),
+    ignored("use_sequence_packing sequence_length_round_in_infer sequence_packing_args.algorithm "
+            "sequence_packing_args.min_num_micro_batches_{train,forward}", "rows are packed and balanced"),
     section(_CONFIG, "{train}.megatron", used, of_backend("megatron"))(
-        to("expert_model_parallel_size", ".expert_parallel", "count?", null_as(1),
-           note="does not count in dp"),
+        to("expert_model_parallel_size", ".expert_parallel", "count?", null_as(1)),
         to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
         to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?"),
         to("sequence_parallel", ".*", "bool", _sequence_parallel, note="always on with TP > 1 and EP > 1"),
         to("recompute_granularity", ".*", "full|selective?", _recompute,
            note="only full set: recompute each layer separately (uniform, 1)"),
         to("recompute_method", ".*", "uniform|block|recompute?",
-           lambda v, _: "block" if v == "recompute" else v, note="recompute, as in ROLL's list, is block"),
+           lambda v, _: "block" if v == "recompute" else v),
         to("{recompute_num_layers,ddp_bucket_size}", ".*", "count?"),
         to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall", default="allgather"),
         to("moe_grouped_gemm", ".*", "bool?", null_as(False)),
         to("{moe_layer_recompute,overlap_grad_reduce}", ".*", "bool"),
-        ignored("moe_shared_expert_overlap", "no supported model has shared experts", "bool"),
+        ignored("moe_shared_expert_overlap", "no supported model has shared experts"),
         to("overlap_param_gather", ".*", "bool", note="not supported by ROLL"),
         to("use_distributed_optimizer", ".distributed_optimizer", "bool", default=False),
-        ignored("ckpt_format", "all backends share one checkpoint format", "legacy|torch_dist"),
-        ignored("variable_seq_lengths", "rows are packed without padding", "bool"),
         to("{apply_rope_fusion,bias_activation_fusion}", ".transformer.*", "bool"),
+        ignored("sequence_packing variable_seq_lengths", "rows are packed without padding"),
+        ignored("accumulate_allreduce_grads_in_fp32 moe_router_dtype", "always fp32"),
         ignored("delay_grad_reduce", "gradients are always reduced after the last micro-batch"),
-        ignored("accumulate_allreduce_grads_in_fp32", "gradients are always fp32"),
         ignored("check_for_nan_in_loss_and_grad", "every step is checked, and skipped if not finite"),
-        ignored("calculate_per_token_loss", "set by loss_agg_mode"),
+        ignored("calculate_per_token_loss cross_entropy_loss_fusion", "the loss is set by loss_agg_mode"),
         ignored("use_flash_attn", "not read by ROLL; use attn_implementation"),
         ignored("overlap_p2p_comm", "use braid.train.megatron.transformer"),
-        ignored("sequence_packing", "rows are always packed"),
-        ignored("save_hf_model", "use training_args.save_hf_model"),
-        ignored("save_merged_model", "braid export always writes merged weights"),
-        ignored("async_save_ckpt ckpt_d2h_non_blocking",
-                "checkpoints are written directly to their final location"),
+        ignored("save_hf_model save_merged_model", "use training_args.save_hf_model"),
+        ignored("ckpt_format async_save_ckpt ckpt_d2h_non_blocking", "checkpoints have one format"),
         ignored("compile_warmup", "use braid.train.compile"),
-        ignored("moe_router_dtype", "the router always computes in fp32"),
-        ignored("cross_entropy_loss_fusion", "for Megatron's loss only; log-probs are computed from logits"),
         ignored("bf16", "overridden by model_args.dtype, as in ROLL"),
-        ignored("use_batched_model_update", "weights are always sent in buckets of "
-                "model_update_buffer_size_mb"),
+        ignored("use_batched_model_update", "weights are sent in buckets of model_update_buffer_size_mb"),
         missing("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
                 "pipeline_model_parallel_layout recompute_modules moe_aux_loss_coeff "
                 "moe_router_load_balancing_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
@@ -300,53 +260,46 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
                 "ddp_average_in_collective optimizer optimizer_cpu_offload optimizer_offload_fraction",
                 "remove it, or use the keys of braid.train.megatron", default=False)),
     section(_CONFIG, "{train}.fsdp", used, of_backend("fsdp2"))(
-        to("fsdp_size", ".size", "int", _fsdp_size, note="up to 1: all devices, a single shard group"),
-        to("param_dtype", ".*", TORCH_DTYPES,
-           note="of gathered weights and computation; trained weights stay fp32, unlike in ROLL"),
+        to("fsdp_size", ".size", "int",
+           lambda v, s: v if 1 < v < facts.world(s, role_of(s)) else None, note="up to 1: all devices"),
+        to("param_dtype", ".*", TORCH_DTYPES, note="trained weights stay fp32, unlike in ROLL"),
         to("reduce_dtype", ".*", TORCH_DTYPES),
         to("reshard_after_forward", ".*", "bool?", null_as(True)),
         to("offload_policy", ".cpu_offload .pin_memory", "bool"),
         to("reduce_scatter_during_grad_accumulation", ".sync_last_micro_batch_only", "bool", opposite,
            default=True),
-        ignored("wrap_policy", "each decoder layer is always wrapped as a unit"),
-        ignored("save_only_model", "checkpoints always contain the whole state", "bool"),
-        missing("{ep_size,efsdp_size}", "remove it; experts are sharded like other weights", default=1),
-        missing("{moe_use_grouped_mm,apply_expert_patch}",
-                "remove it; experts are sharded like other weights", default=False),
-        missing("{apply_tiled_mlp,tiled_num_shards}", "use a lower braid.train.micro_batch_tokens")))
+        ignored("wrap_policy save_only_model", "layers are wrapped as units, and checkpoints whole"),
+        missing("ep_size efsdp_size", "remove it; experts are sharded like other weights", default=1),
+        missing("moe_use_grouped_mm apply_expert_patch", "remove it", default=False),
+        missing("apply_tiled_mlp tiled_num_shards", "use a lower braid.train.micro_batch_tokens")))
 
 _ACTOR_TRAIN = section("actor_train")(
     to("model_args.model_name_or_path", "model.path", "path", note="takes precedence over pretrain"),
     to("model_args.attn_implementation", "model.attention",
        {"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"}),
     to("model_args.lora_target", "model.lora.targets", "text?",
-       lambda v, _: implied("all weights are trained") if v is None else [of.strip() for of in v.split(",")],
-       note="comma-separated layer names, or all-linear"),
+       lambda v, _: implied("all weights are trained") if v is None else [of.strip() for of in v.split(",")]),
     to("model_args.lora_rank", "model.lora.rank", "count?", _IS_LORA, default=8),
     to("model_args.lora_alpha", "model.lora.alpha", "positive?", _IS_LORA,
-       lambda v, s: v or 2 * s[".lora_rank"], default=None, note="null: 2 * lora_rank"),
-    to("model_args.lora_dropout", "", number(0.0, 0.9),
-       only(0, "set it to 0: log-probs must be the same in rollout and training",
-            "adapters have no dropout")),
+       lambda v, s: v or 2 * s[".lora_rank"], default=None),
+    missing("model_args.lora_dropout", "set it to 0: log-probs must be the same in rollout and training",
+            default=0.0),
     to("model_args.adapter_name_or_path", "model.lora.path", "path?", _IS_LORA),
     to("training_args.save_hf_model", "checkpoint.export_every_rounds", "bool",
-       lambda v, s: s["save_steps"] if v else 0, note="a Hugging Face folder every save_steps rounds"),
+       lambda v, s: s["save_steps"] if v else 0),
     to("worker_cls", "algorithm.policy_loss", "text", _worker_class),
     to("pg_variant", "algorithm.policy_loss", choice(*LOSSES),
        unless(lambda s: facts.variant(s) != s["actor_train.pg_variant"],
-              "needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL"), _variant,
-       note="vanilla -A log p; tis -sg(clip(ratio, 0, 1)) A log p; cispo the same with [0.9, 1.1]; topr no "
-       "ratio where the advantage is positive, clip(ratio, 0, 1) elsewhere; kimi15 -A log p + 0.05 (log p - "
-       "old log p)^2"),
+              "needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL"),
+       _variant,
+       note="vanilla, tis, cispo: -A log p with ratio 1, clip(ratio, 0, 1), clip(ratio, 0.9, 1.1); topr: "
+       "clip(ratio, 0, 1) where A < 0; kimi15: + 0.05 (log p - old log p)^2"),
     to("{topr_positive_weight,topr_negative_weight}", "algorithm.*", "non-negative", _IS_TOPR, default=1.0),
-    to("model_update_frequency", "", "count",
-       only(1, "set it to 1; weights are synced every round", "weights are synced every round")),
-    missing("opd_kl_coef", "distillation from a teacher is not implemented"))
+    missing("model_update_frequency", "set it to 1; weights are synced every round", default=1))
 
 _CRITIC = section("critic")(
     to("model_args.model_name_or_path", "critic.path", "path", used, note="instead of reward_pretrain"),
-    ignored("training_args.save_hf_model", "only the policy is exported", "bool"),
-    ignored("worker_cls", "there is only one kind of critic", "text"))
+    ignored("training_args.save_hf_model", "only the policy is exported"))
 
 _REFERENCE = section("reference")(
     to("strategy_args.strategy_name", "reference.train.backend", "megatron_infer|fsdp2_infer|hf_infer", used,
@@ -354,43 +307,29 @@ _REFERENCE = section("reference")(
     to("infer_batch_size", "reference.train.infer_batch_rows", "count", used, default=16),
     to("model_args.model_name_or_path", "reference.path", "path", used),
     to("model_args.dtype", "reference.train.autocast", _AUTOCAST, used, default="bf16"),
-    ignored("model_args.disable_gradient_checkpointing", "the reference model has no backward pass", "bool"),
     to("model_args.ulysses_size", "reference.train.sequence_parallel", "count?", used, _FSDP2, null_as(1)),
-    to(f"{_CONFIG}.tensor_model_parallel_size", "reference.train.megatron.tensor_parallel", "count?", used,
-       _MEGATRON, null_as(1), note=_DP),
-    to(f"{_CONFIG}.pipeline_model_parallel_size", "reference.train.megatron.pipeline_parallel", "count?",
-       used, _MEGATRON, null_as(1), note=_DP),
-    to(f"{_CONFIG}.context_parallel_size", "reference.train.megatron.context_parallel", "count?", used,
-       _MEGATRON, null_as(1), note=_DP),
-    ignored("sequence_packing_args.max_packed_sequence_length_train", "the reference model is not trained",
-            "count?"),
-    ignored("world_size", "determined by device_mapping", "count"),
-    ignored("worker_cls", "there is only one kind of reference", "text"))
+    section(_CONFIG, "reference.train.megatron", used, _MEGATRON, null_as(1))(
+        to("tensor_model_parallel_size", ".tensor_parallel", "count?"),
+        to("pipeline_model_parallel_size", ".pipeline_parallel", "count?"),
+        to("context_parallel_size", ".context_parallel", "count?")),
+    ignored("sequence_packing_args.max_packed_sequence_length_train", "the reference model is not trained"))
 
-_OWN = "vLLM's default is used"
 _ACTOR_INFER = section("actor_infer")(
     to("num_gpus_per_worker", "", "count", _SERVED,
        unless(facts.sets_tensor_parallel, "overridden by the engine's tensor-parallel size, as in ROLL"),
-       _engine_sizes, default=1,
-       note="devices per engine: its tensor-parallel size unless the engine's own key sets it"),
+       _engine_sizes, default=1),
     to("strategy_args.strategy_name", "rollout.engine", ENGINES,
-       unless(lambda s: s.engine, "overridden by --engine"), default="vllm",
-       note="hf_infer is the native engine, which shares the trainer's weights"),
-    to("model_args.dtype", "rollout.{engine}.dtype", "fp32|bf16|fp16?", null_as("auto"),
-       note="of the engine's weights; without it, the native engine shares the trainer's"),
+       unless(lambda s: s.engine, "overridden by --engine"), default="vllm"),
+    to("model_args.dtype", "rollout.{engine}.dtype", "fp32|bf16|fp16?", null_as("auto")),
     always("model_args.model_name_or_path", "the engine always uses the policy's weights", "path"),
-    ignored("model_args.disable_gradient_checkpointing", "an engine has no backward pass", "bool"),
-    ignored("model_args.attn_implementation", "chosen by the engine", "text?"),
+    ignored("model_args.attn_implementation", "chosen by the engine"),
     ignored("model_args.{lora_target,lora_rank,lora_alpha,lora_dropout,adapter_name_or_path}",
             "the engine always uses the policy's adapters"),
-    ignored("infer_batch_size", "the engine schedules requests itself, as in ROLL", "count"),
-    ignored("world_size", "determined by device_mapping", "count"),
-    ignored("backend_timeout", "use rpc_timeout", "count"),
-    ignored("worker_cls", "determined by strategy_name", "text"),
+    ignored("infer_batch_size", "the engine schedules requests itself, as in ROLL"),
+    ignored("backend_timeout", "use rpc_timeout"),
     section(_CONFIG)(
         to("load_format", "rollout.{engine}.load_weights", "dummy|auto|safetensors|pt", _SERVED,
-           lambda v, _: v != "dummy", default="dummy",
-           note="dummy: random weights until the first weight sync, which precedes sampling")),
+           lambda v, _: v != "dummy", default="dummy", note="dummy: random weights until the first sync")),
     section(_CONFIG, "rollout.vllm", of_engine("vllm"))(
         to("gpu_memory_utilization", ".memory_fraction", _FRACTION),
         to("block_size", ".block_size", "count?"),
@@ -403,16 +342,13 @@ _ACTOR_INFER = section("actor_infer")(
         to("max_num_batched_tokens", ".prefill_tokens", "count"),
         to("disable_log_stats", ".log_stats", "bool", opposite),
         to("distributed_executor_backend", ".executor", "mp|ray|uni"),
-        to("max_num_seqs", ".max_running", "count", overridden("max_running_requests"),
-           note="max_running_requests takes precedence"),
-        ignored("{disable_custom_all_reduce,swap_space}", _OWN),
-        ignored("{optimization_level,cuda_graph_sizes,cudagraph_capture_sizes}",
-                f"{_OWN}; see enforce_eager"),
+        to("max_num_seqs", ".max_running", "count", overridden("max_running_requests")),
+        ignored("disable_custom_all_reduce swap_space optimization_level cuda_graph_sizes "
+                "cudagraph_capture_sizes", "vLLM's default is used; see enforce_eager"),
         ignored("{sleep_level,enable_memory_saver}", "a sleeping engine always releases weights and cache"),
         ignored("logprobs_mode", "log-probs are always those of the sampling distribution"),
         ignored("disable_mm_preprocessor_cache", "prompts are text only"),
-        ignored("seed", "the run's seed is used"),
-        ignored("grpc_mode", "the engine runs inside the run"),
+        ignored("seed grpc_mode", "the engine is part of the run, with the run's seed"),
         missing("data_parallel_size quantization online_quantization online_quantization_config.* "
                 "speculative_config dp_size ep_size enable_expert_parallel", "remove it, or start servers "
                 "and list them in braid.rollout.vllm.servers")),
@@ -440,7 +376,9 @@ WORKERS = rows(
     _TRAINED,
     _WITH_LOGPROBS,
     always("{critic,reference}.model_args.attn_implementation", "same as the policy's", "sdpa|fa2|auto?"),
-    ignored("{critic,reference,actor_infer}.data_args.*",
-            "data_args are read only under actor_train and validation"),
+    ignored("{critic,reference,actor_infer}.data_args.*", "read only under actor_train and validation"),
+    ignored("{critic,reference,actor_infer}.worker_cls", "determined by the role and its strategy"),
+    ignored("{reference,actor_infer}.world_size", "determined by device_mapping"),
+    ignored("{reference,actor_infer}.model_args.disable_gradient_checkpointing", "no backward pass"),
 )
 # fmt: on

@@ -17,7 +17,7 @@ from typing import Any
 
 from .conversions import mapped, sets
 from .table import ABSENT, Convert, Rule
-from .values import Takes, choice, takes
+from .values import BOOL, Takes, choice, takes
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
@@ -33,7 +33,7 @@ def to(
     """Keys that set native keys, with the steps of their conversion. The last step may be a mapping of
     values, or of native keys to constants and steps of their own."""
     if isinstance(values, Mapping):
-        values, convert = choice(*values), (*convert, mapped(values))
+        values, convert = BOOL if True in values else choice(*values), (*convert, mapped(values))
     if isinstance(native, Mapping):
         native, convert = " ".join(native), (*convert, sets(*native.values()))
     return [Rule(path, takes(values), "applied", note, native, convert, default) for path in _paths(keys)]
@@ -49,9 +49,11 @@ def ignored(keys: str, why: str, values: str | Takes = "any") -> list[Rule]:
     return [Rule(path, takes(values), "no effect", why) for path in _paths(keys)]
 
 
-def missing(keys: str, instead: str, default: Any = ABSENT) -> list[Rule]:
-    """Keys that ask for a feature braid lacks; `default` turns it off, as do null, {} and []."""
-    return [Rule(path, takes("any"), "unsupported", instead, default=default) for path in _paths(keys)]
+def missing(keys: str, instead: str, *given: Convert, default: Any = ABSENT) -> list[Rule]:
+    """Keys that ask for a feature braid lacks, except with their `default`, null, {} or [].
+
+    Without effect where a step of `given` says so."""
+    return [Rule(path, takes("any"), "unsupported", instead, "", given, default) for path in _paths(keys)]
 
 
 def rows(*parts: list[Rule]) -> list[Rule]:

@@ -9,63 +9,41 @@ from __future__ import annotations
 from typing import Any
 
 from .conditions import needs, unless
-from .conversions import computed, null_as
+from .conversions import as_is, computed, null_as, unless_null
 from .rows import ignored, section, to
 from .skyrl_facts import AT, FIX, NO_CRITIC, NO_REFERENCE, uses_reference
 from .table import Became, Convert, Source, implied, no_effect, unsupported
 from .values import choice, either, number, takes
 
-_ESTIMATORS: dict[str, tuple[dict[str, Any], str]] = {
-    "grpo": (
-        {"advantage": "grpo"},
-        "A = (r - mean) / (std + eps) over the group's trajectories, std unbiased",
-    ),
-    "gae": (
-        {"recipe": "ppo"},
-        "delta_t = r_t + gamma*V_{t+1} - V_t; A_t = delta_t + gamma*lambd*A_{t+1}; then whitened",
-    ),
-    "rloo": ({"advantage": "rloo"}, "A = (r - mean) * n / (n - 1) over the group's trajectories"),
+_ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("A = (r - mean) / (std + eps) of the group, std unbiased", {"advantage": "grpo"}),
+    "gae": ("A_t = r_t + gamma*V_{t+1} - V_t + gamma*lambd*A_{t+1}; then whitened", {"recipe": "ppo"}),
+    "rloo": ("A = (r - mean) * n / (n - 1) over the group's trajectories", {"advantage": "rloo"}),
     "reinforce++": (
-        {"advantage": "reinforce", "whiten_advantages": True},
         "discounted suffix sums of rewards, then whitened",
+        {"advantage": "reinforce", "whiten_advantages": True},
     ),
-    "maxrl": ({"advantage": "maxrl"}, "A = (r - mean) / (mean + eps) over the group's trajectories"),
+    "maxrl": ("A = (r - mean) / (mean + eps) over the group's trajectories", {"advantage": "maxrl"}),
 }
-"""advantage_estimator -> keys of `algorithm`, note."""
-_ALONE = "with groups of one, SkyRL's GRPO uses the reward itself as the advantage, like reinforce"
-_LOSSES: dict[str, tuple[dict[str, Any], str]] = {
-    "regular": ({"policy_loss": "ppo_clip"}, "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)"),
-    "dual_clip": ({"policy_loss": "ppo_clip"}, "like regular; at most -clip_ratio_c*A where A < 0"),
-    "gspo": (
-        {"policy_loss": "ppo_clip", "ratio_level": "sequence"},
-        "like regular, with a sequence-level ratio: exp of the mean log-ratio",
-    ),
-    "cispo": ({"policy_loss": "cispo"}, "-A*sg(clamp(r, 1-low, 1+high))*logp"),
-    "sapo": ({"policy_loss": "sapo"}, "-A*sigmoid(tau*(r-1))*4/tau"),
-    "clip_cov": (
-        {"policy_loss": "clip_cov"},
-        "like regular, but drops a random fraction of the tokens with high covariance; SkyRL scales "
-        "advantages before, so it drops none",
-    ),
-    "kl_cov": (
-        {"policy_loss": "kl_cov"},
-        "-r*A, plus |logp - old logp| for the fraction of tokens with the highest covariance",
-    ),
-    "dppo": (
-        {"policy_loss": "dppo", "old_logprobs": "behavior"},
-        "-r*A where the token's probability has not moved too far from the sampler's",
-    ),
-    "cross_entropy": ({"policy_loss": "cross_entropy"}, "-logp"),
+"""advantage_estimator -> note, keys of `algorithm`."""
+_PPO, _BEHAVIOR = {"policy_loss": "ppo_clip"}, {"old_logprobs": "behavior"}
+_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "regular": ("-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)", _PPO),
+    "dual_clip": ("like regular; at most -clip_ratio_c*A where A < 0", _PPO),
+    "gspo": ("like regular, with r = exp of the mean log-ratio", _PPO | {"ratio_level": "sequence"}),
+    "cispo": ("-A*sg(clamp(r, 1-low, 1+high))*logp", {}),
+    "sapo": ("-A*sigmoid(tau*(r-1))*4/tau", {}),
+    "clip_cov": ("like regular, but drops some of the tokens with high covariance; SkyRL drops none", {}),
+    "kl_cov": ("-r*A, plus |logp - old logp| for the tokens with the highest covariance", {}),
+    "dppo": ("-r*A where the token's probability has not moved too far from the sampler's", _BEHAVIOR),
+    "cross_entropy": ("-logp", {}),
     "rollout_is": (
-        {"policy_loss": "masked_is", "old_logprobs": "behavior"},
         "-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
+        {"policy_loss": "masked_is"} | _BEHAVIOR,
     ),
-    "importance_sampling": (
-        {"policy_loss": "importance_sampling"},
-        "-r*A, reduced by loss_reduction; SkyRL sums over tokens",
-    ),
+    "importance_sampling": ("-r*A, reduced by loss_reduction; SkyRL sums over tokens", {}),
 }
-"""ppo_loss_type -> keys of `algorithm`, formula."""
+"""ppo_loss_type -> formula, keys of `algorithm`; the loss has the same name unless they say otherwise."""
 _REDUCTIONS = {
     "sequence_mean": "sequence_mean_token_mean",
     "token_mean": "token_mean",
@@ -82,22 +60,19 @@ def _algorithm(note: str = "", **parts: Any) -> Became:
 
 def _estimator(value: str, source: Source) -> Became:
     if value == "grpo" and source["generator.n_samples_per_prompt"] == 1:
-        return _algorithm(_ALONE, advantage="reinforce")
-    parts, note = _ESTIMATORS[value]
+        note = "with groups of one, SkyRL's GRPO uses the reward itself as the advantage, like reinforce"
+        return _algorithm(note, advantage="reinforce")
+    note, parts = _ESTIMATORS[value]
     return _algorithm(note, **parts)
 
 
 def _loss(value: str, _: Source) -> Became:
-    parts, note = _LOSSES[value]
-    return _algorithm(note, **parts)
+    note, parts = _LOSSES[value]
+    return _algorithm(note, **{"policy_loss": value} | parts)
 
 
 def _of_loss(*names: str) -> Convert:
     return needs(f"{AT}.ppo_loss_type", *names)
-
-
-def _of_estimator(*names: str) -> Convert:
-    return needs(f"{AT}.advantage_estimator", *names)
 
 
 def _kl_place(_: bool, source: Source) -> Became:
@@ -128,20 +103,10 @@ _NAMED = unless(
     lambda s: s[f"{AT}.kl_estimator_type"],
     lambda s: f"overridden by kl_estimator_type={s[f'{AT}.kl_estimator_type']}",
 )
-_K3_IDLE = unless(lambda s: s[f"{AT}.use_kl_estimator_k3"], "k3 is never negative")
 _ADAPTIVE = unless(
     lambda s: s[f"{AT}.kl_ctrl.type"] != "adaptive" or not s[f"{AT}.use_kl_in_reward"],
     "the KL coefficient is fixed",
 )
-
-
-def _reduction(value: str, _: Source) -> Became:
-    note = "a mean over all tokens; SkyRL's mean of micro-batch means depends on micro-batching"
-    return _algorithm(note if value == "token_mean_legacy" else "", aggregation=_REDUCTIONS[value])
-
-
-def _float(value: float, _: Source) -> float:
-    return float(value)
 
 
 def _max_seq_len(value: int | None, source: Source) -> Any:
@@ -180,12 +145,9 @@ def corrections(source: Source) -> list[dict[str, Any]]:
 
 
 def _corrected(_: Any, source: Source) -> Became:
-    made = corrections(source)
-    return (
-        _algorithm(corrections=made, old_logprobs="recompute")
-        if made
-        else no_effect("no correction is enabled")
-    )
+    if made := corrections(source):
+        return _algorithm(corrections=made, old_logprobs="recompute")
+    return no_effect("no correction is enabled")
 
 
 def _dynamic(value: str, source: Source) -> Became:
@@ -205,8 +167,6 @@ def _zero_variance(value: bool, source: Source) -> Any:
     return _tolerance(value, source)
 
 
-_OVERLONG = computed(lambda s: s[".overlong_buffer_len"] or 512)
-_CAP = either(takes("positive"), choice(-1.0, -1))
 _CLIPPED = _of_loss("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
 _WHITENED = unless(
     lambda s: s[f"{AT}.advantage_estimator"] in ("gae", "reinforce++"),
@@ -219,40 +179,29 @@ _OLD_TIS = unless(
 
 # One rule per line.
 # fmt: off
+_TOKEN, _SEQUENCE = (needs(".tis_ratio_type", name) for name in ("token", "sequence"))
+_GEO, _PRODUCT = (needs(".sequence_mask_metric", name) for name in ("geometric", "product"))
+_TO = "algorithm.corrections"
 CORRECTIONS = section("off_policy_correction")(
-    to("tis_ratio_type", "algorithm.corrections", choice(None, "token", "sequence"), _corrected, default=None,
-       note="the loss times min(w, cap)"),
-    to("token_tis_ratio_clip_high", "algorithm.corrections", "positive", needs(".tis_ratio_type", "token"),
-       _corrected, default=2.0),
-    to("sequence_tis_ratio_clip_high", "algorithm.corrections", "positive",
-       needs(".tis_ratio_type", "sequence"), _corrected, default=5.0),
-    to("sequence_mask_metric", "algorithm.corrections", choice(None, "product", "geometric"), _corrected,
-       default=None,
-       note="masks sequences with w out of bounds, over the tokens that the outlier and token masks keep"),
-    to("geo_mask_low", "algorithm.corrections", "non-negative", needs(".sequence_mask_metric", "geometric"),
-       _corrected, default=0.99),
-    to("geo_mask_high", "algorithm.corrections", "positive", needs(".sequence_mask_metric", "geometric"),
-       _corrected, default=1.01),
-    to("product_mask_low", "algorithm.corrections", "non-negative", needs(".sequence_mask_metric", "product"),
-       _corrected, default=0.5),
-    to("product_mask_high", "algorithm.corrections", "positive", needs(".sequence_mask_metric", "product"),
-       _corrected, default=2.0),
-    to("{token_mask_is_threshold_low,token_mask_is_threshold_high}", "algorithm.corrections", "positive?",
-       _corrected),
-    to("outlier_token_is_threshold_low", "algorithm.corrections", "positive?", _corrected,
-       note="masks sequences that have a token with w below it"),
-    to("outlier_token_is_threshold_high", "algorithm.corrections", "positive?", _corrected,
-       note="masks sequences that have a token with w above it"))
+    to("tis_ratio_type", _TO, choice(None, "token", "sequence"), _corrected, default=None),
+    to("token_tis_ratio_clip_high", _TO, "positive", _TOKEN, _corrected, default=2.0),
+    to("sequence_tis_ratio_clip_high", _TO, "positive", _SEQUENCE, _corrected, default=5.0),
+    to("sequence_mask_metric", _TO, choice(None, "product", "geometric"), _corrected, default=None,
+       note="masks sequences with w out of bounds, over the tokens kept before"),
+    to("geo_mask_low", _TO, "non-negative", _GEO, _corrected, default=0.99),
+    to("geo_mask_high", _TO, "positive", _GEO, _corrected, default=1.01),
+    to("product_mask_low", _TO, "non-negative", _PRODUCT, _corrected, default=0.5),
+    to("product_mask_high", _TO, "positive", _PRODUCT, _corrected, default=2.0),
+    to("{token_mask_is,outlier_token_is}_threshold_{low,high}", _TO, "positive?", _corrected))
 
 ALGORITHM = section("trainer.algorithm", "algorithm")(
     # advantages
     to("advantage_estimator", ".advantage", choice(*_ESTIMATORS), _estimator, default="grpo",
-       note="grpo: (r - mean) / (std + eps) of the group; gae: sum of (gamma*lambd)^k * delta; rloo: r - "
-       "mean of the others; maxrl: (r - mean) / mean"),
-    to("grpo_norm_by_std", ".normalize_by_std", "bool", _of_estimator("grpo"), default=True,
-       note="(r - mean) / (std + eps), std unbiased; false: Dr. GRPO"),
-    to("lambd", ".gae_lambda", "share", _of_estimator("gae"), default=1.0),
-    to("gamma", ".gamma", "share", _of_estimator("gae", "reinforce++"), default=1.0),
+       note="grpo: (r - mean) / (std + eps) of the group; the others: docs/algorithms.md"),
+    to("grpo_norm_by_std", ".normalize_by_std", "bool", needs(".advantage_estimator", "grpo"), default=True,
+       note="false: Dr. GRPO"),
+    to("lambd", ".gae_lambda", "share", needs(".advantage_estimator", "gae"), default=1.0),
+    to("gamma", ".gamma", "share", needs(".advantage_estimator", "gae", "reinforce++"), default=1.0),
     to("advantage_batch_normalize", ".whiten_advantages", "bool", _WHITENED, default=False,
        note="(A - mean) / std over the batch's trained tokens; SkyRL's mean counts padding too"),
     # KL
@@ -262,33 +211,29 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
        note="for KL in the loss and in the reward"),
     to("use_kl_estimator_k3", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, computed(_flagged_estimator),
        _clamped, default=True,
-       note="k3 = exp(-d) - 1 + d; false: k1 = d; d = logp - ref logp. k3 is clamped at 10, as in later "
-       "releases"),
-    to("use_abs_kl", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, _K3_IDLE, computed(_flagged_estimator),
+       note="k3 = exp(-d) - 1 + d, clamped at 10; false: k1 = d; d = logp - ref logp"),
+    to("use_abs_kl", ".kl_estimator", "bool", NO_REFERENCE, _NAMED,
+       unless(lambda s: s[".use_kl_estimator_k3"], "k3 is never negative"), computed(_flagged_estimator),
        _clamped, default=False, note="|k1|; also in the loss (in SkyRL only in the reward)"),
-    to("kl_estimator_type", ".kl_estimator", "k1|k2|k3|abs", NO_REFERENCE, _clamped,
-       note="replaces use_kl_estimator_k3 and use_abs_kl; k2 = d^2/2"),
+    to("kl_estimator_type", ".kl_estimator", "k1|k2|k3|abs", NO_REFERENCE, _clamped),
     to("kl_ctrl.type", ".kl_target", "fixed|adaptive", NO_REFERENCE, _kl_control, default="fixed"),
     to("kl_ctrl.kl_target", ".kl_target", "positive", NO_REFERENCE, _ADAPTIVE, default=0.1,
        note="coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n / horizon"),
-    to("kl_ctrl.horizon", ".kl_horizon", "count", NO_REFERENCE, _ADAPTIVE, _float, default=10_000,
-       note="trajectories"),
-    ignored("kl_target", "not read by SkyRL; use kl_ctrl", "number?"),
-    ignored("init_kl_coef", "not read by SkyRL; the coefficient is kl_loss_coef", "number"),
+    to("kl_ctrl.horizon", ".kl_horizon", "count", NO_REFERENCE, _ADAPTIVE, default=10_000),
+    ignored("{kl_target,init_kl_coef}", "not read by SkyRL; use kl_ctrl and kl_loss_coef"),
     # policy loss
     to("ppo_loss_type", ".policy_loss", choice(*_LOSSES), _loss, default="regular",
-       note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A), r = exp(logp - old logp); "
-       "dual_clip: at most -clip_ratio_c*A where A < 0; others: docs/algorithms.md"),
+       note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A); others: docs/algorithms.md"),
     to("eps_clip_low", ".clip_low", "non-negative", _CLIPPED, default=0.2, note="ratios below 1 - this"),
     to("eps_clip_high", ".clip_high", "non-negative", _CLIPPED, default=0.2, note="ratios above 1 + this"),
     to("clip_ratio_c", ".dual_clip", number(1.0, above=True, samples=(2.0, 4.0)), _of_loss("dual_clip"),
-       default=3.0, note="the loss is at most -c*A where A < 0"),
-    to("loss_reduction", ".aggregation", choice(*_REDUCTIONS), _reduction, default="sequence_mean",
+       default=3.0),
+    to("loss_reduction", ".aggregation", _REDUCTIONS, default="sequence_mean",
        note="later releases default to token_mean. KL and entropy too (in SkyRL always by sequence_mean)"),
     to("max_seq_len", ".aggregation_constant", "count?", _max_seq_len),
-    to("use_entropy_loss", ".entropy_coef", "bool", lambda v, s: float(s[".entropy_loss_coef"]) if v else 0.0,
+    to("use_entropy_loss", ".entropy_coef", "bool", lambda v, s: s[".entropy_loss_coef"] if v else 0.0,
        default=False),
-    to("entropy_loss_coef", ".entropy_coef", "number", needs(".use_entropy_loss"), _float, default=0.01),
+    to("entropy_loss_coef", ".entropy_coef", "number", needs(".use_entropy_loss"), default=0.01),
     to("temperature", "", "positive?", _temperature, default=None),
     to("cispo.cispo_eps_clip_low", ".clip_low", "non-negative", _of_loss("cispo"), default=1.0),
     to("cispo.cispo_eps_clip_high", ".clip_high", "non-negative", _of_loss("cispo"), default=4.0),
@@ -307,27 +252,26 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     to("dppo.delta_high", ".clip_high", "non-negative", _of_loss("dppo"), default=0.2),
     # off-policy correction
     CORRECTIONS,
-    to("use_tis", ".corrections", "bool", _OLD_TIS, _corrected, default=False,
-       note="older tis_ratio_type=token"),
-    to("tis_imp_ratio_cap", ".corrections", _CAP, _OLD_TIS, _corrected, default=-1.0),
+    to("use_tis", ".corrections", "bool", _OLD_TIS, _corrected, default=False),
+    to("tis_imp_ratio_cap", ".corrections", either(takes("positive"), choice(-1.0, -1)), _OLD_TIS, _corrected,
+       default=-1.0),
     # filters
     to("dynamic_sampling.type", "rollout.filter.then", choice(None, "filter", "replace"),
-       lambda v, _: implied("one batch of prompts per round") if v is None else v, _dynamic, default=None,
-       note="filter: sample on until the batch is full (DAPO); replace: copies of good groups (POLARIS)"),
+       unless_null("one batch of prompts per round", implied), _dynamic, default=None,
+       note="filter: until the batch is full (DAPO); replace: copies of good groups (POLARIS)"),
     to("dynamic_sampling.max_sample_batches", "rollout.filter.max_batches", "count or -1",
        needs(f"{AT}.dynamic_sampling.type", "filter"),
        lambda v, _: unsupported("set a number of batches, so that a round ends") if v < 0 else v, default=30),
     to("dynamic_sampling.min_replace_ratio", "rollout.filter.min_kept_fraction", "share",
        needs(f"{AT}.dynamic_sampling.type", "replace"), default=0.3),
-    to("zero_variance_filter", "rollout.filter.min_std", "bool", _zero_variance, default=False,
-       note="masked in the loss"),
+    to("zero_variance_filter", "rollout.filter.min_std", "bool", _zero_variance, default=False),
     to("zero_variance_filter_tol", "rollout.filter.min_std", "non-negative", needs(".zero_variance_filter"),
        default=1e-6),
     # DAPO's overlong penalty, from SkyRL's example examples/algorithms/dapo
     to("overlong_buffer_len", "reward.overlong.buffer_tokens", "count",
        note="r - factor * clip((length - (max_generate_length - len)) / len, 0, 1)"),
-    to("overlong_buffer_penalty_factor",
-       {"reward.overlong.penalty": _float, "reward.overlong.buffer_tokens": _OVERLONG}, "positive"),
+    to("overlong_buffer_penalty_factor", {"reward.overlong.penalty": as_is, "reward.overlong.buffer_tokens":
+       computed(lambda s: s[".overlong_buffer_len"] or 512)}, "positive"),
     # values
     to("value_head_prefix", "critic.head_name", "text", NO_CRITIC, default="value_head"),
     to("value_clip", ".value_clip", "positive?", NO_CRITIC, null_as("off"), default=0.2,

@@ -6,30 +6,17 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from .conditions import of_engine, unless
-from .conversions import already, at_least_0, mapped, off, only, opposite, unless_null
+from . import skyrl_facts as facts
+from .conditions import BY_ENGINE, of_engine, unless
+from .conversions import already, as_is, at_least_0, only, opposite, unless_null
 from .rows import always, ignored, missing, rows, section, to
-from .skyrl_facts import (
-    NO_EVALUATION,
-    ONE_PROCESS,
-    SERVED,
-    engine,
-    engine_gpus,
-    has_tools,
-    is_colocated,
-    is_one_process,
-    is_remote,
-    longest_input,
-)
+from .skyrl_facts import NO_EVALUATION, ONE_PROCESS, SERVED, engine, has_tools, is_remote
 from .table import Became, Source, implied, no_effect, unsupported
 from .values import ANY, TEXT, Takes, list_of, mapping_of, nullable, number, text
 
 _FILES = (".parquet", ".json", ".jsonl")
 ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground_truth"}
 """Environment -> column of the reference answer."""
-
-
-# Data and environment
 
 
 def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
@@ -52,18 +39,17 @@ def _environment(value: str, _: Source) -> Became:
         note = "1 if the number after the last #### equals the reference, else 0"
         return Became({"reward.parts": [part]}, note=note)
     if value == "aime":
-        note = "1 if the boxed answer equals the reference, else -1 (0 in evaluation)"
-        parts = {"parts": [{"kind": "math", "name": "aime"}], "scale": 2.0, "shift": -1.0}
-        return Became({f"reward.{name}": part for name, part in parts.items()}, note=note)
+        note, parts = (
+            "1 if the boxed answer equals the reference, else -1 (0 in evaluation)",
+            [{"kind": "math", "name": "aime"}],
+        )
+        return Became({"reward.parts": parts, "reward.scale": 2.0, "reward.shift": -1.0}, note=note)
     return unsupported(f"use {' or '.join(ANSWER_KEYS)}, or define the reward with braid.reward.parts=[...]")
 
 
 _ENVIRONMENTS = Takes(
     f"the name of an environment; supported are {', '.join(ANSWER_KEYS)}", TEXT.accepts, tuple(ANSWER_KEYS)
 )
-
-
-# Engines and sampling
 
 
 def _servers(value: bool, source: Source) -> Any:
@@ -78,17 +64,17 @@ def _urls(values: list[str] | None, _: Source) -> list[str]:
 
 def _with_placement(value: int, source: Source) -> Became:
     """Add a note where the engines have their own devices, so that the placement changes too."""
-    has_own = not is_one_process(source) and not is_colocated(source)
-    note = f"on {engine_gpus(source)} separate devices (cluster.placement)" if has_own else ""
+    has_own = not facts.is_one_process(source) and not facts.is_colocated(source)
+    note = f"on {facts.engine_gpus(source)} separate devices (cluster.placement)" if has_own else ""
     return Became(dict.fromkeys(source.native, value), note=note)
 
 
 def _sync(value: str, source: Source) -> Any:
     if value == "delta":
         return unsupported("use nccl or gloo")
-    if is_one_process(source) and engine(source) == "native":
+    if facts.is_one_process(source) and engine(source) == "native":
         return no_effect("in a single process the engine uses the trainer's tensors")
-    if value == "nccl" and is_colocated(source):
+    if value == "nccl" and facts.is_colocated(source):
         return Became({"rollout.publish.transport": "auto"}, note="CUDA IPC on the same devices, as in SkyRL")
     return value
 
@@ -98,21 +84,11 @@ def _input_length(value: int | None, source: Source) -> Became:
     response."""
     names = ("sampling_params", "eval_sampling_params")
     answers = [source[f"generator.{name}.max_generate_length"] or 0 for name in names]
-    longest = (value or longest_input(source)) + max(answers)
+    longest = (value or facts.longest_input(source)) + max(answers)
     native = {"env.max_context_tokens": longest} if has_tools(source) else {}
     if engine(source) in SERVED:
         native[f"rollout.{engine(source)}.max_model_tokens"] = longest
-    return (
-        Became(native) if native else implied("for a single turn the input is limited by max_prompt_length")
-    )
-
-
-def _max_turns(value: int, source: Source) -> Any:
-    if has_tools(source):
-        return value
-    if value == 1:
-        return implied("the environment has a single turn")
-    return no_effect("the environment has a single turn; for tools set braid.env.kind=tools")
+    return Became(native) if native else implied("a single turn is limited by max_prompt_length")
 
 
 def _conversation(value: bool, _: Source) -> Became:
@@ -126,11 +102,6 @@ def _template(value: str, source: Source) -> Any:
     return value if is_file else unsupported("use the path of a Jinja file, with source: file")
 
 
-def _evaluates(value: Any, source: Source) -> Any:
-    """No effect for sampling settings of an evaluation that does not take place."""
-    return NO_EVALUATION(value, source) if "eval_sampling" in source.at else value
-
-
 def _temperature(value: float, source: Source) -> Became:
     (native,) = source.native
     greedy = native.replace("temperature", "greedy")
@@ -139,61 +110,45 @@ def _temperature(value: float, source: Source) -> Became:
     return Became({native: float(value), greedy: False})
 
 
-def _eval_samples(value: int, _: Source) -> Became:
-    return Became({"eval.samples_per_prompt": value, "eval.pass_at": [1, value] if value > 1 else [1]})
-
-
 _DATA = list_of(text("one/train.parquet", "two/train.json"))
 _URLS = nullable(list_of(text("127.0.0.1:8001", "http://host:8002")))
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _KWARGS = nullable(mapping_of(ANY, {"enable_thinking": False}, {"reasoning_effort": "low"}))
 _IS_SERVED, _IS_VLLM = of_engine(*SERVED), of_engine("vllm")
 _IS_LOCAL = unless(lambda s: not is_remote(s) or engine(s) == "native", "the run starts its own engines")
-_MEMORY = number(0.0, 1.0, above=True, samples=(0.5, 0.7))
-_CONCURRENCY = "concurrency of scoring is set by braid.reward.concurrency"
-_WHOLE = off(
-    "set it to false; trajectories are trained as a whole", "trajectories are always trained as a whole"
+_NO_TOOLS = unless(lambda s: not has_tools(s), "the environment has a single turn; see braid.env.kind=tools")
+_EVALUATES = unless(
+    lambda s: "eval_sampling" in s.at and s["trainer.eval_interval"] <= 0, "eval_interval disables evaluation"
 )
-_SPECULATIVE = "remove it; speculative decoding is not supported"
 
 # One rule per line.
 # fmt: off
 DATA = rows(
     to("data.train_data", "data.train", _DATA, _sources, default=["~/data/gsm8k/train.parquet"],
-       note="columns prompt (messages), reward_spec.ground_truth, data_source; .parquet, .json, .jsonl, or "
-       "hub (name:split)"),
+       note="columns prompt, reward_spec.ground_truth, data_source; files or hub (name:split)"),
     to("data.val_data", "data.eval", _DATA, NO_EVALUATION, _sources,
-       default=["~/data/gsm8k/validation.parquet"], note="results per data_source and overall"),
-    ignored("data.dataloader.num_workers", "prompts are always read into memory once", "natural?"),
-    ignored("data.dataloader.persistent_workers", "prompts are always read into memory once", "bool"),
+       default=["~/data/gsm8k/validation.parquet"]),
+    ignored("data.dataloader.{num_workers,persistent_workers}", "prompts are read into memory once"),
     to("environment.env_class", "reward.parts", _ENVIRONMENTS, _environment, default="gsm8k",
        note="applies to all rows; a column env_class is not read"),
-    ignored("environment.max_env_workers environment.skyrl_gym.max_env_workers", _CONCURRENCY, "int"),
-    ignored("environment.skyrl_gym.{text2sql,search,llm_as_a_judge}.*",
-            "for an environment that is not used"),
+    ignored("environment.max_env_workers environment.skyrl_gym.max_env_workers",
+            "concurrency of scoring is set by braid.reward.concurrency"),
+    ignored("environment.skyrl_gym.{text2sql,search,llm_as_a_judge}.*", "its environment is not used"),
 )
 
 ENGINES = section("generator", "rollout.{engine}")(
-    to("backend", "rollout.engine", "vllm|sglang",
-       unless(lambda s: s.engine, lambda s: f"overridden by --engine {s.engine}"), default="vllm",
-       note="sglang can also run locally, unlike in SkyRL"),
-    to("model_dtype", ".dtype", _DTYPES, default="bfloat16",
-       note="of the engine's weights; old log-probs are the trainer's"),
-    to("run_engines_locally", ".servers", "bool",
-       unless(lambda s: engine(s) == "native", "the native engine does not use servers"), _servers,
-       default=True),
+    to("backend", "rollout.engine", "vllm|sglang", BY_ENGINE, default="vllm"),
+    to("model_dtype", ".dtype", _DTYPES, default="bfloat16"),
+    to("run_engines_locally", ".servers", "bool", _IS_SERVED, _servers, default=True),
     to("num_inference_engines", ".replicas", "count",
        lambda v, s: implied("one engine per URL") if is_remote(s) else v, _IS_SERVED, _with_placement,
        default=1),
-    to("remote_inference_engine_urls", ".servers", _URLS, _IS_LOCAL, _urls, default=["127.0.0.1:8001"],
-       note="host:port as in SkyRL, or URLs"),
+    to("remote_inference_engine_urls", ".servers", _URLS, _IS_LOCAL, _urls, default=["127.0.0.1:8001"]),
     to("inference_engine_tensor_parallel_size", ".tensor_parallel", "count", _IS_SERVED, _with_placement,
        default=4, note="the first release's default; later ones have 1"),
     to("inference_engine_pipeline_parallel_size", ".pipeline_parallel", "count", _IS_SERVED, default=1),
     to("inference_engine_data_parallel_size", "", "count",
        only(1, "use more engines, or tensor parallelism", "one model replica per engine"), default=1),
-    to("inference_engine_expert_parallel_size", "", "count",
-       only(1, "use tensor and pipeline parallelism", "no expert parallelism"), default=1),
     to("weight_sync_backend", "rollout.publish.transport", "nccl|gloo|delta", _sync, default="nccl"),
     to("override_existing_update_group", "rollout.publish.existing_group",
        {"auto": "auto", "enable": "replace", "disable": "refuse"},
@@ -202,57 +157,46 @@ ENGINES = section("generator", "rollout.{engine}")(
        lambda v, _: int(v * 2**30), note="GiB"),
     to("async_engine", "", "bool", already("engines are always asynchronous"), default=True),
     to("batched", "", "bool", already("all prompts of a round are requested at once"), default=True),
-    to("vllm_v1_disable_multiproc", ".in_process", "bool", _IS_VLLM, default=True,
-       note="requests in a fixed order"),
+    to("vllm_v1_disable_multiproc", ".in_process", "bool", _IS_VLLM, default=True),
     to("enable_prefix_caching", ".prefix_caching", "bool", _IS_VLLM, default=True),
     to("enable_chunked_prefill", ".chunked_prefill", "bool", _IS_VLLM, default=True),
     to("max_num_batched_tokens", ".prefill_tokens", "count", default=8192, note="prompt tokens per pass"),
     to("max_num_seqs", ".max_running", "count", default=1024, note="sequences decoded concurrently"),
     to("enforce_eager", ".cuda_graphs", "bool", opposite, default=False),
-    to("gpu_memory_utilization", ".memory_fraction", _MEMORY,
+    to("gpu_memory_utilization", ".memory_fraction", number(0.0, 1.0, above=True, samples=(0.5, 0.7)),
        unless(is_remote, "remote engines have their own setting"), _IS_SERVED, default=0.8),
     to("inference_engine.distributed_executor_backend", ".executor", "ray|mp|uni", _IS_VLLM, default="ray"),
     always("use_cache_salt", "caches are always reset when weights change", "bool"),
-    to("enable_http_endpoint", "", "bool",
-       off("use separately started servers as engines", "requests go to the engines directly")),
+    missing("inference_engine_expert_parallel_size", "use tensor and pipeline parallelism", default=1),
+    missing("enable_http_endpoint", "use separately started servers as engines", default=False),
     missing("{rope_scaling,rope_theta}", "set it in config.json of the model folder"),
-    missing("external_server_urls", "use remote_inference_engine_urls", default=None))
-NEWER = rows(
-    ignored("{model_name,served_model_name}", "requests do not contain a model name"),
-    ignored("{http_endpoint_host,http_endpoint_port}", "braid does not open an HTTP endpoint"),
-    ignored("enable_ray_prometheus_stats", "braid writes its own metrics"),
+    missing("external_server_urls", "use remote_inference_engine_urls"))
+NEWER = section("{generator,generator.inference_engine}")(
+    ignored("model_name served_model_name http_endpoint_host http_endpoint_port num_prefill "
+            "enable_ray_prometheus_stats offload_kv_for_weight_sync router_init_kwargs",
+            "engines are started, reached and freed by the run itself, which writes its own metrics"),
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
     ignored("language_model_only", "only text models are supported"),
     ignored("fully_sharded_loras", "engines always receive merged weights"),
-    ignored("offload_kv_for_weight_sync", "engines release memory as required by the placement"),
-    ignored("router_init_kwargs", "requests always go to the least loaded engine"),
-    ignored("num_prefill", "prefill and decoding always share an engine"),
-    missing("engine_init_kwargs", "use the options of rollout.vllm in docs/config.md", default=None),
-    missing("speculative_config", _SPECULATIVE, default=None),
-    missing("enable_return_routed_experts", "set it to false; routing replay is not supported",
-            default=False),
+    missing("engine_init_kwargs", "use the options of rollout.vllm in docs/config.md"),
+    missing("speculative_config", "remove it; speculative decoding is not supported"),
+    missing("enable_return_routed_experts", "set it to false; there is no routing replay", default=False),
     missing("enable_pd", "set it to false; prefill and decoding share an engine", default=False),
-    missing("serialized_weight_sync_mode", "remove it; weights are sent in the engine's dtype", default=None),
-    missing("delta_weight_sync", "use weight_sync_backend=nccl", default=None),
-    missing("external_proxy_url", "use remote_inference_engine_urls", default=None),
-)
+    missing("serialized_weight_sync_mode", "remove it; weights are sent in the engine's dtype"),
+    missing("delta_weight_sync", "use weight_sync_backend=nccl"),
+    missing("external_proxy_url", "use remote_inference_engine_urls"))
 
 SAMPLING = section("generator")(
-    to("n_samples_per_prompt", "rollout.group_size", "count", default=5,
-       note="times train_batch_size: samples per round"),
+    to("n_samples_per_prompt", "rollout.group_size", "count", default=5),
     to("max_input_length", "rollout.vllm.max_model_tokens", "count?", _input_length, default=None,
        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
-    to("max_turns", "env.max_turns", "count", _max_turns, default=1),
-    to("use_conversation_multi_turn", "", "bool",
-       unless(lambda s: not has_tools(s), "the environment has a single turn"), _conversation, default=False),
-    ignored("append_eos_token_after_stop_str_in_multi_turn", "turns are always token for token as sampled",
-            "bool"),
-    to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024,
-       note="tokens of one response (turn)"),
+    to("max_turns", "env.max_turns", "count", _NO_TOOLS, default=1),
+    to("use_conversation_multi_turn", "", "bool", _NO_TOOLS, _conversation, default=False),
+    ignored("append_eos_token_after_stop_str_in_multi_turn", "turns are always token for token as sampled"),
+    to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024),
     to("eval_sampling_params.max_generate_length", "eval.sampling.max_new_tokens", "count?", NO_EVALUATION,
-       lambda v, s: v or s["generator.sampling_params.max_generate_length"], default=None,
-       note="tokens of one response (turn)"),
-    section("{sampling_params,eval_sampling_params}", "{sampling}", _evaluates)(
+       lambda v, s: v or s["generator.sampling_params.max_generate_length"], default=None),
+    section("{sampling_params,eval_sampling_params}", "{sampling}", _EVALUATES)(
         to("temperature", ".*", "non-negative", _temperature, default=1.0,
            note="also in training, for all log-probs; 0: greedy"),
         to("top_p", ".*", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), default=1.0),
@@ -260,29 +204,21 @@ SAMPLING = section("generator")(
         to("top_k", ".*", "natural or -1", at_least_0, default=-1, note="-1: off"),
         to("repetition_penalty", ".*", "positive", default=1.0),
         to("stop", ".stop_strings", "[text]?", lambda v, _: v or [], note="kept in the response"),
-        ignored("logprobs", "the log-probs of sampled tokens are always kept", "int?")),
-    to("{sampling_params,eval_sampling_params}.additional_kwargs", "", nullable(ANY),
-       off("use the other keys of this section", "no additional sampling options")),
-    to("eval_n_samples_per_prompt", "eval.samples_per_prompt", "count", NO_EVALUATION, _eval_samples,
-       default=1, note="pass@k is the unbiased estimator; in SkyRL the fraction of prompts with any reward"),
-    to("zero_reward_on_non_stop", "reward.truncated", "bool", mapped({True: "zero", False: "keep"}),
-       default=False, note="for every truncated response (SkyRL ignored it with batched=true)"),
-    to("apply_overlong_filtering", "algorithm.mask_truncated", "bool", default=False,
-       note="they count in their group"),
+        ignored("logprobs", "the log-probs of sampled tokens are always kept")),
+    missing("{sampling_params,eval_sampling_params}.additional_kwargs", "use the other keys of this section"),
+    to("eval_n_samples_per_prompt",
+       {"eval.samples_per_prompt": as_is, "eval.pass_at": lambda v, _: [1, v] if v > 1 else [1]}, "count",
+       NO_EVALUATION, default=1, note="pass@k is the unbiased estimator; in SkyRL any reward of a prompt"),
+    to("zero_reward_on_non_stop", "reward.truncated", {True: "zero", False: "keep"}, default=False,
+       note="for every truncated response (SkyRL ignored it with batched=true)"),
+    to("apply_overlong_filtering", "algorithm.mask_truncated", "bool", default=False),
     to("chat_template.name_or_path", "model.chat_template", "text?",
-       lambda v, _: implied("the tokenizer's template") if v is None else v, _template),
-    ignored("chat_template.source", "determines the meaning of name_or_path", "name|file"),
+       unless_null("the tokenizer's template", implied), _template),
+    ignored("chat_template.source", "determines the meaning of name_or_path"),
     to("chat_template_kwargs", "data.chat_template_kwargs", _KWARGS, unless_null("no arguments")),
-    to("{step_wise_trajectories,merge_stepwise_output}", "", "bool", _WHOLE),
-    to("vision_language_generator", "", "bool", off("use a text model", "only text models are supported")))
+    missing("{step_wise_trajectories,merge_stepwise_output}",
+            "set it to false; trajectories are trained as a whole", default=False),
+    missing("vision_language_generator", "use a text model", default=False))
 
-GENERATOR = rows(
-    DATA,
-    ENGINES,
-    section("generator")(
-        NEWER),
-    section("generator.inference_engine")(
-        NEWER),
-    SAMPLING,
-)
+GENERATOR = rows(DATA, ENGINES, NEWER, SAMPLING)
 # fmt: on

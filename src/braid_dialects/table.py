@@ -74,15 +74,18 @@ class Rule:
 
     def become(self, value: Any, source: Source) -> Became:
         """Convert a value that the rule accepts. Raises ValueError if the conversion rejects it."""
-        if self.disposition == "unsupported" and (value in (None, {}, []) or value == self.default):
-            return no_effect("the default value, which turns the feature off")
-        if self.disposition != "applied":
+        if self.disposition in ("implied", "no effect"):
             return Became({}, self.disposition, self.note)
         for step in self.convert:
             value = step(value, source)
             if isinstance(value, Became):
                 return value
-        return Became(dict.fromkeys(source.placed(self.native), value))
+        if self.disposition == "applied":
+            return Became(dict.fromkeys(source.placed(self.native), value))
+        if value in (None, {}, []) or value == self.default:
+            off = no_effect("the default value, which turns the feature off")
+            return implied("braid always does this") if value else off
+        return unsupported(self.note)
 
 
 Check = Callable[["Source"], Iterator[tuple[str, str]]]

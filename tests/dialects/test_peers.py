@@ -115,7 +115,7 @@ ROLL: dict[str, tuple[Any, str]] = {
 SKYRL: dict[str, tuple[Any, str]] = {
     "defaults": (["_self_"], IMPLIED),
     "trainer.target_modules": (None, NOTHING),
-    "trainer.exclude_modules": (None, IMPLIED),
+    "trainer.exclude_modules": (None, NOTHING),
     "trainer.policy.model.lora.rank": (0, NOTHING),
     "trainer.policy.model.lora.target_modules": ("all-linear", NOTHING),
     "trainer.policy.model_config_kwargs": ({}, NOTHING),
@@ -136,7 +136,7 @@ SKYRL: dict[str, tuple[Any, str]] = {
     "generator.served_model_name": (None, NOTHING),
     "generator.external_proxy_url": (None, NOTHING),
     "generator.external_server_urls": (None, NOTHING),
-    "generator.enable_http_endpoint": (False, IMPLIED),
+    "generator.enable_http_endpoint": (False, NOTHING),
     "generator.http_endpoint_port": (8000, NOTHING),
     "generator.fully_sharded_loras": (False, NOTHING),
     "generator.enable_ray_prometheus_stats": (False, NOTHING),
