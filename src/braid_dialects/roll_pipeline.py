@@ -120,8 +120,7 @@ PIPELINE = rows(
     to("async_generation_ratio", "pipeline.max_lag pipeline.on_new_weights pipeline.over_lag", "non-negative",
        lambda value, source: sets(ceil(value), "interrupt", "drop")(value, source) if value else
        implied("sampling and training take turns"), default=0,
-       note="rounded up; running requests continue with new weights, and older groups are dropped. Off-policy "
-       "tokens are corrected by default"),
+       note="rounded up; running requests continue with new weights, and older groups are dropped"),
     always("generate_opt_level", "continuous batching is always used", choice(0, 1)),
     always("is_num_return_sequences_expand", "each sample is a request; prefills are shared", "bool"),
     missing("is_use_additional_prompts", "set it to false: keeping the first finished answers favors short "

@@ -216,14 +216,15 @@ GENERAL = section("trainer")(
     missing("mtp.enabled", "set it to false; draft heads are not supported", default=False),
     ignored("mtp.*", "there are no draft heads"),
     to("fully_async.enabled", "pipeline.on_new_weights pipeline.over_lag", "bool",
-       lambda value, source: sets("interrupt", "keep")(value, source) if value else implied("it is off"), default=False,
+       lambda v, s: sets("interrupt", "keep")(v, s) if v else implied("it is off"), default=False,
        note="sampling goes on during training, and running requests continue with new weights"),
     to("fully_async.max_staleness_steps", "pipeline.max_lag", "natural", _IS_SYNC, default=4),
-    to("fully_async.num_parallel_generation_workers", "pipeline.groups_in_flight", "count", _IS_SYNC, default=768),
+    to("fully_async.num_parallel_generation_workers", "pipeline.groups_in_flight", "count", _IS_SYNC,
+       default=768),
     to("fully_async.clear_kv_cache_on_weight_sync", "rollout.native.recompute_cache", "bool", _IS_SYNC,
        default=False),
-    missing("fully_async.sample_full_batch", "set it to false: prompts are drawn as places become free", False),
-    missing("fully_async.simulate_training", "set it to false: there is no simulated training", False),
+    missing("fully_async.{sample_full_batch,simulate_training}",
+            "set it to false: prompts are drawn as places become free, and trained on", default=False),
     ignored("fully_async.simulate_{training_step,weight_sync}_seconds", "there is no simulated training"))
 
 REPORT = section("trainer")(
