@@ -18,7 +18,13 @@ MEGATRON_CPU = Path(__file__).parent / "megatron_cpu"
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["braid.training.worker", "braid.controller.commands", "braid.controller.build"]
+    [
+        "braid.training.worker",
+        "braid.controller.commands",
+        "braid.controller.build",
+        "reasoning_gym",
+        "torch.utils.tensorboard",
+    ]
 )
 
 

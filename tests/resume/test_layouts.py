@@ -1,8 +1,8 @@
 """Every layout of ranks resumes from checkpoints of the others: FSDP, FSDP2, replicas of shards, host memory, DeepSpeed,
 Megatron's tensor and pipeline parallelism, one process.
 
-Two processes run all layouts in turn, by what a training group's workers call. Megatron's have two of their own for each
-layout, with the CPU in place of its GPU.
+Two processes run all layouts in turn, by what a training group's workers call. Megatron's have two of their own, with the CPU
+in place of its GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.contracts.megatron_ranks import leave_groups
 from tests.forks import run_ranks, use_megatron_on_cpu
 
 from braid.algorithms.aggregate import row_weights
@@ -270,8 +271,7 @@ def test_megatron_and_other_layouts_resume_from_each_other(tmp_path: Path) -> No
     course = _course(None, "even")
     (tmp_path / "course").write_bytes(pickle.dumps(course))
     run_ranks(_save_third, tmp_path)
-    for name in MEGATRON:
-        run_ranks(_go_on_in_megatron, tmp_path, name)
+    run_ranks(_go_round_in_megatron, tmp_path)
     run_ranks(_go_on_from_megatron, tmp_path)
     for name in MEGATRON:
         _assert_one_process_goes_on(tmp_path / name, None, course, "even")
@@ -291,11 +291,18 @@ def _save_third(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _go_on_in_megatron(rank: int, folder: Path, name: str) -> None:
+def _go_round_in_megatron(rank: int, folder: Path) -> None:
     use_megatron_on_cpu()
-    (folder / f"rendezvous of {name}").mkdir(exist_ok=True)
-    _join(rank, folder / f"rendezvous of {name}")
+    (folder / "Megatron's rendezvous").mkdir(exist_ok=True)
+    _join(rank, folder / "Megatron's rendezvous")
     course: Course = pickle.loads((folder / "course").read_bytes())
+    for name in MEGATRON:
+        _go_on_in_megatron(rank, folder, name, course)
+        leave_groups()
+    dist.destroy_process_group()
+
+
+def _go_on_in_megatron(rank: int, folder: Path, name: str, course: Course) -> None:
     backend = _backend(name, None, "even")
     backend.restore(course.saved, "")
     _step(backend)
@@ -319,7 +326,6 @@ def _go_on_in_megatron(rank: int, folder: Path, name: str) -> None:
         _assert_close(unbroken, course.fourth)
         _assert_close(weights, course.fourth)
     _assert_loss_scale_goes_on(name, "even", folder / f"{name}, scaled")
-    dist.destroy_process_group()
 
 
 def _go_on_from_megatron(rank: int, folder: Path) -> None:

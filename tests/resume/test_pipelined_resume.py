@@ -62,7 +62,7 @@ def train(folder: Path, num_rounds: int, cluster: dict[str, Any]) -> None:
     ("num_kills", "cluster"),
     [
         pytest.param(30, {}, id="one process"),
-        pytest.param(4, ON_WORKERS, id="workers", marks=pytest.mark.xdist_group("ray")),
+        pytest.param(2, ON_WORKERS, id="workers", marks=pytest.mark.xdist_group("ray")),
     ],
 )
 def test_a_killed_run_trains_on_every_prompt_once(
