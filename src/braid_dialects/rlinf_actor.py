@@ -83,12 +83,6 @@ def _granularity(value: str | None, source: Source) -> Any:
     return MEGATRON(value or "off", source)
 
 
-def _decay_ramp(value: float | None, source: Source) -> Became:
-    if value in (None, source["actor.optim.weight_decay"]):
-        return implied("weight decay is always actor.optim.weight_decay")
-    return unsupported("set it to the value of actor.optim.weight_decay")
-
-
 def _is_lora(value: bool, source: Source) -> Became:
     adapter = {f"model.lora.{name}": source[f"actor.model.lora_{name}"] for name in ("rank", "path")}
     note = "alpha = rank, no dropout, all linear layers"
@@ -102,11 +96,6 @@ def _is_shared(source: Source) -> bool:
 def _offload(value: bool, source: Source) -> Became:
     names = ["optimizer"] if _is_shared(source) else ["weights", "optimizer"]
     return Became({f"train.offload.{name}": value for name in names})
-
-
-def _steps_of_round(value: int, source: Source) -> int:
-    """Compute the optimizer steps per round: action chunks divided by the batch size."""
-    return max(1, facts.episodes(source) * facts.chunks_per_episode(source) // value)
 
 
 _WARMUP = unless(
@@ -150,7 +139,8 @@ _ACTOR = section("actor", "train")(
     to("seed", "run.seed", "natural"),
     to("micro_batch_size", ".micro_batch_tokens", "count", ROBOTS_ONLY,
        note="answers of the policy, per device"),
-    to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY, _steps_of_round,
+    to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY,
+       lambda v, s: max(1, facts.episodes(s) * facts.chunks_per_episode(s) // v),
        note="steps = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
     always("combine_reference_model", "the reference is a copy of the policy's initial weights", "bool"),
     missing("sync_precision", "weights are sent in the engine's dtype"),
@@ -229,7 +219,8 @@ _SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
     to("min_lr", ".min_ratio", "non-negative", DECAYS, _ratio),
     to("lr_decay_style", ".decay", _DECAY_STYLES),
     to("lr_decay_iters", ".decay_steps", "count", DECAYS, note="optimizer steps"),
-    to("{start_weight_decay,end_weight_decay}", "", "non-negative?", _decay_ramp))
+    missing("{start_weight_decay,end_weight_decay}", "set it to the value of actor.optim.weight_decay",
+            unless(lambda s: s[s.at] == s["actor.optim.weight_decay"], "it is actor.optim.weight_decay")))
 
 _TOKENIZER = section("actor.tokenizer", "model")(
     to("tokenizer_model", ".tokenizer", "path"),
@@ -286,11 +277,6 @@ RULES = rows(
     _MODEL,
     to("actor.model.recompute_granularity", "train.megatron.recompute_granularity", "full|selective?",
        _granularity, note="in one process full is train.gradient_checkpointing"),
-    _LAYERS,
-    _OPTIMIZER,
-    _SCHEDULE,
-    _TOKENIZER,
-    _MEGATRON,
-    _FSDP,
+    _LAYERS, _OPTIMIZER, _SCHEDULE, _TOKENIZER, _MEGATRON, _FSDP,
 )
 # fmt: on

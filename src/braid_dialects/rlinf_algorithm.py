@@ -10,7 +10,7 @@ from .conversions import as_is, computed, mapped, null_as, opposite, unless_null
 from .rlinf_facts import BY_ROWS, ROBOTS_ONLY, TEXT_ONLY, VALUES
 from .rlinf_run import eval_prompts, seq_length
 from .rows import always, ignored, missing, section, to
-from .table import Became, Convert, Source, no_effect, unsupported
+from .table import Became, Source, no_effect, unsupported
 from .values import choice, integer, list_of, nullable, number
 
 _RECIPES = {
@@ -80,10 +80,6 @@ def _decoupled(high: float | None, _: Source) -> list[dict[str, Any]]:
     return [{"level": "token", "mode": mode, "high": "off" if high is None else high} for mode in modes]
 
 
-def _importance_fix(_: Any, source: Source) -> list[dict[str, Any]]:
-    return _decoupled(source["algorithm.importance_sampling_clip"], source)[:1]
-
-
 def _clip(value: float, source: Source) -> Became:
     sides = [side for side in ("low", "high") if source[f"algorithm.clip_ratio_{side}"] is None]
     why = "overridden by algorithm.clip_ratio_low and clip_ratio_high"
@@ -128,25 +124,17 @@ def _loss_scales(value: list[str], source: Source) -> Became:
     return Became({"algorithm.aggregation": aggregation, "algorithm.turn_weighting": weighting})
 
 
-def _whitened(value: bool, source: Source) -> Any:
-    is_on = not value and facts.advantage(source) == "reinpp"
-    return no_effect("algorithm.adv_type=reinpp always whitens advantages") if is_on else value
-
-
-def _bound(name: str) -> Convert:
-    return lambda value, source: source[f"algorithm.rewards_{name}_bound"] if value else None
-
-
-_BOUNDS = {"min": "lower", "max": "upper"}
+_FIX = computed(lambda s: _decoupled(s["algorithm.importance_sampling_clip"], s)[:1])
 _LEVEL = mapped({f"{level}_level": level for level in ("token", "action", "chunk")})
 _BY_REINPP = unless(
     lambda s: not s[".kl_beta"] and facts.advantage(s) == "reinpp" and s[".reinpp_kl_beta"],
     "overridden by algorithm.reinpp_kl_beta",
 )
-_REINPP = unless(lambda s: facts.advantage(s) != "reinpp", "for algorithm.adv_type=reinpp only")
-_GRPO_DYNAMIC = unless(
-    lambda s: facts.advantage(s) != "grpo_dynamic", "for algorithm.adv_type=grpo_dynamic only"
+_WHITENED = unless(
+    lambda s: not s[".normalize_advantages"] and facts.advantage(s) == "reinpp",
+    "algorithm.adv_type=reinpp always whitens advantages",
 )
+_REINPP = needs("algorithm.adv_type", "reinpp")
 _NOT_DECOUPLED = unless(
     lambda s: s["algorithm.loss_type"] == "decoupled_actor_critic",
     "not used by algorithm.loss_type=decoupled_actor_critic",
@@ -180,9 +168,9 @@ RULES = section("algorithm", "algorithm")(
     # advantages
     to("adv_type", "", "grpo|gae|ppo|reinpp|raw|grpo_dynamic|grpo_video|opd", _advantage, default="grpo",
        note="grpo: (r - mean) / std; gae, ppo: with a critic; reinpp: REINFORCE++; raw: the reward"),
-    to("advantage_mode", ".advantage_level", "trajectory|turn", _GRPO_DYNAMIC),
+    to("advantage_mode", ".advantage_level", "trajectory|turn", needs("algorithm.adv_type", "grpo_dynamic")),
     to("use_reinpp_baseline", ".reward_mean", "bool", _REINPP, mapped({True: "group", False: "none"})),
-    to("normalize_advantages", ".whiten_advantages", "bool", _whitened, default=True,
+    to("normalize_advantages", ".whiten_advantages", "bool", _WHITENED, default=True,
        note="(A - mean) / std over the round's valid tokens; reinpp always does"),
     to("gamma", ".gamma", "share", VALUES),
     to("gae_lambda", ".gae_lambda", "share", VALUES),
@@ -201,9 +189,9 @@ RULES = section("algorithm", "algorithm")(
     to("early_stop_imp_ratio", ".early_stop_ratio", "positive?", null_as("off"), default=None,
        note="skips an optimizer step whose mean ratio exceeds it; RLinf checks micro-batches"),
     to("importance_sampling_fix", ".corrections", "bool", needs("algorithm.importance_sampling_fix"),
-       _importance_fix, note="loss * min(exp(recomputed - engine's log-prob), importance_sampling_clip)"),
+       _FIX, note="loss * min(exp(recomputed - engine's log-prob), importance_sampling_clip)"),
     to("importance_sampling_clip", ".corrections", "positive", needs("algorithm.importance_sampling_fix"),
-       _importance_fix),
+       _FIX),
     to("behave_weight_threshold", ".corrections", "positive?",
        needs("algorithm.loss_type", "decoupled_actor_critic"), _decoupled, default=None,
        note="masks tokens with exp(old - engine's log-prob) above it; null: no bound"),
@@ -230,8 +218,9 @@ RULES = section("algorithm", "algorithm")(
     to("calculate_entropy", ".entropy_coef", "bool", _calculate_entropy),
     ignored("entropy_op_type", "it does not change results"),
     # which groups are trained on
-    to("filter_rewards", {f"rollout.filter.{name}_mean": _bound(which) for name, which in _BOUNDS.items()},
-       "bool"),
+    to("filter_rewards",
+       {"rollout.filter.min_mean": lambda v, s: s[".rewards_lower_bound"] if v else None,
+        "rollout.filter.max_mean": lambda v, s: s[".rewards_upper_bound"] if v else None}, "bool"),
     to("rewards_lower_bound", "rollout.filter.min_mean", "number", needs("algorithm.filter_rewards")),
     to("rewards_upper_bound", "rollout.filter.max_mean", "number", needs("algorithm.filter_rewards")),
     to("max_num_gen_batches", "rollout.filter.max_batches", "count"),

@@ -8,7 +8,7 @@ from .conditions import needs, unless
 from .conversions import already, opposite, unless_null
 from .rlinf_facts import ROBOTS_ONLY, SERVED, SGLANG, VLLM, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Convert, Source, unsupported
+from .table import Became, Source, unsupported
 from .values import Takes, choice, list_of, nullable, number, takes
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
@@ -54,13 +54,6 @@ def _simulator(value: str, source: Source) -> Became:
         why = f"evaluation must use the simulator of training, env.train.env_type={trained}"
         raise ValueError(f"{why}; make them agree")
     return Became({"env.kind": value})
-
-
-def _of_simulator(name: str) -> Convert:
-    return unless(
-        lambda s: s["env.train.env_type"] != name,
-        lambda s: f"for {name} only; the simulator is {s['env.train.env_type']}",
-    )
 
 
 def _task(value: str, source: Source) -> str:
@@ -158,8 +151,8 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
 
 _ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
     to("env_type", "", _SIMULATORS, _simulator, note="env.kind"),
-    to("task_name init_params.id", "env.task", "text", _of_simulator("maniskill"), _task),
-    to("task_suite_name", "env.suite", _SUITES, _of_simulator("libero"), _task),
+    to("task_name init_params.id", "env.task", "text", needs("env.train.env_type", "maniskill"), _task),
+    to("task_suite_name", "env.suite", _SUITES, needs("env.train.env_type", "libero"), _task),
     missing("max_steps_per_rollout_epoch", "use max_episode_steps: simulators always run whole episodes"),
     to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
     to("ignore_terminations", ".ignore_terminations", "bool"),

@@ -351,10 +351,6 @@ RULES = rows(
            LIST),
     ignored("hydra.job.*", "braid does not use Hydra jobs"),
     ignored("profile_data.*", "for RLinf's placement search only"),
-    _CLUSTER,
-    _RUNNER,
-    _DATA,
-    _REWARD,
-    _CRITIC,
+    _CLUSTER, _RUNNER, _DATA, _REWARD, _CRITIC,
 )
 # fmt: on

@@ -22,15 +22,10 @@ CHATML = (
 )
 OWN_TEMPLATES = ("native", "qwen2_5", "qwen3")
 """ROLL's names for the tokenizer's own template."""
-_OTHER_TEMPLATES = [
-    "native_nonthinking",
-    "base",
-    "longCOT_qwen2.5",
-    "longcot_V3",
-    "qwen3_coder",
-    "qwen3_nothink",
-    "qwen2-vl",
-]
+_TEMPLATES = (
+    "native|qwen2_5|qwen3|chatml|empty|native_nonthinking|base|longCOT_qwen2.5|longcot_V3|qwen3_coder|"
+    "qwen3_nothink|qwen2-vl"
+)
 JUDGE_PROMPT = (
     "Task:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n{response}\n\n"
     "Does the answer agree with the reference? Reply with YES or NO."
@@ -61,9 +56,6 @@ _BY_NAME = {
 """Domain -> its default reward worker."""
 
 
-# Data and sampling
-
-
 def _template(value: str, _: Source) -> Became:
     if value in OWN_TEMPLATES:
         return Became({"data.use_chat_template": "auto"})
@@ -74,10 +66,9 @@ def _template(value: str, _: Source) -> Became:
 
 def _same_template(value: str, source: Source) -> Became:
     trained = source["actor_train.data_args.template"]
-    is_same = value == trained or {value, trained} <= set(OWN_TEMPLATES)
-    return (
-        implied("same as in training") if is_same else unsupported(f"use the template of training, {trained}")
-    )
+    if value == trained or {value, trained} <= set(OWN_TEMPLATES):
+        return implied("same as in training")
+    return unsupported(f"use the template of training, {trained}")
 
 
 def _interleave(value: dict[str, float] | None, source: Source) -> Became:
@@ -102,24 +93,6 @@ def _sampled(_: Any, source: Source) -> Became:
     into, name = native.rpartition(".")[::2]
     names = ("temperature", "greedy") if name == "temperature" else (name,)
     return Became({f"{into}.{of}": made[of] for of in names if of in made})
-
-
-def _evaluates(value: Any, source: Source) -> Any:
-    """No effect for keys of evaluation without a validation set."""
-    return NO_VALIDATION(value, source) if role_of(source) == "validation" else value
-
-
-def _samples(value: Any, source: Source) -> Any:
-    """No effect for sampling settings of evaluation where it has none of its own."""
-    if role_of(source) != "validation" or facts.samples_for_itself(source):
-        return value
-    made = NO_VALIDATION(value, source)
-    return (
-        made if isinstance(made, Became) else no_effect("evaluation uses the sampling settings of training")
-    )
-
-
-# Rewards
 
 
 def worker_of(source: Source, domain: str) -> str:
@@ -169,13 +142,9 @@ def _domain(source: Source) -> str:
     return source.at.split(".")[1]
 
 
-def _left_out(source: Source) -> str:
-    return "; if ignored, rows of this domain are dropped" if len(facts.domains(source)) > 1 else ""
-
-
 def _worker_class(value: str, source: Source) -> Became:
     if value.rpartition(".")[2] not in PARTS:
-        return unsupported(f"use a function (braid.reward.parts, kind function){_left_out(source)}")
+        return unsupported("use a function (braid.reward.parts, kind function); if ignored, rows are dropped")
     native = part(source, _domain(source))
     why = "judge_model_type is unsupported, so the domain has no reward"
     return Became(native) if native else no_effect(why)
@@ -216,16 +185,22 @@ def _query_filter(_: Any, source: Source) -> Became:
 _LOCAL_JUDGE = (
     "start a server for the judge, and set judge_model_type: api, judge_api_url and judge_model_name"
 )
+_EVALUATES = unless(
+    lambda s: role_of(s) == "validation" and not facts.validates(s),
+    "there is no validation.data_args.file_name",
+)
+_SAMPLES = unless(
+    lambda s: role_of(s) == "validation" and not facts.samples_for_itself(s),
+    "evaluation uses the sampling settings of training",
+)
 _IS_SCORED = unless(
     lambda s: _domain(s) not in scored(s), "the domain's worker is unsupported, so its rows are dropped"
 )
-_FUNCTION = "write a function: braid.reward.parts (kind function)"
 _COLUMN = (
     unless_null("the other one of prompt and messages is used", implied),
     computed(lambda s: facts.column_of(s, role_of(s))),
 )
 _FILES = either(TEXT, list_of(TEXT))
-_TEMPLATES = choice(*OWN_TEMPLATES, "chatml", "empty", *_OTHER_TEMPLATES)
 _BOUNDS = mapping_of(
     NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}
 )
@@ -236,7 +211,7 @@ _IN_TRAINING = "evaluation uses the engine of training"
 DATA = rows(
     to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES, _template, default="native",
        note="native, qwen2_5, qwen3: the tokenizer's own; without one, plain text is unchanged"),
-    section("{actor_train,validation}.data_args", "{data}", _evaluates)(
+    section("{actor_train,validation}.data_args", "{data}", _EVALUATES)(
         to("file_name", ".path", _FILES, note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
         to("prompt", ".prompt_key", "text?", *_COLUMN,
            note="plain text, to which the chat template is applied, unlike in ROLL's code"),
@@ -251,7 +226,7 @@ DATA = rows(
         missing("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_total_pixels "
                 "video_fps video_max_frames video_resize_chunk_frames image_folder video_folder audio_folder "
                 "custom_data_kwargs_func", "remove it; only text prompts are supported")),
-    section("{actor_infer,validation}.generating_args", "{sampling}", _samples)(
+    section("{actor_infer,validation}.generating_args", "{sampling}", _EVALUATES, _SAMPLES)(
         to("temperature", ".temperature", "non-negative", _sampled, default=0.95,
            note="also in training, unlike in ROLL, whose ratios compare two distributions. 0: greedy"),
         to("top_p", ".top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), _sampled, default=0.7,
@@ -299,11 +274,10 @@ REWARDS = rows(
         missing("response_length_penalty_coef", "use braid.reward.overlong.buffer_tokens", default=0),
         to("judge_api_url", "", "text", _of_judge, note="base URL of an OpenAI-compatible server"),
         to("judge_model_name", "", "text", _of_judge),
-        to("judge_model_type", "", "api|inference|cluster",
-           lambda v, s: implied("a server's") if v == "api" else unsupported(_LOCAL_JUDGE + _left_out(s))),
+        missing("judge_model_type", f"{_LOCAL_JUDGE}; if ignored, its rows are dropped", default="api"),
         ignored("judge_prompt", "the judge is asked whether the answer agrees with the reference"),
         missing("judge_api_key", "remove it; name its environment variable in reward.parts (api_key_env)"),
-        missing("{reward_manager_config,format_pattern,code_url}", _FUNCTION),
+        missing("reward_manager_config format_pattern code_url", "write a function (braid.reward.parts)"),
         ignored("name", "the domain names the part"),
         ignored("use_local world_size max_concurrency", "see reward.concurrency"),
         ignored("infer_batch_size num_gpus_per_worker device_mapping model_args data_args generating_args "

@@ -133,7 +133,7 @@ def eval_max_new_tokens(source: Source) -> int:
     return max(1, longest if own is None else min(own, longest))
 
 
-def _engine_size(source: Source, kind: str) -> int:
+def engine_size(source: Source, kind: str) -> int:
     """A size of the engines under its name in vLLM or SGLang; 0 if the file does not set it."""
     short = {"tensor": "tp", "pipeline": "pp"}[kind]
     names = (f"actor_infer.{CONFIG}.{name}_size" for name in (f"{kind}_parallel", short))
@@ -144,15 +144,11 @@ def engine_tensor_parallel(source: Source) -> int:
     """Tensor-parallel size of an engine; derived from num_gpus_per_worker if the engine's own key is
     absent."""
     per_worker = source["actor_infer.num_gpus_per_worker"]
-    return _engine_size(source, "tensor") or max(1, per_worker // (_engine_size(source, "pipeline") or 1))
-
-
-def sets_tensor_parallel(source: Source) -> bool:
-    return _engine_size(source, "tensor") > 0
+    return engine_size(source, "tensor") or max(1, per_worker // (engine_size(source, "pipeline") or 1))
 
 
 def devices_per_engine(source: Source) -> int:
-    return engine_tensor_parallel(source) * (_engine_size(source, "pipeline") or 1)
+    return engine_tensor_parallel(source) * (engine_size(source, "pipeline") or 1)
 
 
 def replicas(source: Source) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from braid.plan.placement import format_numbers
 
 from . import roll_facts as facts
-from .conditions import needs, of_backend, of_engine, overridden, unless
+from .conditions import BY_ENGINE, needs, of_backend, of_engine, overridden, unless
 from .conversions import computed, null_as, opposite, unless_null
 from .devices import DEVICES, parse_devices
 from .roll_facts import ENGINES, TRAIN, file_backend, role_of
@@ -316,10 +316,10 @@ _REFERENCE = section("reference")(
 
 _ACTOR_INFER = section("actor_infer")(
     to("num_gpus_per_worker", "", "count", _SERVED,
-       unless(facts.sets_tensor_parallel, "overridden by the engine's tensor-parallel size, as in ROLL"),
+       unless(lambda s: facts.engine_size(s, "tensor"), "overridden by the engine's own key, as in ROLL"),
        _engine_sizes, default=1),
     to("strategy_args.strategy_name", "rollout.engine", ENGINES,
-       unless(lambda s: s.engine, "overridden by --engine"), default="vllm"),
+       BY_ENGINE, default="vllm"),
     to("model_args.dtype", "rollout.{engine}.dtype", "fp32|bf16|fp16?", null_as("auto")),
     always("model_args.model_name_or_path", "the engine always uses the policy's weights", "path"),
     ignored("model_args.attn_implementation", "chosen by the engine"),
@@ -368,13 +368,7 @@ _ACTOR_INFER = section("actor_infer")(
         to("max_running_requests", ".max_running", "count", overridden("max_running_requests"))))
 
 WORKERS = rows(
-    _ACTOR_TRAIN,
-    _CRITIC,
-    _REFERENCE,
-    _ACTOR_INFER,
-    _OF_EVERY_ROLE,
-    _TRAINED,
-    _WITH_LOGPROBS,
+    _ACTOR_TRAIN, _CRITIC, _REFERENCE, _ACTOR_INFER, _OF_EVERY_ROLE, _TRAINED, _WITH_LOGPROBS,
     always("{critic,reference}.model_args.attn_implementation", "same as the policy's", "sdpa|fa2|auto?"),
     ignored("{critic,reference,actor_infer}.data_args.*", "read only under actor_train and validation"),
     ignored("{critic,reference,actor_infer}.worker_cls", "determined by the role and its strategy"),
