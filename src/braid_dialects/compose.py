@@ -191,11 +191,9 @@ class _Presets:
             for i, text in enumerate(map(str, self._texts)):
                 scheme, colon, rest = text.rpartition("://")
                 if colon and scheme != "file" and "${" not in text:
-                    key, message = (
-                        child(SEARCHPATH, i),
-                        f"{text!r} is not a local folder; write file:///folder",
-                    )
-                    self._problems.append(Problem(key, message, self.primary.origins.get(key, "")))
+                    key, message = child(SEARCHPATH, i), f"{text!r} is not a local folder"
+                    origin = self.primary.origins.get(key, "")
+                    self._problems.append(Problem(key, f"{message}; write file:///folder", origin))
                 elif "${" not in text:
                     self._folders.append(Path(rest))
         return self._folders

@@ -21,7 +21,7 @@ from .rlinf_facts import (
 )
 from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, implied, unsupported
+from .table import Became, Source
 from .values import Takes, choice, either, integer, nullable, number, takes
 
 _SHARDINGS = {"full_shard": "full", "shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "no_shard": "none"}
@@ -37,10 +37,7 @@ def _precision(source: Source) -> Became:
     """Map the precision to the compute dtype. Trained weights are kept in fp32; the frozen base of an adapter
     is kept in the given precision."""
     kind, is_frozen = facts.precision(source), facts.is_lora(source)
-    native: dict[str, Any] = {
-        "model.dtype": kind if is_frozen else "fp32",
-        "train.autocast": _autocast(source),
-    }
+    native = {"model.dtype": kind if is_frozen else "fp32", "train.autocast": _autocast(source)}
     if facts.file_backend(source) == "megatron" and kind == "fp16":
         native["train.grad_scaler.growth_interval"] = source["actor.optim.loss_scale_window"]
     if facts.engine(source) != "native" and source["rollout.model.precision"] is None:
@@ -124,9 +121,7 @@ _ACTOR = section("actor", "train")(
     to("group_name", "cluster.group_names.policy", "text", WORKERS),
     to("training_backend", ".backend", "megatron|fsdp", BY_BACKEND, lambda _, s: facts.file_backend(s),
        default="megatron"),
-    to("mcore_gpt", "", "bool",
-       lambda v, _: v or unsupported("set it to true: only Megatron-core is supported"), MEGATRON,
-       lambda *_: implied("only Megatron-core is supported")),
+    missing("mcore_gpt", "set it to true: only Megatron-core is supported", default=True),
     missing("spec_name", _LAYER + "decoder_gpt", MEGATRON, default="decoder_gpt"),
     to("offload_optimizer", ".offload.optimizer", "bool"),
     to("offload_weight", ".offload.weights", "bool",

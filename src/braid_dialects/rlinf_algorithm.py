@@ -21,10 +21,7 @@ _RECIPES = {
     "raw": "reinforce",
 }
 _ESTIMATORS = {
-    "kl": "k1", "k1": "k1",
-    "abs": "abs",
-    "mse": "k2", "k2": "k2",
-    "low_var_kl": "k3", "k3": "k3",
+    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"
 }  # fmt: skip
 _AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -116,10 +113,8 @@ def _loss_scales(value: list[str], source: Source) -> Became:
     if not value:
         return Became({"algorithm.turn_weighting": "tokens"})
     if tuple(value) not in _SCALED or source["algorithm.loss_agg_func"] != "seq-mean-token-mean":
-        return unsupported(
-            "use [group_level], [group_level, agent_level] or [group_level, agent_level, turn_level], with "
-            "algorithm.loss_agg_func=seq-mean-token-mean"
-        )
+        known = ", ".join(f"[{', '.join(levels)}]" for levels in _SCALED)
+        return unsupported(f"use one of {known}, with algorithm.loss_agg_func=seq-mean-token-mean")
     aggregation, weighting = _SCALED[tuple(value)]
     return Became({"algorithm.aggregation": aggregation, "algorithm.turn_weighting": weighting})
 

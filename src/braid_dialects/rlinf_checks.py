@@ -100,10 +100,8 @@ def _devices(source: Source) -> Findings:
     elif facts.file_backend(source) == "megatron":
         num, per_copy = len(actor.numbers), facts.model_parallel(source)
         if num % per_copy:
-            yield (
-                trained,
-                f"{num} actor devices are not a multiple of the {per_copy} devices per model replica",
-            )
+            why = f"{num} actor devices are not a multiple of the {per_copy} devices per model replica"
+            yield trained, why
         if is_same and (size := source[trained] or 1) % source[sampled]:
             why = f"{source[sampled]} does not divide {trained}={size}, as required on shared devices"
             yield sampled, why
@@ -115,10 +113,8 @@ def _pipelined(source: Source) -> Findings:
     if actor is not None and rollout is not None and not set(actor.numbers) & set(rollout.numbers):
         for key in ("runner.enable_dynamic_batch_size", "actor.enable_dp_load_balance"):
             if source[key]:
-                why = (
-                    "needs all rows of a round at once, but with actor and rollout on different devices rows"
-                )
-                yield key, f"{why} arrive one by one; set it to false"
+                why = "needs all rows of a round at once, but with actor and rollout on different devices"
+                yield key, f"{why} rows arrive one by one; set it to false"
     lines = source["cluster.component_placement"] or {}
     is_apart = actor is not None and inference is not None and actor.numbers != inference.numbers
     is_placed = any("inference" in line.split(",") for line in lines)
@@ -139,10 +135,7 @@ def _megatron(source: Source) -> Findings:
             yield f"actor.optim.{flag}", f"true contradicts actor.model.precision={kind}; make them agree"
 
 
-def _critic(source: Source) -> Findings:
-    yield from critic_settings(source)[1]
-
-
 CHECKS: tuple[Check, ...] = (
-    _lengths, _batches, _robots, _groups, _logprobs, _cadences, _devices, _pipelined, _megatron, _critic
+    _lengths, _batches, _robots, _groups, _logprobs, _cadences, _devices, _pipelined, _megatron,
+    lambda source: iter(critic_settings(source)[1]),
 )  # fmt: skip

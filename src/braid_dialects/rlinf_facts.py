@@ -10,14 +10,7 @@ from braid.plan.placement import Devices, parse_placement
 from .conditions import of_backend, of_engine, unless
 from .table import Source
 
-ROLES = {
-    "actor": "policy",
-    "rollout": "rollout",
-    "inference": "inference",
-    "critic": "critic",
-    "reward": "reward",
-    "env": "env",
-}
+ROLES = {"actor": "policy"} | {name: name for name in ("rollout", "inference", "critic", "reward", "env")}
 """RLinf component -> role."""
 DTYPES = {
     "fp16": "fp16", "16": "fp16", "16-mixed": "fp16",

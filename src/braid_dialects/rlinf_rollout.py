@@ -32,9 +32,8 @@ def model_type(value: str, source: Source) -> Became:
     if value not in fitting:
         task = source["runner.task_type"]
         return unsupported(f"use one of {', '.join(fitting)} with runner.task_type={task}")
-    return Became(
-        {"model.vla.kind": value} if is_robots(source) else {"model.architecture": ARCHITECTURES[value]}
-    )
+    kind = {"model.vla.kind": value} if is_robots(source) else {"model.architecture": ARCHITECTURES[value]}
+    return Became(kind)
 
 
 def _recompute(value: bool, source: Source) -> str:
@@ -59,11 +58,10 @@ def _simulator(value: str, source: Source) -> Became:
 def _task(value: str, source: Source) -> str:
     """Convert the task name; raises ValueError if training and evaluation differ."""
     key = source.at.split(".", 2)[2]
-    trained = source.values.get(f"env.train.{key}")
-    if trained is not None and trained != value:
-        raise ValueError(
-            f"evaluation must use the task of training, env.train.{key}={trained}; make them agree"
-        )
+    trained = source.values.get(f"env.train.{key}", value)
+    if trained != value:
+        why = f"evaluation must use the task of training, env.train.{key}={trained}"
+        raise ValueError(f"{why}; make them agree")
     return value
 
 

@@ -60,9 +60,7 @@ def _placement(value: Mapping[str, Any], source: Source) -> Any:
 
 def _task(value: str, source: Source) -> Became:
     if value in ("coding_online_rl", "sft", "offline"):
-        return unsupported(
-            "use math or embodied; for supervised fine-tuning use `braid sft` with a native `sft` section"
-        )
+        return unsupported("use math or embodied; for supervised fine-tuning use `braid sft`")
     native: dict[str, Any] = {"run.eval_only": True} if value.endswith("_eval") else {}
     kind = source["env.train.env_type"] if is_robots(source) else "single_turn"
     return Became(native | ({} if kind is None else {"env.kind": kind}))
@@ -105,8 +103,7 @@ def _epochs(value: int, source: Source) -> Became:
 def _steps(value: int, source: Source) -> int | None:
     if value == 0:
         raise ValueError(
-            "a run needs at least one step; to only evaluate set runner.only_eval=true, for no limit set it "
-            "to -1"
+            "a run needs at least one step; set runner.only_eval=true to evaluate, -1 for no limit"
         )
     return _robot_rounds(source) if is_robots(source) else value if value > 0 else None
 
@@ -163,9 +160,7 @@ def _reward_type(value: str, _: Source) -> Any:
 
 def _reward_scale(_: Any, source: Source) -> Became:
     """Map a score s in [0, 1] to scale * (low + (high - low) * s)."""
-    low, high, scale = (
-        source[f"reward.{name}"] for name in ("reward_min_val", "reward_max_val", "reward_scale")
-    )
+    low, high, scale = (source[f"reward.reward_{name}"] for name in ("min_val", "max_val", "scale"))
     if source["reward.use_reward_model"]:
         return Became({"reward.scale": float(scale)}, note="a reward model's score times reward_scale")
     return Became({"reward.scale": float(scale * (high - low)), "reward.shift": float(scale * low)})
@@ -185,13 +180,10 @@ def _critic(value: bool, source: Source) -> Any:
 
 def critic_view(source: Source) -> Source:
     """Return a view of the file in which the `critic` keys replace those of `actor`."""
-    own = {
-        f"actor{key.removeprefix('critic')}": v
-        for key, v in source.values.items()
-        if key.startswith("critic.")
-    }
-    names = {source.dialect.aliases.get(key, key): value for key, value in own.items()}
-    return replace(source, values={**source.values, **names})
+    own = {key: value for key, value in source.values.items() if key.startswith("critic.")}
+    names = {f"actor{key.removeprefix('critic')}": value for key, value in own.items()}
+    known = {source.dialect.aliases.get(key, key): value for key, value in names.items()}
+    return replace(source, values={**source.values, **known})
 
 
 def _of_critic(native: Mapping[str, Any]) -> dict[str, Any]:

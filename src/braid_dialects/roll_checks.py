@@ -31,10 +31,7 @@ def _columns(source: Source) -> Findings:
             why = "conflicts with data_args.prompt; set one of them, and the other to null"
             yield f"{data}.messages", why
     if source["actor_train.data_args.file_name"] and facts.column_of(source, "actor_train") is None:
-        why = (
-            "set the column: data_args.prompt for plain text, or data_args.messages for chat messages (image "
-            "datasets, which need neither in ROLL, are not supported)"
-        )
+        why = "set the column: data_args.prompt for plain text, or data_args.messages for chat messages"
         yield "actor_train.data_args.prompt", why
 
 
@@ -42,22 +39,16 @@ def _devices(source: Source) -> Findings:
     for role in (*facts.trained_roles(source), *(["reference"] if facts.kl_place(source) else [])):
         ranks, shared = facts.world(source, role), facts.model_parallel(source, role)
         if ranks % shared:
-            why = (
-                f"{ranks} devices are not a multiple of {shared}, the devices per model replica (TP * "
-                "PP * CP, or ulysses_size); use a multiple"
-            )
-            yield f"{role}.device_mapping", why
+            why = f"{ranks} devices are not a multiple of {shared}, the devices per model replica"
+            yield f"{role}.device_mapping", f"{why} (TP * PP * CP, or ulysses_size); use a multiple"
         key = f"{role}.{facts.CONFIG}.fsdp_size"
         size, ulysses = source[key] or 1, source[f"{role}.model_args.ulysses_size"] or 1
         if facts.file_backend(source, role) == "fsdp2" and 1 < size < ulysses:
             yield key, f"{size} is below ulysses_size={ulysses}; raise it to at least {ulysses}"
     count, each = len(facts.devices(source, "actor_infer")), facts.devices_per_engine(source)
     if count % each:
-        why = (
-            f"{count} devices are not a multiple of the {each} devices per engine (num_gpus_per_worker, "
-            "or tensor times pipeline parallelism); use a multiple"
-        )
-        yield "actor_infer.device_mapping", why
+        why = f"{count} devices are not a multiple of the {each} devices per engine (num_gpus_per_worker, "
+        yield "actor_infer.device_mapping", f"{why}or tensor times pipeline parallelism); use a multiple"
 
 
 def _batches(source: Source) -> Findings:
@@ -107,21 +98,16 @@ def _megatron(source: Source) -> Findings:
     )
     key = "actor_train.training_args.gradient_accumulation_steps"
     if chunks > 1 and source[key] % stages:
-        why = (
-            f"{source[key]} micro-batches are not a multiple of pipeline_model_parallel_size={stages}, as "
-            f"required by the interleaved schedule (virtual_pipeline_model_parallel_size={chunks})"
-        )
-        yield key, why
+        why = f"{source[key]} micro-batches are not a multiple of pipeline_model_parallel_size={stages}"
+        yield key, f"{why}, as required with virtual_pipeline_model_parallel_size={chunks}"
 
 
 def _exclusive(source: Source) -> Findings:
     if source["profiler_timeline"] and source["profiler_memory"]:
         yield "profiler_timeline", "profiler_timeline and profiler_memory are mutually exclusive; choose one"
     if facts.kl_place(source) == "loss" and source["add_token_level_kl"]:
-        why = (
-            "conflicts with use_kl_loss: braid has only one KL term, in the loss or in the reward; choose one"
-        )
-        yield "add_token_level_kl", why
+        why = "conflicts with use_kl_loss: braid has only one KL term, in the loss or in the reward"
+        yield "add_token_level_kl", f"{why}; choose one"
     if source["enable_old_logprobs_recompute"] and source["force_disable_old_logprobs_recompute"]:
         why = "contradicts enable_old_logprobs_recompute; choose one"
         yield "force_disable_old_logprobs_recompute", why

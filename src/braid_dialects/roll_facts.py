@@ -21,12 +21,9 @@ TRAIN = {"actor_train": "train", "critic": "critic.train", "reference": "referen
 SEATS = {"actor_train": "policy", "actor_infer": "rollout", "critic": "critic", "reference": "reference"}
 """Role -> its native name in the placement."""
 BACKENDS = {
-    "megatron_train": "megatron",
-    "fsdp2_train": "fsdp2",
-    "megatron_infer": "megatron",
-    "fsdp2_infer": "fsdp2",
-    "hf_infer": "single",
-}
+    "megatron_train": "megatron", "fsdp2_train": "fsdp2",
+    "megatron_infer": "megatron", "fsdp2_infer": "fsdp2", "hf_infer": "single",
+}  # fmt: skip
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "hf_infer": "native"}
 CONFIG = "strategy_args.strategy_config"
 CHOICE = "CrossThinkQARuleRewardWorker"

@@ -68,10 +68,10 @@ def section(keys: str, into: str = "", *given: Convert) -> Callable[..., list[Ru
 
     def below(*parts: list[Rule]) -> list[Rule]:
         made = []
-        for above in _paths(keys):
+        for above in _paths(keys) or [""]:
             for rule in rows(*parts):
                 native = " ".join(into + of if of.startswith(".") else of for of in rule.native.split())
-                path, steps = f"{above}.{rule.path}", (*given, *rule.convert)
+                path, steps = f"{above}.{rule.path}".lstrip("."), (*given, *rule.convert)
                 made.append(replace(rule, path=path, native=native, convert=steps))
         return made
 

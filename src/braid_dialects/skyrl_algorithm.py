@@ -181,18 +181,17 @@ _OLD_TIS = unless(
 # fmt: off
 _TOKEN, _SEQUENCE = (needs(".tis_ratio_type", name) for name in ("token", "sequence"))
 _GEO, _PRODUCT = (needs(".sequence_mask_metric", name) for name in ("geometric", "product"))
-_TO = "algorithm.corrections"
 CORRECTIONS = section("off_policy_correction")(
-    to("tis_ratio_type", _TO, choice(None, "token", "sequence"), _corrected, default=None),
-    to("token_tis_ratio_clip_high", _TO, "positive", _TOKEN, _corrected, default=2.0),
-    to("sequence_tis_ratio_clip_high", _TO, "positive", _SEQUENCE, _corrected, default=5.0),
-    to("sequence_mask_metric", _TO, choice(None, "product", "geometric"), _corrected, default=None,
+    to("tis_ratio_type", ".corrections", choice(None, "token", "sequence"), _corrected, default=None),
+    to("token_tis_ratio_clip_high", ".corrections", "positive", _TOKEN, _corrected, default=2.0),
+    to("sequence_tis_ratio_clip_high", ".corrections", "positive", _SEQUENCE, _corrected, default=5.0),
+    to("sequence_mask_metric", ".corrections", choice(None, "product", "geometric"), _corrected, default=None,
        note="masks sequences with w out of bounds, over the tokens kept before"),
-    to("geo_mask_low", _TO, "non-negative", _GEO, _corrected, default=0.99),
-    to("geo_mask_high", _TO, "positive", _GEO, _corrected, default=1.01),
-    to("product_mask_low", _TO, "non-negative", _PRODUCT, _corrected, default=0.5),
-    to("product_mask_high", _TO, "positive", _PRODUCT, _corrected, default=2.0),
-    to("{token_mask_is,outlier_token_is}_threshold_{low,high}", _TO, "positive?", _corrected))
+    to("geo_mask_low", ".corrections", "non-negative", _GEO, _corrected, default=0.99),
+    to("geo_mask_high", ".corrections", "positive", _GEO, _corrected, default=1.01),
+    to("product_mask_low", ".corrections", "non-negative", _PRODUCT, _corrected, default=0.5),
+    to("product_mask_high", ".corrections", "positive", _PRODUCT, _corrected, default=2.0),
+    to("{token_mask_is,outlier_token_is}_threshold_{low,high}", ".corrections", "positive?", _corrected))
 
 ALGORITHM = section("trainer.algorithm", "algorithm")(
     # advantages

@@ -9,21 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from . import skyrl_facts as facts
 from .skyrl_algorithm import corrections
-from .skyrl_facts import (
-    AT,
-    FIX,
-    backend,
-    engine_gpus,
-    is_colocated,
-    is_remote,
-    model_parallel,
-    ranks,
-    roles,
-    uses_critic,
-    uses_reference,
-    world,
-)
+from .skyrl_facts import AT, FIX, backend, engine_gpus, is_colocated, is_remote, ranks, roles, world
 from .table import Check, Source
 
 Findings = Iterator[tuple[str, str]]
@@ -49,19 +37,15 @@ def _batches(source: Source) -> Findings:
         per_rank, all_of_rank = mini * num // dp, batch * num // dp
         how = f"{role}_mini_batch_size * n_samples_per_prompt // ranks = {mini}*{num}//{dp} = {per_rank}"
         if per_rank == 0:
-            yield (
-                key,
-                f"the mini-batch of one rank is empty: {how}; raise it to at least {math.ceil(dp / num)}",
-            )
+            least = math.ceil(dp / num)
+            yield key, f"the mini-batch of one rank is empty: {how}; raise it to at least {least}"
             continue
         if per_rank % micro and source["trainer.max_tokens_per_microbatch"] <= 0:
             why = f"the mini-batch of one rank of the {role} is not divisible by {micro}: {how}"
             yield "trainer.micro_train_batch_size_per_gpu", f"{why}; set it to {_fitting(micro, per_rank)}"
         if all_of_rank % per_rank:
-            why = (
-                f"the samples per rank of a batch, {batch}*{num}//{dp} = {all_of_rank}, are not divisible by"
-            )
-            yield key, f"{why} those of a mini-batch: {how}"
+            why = f"the samples per rank of a batch, {batch}*{num}//{dp} = {all_of_rank}, are not divisible"
+            yield key, f"{why} by those of a mini-batch: {how}"
 
 
 def _fitting(value: int, total: int) -> str:
@@ -76,7 +60,7 @@ def _fitting(value: int, total: int) -> str:
 
 def _ranks(source: Source) -> Findings:
     for role in roles(source):
-        size, shared = world(source, role), model_parallel(source, role)
+        size, shared = world(source, role), facts.model_parallel(source, role)
         if size % shared:
             why = f"the {role}'s {size} GPUs are not a multiple of the {shared} GPUs per model replica"
             yield f"trainer.placement.{role}_num_gpus_per_node", f"{why}; change one of them"
@@ -93,16 +77,13 @@ def _devices(source: Source) -> Findings:
     fix = f"make them equal, or set {at}.colocate_all=false"
     if is_colocated(source):
         if not is_remote(source) and engines != policy:
-            why = (
-                f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines "
-                f"times their parallel sizes is {engines}"
-            )
-            yield "generator.num_inference_engines", f"{why}; {fix}"
+            why = f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines"
+            yield "generator.num_inference_engines", f"{why} times their parallel sizes is {engines}; {fix}"
         for role in reversed(roles(source)):
             if (own := world(source, role)) != policy:
                 why = f"with colocate_all the {role} uses the policy's {policy} GPUs, not {own}"
                 yield f"{at}.{role}_num_gpus_per_node", f"{why}; {fix}"
-    elif source[f"{at}.colocate_policy_ref"] and uses_reference(source):
+    elif source[f"{at}.colocate_policy_ref"] and facts.uses_reference(source):
         for what in ("num_nodes", "num_gpus_per_node"):
             policy, ref = source[f"{at}.policy_{what}"], source[f"{at}.ref_{what}"]
             if policy != ref:
@@ -132,7 +113,7 @@ def _engines(source: Source) -> Findings:
 
 
 def _algorithm(source: Source) -> Findings:
-    if uses_critic(source) and source["trainer.critic.model.path"] is None:
+    if facts.uses_critic(source) and source["trainer.critic.model.path"] is None:
         why = "advantage_estimator=gae needs a critic; set its path, for example to the policy's"
         yield "trainer.critic.model.path", why
     if source[f"{AT}.use_kl_in_reward"] and source[f"{AT}.use_kl_loss"]:
@@ -156,28 +137,21 @@ def _algorithm(source: Source) -> Findings:
 
 def _backends(source: Source) -> Findings:
     chosen = backend(source)
-    for role in (role for role in roles(source) if role != "ref"):
-        offload, after = (
-            f"trainer.{role}.fsdp_config.cpu_offload",
-            f"trainer.{role}.optimizer_config.offload_after_step",
-        )
-        if chosen == "fsdp" and source[offload]:
-            yield (
-                offload,
-                "FSDP1 cannot offload a trained model; set it to false, or use trainer.strategy=fsdp2",
-            )
-        if chosen == "deepspeed" and not source[after]:
-            why = "DeepSpeed always offloads the optimizer after a step; set it to true"
-            yield after, f"{why}, or use another trainer.strategy"
-    if chosen == "megatron" and uses_critic(source):
-        yield (
-            "trainer.strategy",
-            "megatron does not support critics; use fsdp2, or another advantage_estimator",
-        )
     for role in roles(source):
+        key = f"trainer.{role}.fsdp_config.cpu_offload"
+        if role != "ref" and chosen == "fsdp" and source[key]:
+            why = "FSDP1 cannot offload a trained model"
+            yield key, f"{why}; set it to false, or use trainer.strategy=fsdp2"
+        key = f"trainer.{role}.optimizer_config.offload_after_step"
+        if role != "ref" and chosen == "deepspeed" and not source[key]:
+            why = "DeepSpeed always offloads the optimizer after a step; set it to true"
+            yield key, f"{why}, or use another trainer.strategy"
         key = f"trainer.{role}.sequence_parallel_size"
         if source[key] > 1 and not source["trainer.use_sample_packing"]:
             yield key, "sequence parallelism needs trainer.use_sample_packing=true"
+    if chosen == "megatron" and facts.uses_critic(source):
+        why = "megatron does not support critics; use fsdp2, or another advantage_estimator"
+        yield "trainer.strategy", why
 
 
 def _resume(source: Source) -> Findings:

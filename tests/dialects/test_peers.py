@@ -48,7 +48,7 @@ RLINF: dict[str, tuple[Any, str]] = {
     "actor.model.moe_router_topk": (2, NOTHING),
     "actor.model.moe_aux_loss_coeff": (0.0, NOTHING),
     "actor.optim.loss_scale": (65536, APPLIED),
-    "actor.lr_sched.start_weight_decay": (None, IMPLIED),
+    "actor.lr_sched.start_weight_decay": (None, NOTHING),
     "actor.megatron.use_profiler": (False, NOTHING),
     "actor.megatron.profiler.activities": (["cpu", "cuda"], NOTHING),
     "actor.megatron.ckpt.te_ln_add_extra_state": ("tensor_pickle_none", NOTHING),

@@ -12,7 +12,6 @@ from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.plan import resolve
 from braid_dialects.load import Read, read_config
-from braid_dialects.rlinf import RLINF
 from braid_dialects.table import Entry
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -175,18 +174,6 @@ def test_in_one_process_batches_are_the_same_and_cluster_keys_are_dropped() -> N
     )
     assert row(read, "rollout.attention_backend").note == "for sglang only; the engine is native"
     assert row(read, "actor.group_name").note == "a single process has no workers (--backend single)"
-
-
-def test_no_key_of_the_pages_is_unsupported() -> None:
-    for path in (MATH_000, MATH_003):
-        for options in (
-            {},
-            {"backend": "single", "engine": "native"},
-            {"backend": "fsdp2", "engine": "vllm"},
-        ):
-            ledger = read_config(path, **options).ledger
-            assert {entry.disposition for entry in ledger} <= {"applied", "unused", "implied", "no effect"}
-            assert all(entry.native or entry.note for entry in ledger)
 
 
 @pytest.mark.parametrize(
@@ -357,24 +344,6 @@ def test_advantages_by_their_names_there(overrides: list[str], expected: tuple[s
     assert (algorithm.recipe, algorithm.advantage, algorithm.reward_mean) == expected
     is_turn = "algorithm.advantage_mode=turn" in overrides
     assert algorithm.advantage_level == ("turn" if is_turn else None)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("kl", ("k1", "off")),
-        ("k1", ("k1", "off")),
-        ("abs", ("abs", "off")),
-        ("mse", ("k2", "off")),
-        ("k2", ("k2", "off")),
-        ("low_var_kl", ("k3", 10.0)),
-        ("k3", ("k3", 10.0)),
-    ],
-)
-def test_kl_estimators_by_their_names_there(name: str, expected: tuple[str, Any]) -> None:
-    algorithm = here("algorithm.kl_beta=0.01", f"algorithm.kl_penalty_type={name}").loaded.config.algorithm
-    assert (algorithm.kl_estimator, algorithm.kl_clamp) == expected
-    assert (algorithm.kl_coef, algorithm.kl_in) == (0.01, "reward")
 
 
 @pytest.mark.parametrize(
@@ -614,19 +583,3 @@ def test_a_wrong_value_says_what_is_allowed(override: str, message: str) -> None
 def test_an_override_below_braid_sets_a_native_key() -> None:
     found = here("braid.algorithm.kl_in=loss", "algorithm.kl_beta=0.1").loaded.config
     assert (found.algorithm.kl_in, found.algorithm.kl_coef) == ("loss", 0.1)
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "actor.fsdp_config.grad_scaler.init_scale",
-        "actor.fsdp_config.grad_scaler.growth_interval",
-        "actor.checkpoint_load_path",
-        "rollout.backend",
-        "rollout.pipeline_stage_num",
-        "runner.logger.logger_backends",
-        "env.eval.max_episode_steps",
-    ],
-)
-def test_keys_that_the_pages_name_in_prose_have_a_rule(key: str) -> None:
-    assert RLINF.rule_of(RLINF.aliases.get(key, key)) is not None

@@ -691,12 +691,6 @@ def test_evaluation_without_its_own_sampling_uses_that_of_training(tmp_path: Pat
     assert config.eval.every_rounds == 10
 
 
-@pytest.mark.parametrize("template", ["native", "qwen2_5", "qwen3"])
-def test_the_tokenizer_s_own_template_has_three_names(tmp_path: Path, template: str) -> None:
-    config = read(tmp_path, {"actor_train": {"data_args": {"template": template}}}).loaded.config
-    assert (config.data.use_chat_template, config.model.chat_template) == ("auto", None)
-
-
 def test_the_chatml_template_is_written_out(tmp_path: Path) -> None:
     import jinja2
 

@@ -161,10 +161,6 @@ def test_a_file_without_keys_means_the_pages_defaults(file: Path, seed: Read) ->
     assert bare.report == full.report
 
 
-def test_no_key_of_the_page_is_unsupported(seed: Read) -> None:
-    assert {entry.disposition for entry in seed.ledger} == {"applied", "implied", "no effect"}
-
-
 def test_in_one_process_devices_and_engines_have_no_effect(file: Path) -> None:
     found = read(SEED, **SINGLE)
     config = found.loaded.config
