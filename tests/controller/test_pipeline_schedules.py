@@ -129,7 +129,7 @@ def test_without_lag_rounds_are_those_of_the_on_policy_loops_selection(
         for member in members:
             if rng.random() < 0.4:
                 member.invalidate("engine: failed")
-        return Group(prompt, members, number=draw.number)
+        return Group(prompt, members, key=(draw.round, draw.number))
 
     expected = []
     sampler = PromptSampler(10, seed=3, shuffle=True)
@@ -139,7 +139,7 @@ def test_without_lag_rounds_are_those_of_the_on_policy_loops_selection(
             first = selection.num_batches * size
             draws = [Draw(round_, first + i, prompt) for i, prompt in enumerate(sampler.take(size))]
             selection.add([group_of(draw) for draw in draws])
-        kept = [(round_, group.number, int(group.prompt.uid)) for group in selection.kept]
+        kept = [(round_, group.key[-1], int(group.prompt.uid)) for group in selection.kept]
         expected.append((kept, selection.reasons))
     assert {reason for _, reasons in expected for reason in reasons} >= {"min_std", "invalid"}
 

@@ -109,6 +109,8 @@ def test_only_times_rates_and_memory_differ_from_one_day_to_the_next() -> None:
     assert names == {
         "rollout/tokens_per_s",
         "train/tokens_per_s",
+        "pipeline/trainer_wait_s",
+        "pipeline/rollout_wait_s",
         "flops/rollout_per_s",
         "flops/infer_per_s",
         "flops/train_per_s",
