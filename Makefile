@@ -14,6 +14,7 @@ VLLM   := $(VENV)/.vllm
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of processes
 
 .PHONY: demo setup backends vllm gpu wheel test check lint types walls quick all format bench docs clean
 

@@ -6,8 +6,10 @@ chosen tokens chooses them over the whole step. The runs differ in the order of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import get_args
 
 import numpy as np
@@ -145,12 +147,21 @@ def _close(one: float, other: float) -> bool:
     return abs(one - other) <= TOLERANCE * max(1.0, abs(other))
 
 
+Whole = Callable[[str], tuple[StepReport, dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def whole_of(policy: CausalLM, rows: list[Row]) -> Whole:
+    """A case's update of all rows as one micro-batch."""
+    return cache(lambda case: _update(policy, rows, CASES[case], micro_batch_tokens=10**6))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_batching_order_and_shared_prompts_do_not_change_an_update(
-    case: str, policy: CausalLM, rows: list[Row]
+    case: str, policy: CausalLM, rows: list[Row], whole_of: Whole
 ) -> None:
     recipe = CASES[case]
-    whole, grads = _update(policy, rows, recipe, micro_batch_tokens=10**6)
+    whole, grads = whole_of(case)
     shuffled = [rows[i] for i in np.random.default_rng(1).permutation(len(rows))]
     for given, micro_batch_tokens in ((rows, 1), (shuffled, 40)):
         report, others = _update(policy, given, recipe, micro_batch_tokens)
@@ -167,9 +178,9 @@ def test_batching_order_and_shared_prompts_do_not_change_an_update(
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_bound_and_choice_of_the_cases_acts_on_some_tokens_and_not_on_all(
-    case: str, policy: CausalLM, rows: list[Row]
+    case: str, whole_of: Whole
 ) -> None:
-    report, _ = _update(policy, rows, CASES[case], micro_batch_tokens=10**6)
+    report, _ = whole_of(case)
     acts = ("clip_fraction", "chosen_fraction", "truncated_fraction", "masked_fraction")
     shares = {name: total / count for name, (total, count) in report.metrics.items() if name.endswith(acts)}
     mode = case.split()[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, get_args
 
 import numpy as np
@@ -178,48 +179,51 @@ ROLES: dict[str, Loss] = {
 }
 
 
-@pytest.fixture(params=ROLES)
-def role(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def text(role: str) -> tuple[TrainableModel, list[Row], Loss]:
+@cache
+def _text(role: str) -> tuple[TrainableModel, list[Row], Loss]:
     policy = _policy(_hf_model())
     rows = _with_logprobs(_text_rows(), policy)
     return _critic(policy) if role == "critic" else policy, rows, ROLES[role]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("micro_batch_tokens", [1, 32, 70])
-def test_the_size_of_micro_batches_changes_nothing(text, mode: Aggregation, micro_batch_tokens: int) -> None:
-    model, rows, loss = text
-    _assert_equal(_update(model, rows, loss, mode, micro_batch_tokens), _update(model, rows, loss, mode))
+@cache
+def _whole(role: str, mode: Aggregation = "token_mean") -> Update:
+    """Of all rows as one micro-batch, in their order."""
+    return _update(*_text(role), mode)
 
 
+@pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("mode", MODES)
-def test_the_order_of_rows_changes_nothing(text, mode: Aggregation) -> None:
-    model, rows, loss = text
+@pytest.mark.parametrize("micro_batch_tokens", [1, 70])  # 32: see the order of rows
+def test_the_size_of_micro_batches_changes_nothing(
+    role: str, mode: Aggregation, micro_batch_tokens: int
+) -> None:
+    _assert_equal(_update(*_text(role), mode, micro_batch_tokens), _whole(role, mode))
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_order_of_rows_changes_nothing(role: str, mode: Aggregation) -> None:
+    model, rows, loss = _text(role)
     shuffled = [rows[i] for i in np.random.default_rng(2).permutation(len(rows))]
     for micro_batch_tokens in (32, 10**6):
-        _assert_equal(
-            _update(model, shuffled, loss, mode, micro_batch_tokens), _update(model, rows, loss, mode)
-        )
+        _assert_equal(_update(model, shuffled, loss, mode, micro_batch_tokens), _whole(role, mode))
 
 
 @pytest.mark.parametrize("role", ["policy", "reinforce", "full KL", "sft"])
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * 33, 4 * VOCAB * 7])
-def test_the_chunk_of_the_logprobs_changes_nothing(text, chunk_bytes: int) -> None:
-    model, rows, loss = text
+def test_the_chunk_of_the_logprobs_changes_nothing(role: str, chunk_bytes: int) -> None:
+    _, rows, loss = _text(role)
     chunked = _policy(_hf_model(), chunk_bytes=chunk_bytes)
-    _assert_equal(_update(chunked, rows, loss, micro_batch_tokens=70), _update(model, rows, loss))
+    _assert_equal(_update(chunked, rows, loss, micro_batch_tokens=70), _whole(role))
 
 
-def test_recomputing_layers_changes_nothing(text) -> None:
-    model, rows, loss = text
-    whole = _update(model, rows, loss)
+@pytest.mark.parametrize("role", ROLES)
+def test_recomputing_layers_changes_nothing(role: str) -> None:
+    model, rows, loss = _text(role)
+    model = deepcopy(model)
     model.set_gradient_checkpointing(True)
-    _assert_equal(_update(model, rows, loss, micro_batch_tokens=70), whole)
+    _assert_equal(_update(model, rows, loss, micro_batch_tokens=70), _whole(role))
 
 
 @pytest.mark.parametrize("mode", MODES)

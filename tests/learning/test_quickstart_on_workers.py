@@ -1,7 +1,7 @@
 """The quickstart learns on workers: two FSDP2 ranks train, and vLLM samples in a separate process.
 
 It is the file itself, made shorter: sums of three numbers, a warm-up whose answers at once are guesses, which takes no time to
-learn, and eight rounds.
+learn, and six rounds.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def test_the_quickstart_learns_with_two_fsdp2_ranks_and_vllm(tmp_path: Path) -> 
         "cluster.placement={policy: 0-1, rollout: 2}",
         "rollout.engine=vllm",
         *(f"{source}.params={SUMS}" for source in ("data.train[0]", "data.eval[0]", "sft.data[0]")),
-        "sft.data[0].size=24000",
+        "sft.data[0].size=18000",
         f"sft.data[0].response_function={Path(__file__)}:work_or_guess",
-        "sft.steps=400",
+        "sft.steps=300",
         "sft.rows_per_step=48",
         "train.optimizer.lr=3.0e-4",
         "rollout.sampling.max_new_tokens=32",
         "eval.sampling.max_new_tokens=32",
         "eval.target={min_final: null, min_gain: null}",
-        "run.max_rounds=8",
+        "run.max_rounds=6",
         f"run.output_dir={tmp_path}",
         "run.device=cpu",
         "run.num_threads=1",
