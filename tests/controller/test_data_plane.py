@@ -5,16 +5,21 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from braid.algorithms.recipes import RECIPES
 from braid.algorithms.rewards import RunningMoments
+from braid.controller.data_plane import DataPlane
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, Facts, GroupFacts
 from braid.rollout.rows import group_rows, rows_of
-from braid.training.experience import Experience
+from braid.runtime.loops import in_thread
+from braid.runtime.workers import InProcessGroup, Started
+from braid.training.experience import Experience, RowFacts
 from braid.types import Group, Prompt, Row, Segment, ShapedReward, Status, Trajectory, Turn
 
 
@@ -161,3 +166,16 @@ def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
     _, after = experience.assign_credit(0.0, moments)
     assert after is moments
     assert [row.fields["advantages"][-1] > 0 for row in experience.take([0, 1], False)] == [False, True]
+
+
+class Threads(InProcessGroup):
+    """Calls run in threads, so that `start` does not raise."""
+
+    def start(self, method: str, *args: Any) -> Any:
+        return Started(in_thread(partial(self.call, method, *args)))
+
+
+def test_an_error_in_a_call_without_a_result_reaches_the_caller() -> None:
+    plane = DataPlane(Threads("rows", lambda _: Experience(RECIPES["grpo"], None)))
+    with pytest.raises(IndexError):
+        plane.write_step_fields([RowFacts(5, 1, 1, 1, 0, 0, 0, False, 0.0)], (0,))

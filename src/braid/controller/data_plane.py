@@ -67,7 +67,7 @@ class DataPlane:
 
     def write_step_fields(self, rows: Sequence[RowFacts], key: tuple[int, ...]) -> None:
         """Write the fields of training.step_fields to the `rows` of one step."""
-        self.workers.start("write_step_fields", [row.index for row in rows], key)
+        self.workers.call("write_step_fields", [row.index for row in rows], key)
 
     def whole(self, rows: Sequence[RowFacts]) -> list[Row]:
         """The rows with all arrays, for reports; copies them into this process."""
