@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+FOLDER = "BRAID_ENGINE_FOLDER"
+"""Environment variable with the folder of an engine's process, which is removed with the process."""
 _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
 
@@ -32,13 +34,16 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def kill_stopped(pids: Iterable[int]) -> None:
-    """Kill those of the processes that are stopped (SIGSTOP) and so cannot exit by themselves, with their
-    descendants."""
-    wanted = set(pids)
-    for pid, (state, _, _) in list(_stats()):
-        if pid in wanted and state in "Tt":
-            kill([*descendants(pid), pid])
+def with_variable(name: str, value: str) -> dict[int, dict[str, str]]:
+    """The processes that were started with this environment variable, and their environments."""
+    found: dict[int, dict[str, str]] = {}
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            data = file.read_bytes()
+            if f"{name}={value}".encode() in data:
+                pairs = (part.partition("=") for part in data.decode(errors="replace").split("\0"))
+                found[int(file.parent.name)] = {key: text for key, _, text in pairs}
+    return found
 
 
 def kill(pids: Iterable[int]) -> None:

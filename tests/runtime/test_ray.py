@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,9 @@ from tests.leftovers import LIMIT_S
 
 from braid.config.cluster import ClusterConfig
 from braid.errors import EngineError, WorkerError
+from braid.runtime.oom import KillCount
 from braid.runtime.ray import RayGroup, connect, disconnect
+from braid.runtime.reports import give_up
 from braid.runtime.workers import Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -71,6 +76,19 @@ class Worker:
 
     def env(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def give_up(self) -> None:
+        give_up("no engine")
+
+    def say(self) -> None:
+        sys.stdout.write("to the terminal\n")
+        sys.stdout.flush()
+        subprocess.run(["echo", "from a child"], check=True)
+        for _ in range(2):
+            logging.getLogger("x").warning("little disk left")
+        logging.getLogger("braid").info("all well")
+        warnings.warn("old way", stacklevel=1)
+        logging.getLogger("x").error("rank %d", self._place.rank)
 
     def fail_late(self) -> None:
         """Fail like a rank that has lost its connection to a dead one, before that death is known."""
@@ -151,6 +169,64 @@ def test_a_call_on_one_rank_names_that_rank_and_ends_the_group() -> None:
     assert group.start_on(1, "add", 1, 2).wait() == [4]
     with pytest.raises(WorkerError, match=r"policy worker 1 of 2 failed while in fail\(\)"):
         group.start_on(1, "fail").wait()
+
+
+@pytest.mark.parametrize("is_oom", [False, True])
+def test_an_idle_worker_that_is_killed_ends_the_calls_of_every_group(
+    is_oom: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lack of memory is the reason only if the kernel has counted such a kill."""
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom 0\noom_kill 3\n")
+    monkeypatch.setattr("braid.runtime.ray.KillCount", partial(KillCount, counter))
+    group, other = _group(), RayGroup("rollout", 1, ClusterConfig()).make(Worker)
+    pid = group.call("pid")[1]
+    waiting = other.start("pass_gate")
+    if is_oom:
+        counter.write_text("oom 1\noom_kill 4\n")
+    os.kill(pid, signal.SIGKILL)
+    why = "it ran out of memory and was killed: lower" if is_oom else "its process was killed or crashed"
+    with pytest.raises(
+        WorkerError,
+        match=rf"policy worker 1 of 2 died while rollout was in pass_gate\(\): {why}.*last call was pid\(\)",
+    ):
+        waiting.wait()
+    group.close()
+
+
+def test_a_worker_that_gives_up_ends_the_calls_in_progress_with_its_reason() -> None:
+    group = _group()
+    waiting = group.start_on(0, "pass_gate")
+    group.start_on(1, "give_up").wait()
+    with pytest.raises(
+        WorkerError, match=r"policy worker 1 of 2 cannot continue while in pass_gate\(\): no engine \(pid"
+    ):
+        waiting.wait()
+
+
+def test_warnings_of_ranks_are_logged_once_and_everything_is_in_their_logs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A message that a rank logs twice is reported twice, whenever the other logs it."""
+    group = RayGroup("policy", 2, ClusterConfig()).make(Worker, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        group.call("say")
+        deadline = time.monotonic() + LIMIT_S
+        while not all(f"policy worker {rank} of 2: rank {rank}" in caplog.text for rank in range(2)):
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.02)
+    group.close()
+    for text, number in (("little disk left", 2), ("old way", 1), ("all well", 0)):
+        assert sum(text in message for message in caplog.messages) == number
+    log = (tmp_path / "policy-1.log").read_text()
+    for text in (
+        "to the terminal",
+        "from a child",
+        "WARNING x: little disk left",
+        "INFO braid: all well",
+        "ERROR x: rank 1",
+    ):
+        assert text in log
 
 
 def test_references_bring_values_from_one_group_to_another() -> None:

@@ -364,6 +364,11 @@ def _checked(machine: Machine, call: Any) -> Machine:
     return Machine(machine.node_id, machine.address, gpus, interface)
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """Address family of `host`: IPv4 or IPv6."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def interface_of(address: str) -> str:
     """The network interface that has an address; empty if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

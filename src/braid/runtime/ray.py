@@ -10,10 +10,13 @@ import asyncio
 import faulthandler
 import importlib
 import inspect
+import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
@@ -32,23 +35,32 @@ from ray.exceptions import (  # noqa: TID251
 
 from braid.config.cluster import ClusterConfig
 from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
-from braid.processes import children_of, kill_stopped
+from braid.processes import kill
 
+from . import watchdog
 from .environment import THREADS
-from .lifeline import Lifeline, Lifelines, Loss, Member, Ticket, family_of
-from .machines import Machines, connect, interface_of, is_joined, leave, num_cluster_gpus
+from .machines import Machines, connect, family_of, interface_of, is_joined, num_cluster_gpus
+from .machines import leave as disconnect
+from .oom import KillCount
+from .reports import Report, log_to, reports
 from .workers import Factory, Pending, Place, Seat
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
-_BESIDE, _NUM_BESIDE = "beside", 2
-"""Concurrency group of calls that run beside the others, and its number of threads."""
+_BESIDE, _REPORTS = "beside", "reports"
+_CONCURRENCY = {_BESIDE: 2, _REPORTS: 1}
+"""Concurrency groups of calls that run beside the others, and their numbers of threads."""
 _TICK_S = 0.2
 """Interval, in seconds, at which waiting calls check for lost workers of any group."""
 _GRACE_S = 1.0
 """When a rank dies, other ranks may report a lost connection first. This is the time, in seconds, to wait for
 the actual loss."""
+_LISTEN_S = 0.5
+"""Interval, in seconds, at which kills for lack of memory are counted: how close to a worker's death one must be
+to count as its cause."""
 _NUM_LAST_LINES = 3
 _ENDED = "its process was killed or crashed"
 _LESS_MEMORY = (
@@ -57,21 +69,41 @@ _LESS_MEMORY = (
 )
 
 
-def disconnect() -> None:
-    """See machines.leave."""
-    if _lifelines:
-        _lifelines.pop().close()
-    leave()
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A lost worker: `rank` of its group. `said` is the reason that it reported; None if its process died, as
+    Ray's `error` says; `is_oom` if it was killed for lack of memory (False: unknown)."""
+
+    group: RayGroup
+    rank: int
+    said: str | None = None
+    error: RayError | None = None
+    is_oom: bool = False
 
 
-_lifelines: list[Lifelines] = []
-"""The connections of this process's workers, at most one object: the loss of a worker concerns all groups."""
+class _Losses:
+    """The lost workers of all groups that are open: each concerns the whole run."""
+
+    def __init__(self) -> None:
+        self._all: list[Loss] = []
+        self._changed = threading.Condition()
+
+    def add(self, loss: Loss) -> None:
+        with self._changed:
+            self._all = [*self._open(), loss]
+            self._changed.notify_all()
+
+    def first(self, timeout_s: float = 0.0) -> Loss | None:
+        """The first one; waits up to `timeout_s` for it."""
+        with self._changed:
+            self._changed.wait_for(self._open, timeout_s)
+            return next(iter(self._open()), None)
+
+    def _open(self) -> list[Loss]:
+        return [loss for loss in self._all if not loss.group.is_closed]
 
 
-def _lines(config: ClusterConfig) -> Lifelines:
-    if not _lifelines:
-        _lifelines.append(Lifelines(ray.util.get_node_ip_address() if is_joined(config) else LOOPBACK))
-    return _lifelines[0]
+_losses = _Losses()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +133,6 @@ class _Host:
         if is_local and (interface := interface_of(LOOPBACK)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._worker: Any = None
-        self._lifeline: Lifeline | None = None
         self._listener: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
@@ -110,23 +141,28 @@ class _Host:
         self._listener = socket.create_server((host, 0), family=family_of(host))
         return host, self._listener.getsockname()[1]
 
-    def process(self, ticket: Ticket, is_own: bool) -> _Process:
-        """Open the liveness connection to the driver. With `is_own` the cluster was started by the driver;
-        Ray's agents, which would outlive it by a minute, are then killed with it. Raises ConfigError if the
-        log's folder does not exist on this machine."""
+    def process(self, log: Path | None, is_own: bool) -> _Process:
+        """Redirect output to `log`, if any, and start the watchdog. With `is_own` the cluster was started by the
+        driver. Raises ConfigError if the log's folder does not exist on this machine."""
         node = ray.util.get_node_ip_address()
-        if ticket.log is not None and not ticket.log.parent.is_dir():
-            message = f"the machine {node} has no {ticket.log.parent}; choose a folder on a file system shared by all machines of the run"
-            raise ConfigError([Problem("run.output_dir", message)])
-        agents = children_of().get(os.getppid(), []) if is_own else []
-        if ticket.log is not None:  # of the last collectives, when one times out
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{ticket.log.with_suffix('')}.nccl.")
-        self._lifeline = Lifeline(ticket, beside=[pid for pid in agents if pid != os.getpid()])
+        if log is not None:
+            if not log.parent.is_dir():
+                message = f"the machine {node} has no {log.parent}; choose a folder on a file system shared by all machines of the run"
+                raise ConfigError([Problem("run.output_dir", message)])
+            # For the last collectives, when one times out.
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{log.with_suffix('')}.nccl.")
+        log_to(log)
+        watchdog.start(ends_raylet=is_own)
         faulthandler.enable()  # a crash in native code leaves its signal and stack in the last log lines
         stderr = Path("/proc/self/fd/2")
-        log = stderr.resolve() if stderr.exists() else None
-        start = log.stat().st_size if log is not None and log.is_file() else 0
-        return _Process(os.getpid(), node, str(log or ""), start)
+        written = stderr.resolve() if stderr.exists() else None
+        start = written.stat().st_size if written is not None and written.is_file() else 0
+        return _Process(os.getpid(), node, str(written or ""), start)
+
+    @ray.method(concurrency_group=_REPORTS, num_returns="streaming")
+    def reports(self) -> Iterator[Report]:
+        """Yield this worker's reports, until it ends."""
+        yield from reports()
 
     def read(self, modules: Sequence[str]) -> None:
         for module in modules:
@@ -184,14 +220,14 @@ class RayGroup:
         self.role, self.size = role, seats if isinstance(seats, int) else len(seats)
         self._seats = None if isinstance(seats, int) else seats
         self._config, self._timeout_s = config, config.call_timeout_s
-        self._is_closed = False
+        self.is_closed, self._listens = False, True
         # The class name is the process title while idle.
-        options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {_BESIDE: _NUM_BESIDE}}
+        options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": _CONCURRENCY}
         host: Any = ray.remote(**options)(type(role, (_Host,), {}))
         self._processes: list[_Process] = []
         self._asked = ["nothing"] * self.size
-        self._lines = _lines(config)
         self._hosts: list[Any] = []
+        self._listening = threading.Thread(target=self._listen, name=f"reports of {role}", daemon=True)
         is_local = not is_joined(config) or (machines is not None and machines.is_one)
         given = config.variables
         try:
@@ -205,8 +241,8 @@ class RayGroup:
             raise
 
     def make(self, factory: Factory, logs: Path | None = None) -> Self:
-        """Create a worker in each process. From then on its output goes to `ROLE-RANK.log` in `logs`; on
-        another machine, or without `logs`, to Ray's log file. Raises WorkerError if a worker fails or is not
+        """Create a worker in each process. From then on its output goes to `ROLE-RANK.log` in `logs`, without
+        `logs` to Ray's log file. Raises WorkerError if a worker fails or is not
         up in time."""
         deadline = time.monotonic() + self._config.start_timeout_s
         try:
@@ -221,11 +257,11 @@ class RayGroup:
         if logs is not None:
             logs.mkdir(exist_ok=True)
         files = [None if logs is None else logs.absolute() / f"{self.role}-{rank}.log" for rank in ranks]
-        tickets = [self._lines.ticket(Member(self, rank), file) for rank, file in enumerate(files)]
         is_own = not is_joined(self._config)
-        processes = [h.process.remote(of, is_own) for h, of in zip(self._hosts, tickets, strict=True)]
+        processes = [h.process.remote(file, is_own) for h, file in zip(self._hosts, files, strict=True)]
         rendezvous = [self._hosts[0].rendezvous.remote()] if self.size > 1 else []
         self._processes = self._wait(processes, ranks, "starting", deadline)
+        self._listening.start()
         (address,) = self._wait(rendezvous, [0], "starting", deadline) if rendezvous else [None]
         places = [Place(rank, self.size, address) for rank in ranks]
         if self._seats is not None:
@@ -270,13 +306,41 @@ class RayGroup:
 
     def close(self) -> None:
         """See WorkerGroup."""
-        if not self._is_closed:
-            self._is_closed = True
-            here = ray.util.get_node_ip_address()
-            kill_stopped(process.pid for process in self._processes if process.node == here)
-            self._lines.forget(self)  # first, since processes killed by Ray have no time to clean up
-            for host in self._hosts:
-                ray.kill(host, no_restart=True)
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for host in self._hosts:
+            ray.kill(host, no_restart=True)
+        if self._listening.ident is not None:
+            self._listening.join(_GRACE_S)  # it ends when all workers have
+            if self._listening.is_alive():  # a worker that is stopped (SIGSTOP) cannot exit by itself
+                here = ray.util.get_node_ip_address()
+                kill(process.pid for process in self._processes if process.node == here)
+            self._listens = False
+            self._listening.join()
+
+    def _listen(self) -> None:
+        """Log the workers' reports, and note which workers are lost."""
+        rank_of: dict[Any, int] = {host.reports.remote(): rank for rank, host in enumerate(self._hosts)}
+        kills = KillCount()
+        made, logged = Counter[tuple[int, Report]](), Counter[Report]()
+        while rank_of and self._listens:
+            ready, _ = ray.wait(list(rank_of), timeout=_LISTEN_S)
+            for stream in cast("list[Any]", ready):
+                rank = rank_of[stream]
+                try:
+                    report = cast("Report", ray.get(next(stream)))
+                except RayError as error:
+                    del rank_of[stream]
+                    _losses.add(Loss(self, rank, error=error, is_oom=kills.has_risen()))
+                    continue
+                made[rank, report] += 1
+                if report.level is None:
+                    _losses.add(Loss(self, rank, said=report.text))
+                elif made[rank, report] > logged[report]:  # no other rank has said it as often
+                    logged[report] += 1
+                    logger.log(report.level, "%s: %s", self._name(rank), report.text)
+            kills.update()
 
     def _pending(
         self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]], **options: Any
@@ -311,7 +375,7 @@ class RayGroup:
         while pending and not (is_any and len(pending) < len(rank_of)):
             done, pending = ray.wait(pending, timeout=max(0.0, min(_TICK_S, ends - time.monotonic())))
             errors = {rank_of[call]: error for call in done if (error := _error_of(call)) is not None}
-            if errors or self._lines.first_loss() is not None:
+            if errors or _losses.first() is not None:
                 self._fail(errors, doing)
             if until is not None and time.monotonic() >= until:
                 break
@@ -328,41 +392,42 @@ class RayGroup:
     def _fail(self, errors: Mapping[int, RayError], doing: str) -> NoReturn:
         """Close the group and raise the WorkerError of the cause: a lost worker takes precedence over
         exceptions of other workers, which may follow from it."""
-        loss = self._lines.first_loss(_GRACE_S if errors else 0.0)
+        loss = _losses.first(_GRACE_S if errors else 0.0)
         if loss is None:
             rank, error = min(errors.items(), key=lambda item: not _is_death(item[1]))
             if not _is_death(error):
                 self.close()
                 raise WorkerError(
-                    f"{Member(self, rank)} failed while {doing}",
+                    f"{self._name(rank)} failed while {doing}",
                     f"{_told(error)} ({self._where(rank)})",
                     _raised(error),
                 ) from error
-            loss = Loss(Member(self, rank))
-        group, rank = loss.member
-        assert isinstance(group, RayGroup), "members belong to Ray groups"
-        if loss.said is not None:
-            what, why = "cannot continue", f"{loss.said} ({group._where(rank)})"
+            loss = Loss(self, rank, error=error)
+        group, rank = loss.group, loss.rank
+        if loss.said is None:
+            what, why = "died", group._end_of(loss)
         else:
-            what, why = "died", group._end_of(rank, is_oom=loss.is_oom)
+            what, why = "cannot continue", f"{loss.said} ({group._where(rank)})"
         if group is not self:
             doing = f"{self.role} was {doing}"
             why = f"{why}; its last call was {group._asked[rank]}"
         self.close()
         raise WorkerError(
-            f"{loss.member} {what} while {doing}", why, None if loss.said is None else EngineError(loss.said)
+            f"{group._name(rank)} {what} while {doing}",
+            why,
+            None if loss.said is None else EngineError(loss.said),
         )
 
-    def _end_of(self, rank: int, *, is_oom: bool) -> str:
+    def _end_of(self, loss: Loss) -> str:
         """How a dead process ended: Ray's information, and its last log lines."""
-        probe = self._hosts[rank].read.remote(())
-        ray.wait([probe], timeout=_GRACE_S)
-        error = _error_of(probe)
-        how = _ENDED if error is None else _told(error)
-        if is_oom or isinstance(error, OutOfMemoryError):
+        how = _ENDED if loss.error is None else _told(loss.error)
+        if loss.is_oom or isinstance(loss.error, OutOfMemoryError):
             how = f"it ran out of memory and was killed: {_LESS_MEMORY}"
-        words = self._last_words(rank)
-        return f"{how} ({self._where(rank)})" + (f"; last log lines: {words}" if words else "")
+        words = self._last_words(loss.rank)
+        return f"{how} ({self._where(loss.rank)})" + (f"; last log lines: {words}" if words else "")
+
+    def _name(self, rank: int) -> str:
+        return f"{self.role} worker {rank} of {self.size}"
 
     def _where(self, rank: int) -> str:
         if not self._processes:
@@ -371,7 +436,7 @@ class RayGroup:
         return f"{process}, log {process.log}" if process.log else str(process)
 
     def _last_words(self, rank: int) -> str:
-        """The last lines of a worker's log; empty if it is not on this machine."""
+        """The last lines of a worker's log; empty if this machine cannot read it."""
         if not self._processes or not self._processes[rank].log:
             return ""
         try:

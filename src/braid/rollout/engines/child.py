@@ -12,10 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from braid.processes import kill_group
-from braid.runtime.lifeline import at_end, give_up
-
-from .guard import FOLDER
+from braid.processes import FOLDER, kill_group
+from braid.runtime.reports import give_up
 
 _END_S = 10.0
 """Time limit for a process to exit after it has been killed or has closed its pipe."""
@@ -56,7 +54,6 @@ class Child:
                 start_new_session=True,
             )
         self._is_ended = False
-        self._forget = at_end(self.end)
 
     def watch(self, name: str) -> None:
         """From now on, fail the run if the process exits unexpectedly, even while it is idle. `name` is the
@@ -99,7 +96,6 @@ class Child:
         if self._is_ended:  # the pid may have been reused
             return
         self._is_ended = True
-        self._forget()
         if self._folder is not None:  # first, since this process may be killed at any moment
             shutil.rmtree(self._folder, ignore_errors=True)
         kill_group(self._process.pid)

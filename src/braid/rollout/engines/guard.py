@@ -14,10 +14,7 @@ import subprocess
 import sys
 import threading
 
-from braid.processes import kill_group
-
-FOLDER = "BRAID_ENGINE_FOLDER"
-"""Environment variable with the folder of an engine's process, which is removed with the process."""
+from braid.processes import FOLDER, kill_group
 
 
 def end_group() -> None:
