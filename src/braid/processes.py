@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-FOLDER = "BRAID_ENGINE_FOLDER"
-"""Environment variable with the folder of an engine's process, which is removed with the process."""
 _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
 
@@ -34,15 +32,13 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def with_variable(name: str, value: str) -> dict[int, dict[str, str]]:
-    """The processes that were started with this environment variable, and their environments."""
-    found: dict[int, dict[str, str]] = {}
+def with_variable(name: str, value: str) -> list[int]:
+    """The processes that were started with this environment variable."""
+    found: list[int] = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            data = file.read_bytes()
-            if f"{name}={value}".encode() in data:
-                pairs = (part.partition("=") for part in data.decode(errors="replace").split("\0"))
-                found[int(file.parent.name)] = {key: text for key, _, text in pairs}
+            if f"{name}={value}".encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,29 +13,29 @@ import pytest
 from tests.leftovers import await_end
 
 CHILDREN = """
-import os, subprocess, sys, time
+import os, subprocess, tempfile, time
 from braid.runtime import watchdog
 watchdog.start(ends_raylet=True)
 subprocess.Popen(["sleep", "600"])
-subprocess.Popen(["sleep", "600"], start_new_session=True, env=os.environ | {"BRAID_ENGINE_FOLDER": sys.argv[1]})
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+tempfile.mkdtemp(prefix=watchdog.folder_prefix(os.getpid()))
 if os.fork():
     print("up", flush=True)
 time.sleep(600)
 """
-"""A worker with a child of its own group, one of its own session that has a folder, and one without an exec."""
+"""A worker with a folder, a child in its own group, one in another session, and one without an exec."""
 PARENT = """
 import subprocess, sys
 subprocess.Popen(["sleep", "600"])  # an agent
-subprocess.Popen([sys.executable, "-c", *sys.argv[1:]]).wait()
+subprocess.Popen([sys.executable, "-c", sys.argv[1]]).wait()
 """
 
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Iterator[psutil.Popen]:
-    folder = tmp_path / "engine"
-    folder.mkdir()
-    command = [sys.executable, "-c", PARENT, CHILDREN, str(folder)]
-    with psutil.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", PARENT, CHILDREN]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with psutil.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout.readline() == "up\n"
         yield process
         process.kill()
@@ -47,12 +48,13 @@ def test_nothing_outlives_a_worker_or_its_parent_that_is_killed(
     agent, worker = parent.children()
     children = worker.children(recursive=True)
     assert len(children) == 3
+    assert len(list(tmp_path.iterdir())) == 1
     (worker if killed == "worker" else parent).kill()
     await_end([worker, *children, *([agent] if killed == "parent" else [])])
     assert killed == "parent" or agent.is_running()
     agent.kill()
     await_end([process for process in psutil.process_iter() if _is_watchdog(process, worker.pid)])
-    assert not (tmp_path / "engine").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def _is_watchdog(process: psutil.Process, worker: int) -> bool:

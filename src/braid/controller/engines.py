@@ -24,6 +24,7 @@ from braid.rollout.engines.router import Router
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.vllm.engine import VllmEngine
 from braid.rollout.engines.vllm.options import engine_arguments, environment
+from braid.runtime.watchdog import folder_prefix
 from braid.weights.sending import SendOptions
 
 from .roles import device_of
@@ -51,7 +52,7 @@ def make_engine(
         max_tokens = of.max_model_tokens or longest
         return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
     with ExitStack() as undo:
-        folder = Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_"))
+        folder = Path(mkdtemp(prefix=folder_prefix(os.getpid())))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         model: dict[str, Any] = {
             "model": _model_folder(config, tokenizer, folder, has_weights=of.load_weights),

@@ -3,8 +3,9 @@
     python -m braid.runtime.watchdog WORKER RAYLET MARK AGENT...    # process ids
 
 Ray starts a worker as a child of its raylet, and the raylet of a cluster that a driver has started ends with that
-driver. The watchdog waits until one of the two is gone; then it kills the worker, all that the worker has
-started, and, after a raylet, the raylet's agents, which would remain for a minute.
+driver. The watchdog waits until worker or raylet is gone. Then it kills the worker and all that the worker has
+started, removes its engines' temporary folders, and, if the raylet is gone, kills the raylet's agents, which
+would remain for a minute.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import gettempdir
 
-from braid.processes import FOLDER, children_of, kill_group, with_variable
+from braid.processes import children_of, kill_group, with_variable
 
 _MARK = "BRAID_WORKER"
 """Environment variable by which the processes that a worker has started are found."""
+
+
+def folder_prefix(worker: int) -> str:
+    """Prefix of the names of temporary folders that are removed with a worker, given its process id."""
+    return f"braid_engine_{worker}_"
 
 
 def start(*, ends_raylet: bool) -> None:
@@ -54,14 +61,15 @@ def main(worker: int, raylet: int, mark: str, agents: Sequence[int]) -> None:
 
 
 def _clean_up(worker: int, mark: str) -> None:
-    """Kill the process groups of the worker and of all that carry the mark, until none is left."""
+    """Kill the process groups of the worker and of all that carry the mark, until none is left, and remove the
+    worker's folders."""
     kill_group(worker)
     while left := with_variable(_MARK, mark):
-        for pid, variables in left.items():
+        for pid in left:
             with suppress(ProcessLookupError):
                 kill_group(os.getpgid(pid))
-            if folder := variables.get(FOLDER):
-                shutil.rmtree(Path(folder), ignore_errors=True)
+    for folder in Path(gettempdir()).glob(f"{folder_prefix(worker)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from braid.processes import FOLDER, kill_group
+from braid.processes import kill_group
 from braid.runtime.reports import give_up
+
+from .guard import FOLDER
 
 _END_S = 10.0
 """Time limit for a process to exit after it has been killed or has closed its pipe."""

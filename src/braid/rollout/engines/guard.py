@@ -14,7 +14,10 @@ import subprocess
 import sys
 import threading
 
-from braid.processes import FOLDER, kill_group
+from braid.processes import kill_group
+
+FOLDER = "BRAID_ENGINE_FOLDER"
+"""Environment variable with the folder of an engine's process, which is removed with the process."""
 
 
 def end_group() -> None:
