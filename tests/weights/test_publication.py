@@ -368,6 +368,31 @@ def test_an_engine_that_stops_reading_is_named_at_the_deadline(make_sender: Make
         engine.result(timeout=LIMIT_S)
 
 
+def test_an_engine_that_fails_is_named_while_another_one_hangs(make_sender: MakeSender) -> None:
+    sender = make_sender(("a", "b"), _options("shared_memory"))
+    go_on = threading.Event()
+
+    def hang(receiver: Receiver, version: int) -> dict[str, Tensor]:
+        for _ in receiver.receive(version):
+            go_on.wait(LIMIT_S)
+        return {}
+
+    def fail(receiver: Receiver, version: int) -> dict[str, Tensor]:
+        return dict([next(receiver.receive(version))])
+
+    hanging, failing = _start(sender.ticket, "a", range(1), hang), _start(sender.ticket, "b", range(1), fail)
+    try:
+        with pytest.raises(
+            EngineError, match="failed: engine b failed while receiving weights: the engine did not load"
+        ):
+            sender.send(0, {str(i): torch.randn(2**19) for i in range(8)}.items())
+        failing.result(timeout=LIMIT_S)
+    finally:
+        go_on.set()
+    with pytest.raises(EngineError, match="the trainer"):
+        hanging.result(timeout=LIMIT_S)
+
+
 def test_weights_are_read_to_their_end_when_publishing_fails(make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options("shared_memory", timeout_s=0.1))
     for version, with_sender in enumerate((sender, None)):

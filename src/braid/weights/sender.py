@@ -172,7 +172,7 @@ class LinkedSender:
             try:
                 wire.look_ahead(time.monotonic() + 0.1, "receiving weights")
             except EngineError as said:
-                if str(said) not in told:
+                if not any(wire.peer in text for text in told):
                     told.insert(0, str(said))
         return EngineError(
             f"syncing version {version} by {self._options.transport} failed: {'; '.join(told)}"
