@@ -204,7 +204,6 @@ _FILES = either(TEXT, list_of(TEXT))
 _BOUNDS = mapping_of(
     NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}
 )
-_IN_TRAINING = "evaluation uses the engine of training"
 
 # One rule per line.
 # fmt: off
