@@ -209,7 +209,7 @@ class Threads(InProcessGroup):
     """Replaces RayGroup: one worker, in a thread of this process."""
 
     def __init__(self, role: str, *_: Any, **__: Any) -> None:
-        self.role, self._loop, self._is_closed = role, None, False
+        self.role, self._loop, self._is_closed, self._has_threads = role, None, False, False
         self._pool = ThreadPoolExecutor(1)
 
     def make(self, factory: Callable[[Place], Any], logs: Path) -> None:
