@@ -22,12 +22,12 @@ import torch
 from sizes import SIZES
 from transformers import PreTrainedModel
 
+from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
 from braid.rollout.engines.native import NativeEngine
-from braid.runtime.memory import keep_freed_memory
 
 LONGEST = 128
 

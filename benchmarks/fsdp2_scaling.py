@@ -25,11 +25,11 @@ from update_mfu import SPEC, TOKENS, make_rows
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
+from braid.cluster.memory import keep_freed_memory
 from braid.config.train import TrainConfig
 from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
 from braid.models.tokenizer import character_tokenizer
-from braid.runtime.memory import keep_freed_memory
 from braid.training.backends.fsdp import FsdpBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.group import share_rows

@@ -82,7 +82,7 @@ def side_trl(folder: str, rounds: int) -> list[tuple[int, float]]:
 def side_braid(folder: str, rounds: int) -> list[tuple[int, float]]:
     """(trained tokens, seconds) of each round under braid."""
     from braid.config.load import load_config
-    from braid.controller import commands
+    from braid.trainer import commands
 
     work = Path(tempfile.mkdtemp())
     data = work / "prompts.jsonl"

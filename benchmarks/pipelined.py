@@ -25,8 +25,8 @@ from typing import Any
 from sizes import SIZES
 
 from braid.config.load import load_config
-from braid.controller import commands
-from braid.controller.cluster import launched
+from braid.trainer import commands
+from braid.trainer.cluster import launched
 
 GOAL, SKIPPED = 1.8, 2
 PROMPTS, GROUP, MAX_NEW = 16, 8, 128

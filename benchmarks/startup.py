@@ -4,7 +4,7 @@
 
 The quickstart for one round, without warm-up and evaluation, from the shell: in one process, and with the policy and the rollout
 on workers of their own, by turns. Told are the seconds of the whole command, and those of them that are no work of the round
-(rollout, credit, improve, publish by the run's own clock): reading libraries and data, starting and ending processes.
+(rollout, compute_advantages, update, sync_weights by the run's own clock): reading libraries and data, starting and ending processes.
 Goal: at most 10 s more on workers.
 """
 

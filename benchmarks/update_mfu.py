@@ -24,12 +24,12 @@ import torch
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
+from braid.cluster.memory import keep_freed_memory
 from braid.config.model import BuildSpec
 from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
 from braid.models.tokenizer import character_tokenizer
-from braid.runtime.memory import keep_freed_memory
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss
 from braid.types import Row

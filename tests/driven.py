@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from braid.cluster.loops import all_of
 from braid.rollout.drivers.base import Driver
-from braid.runtime.loops import all_of
 from braid.types import Group, Prompt
 
 

@@ -20,8 +20,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "braid.training.worker",
-        "braid.controller.commands",
-        "braid.controller.build",
+        "braid.trainer.commands",
+        "braid.trainer.build",
         "reasoning_gym",
         "torch.utils.tensorboard",
     ]

@@ -1,6 +1,6 @@
 """Tests of processes must leave nothing behind.
 
-`nothing_is_left` is used by every test in tests/faults, tests/runtime and tests/weights, and by all with workers or vLLM.
+`nothing_is_left` is used by every test in tests/faults, tests/cluster and tests/weights, and by all with workers or vLLM.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ from braid.config.schema import RunConfig
 from braid.config.shape import _members
 from braid.config.source import parse_path, path_text, place
 from braid.config.train import TrainConfig
-from braid.controller import commands
-from braid.controller.publication import send_options
 from braid.errors import ConfigError, ModelError
-from braid.plan import Plan, derive, idle_keys, why_unused
+from braid.plan import Plan, derive, unused_keys, why_unused
 from braid.plan.checks import find_problems
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.vllm.options import engine_arguments, environment
+from braid.trainer import commands
+from braid.trainer.weight_sync import send_options
 from braid.training.backends import fsdp
 from braid.training.backends.deepspeed import _settings
 from braid.training.backends.megatron.checks import check_model
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 _READING_FOR_OTHERS = (__name__, "braid.config.cluster", "braid.config.data", "braid.config.roles")
 """Modules whose functions read keys on behalf of their caller."""
-_NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.controller.preflight", "braid.controller.watch")
+_NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.trainer.preflight", "braid.trainer.watch")
 _ALGORITHM = {Recipe: "algorithm", Correction: "algorithm.corrections[]"}
 
 
@@ -370,7 +370,7 @@ def observed(config: RunConfig, reads: Collection[str]) -> str:
     """What a run depends on, as text: its settings, the values of the keys in `reads` unless they are unused, and the plan's
     problems."""
     plan = derive(config, None, "train")
-    idle = idle_keys(config, plan)
+    idle = unused_keys(config, plan)
 
     def is_read(name: str) -> bool:
         parts = re.sub(r"\[\d+\]", "[]", name).split(".")
@@ -409,7 +409,7 @@ class Effects:
             except ValidationError:
                 continue
             plan = derive(config, self._num_prompts, "train")
-            if why := why_unused(idle_keys(config, plan), key):
+            if why := why_unused(unused_keys(config, plan), key):
                 return f"unused: {why}"
             if find_problems(config, plan) != self._problems:
                 found = "refused"

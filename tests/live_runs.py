@@ -15,22 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from tests.controller.conftest import BASE
 from tests.live_keys import recorded
 from tests.rewards.server import completion, serving
 from tests.rewards.test_runs import reward_model
+from tests.trainer.conftest import BASE
 
-import braid.runtime.machines
-import braid.runtime.ray
+import braid.cluster.machines
+import braid.cluster.ray
+from braid.cluster.workers import InProcessGroup, Place
 from braid.config.load import load_config
 from braid.config.model import BuildSpec
-from braid.controller import commands
 from braid.errors import RolloutError
 from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import save_pretrained
 from braid.models.tokenizer import character_tokenizer
-from braid.runtime.workers import InProcessGroup, Place
+from braid.trainer import commands
 
 RUNS: dict[str, list[str]] = {
     "plain": [],
@@ -198,10 +198,10 @@ def _in_one_process(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(commands, "build_sinks", without_trackers)
-        patch.setattr(braid.runtime.ray, "RayGroup", Threads)
-        patch.setattr(braid.runtime.ray, "Machines", lambda *_: SimpleNamespace(close=lambda: None))
-        patch.setattr(braid.runtime.ray, "disconnect", lambda: None)
-        patch.setattr(braid.runtime.machines, "_start", lambda *_: None)
+        patch.setattr(braid.cluster.ray, "RayGroup", Threads)
+        patch.setattr(braid.cluster.ray, "Machines", lambda *_: SimpleNamespace(close=lambda: None))
+        patch.setattr(braid.cluster.ray, "disconnect", lambda: None)
+        patch.setattr(braid.cluster.machines, "_start", lambda *_: None)
         yield
 
 

@@ -62,7 +62,7 @@ class Run:
     def export(self, output: str | Path | None = None, *, step: int | None = None) -> Path:
         """Write a checkpoint, by default the newest, as a folder that transformers loads; returns the
         folder."""
-        from braid.controller import commands
+        from braid.trainer import commands
 
         return commands.export(self.path, output=None if output is None else Path(output), step=step)
 
@@ -85,10 +85,10 @@ def train(
     RunInterrupted after a signal.
     """
     loaded = _loaded(config, overrides, reward)
-    from braid.controller.cluster import launched
+    from braid.trainer.cluster import launched
 
     with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
-        from braid.controller import commands  # heavy imports, which overlap with those of the workers
+        from braid.trainer import commands  # heavy imports, which overlap with those of the workers
 
         outcome = commands.train(loaded, cluster, sinks=[_CallbackSink(call) for call in callbacks])
     return Run(outcome.run_dir, outcome.is_target_reached)
@@ -101,10 +101,10 @@ def evaluate(
     evaluates its newest checkpoint."""
     run_dir = Path(config) if isinstance(config, str | Path) and Path(config).is_dir() else None
     loaded = _loaded(config if run_dir is None else run_dir / "config.yaml", overrides, reward)
-    from braid.controller.cluster import launched
+    from braid.trainer.cluster import launched
 
     with launched(loaded, "eval") as cluster:
-        from braid.controller import commands
+        from braid.trainer import commands
 
         outcome = commands.evaluate(loaded, cluster, run_dir=run_dir)
     return Run(outcome.run_dir, outcome.is_target_reached)

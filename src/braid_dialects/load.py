@@ -14,7 +14,7 @@ from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.config.source import Written, read_file
 from braid.errors import ConfigError, Problem
-from braid.plan import derive, idle_keys, why_unused
+from braid.plan import derive, unused_keys, why_unused
 from braid.plan.available import missing_sections
 
 from .compose import compose
@@ -101,7 +101,7 @@ def _with_refused(ledger: Sequence[Entry], problems: Sequence[Problem]) -> tuple
 def _with_unused(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
     """Mark applied rows whose native keys nothing in a training run depends on: `unsupported` if this version
     lacks the component that would read them, else `unused`."""
-    missing, unused = missing_sections(config), idle_keys(config, derive(config, None, "train"))
+    missing, unused = missing_sections(config), unused_keys(config, derive(config, None, "train"))
     for entry in ledger:
         if entry.disposition != "applied" or not entry.native:
             yield entry

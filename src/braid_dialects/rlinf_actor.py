@@ -139,7 +139,7 @@ _ACTOR = section("actor", "train")(
        note="steps = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
     always("combine_reference_model", "the reference is a copy of the policy's initial weights", "bool"),
     missing("sync_precision", "weights are sent in the engine's dtype"),
-    to("sync_bucket_capacity", "rollout.publish.bucket_bytes", "count", note="bytes"))
+    to("sync_bucket_capacity", "rollout.weight_sync.bucket_bytes", "count", note="bytes"))
 
 _MODEL = section("actor.model", "model")(
     to("precision", "", nullable(PRECISION), unless_null("fp32"), computed(_precision),

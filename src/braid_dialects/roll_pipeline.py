@@ -97,7 +97,7 @@ PIPELINE = rows(
             "detected at the start; see braid.cluster.num_nodes and devices_per_node"),
     missing("model_download_type", "download the model and set the path of its folder",
             default="HUGGINGFACE_HUB"),
-    to("model_update_buffer_size_mb", "rollout.publish.bucket_bytes", "count", ONE_PROCESS,
+    to("model_update_buffer_size_mb", "rollout.weight_sync.bucket_bytes", "count", ONE_PROCESS,
        lambda v, _: v * 2**20, default=1024),
     # Models
     to("pretrain", "model.path", "path",

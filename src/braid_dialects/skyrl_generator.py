@@ -75,7 +75,9 @@ def _sync(value: str, source: Source) -> Any:
     if facts.is_one_process(source) and engine(source) == "native":
         return no_effect("in a single process the engine uses the trainer's tensors")
     if value == "nccl" and facts.is_colocated(source):
-        return Became({"rollout.publish.transport": "auto"}, note="CUDA IPC on the same devices, as in SkyRL")
+        return Became(
+            {"rollout.weight_sync.transport": "auto"}, note="CUDA IPC on the same devices, as in SkyRL"
+        )
     return value
 
 
@@ -149,11 +151,11 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("inference_engine_pipeline_parallel_size", ".pipeline_parallel", "count", _IS_SERVED, default=1),
     to("inference_engine_data_parallel_size", "", "count",
        only(1, "use more engines, or tensor parallelism", "one model replica per engine"), default=1),
-    to("weight_sync_backend", "rollout.publish.transport", "nccl|gloo|delta", _sync, default="nccl"),
-    to("override_existing_update_group", "rollout.publish.existing_group",
+    to("weight_sync_backend", "rollout.weight_sync.transport", "nccl|gloo|delta", _sync, default="nccl"),
+    to("override_existing_update_group", "rollout.weight_sync.existing_group",
        {"auto": "auto", "enable": "replace", "disable": "refuse"},
        unless(lambda s: not is_remote(s), "for remote engines only"), default="auto"),
-    to("weight_transfer_threshold_cuda_ipc_GB", "rollout.publish.bucket_bytes", "positive", ONE_PROCESS,
+    to("weight_transfer_threshold_cuda_ipc_GB", "rollout.weight_sync.bucket_bytes", "positive", ONE_PROCESS,
        lambda v, _: int(v * 2**30), note="GiB"),
     to("async_engine", "", "bool", already("engines are always asynchronous"), default=True),
     to("batched", "", "bool", already("all prompts of a round are requested at once"), default=True),

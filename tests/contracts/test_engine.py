@@ -20,7 +20,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, NewWeights, Request, RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
-from braid.rollout.engines.published import RemoteEngine
+from braid.rollout.engines.remote import RemoteEngine
 from braid.weights.files import FileSender
 from braid.weights.sender import LinkedSender
 from braid.weights.sending import Sender
@@ -45,11 +45,11 @@ def engine(
     request: pytest.FixtureRequest, lm: CausalLM, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RolloutEngine]:
     with ENGINES[request.param](lm, tmp_path_factory.mktemp("engine")) as engine:
-        publish(engine, lm, 1)
+        sync(engine, lm, 1)
         yield engine
 
 
-def publish(engine: RolloutEngine, lm: CausalLM, version: int) -> None:
+def sync(engine: RolloutEngine, lm: CausalLM, version: int) -> None:
     """Sync weights as a run does, also to an engine in another process."""
     asyncio.run(set_weights(engine, lm, version))
 
@@ -126,7 +126,7 @@ def test_greedy_output_equals_the_trainers_after_each_weight_sync(
                     weight.mul_(factor).add_(
                         torch.sin(torch.arange(weight.numel()) * factor).view_as(weight) * 0.05
                     )
-        publish(engine, lm, version)
+        sync(engine, lm, version)
         completions = generate(engine, requests)
         outputs.append([c.token_ids for c in completions])
         assert outputs[-1] == [trainer_greedy(lm, ids, 10) for ids in prompts]
@@ -267,7 +267,7 @@ def test_running_requests_drain_before_new_weights_and_others_wait_for_them(
 ) -> None:
     if isinstance(engine, NativeEngine):
         pytest.skip("it reads the trainer's own tensors; see tests/rollout/test_native_engine.py")
-    publish(engine, lm, 20)
+    sync(engine, lm, 20)
     requests = [replace(request, sampling=Sampling(30)) for request in LONG]
 
     async def scenario() -> tuple[list[Completion], list[Completion]]:
@@ -291,7 +291,7 @@ def test_interrupted_requests_continue_with_new_weights_and_each_token_has_its_v
 ) -> None:
     if isinstance(engine, NativeEngine):
         pytest.skip("it reads the trainer's own tensors; see tests/rollout/test_native_engine.py")
-    publish(engine, lm, 30)
+    sync(engine, lm, 30)
     weights: dict[int, CausalLM] = {}
 
     async def scenario(*versions: int) -> list[Completion]:
@@ -333,7 +333,7 @@ def test_a_sleeping_engine_refuses_requests_and_wakes_with_new_weights(
 ) -> None:
     request = replace(REQUEST, sampling=Sampling(10, greedy=True))
     expected = trainer_greedy(lm, REQUEST.prompt_ids, 10)
-    publish(engine, lm, 7)
+    sync(engine, lm, 7)
     (before,) = generate(engine, [request])
     for _ in range(2):
         engine.sleep()
@@ -344,7 +344,7 @@ def test_a_sleeping_engine_refuses_requests_and_wakes_with_new_weights(
     (after,) = generate(engine, [request])
     assert before.token_ids == after.token_ids == expected
     engine.sleep()
-    publish(engine, lm, 8)
+    sync(engine, lm, 8)
     for _ in range(2):
         engine.wake()
     (last,) = generate(engine, [request])
@@ -357,7 +357,7 @@ def test_a_damaged_transfer_is_reported_and_blocks_sampling_until_one_succeeds(
     if isinstance(engine, NativeEngine):
         pytest.skip("it reads the trainer's own tensors: nothing is transferred")
     assert isinstance(engine, RemoteEngine)
-    publish(engine, lm, 11)
+    sync(engine, lm, 11)
     with (
         damaged(engine._sender),
         pytest.raises(EngineError, match=r"differ from what the trainer"),
@@ -367,7 +367,7 @@ def test_a_damaged_transfer_is_reported_and_blocks_sampling_until_one_succeeds(
         generate(engine, [REQUEST])
     with pytest.raises(EngineError, match="has version None of the weights, not 12"):
         asyncio.run(engine.set_weights(12))
-    publish(engine, lm, 13)
+    sync(engine, lm, 13)
     (completion,) = generate(engine, [replace(REQUEST, sampling=Sampling(10, greedy=True))])
     assert completion.token_ids == trainer_greedy(lm, REQUEST.prompt_ids, 10)
     assert completion.policy_version == 13

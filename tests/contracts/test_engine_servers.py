@@ -22,18 +22,18 @@ from tests.leftovers import LIMIT_S
 
 from braid import http
 from braid.config.rollout import SglangConfig
-from braid.controller.engines import EngineLink
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.rollout.engines import published
+from braid.rollout.engines import remote
 from braid.rollout.engines.http import ServerEngine
 from braid.rollout.engines.router import Router
 from braid.rollout.engines.sglang.engine import SglangEngine
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.server import VllmServer
+from braid.trainer.engines import EngineLink
 from braid.weights.sender import open_sender
 from braid.weights.sending import SendOptions
 
@@ -285,7 +285,7 @@ ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}}}
 def test_a_request_that_arrives_after_an_interrupt_is_interrupted_again(
     lm: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(published, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(remote, "_AGAIN_S", 0.01)
     interrupts = threading.Semaphore(0)
 
     def ends_at_the_second(_: Any) -> dict[str, Any]:

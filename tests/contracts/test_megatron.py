@@ -26,14 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
+from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.load import load_config
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
-from braid.controller import commands
 from braid.models.base import Output
 from braid.models.loading import load_policy
 from braid.models.roles import make_critic
-from braid.runtime.ray import RayGroup, connect, disconnect
+from braid.trainer import commands
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend

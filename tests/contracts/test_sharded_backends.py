@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
+from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.model import LoraConfig, ModelConfig
 from braid.config.schema import RunConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_tokenizer, save_pretrained
 from braid.models.roles import make_critic, make_policy, make_reference
-from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend

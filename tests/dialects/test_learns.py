@@ -11,7 +11,7 @@ import yaml
 from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
-from braid.controller import commands
+from braid.trainer import commands
 from braid_dialects.load import read_config
 
 from .conftest import IN_ONE_PROCESS, SEEDS

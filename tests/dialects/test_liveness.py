@@ -52,7 +52,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "sources": ("data.", "sft.", "reward."),
     **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
     **dict.fromkeys(LOSSES, ("algorithm.",)),
-    **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.native.", "rollout.publish.")),
+    **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.native.", "rollout.weight_sync.")),
     **{name: ("rollout.",) for name in LAYOUTS if name.startswith(("vllm", "sglang"))},
     **{
         name: ("critic.train.", "reference.train.", "train.megatron.")

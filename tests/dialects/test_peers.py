@@ -18,7 +18,7 @@ import yaml
 
 from braid.cli.main import main
 from braid.config.source import parse_path, place
-from braid.controller.inputs import check_sources, prompt_sampler, read_inputs
+from braid.trainer.inputs import check_sources, prompt_sampler, read_inputs
 from braid_dialects.load import read_config
 
 from .conftest import Reader, Seed, laid_over

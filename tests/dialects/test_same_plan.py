@@ -12,8 +12,8 @@ import yaml
 
 from braid.cli.convert import native_text
 from braid.config.load import Loaded, load_config, plain_data
-from braid.controller import commands
 from braid.plan import Plan, merge_recipe, resolve
+from braid.trainer import commands
 from braid_dialects.load import DIALECTS, Read, read_config
 
 from .conftest import IN_ONE_PROCESS, TEXT_SEEDS, Reader, Seed, laid_over

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.plan import derive, idle_keys, resolve
+from braid.plan import derive, resolve, unused_keys
 from braid.plan.available import missing_sections
 from braid_dialects.load import DIALECTS, read_foreign
 from braid_dialects.translate import NATIVE
@@ -66,7 +66,7 @@ def test_keys_without_a_native_value_have_a_reason(reader: Reader, seed: Seed) -
 @pytest.mark.parametrize("seed", ALL_SEEDS, ids=lambda seed: seed.name)
 def test_unused_keys_have_the_reason_of_the_plan(reader: Reader, seed: Seed) -> None:
     read = reader.read(seed)
-    idle = idle_keys(read.loaded.config, derive(read.loaded.config, None, "train"))
+    idle = unused_keys(read.loaded.config, derive(read.loaded.config, None, "train"))
     kept = {row["path"]: row for row in json.loads(read.loaded.kept["ledger.json"])}
     for entry in read.ledger:
         if entry.disposition == "unsupported":

@@ -380,7 +380,7 @@ def test_remote_servers_replace_engines(file: Path) -> None:
     )
     config = found.loaded.config
     assert config.rollout.vllm.servers == ("http://10.0.0.1:8001", "https://b")
-    assert config.rollout.publish.existing_group == "refuse"
+    assert config.rollout.weight_sync.existing_group == "refuse"
     assert config.cluster.placement == {"policy,reference": "0-3"}
 
 

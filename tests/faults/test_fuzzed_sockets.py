@@ -17,8 +17,8 @@ import pytest
 from tests.faults.test_worker_deaths import Unbroken, assert_equal, run_config, weights
 
 from braid.config.load import load_config
-from braid.controller import commands
 from braid.report.reporter import Reporter
+from braid.trainer import commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
@@ -137,7 +137,7 @@ def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
         return phase(reporter, verb)
 
     monkeypatch.setattr(Reporter, "phase", phased)
-    sections = {"run": {"max_rounds": 2}, "rollout": {"publish": {"transport": "gloo"}}}
+    sections = {"run": {"max_rounds": 2}, "rollout": {"weight_sync": {"transport": "gloo"}}}
     with contextlib.closing(_Fuzz()) as fuzz:
         commands.train(load_config(run_config(tmp_path, **sections)))
 

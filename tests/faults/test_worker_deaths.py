@@ -29,9 +29,9 @@ from tests.leftovers import LIMIT_S, await_end
 from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
-from braid.controller import commands
 from braid.errors import WorkerError
 from braid.report.reporter import Reporter
+from braid.trainer import commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -48,20 +48,21 @@ class Unbroken:
 
 
 _SOAK = os.environ.get("BRAID_SOAK") == "1"
-_PHASES = ("rollout", "build", "credit", "improve", "publish", "save")
+_PHASES = ("rollout", "build", "credit", "update", "sync_weights", "save")
 _KILLS = (
     [(phase, 1, role) for phase in _PHASES for role in ("policy", "critic", "reference", "rollout", "rows")]
     if _SOAK
     else [
         ("rollout", 2, "rollout"),
-        ("improve", 1, "policy"),
-        ("publish", 1, "critic"),
+        ("update", 1, "policy"),
+        ("sync_weights", 1, "critic"),
     ]
 )
 _WHERE = r".* of the \w+ phase|(\w+ was )?in (sleep|wake|to_host|to_device)\(\)"
 """Between phases models and engines take turns on their devices."""
 _ENGINE_KILLS = [
-    (phase, 1, "engine") for phase in (("rollout", "credit", "publish", "save") if _SOAK else ())
+    (phase, 1, "engine")
+    for phase in (("rollout", "compute_advantages", "sync_weights", "save") if _SOAK else ())
 ]
 
 
@@ -221,7 +222,7 @@ def test_an_engine_killed_while_idle_ends_the_run_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)
-    _Signals(signal.SIGKILL, *_ENGINE_KILLS, ("improve", 1, "engine")).attach(monkeypatch)
+    _Signals(signal.SIGKILL, *_ENGINE_KILLS, ("update", 1, "engine")).attach(monkeypatch)
     path = run_config(
         tmp_path,
         run={"max_restarts": len(_ENGINE_KILLS)},
@@ -253,7 +254,7 @@ def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadli
         return phase(reporter, verb)
 
     monkeypatch.setattr(Reporter, "phase", phased)
-    signals = _Signals(signal.SIGSTOP, ("improve", 2, "policy"))
+    signals = _Signals(signal.SIGSTOP, ("update", 2, "policy"))
     signals.attach(monkeypatch)
     timeout_s = 15.0
     path = run_config(

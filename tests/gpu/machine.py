@@ -41,12 +41,12 @@ from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
 from braid.config.load import load_config
 from braid.config.train import TrainConfig
-from braid.controller import commands
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
 from braid.plan.machine import count_gpus
 from braid.rollout.engine import Request, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.trainer import commands
 from braid.training.backends.fsdp import FsdpBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from braid.cluster.memory_record import MemoryRecorder
 from braid.config.backends import GradScalerConfig, OffloadConfig
 from braid.config.model import ModelConfig
 from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
-from braid.runtime.memory_record import MemoryRecorder
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import supervised_loss
 from braid.types import Row
@@ -117,7 +117,7 @@ def test_attention_in_bf16_gives_the_log_probs_of_eager_attention(kind: str) -> 
 
 def test_a_memory_record_has_the_allocators_snapshot(tmp_path: Path) -> None:
     recorder = MemoryRecorder(tmp_path, torch.device("cuda"), lambda: {"policy": {"weights": 0}})
-    with recorder.phase("improve"):
+    with recorder.phase("update"):
         _step(_backend(_lm()))
     recorder.write(1)
     torch.cuda.memory._record_memory_history(enabled=None)

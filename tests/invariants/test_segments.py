@@ -27,9 +27,9 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.models.value import ValueModel
 from braid.rollout.rows import rows_of
+from braid.training.advantages import are_trained, compute_advantages
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
-from braid.training.credit import are_trained, assign_credit
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.step_fields import write_step_fields
 from braid.types import (
@@ -175,7 +175,7 @@ def _update(
 ) -> Update:
     """One step, from rewards to gradients, as they are before clipping."""
     rows, moments = _with_fields(policy, rows), RunningMoments()
-    facts = assign_credit(rows, recipe, running=moments)
+    facts = compute_advantages(rows, recipe, running=moments)
     rows = [row for row, is_so in zip(rows, are_trained(rows, recipe), strict=True) if is_so]
     model = deepcopy(trained or policy)
     grads: dict[str, Tensor] = {}

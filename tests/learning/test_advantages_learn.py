@@ -24,7 +24,7 @@ from braid.algorithms.advantages import (
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.models.batch import PackedBatch
-from braid.training.credit import assign_credit
+from braid.training.advantages import compute_advantages
 from braid.training.losses import policy_loss
 from braid.types import Row
 
@@ -147,7 +147,7 @@ def _learn(recipe: Recipe, rewards: tuple[Tensor, Tensor]) -> float:
             _row(i, int(a[i]), int(b[i]), float(rewards[0][a[i]]), float(rewards[1][a[i], b[i]]), greedy)
             for i in range(len(a))
         ]
-        assign_credit(rows, recipe, running=running)
+        compute_advantages(rows, recipe, running=running)
         nothing = torch.zeros(len(rows))
         logprobs = torch.stack([nothing, first.log_softmax(0)[a], nothing, second.log_softmax(1)[a, b]], 1)
         outputs = {"logprobs": logprobs.flatten(), "entropy": torch.zeros(4 * len(rows))}

@@ -16,7 +16,7 @@ from examples.solutions import chain_sum
 from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
-from braid.controller import commands
+from braid.trainer import commands
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SUMS = "{min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}"

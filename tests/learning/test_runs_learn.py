@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from braid.config.load import load_config
-from braid.controller import commands
+from braid.trainer import commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -149,10 +149,10 @@ def test_an_engine_that_is_not_installed_is_missed_where_no_server_takes_its_pla
 
 def test_sglang_options_for_weights_and_text_are_unused() -> None:
     found = warnings(
-        "rollout.engine=sglang", "rollout.sglang.detokenize=true", "rollout.publish.transport=gloo"
+        "rollout.engine=sglang", "rollout.sglang.detokenize=true", "rollout.weight_sync.transport=gloo"
     )
     assert "always detokenizes" in found["rollout.sglang.detokenize"]
-    assert "from files" in found["rollout.publish.transport"]
+    assert "from files" in found["rollout.weight_sync.transport"]
 
 
 def test_ranks_without_rows_and_groups_across_machines_are_suspicious() -> None:
@@ -190,7 +190,7 @@ def test_flash_attention_needs_half_precision() -> None:
             "train.backend is not megatron",
         ),
         (["rollout.vllm.replicas=2"], "rollout.vllm.replicas", "rollout.engine is not vllm"),
-        (["rollout.publish.transport=nccl"], "rollout.publish.transport", "in place"),
+        (["rollout.weight_sync.transport=nccl"], "rollout.weight_sync.transport", "in place"),
         (["cluster.call_timeout_s=5"], "cluster.call_timeout_s", "one process"),
         (["train.balance_ranks=false"], "train.balance_ranks", "one process"),
         (["train.offload.gradients=true"], "train.offload.gradients", "always frees"),

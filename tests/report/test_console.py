@@ -69,7 +69,7 @@ def test_the_live_display_fits_its_terminal(width: int) -> None:
     shown.num_rounds = 300
     for i in range(1, 201):
         shown.log(
-            i, 2 * i, {**FIRST, **ROUND, "reward/mean": i / 200, "time/rollout_s": 0.9, "time/improve_s": 0.6}
+            i, 2 * i, {**FIRST, **ROUND, "reward/mean": i / 200, "time/rollout_s": 0.9, "time/update_s": 0.6}
         )
     with shown.phase("rollout"):
         shown.progress("rollout", 3, 9)
@@ -85,9 +85,9 @@ def test_the_live_display_shows_the_running_phase_and_results() -> None:
     shown.log(0, 0, FIRST)
     shown.log(1, 2, {**ROUND, "eval/all/mean@1": 0.75, "eval/all/pass@1": 0.75, "time/rollout_s": 0.9})
     shown.log(2, 4, ROUND | {"time/rollout_s": 0.9})
-    with shown.phase("improve"):
+    with shown.phase("update"):
         picture = drawn(shown)
-    for part in ("train quickstart", "runs/quickstart", "step 4", "elapsed", "left", "improve", "last round"):
+    for part in ("train quickstart", "runs/quickstart", "step 4", "elapsed", "left", "update", "last round"):
         assert part in picture
     assert (
         "accuracy        75.0%  initially 25.0%" in picture

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from tests.forks import CONTEXT
 
 from braid.config.load import load_config
-from braid.controller import commands
 from braid.report.names import describe
+from braid.trainer import commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_KILLS = 20

@@ -164,7 +164,7 @@ def _save(backend: SingleBackend, folder: Path) -> dict[str, Any]:
     written = backend.save(str(folder))
     assert written.error is None, written.error
     assert all((folder / name).stat().st_size == line["bytes"] for name, line in written.files.items())
-    dist.barrier()  # as the controller waits for all
+    dist.barrier()  # as the driver waits for all
     return written.state
 
 

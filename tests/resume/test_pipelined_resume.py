@@ -14,10 +14,10 @@ from tests.forks import CONTEXT
 from tests.resume.test_kill_and_resume import num_lines
 
 from braid.config.load import load_config
-from braid.controller import commands
-from braid.controller.cluster import launched
 from braid.data.sampler import PromptSampler
 from braid.report.samples import read_samples
+from braid.trainer import commands
+from braid.trainer.cluster import launched
 
 NUM_PROMPTS, SIZE = 7, 2
 REWARDS = """

@@ -16,13 +16,13 @@ import yaml
 from tests.resume.test_kill_and_resume import CONFIG, numbers, weight_hashes
 
 from braid.config.load import load_config
-from braid.controller import commands
 from braid.errors import RunInterrupted
 from braid.report.reporter import Reporter
+from braid.trainer import commands
 
 NUM_ROUNDS = 5
 MOMENTS = [
-    ("warm_up", 1), ("evaluate", 1), ("rollout", 1), ("credit", 1), ("improve", 1), ("publish", 2), ("evaluate", 1),
+    ("warm_up", 1), ("evaluate", 1), ("rollout", 1), ("compute_advantages", 1), ("update", 1), ("sync_weights", 2), ("evaluate", 1),
 ]  # fmt: skip
 """A phase, and at which of its beginnings since the run was started or resumed the signal comes."""
 NUMBERS = itertools.cycle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))

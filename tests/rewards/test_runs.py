@@ -19,9 +19,9 @@ from tests.leftovers import LIMIT_S
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from braid.config.load import Loaded, load_config
-from braid.controller import commands
 from braid.errors import ConfigError, RolloutError
 from braid.models.tokenizer import character_tokenizer
+from braid.trainer import commands
 
 from .server import Answer, completion, serving
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from braid.controller.rollouts import Rollouts
+from braid.cluster.workers import InProcessGroup
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector
-from braid.runtime.workers import InProcessGroup
+from braid.trainer.rollouts import Rollouts
 from braid.types import Group, Prompt, Segment, Trajectory, Turn
 
 PROMPTS = [Prompt(f"p:{i}", "p", (1,) * i, ()) for i in range(8)]

@@ -10,7 +10,6 @@ import torch
 from tests.driven import drive
 
 from braid.config.model import BuildSpec, ModelConfig
-from braid.controller.inputs import TextInputs
 from braid.data.prompts import PromptSet
 from braid.data.worked import ExampleSet
 from braid.envs.text.base import Reply
@@ -22,6 +21,7 @@ from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.rows import rows_of
+from braid.trainer.inputs import TextInputs
 from braid.types import Group, Prompt
 
 MODEL = ModelConfig(

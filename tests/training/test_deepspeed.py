@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from braid.algorithms.recipes import RECIPES
+from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.schema import RunConfig
 from braid.models.roles import make_policy
-from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backends.single import SingleBackend
 from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from braid.cluster.workers import Place
 from braid.config.load import load_config
 from braid.errors import ModelError, TrainingError
-from braid.runtime.workers import Place
 from braid.training import worker
 from braid.training.backend import Work
 

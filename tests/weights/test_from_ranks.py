@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.schema import RunConfig
 from braid.models.lora import named_adapters
 from braid.models.roles import make_policy
-from braid.runtime.ray import RayGroup, connect, disconnect
 from braid.training.backends.single import SingleBackend
 from braid.training.role_group import RoleGroup
 from braid.training.worker import Ranks

@@ -393,7 +393,7 @@ def test_an_engine_that_fails_is_named_while_another_one_hangs(make_sender: Make
         hanging.result(timeout=LIMIT_S)
 
 
-def test_weights_are_read_to_their_end_when_publishing_fails(make_sender: MakeSender) -> None:
+def test_weights_are_read_to_their_end_when_a_sync_fails(make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options("shared_memory", timeout_s=0.1))
     for version, with_sender in enumerate((sender, None)):
         rest = iter(_weights(0).items())

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from braid.config.load import load_config
-from braid.config.rollout import PublishConfig
-from braid.controller.publication import send_options
+from braid.config.rollout import WeightSyncConfig
 from braid.errors import ConfigError
 from braid.plan import derive
+from braid.trainer.weight_sync import send_options
 from braid.weights.transports import Meeting, choose_transport, on_existing
 
 CASES = [
@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.mark.parametrize(("asked", "meeting", "chosen"), CASES)
 def test_the_cheapest_possible_transport_is_chosen(asked: str, meeting: Meeting, chosen: str | None) -> None:
-    config = PublishConfig.model_validate({"transport": asked})
+    config = WeightSyncConfig.model_validate({"transport": asked})
     assert choose_transport(config, meeting) == chosen
 
 
@@ -42,8 +42,8 @@ def test_the_cheapest_possible_transport_is_chosen(asked: str, meeting: Meeting,
     ],
 )
 def test_an_impossible_transport_is_refused(asked: str, meeting: Meeting, message: str) -> None:
-    config = PublishConfig.model_validate({"transport": asked})
-    with pytest.raises(ConfigError, match=f"rollout.publish.transport: {message}.*set it to auto"):
+    config = WeightSyncConfig.model_validate({"transport": asked})
+    with pytest.raises(ConfigError, match=f"rollout.weight_sync.transport: {message}.*set it to auto"):
         choose_transport(config, meeting)
 
 
@@ -56,7 +56,7 @@ def test_engines_get_weights_in_their_own_type(dtype: str, sent: torch.dtype | N
 
 
 def test_servers_replace_connections_of_earlier_runs_and_own_engines_refuse() -> None:
-    assert on_existing(PublishConfig(), is_server=True) == "replace"
-    assert on_existing(PublishConfig(), is_server=False) == "refuse"
-    assert on_existing(PublishConfig(existing_group="replace"), is_server=False) == "replace"
-    assert on_existing(PublishConfig(existing_group="refuse"), is_server=True) == "refuse"
+    assert on_existing(WeightSyncConfig(), is_server=True) == "replace"
+    assert on_existing(WeightSyncConfig(), is_server=False) == "refuse"
+    assert on_existing(WeightSyncConfig(existing_group="replace"), is_server=False) == "replace"
+    assert on_existing(WeightSyncConfig(existing_group="refuse"), is_server=True) == "refuse"

@@ -32,7 +32,7 @@ MAX_EXPONENT = 20.0
 """Bound on k3's exponent, with or without a clamp: exp(20) is 4.9e8, far beyond any useful penalty."""
 
 MAX_STEERING = 0.2
-"""Bound on the relative error of one round that the controller reacts to; as in ROLL and SkyRL."""
+"""Bound on the relative error of one round that the driver reacts to; as in ROLL and SkyRL."""
 
 
 def kl_estimate(

@@ -1,7 +1,7 @@
 """The command line: `braid VERB ...`.
 
 Owns argument parsing, exit codes and error output. Each verb loads the config and resolves the plan before
-importing anything heavy, so that config errors are reported at once, then calls braid.controller.commands.
+importing anything heavy, so that config errors are reported at once, then calls braid.trainer.commands.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import braid
+from braid.cluster.interrupts import NUMBERS, stop_signals
 from braid.errors import (
     BraidError,
     ConfigError,
@@ -28,12 +29,11 @@ from braid.errors import (
     suggest,
 )
 from braid.report.streams import forgiven
-from braid.runtime.interrupts import NUMBERS, stop_signals
 
 if TYPE_CHECKING:
     from braid.config.load import Loaded
-    from braid.controller.commands import Outcome
     from braid.plan import Verb
+    from braid.trainer.commands import Outcome
     from braid_dialects.load import Read
     from braid_dialects.table import Entry
 
@@ -146,27 +146,27 @@ def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     loaded = _load(args, "train")
-    from braid.controller.cluster import launched
+    from braid.trainer.cluster import launched
 
     with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
-        from braid.controller import commands  # heavy imports, which overlap with those of the workers
+        from braid.trainer import commands  # heavy imports, which overlap with those of the workers
 
         return _verdict(commands.train(loaded, cluster))
 
 
 def _sft(args: argparse.Namespace) -> int:
     loaded = _load(args, "sft")
-    from braid.controller import commands
+    from braid.trainer import commands
 
     return _verdict(commands.sft(loaded))
 
 
 def _eval(args: argparse.Namespace) -> int:
     loaded = _load(args, "eval")
-    from braid.controller.cluster import launched
+    from braid.trainer.cluster import launched
 
     with launched(loaded, "eval") as cluster:
-        from braid.controller import commands
+        from braid.trainer import commands
 
         run_dir = Path(args.config) if Path(args.config).is_dir() else None
         return _verdict(commands.evaluate(loaded, cluster, run_dir=run_dir))
@@ -175,7 +175,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     run_dir = Path(args.run_dir)
     _run_config(run_dir)
-    from braid.controller import commands
+    from braid.trainer import commands
 
     folder = commands.export(
         run_dir, output=None if args.output is None else Path(args.output), step=args.step
@@ -193,7 +193,7 @@ def _show(args: argparse.Namespace) -> int:
     plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
     if args.check:
         args.loaded = loaded
-        from braid.controller.preflight import check
+        from braid.trainer.preflight import check
 
         plan = check(loaded, verb)
     if args.json:

@@ -19,10 +19,10 @@ from braid.config.load import DEFAULT, Loaded, leaves, path_text
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.config.source import OVERRIDE, KeyPath
-from braid.plan import Plan, idle_keys, merge_recipe, why_unused
+from braid.plan import Plan, merge_recipe, unused_keys, why_unused
 
 from .figures import figures, human_bytes, human_count
-from .seats import seats_table, seats_title
+from .placement_table import placement_table, placement_title
 
 _VALUE_WIDTH, _ORIGIN_WIDTH = 28, 20
 """Column widths of values and origins on narrow terminals, in characters."""
@@ -52,7 +52,7 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
         ("derived", f"braid {plan.verb}", _figures(loaded.config, plan)),
     ]
     if plan.verb == "train":
-        parts.append(("placement", seats_title(plan.layout), seats_table(plan.layout)))
+        parts.append(("placement", placement_title(plan.layout), placement_table(plan.layout)))
         parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
     parts.append(("memory", "persistent state, without activations", _memory(loaded.config, plan)))
     if plan.warnings:
@@ -71,7 +71,7 @@ def _table(*justify: Any) -> Table:
 
 def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> RenderableType:
     """The config as an indented tree of key, value and origin; defaults and unused keys are dimmed."""
-    unused = idle_keys(loaded.config, plan)
+    unused = unused_keys(loaded.config, plan)
     rows: list[tuple[Text, Text, Text, bool]] = []
     above: KeyPath = ()
     for path, value, origin in _lines(loaded):
@@ -148,7 +148,7 @@ def _figures(config: RunConfig, plan: Plan) -> RenderableType:
 def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
     """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
     recipe, config = merge_recipe(loaded.config), loaded.config.algorithm
-    idle = idle_keys(loaded.config, plan)
+    idle = unused_keys(loaded.config, plan)
     table = _table("left", "left", "left")
     for field in fields(recipe):
         key, value = f"algorithm.{field.name}", getattr(recipe, field.name)

@@ -246,7 +246,7 @@ class SglangConfig(_ServedEngine):
     """Largest batch size that is compiled."""
 
 
-class PublishConfig(Section):
+class WeightSyncConfig(Section):
     """Weight sync to engines in other processes."""
 
     transport: Literal["auto", "shared_memory", "nccl", "gloo", "files"] = "auto"
@@ -300,7 +300,7 @@ class RolloutConfig(Section):
     """Options of vLLM."""
     sglang: SglangConfig = SglangConfig()
     """Options of SGLang."""
-    publish: PublishConfig = PublishConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     """Weight sync to engines in other processes."""
     request_batch: PositiveInt | None = None
     """Maximum number of prompts sampled at a time; null for the whole round."""

@@ -5,18 +5,18 @@ from .lengths import longest_row, rotary_problem
 from .plan import Memory, Plan, Verb
 from .resolve import derive, merge_recipe, resolve
 from .sizes import policy_size
-from .unused import idle_keys, why_unused
+from .unused import unused_keys, why_unused
 
 __all__ = [
     "Memory",
     "Plan",
     "Verb",
     "derive",
-    "idle_keys",
     "longest_row",
     "merge_recipe",
     "policy_size",
     "resolve",
     "rotary_problem",
+    "unused_keys",
     "why_unused",
 ]

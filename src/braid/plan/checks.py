@@ -15,14 +15,14 @@ from braid.config.roles import train_config
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
 from braid.config.schema import RunConfig
 
-from . import available, credit
+from . import advantages, available
 from .lengths import rotary_problems
 from .parallel import TRAINING_ROLES, copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
 from .sizes import kv_budget_tokens
-from .unused import has_tokens, idle_keys, is_of_text, set_keys
+from .unused import has_tokens, is_of_text, set_keys, unused_keys
 
 Finding = tuple[str, str]
 """The key that should be changed, and what is wrong."""
@@ -303,7 +303,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _environment,
     _algorithm,
     _full_kl,
-    credit.credit_problems,
+    advantages.advantage_problems,
     _contexts,
     rotary_problems,
     _pipeline,
@@ -437,7 +437,7 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Keys with a non-default value that are unused in this run."""
-    for key, why in idle_keys(config, plan).items():
+    for key, why in unused_keys(config, plan).items():
         for given in set_keys(config, key):
             yield given, f"has no effect: {why}"
 
@@ -447,6 +447,6 @@ _WARNINGS: tuple[_Check, ...] = (
     _suspicious_batches,
     _suspicious_schedule,
     _suspicious_placement,
-    credit.credit_warnings,
+    advantages.advantage_warnings,
     _without_effect,
 )

@@ -31,7 +31,7 @@ _Unused = Iterator[tuple[str, str]]
 """(reason, keys)."""
 
 
-def idle_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
+def unused_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
     """Unused key or section -> the reason, whether or not it is set. `key[]` stands for all items of a
     list."""
     reasons: dict[str, str] = {}
@@ -43,7 +43,7 @@ def idle_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
 
 
 def why_unused(reasons: Mapping[str, str], key: str) -> str:
-    """The reason that `idle_keys` gives for a key or a section that contains it; empty if there is none."""
+    """The reason that `unused_keys` gives for a key or a section that contains it; empty if there is none."""
     parts = re.sub(r"\[\d+\]", "[]", key).split(".")
     above = (".".join(parts[: i + 1]) for i in range(len(parts)))
     return next((reasons[name] for name in above if name in reasons), "")
@@ -326,7 +326,7 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
         )
     if name == "sglang":
         yield "SGLang always detokenizes, to find stop strings", "rollout.sglang.detokenize"
-        yield "SGLang reads weights from files", "rollout.publish.{transport,existing_group}"
+        yield "SGLang reads weights from files", "rollout.weight_sync.{transport,existing_group}"
     if config.rollout.vllm.tensor_parallel * config.rollout.vllm.pipeline_parallel == 1:
         yield "each engine has a single device", "rollout.vllm.executor"
     if name != "native" or not is_in_process:
@@ -335,7 +335,7 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
             "rollout.{check_weights,check_weights_dir}",
         )
     else:
-        yield "the native engine reads the trainer's weights in place", "rollout.publish.*"
+        yield "the native engine reads the trainer's weights in place", "rollout.weight_sync.*"
     is_copy = name != "native" or not is_in_process or samples_in != config.model.dtype
     if (config.model.mlp is not None or not is_copy) and not plan.needs_critic and not plan.needs_reference:
         yield "the engine samples with the trainer's own weights", "train.offload.weights"

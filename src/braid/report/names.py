@@ -129,7 +129,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("flops/train_per_s", "FLOP/s", "Model operations of optimizer steps per second of their duration."),
     Metric("time/round_s", "s", "Time since the previous line."),
     Metric("time/score_s", "s", "Time to score groups, summed over them; overlaps sampling and other groups."),
-    Metric("time/<verb>_s", "s", "Time of one stage: warm_up, rollout, credit, improve, publish, evaluate, export, save."),
+    Metric("time/<verb>_s", "s", "Time of one stage: warm_up, rollout, compute_advantages, update, sync_weights, evaluate, export, save."),
     Metric("memory/peak_rss_bytes", "bytes", "Peak resident memory of the driver process."),
 )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The rollout worker: samples groups, scores each as soon as its last member is sampled, and keeps the
 trajectories until they are turned into rows.
 
-One object in the engine's process, independent of how many others there are. The controller
-(controller.rollouts) names prompts by their index in the data and receives metadata: each trajectory's
+One object in the engine's process, independent of how many others there are. The driver
+(trainer.rollouts) names prompts by their index in the data and receives metadata: each trajectory's
 status, rewards and lengths. Tokens leave only as rows for training, or as whole trajectories for reports.
 """
 
@@ -16,9 +16,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
+from braid.cluster.loops import Loop, all_of
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
-from braid.runtime.loops import Loop, all_of
 from braid.types import Group, Key, Lengths, Prompt, Row, ShapedReward, Status, Trajectory
 
 from .drivers.base import Driver
@@ -29,7 +29,7 @@ Use = Literal["train", "eval"]
 """Purpose of trajectories: each has its own prompts and sampling settings."""
 
 
-class Facts(NamedTuple):
+class TrajectoryMetadata(NamedTuple):
     """Trajectory metadata, without tokens, texts and prompt; fields as in Trajectory. A tuple, because the
     controller receives one per trajectory and round, and tuples are cheap to serialise."""
 
@@ -44,7 +44,7 @@ class Facts(NamedTuple):
     known_lengths: Lengths
 
     @classmethod
-    def of(cls, t: Trajectory) -> Facts:
+    def of(cls, t: Trajectory) -> TrajectoryMetadata:
         told = (t.sample, t.status, t.reason, t.reward, t.shaped, t.reward_parts, t.facts, t.attempts)
         return cls(*told, t.lengths)
 
@@ -53,12 +53,12 @@ class Facts(NamedTuple):
         return Trajectory(prompt, **self._asdict())
 
 
-class GroupFacts(NamedTuple):
+class GroupMetadata(NamedTuple):
     """Metadata of a group."""
 
     key: Key
-    trajectories: tuple[Facts, ...]
-    greedy: Facts | None
+    trajectories: tuple[TrajectoryMetadata, ...]
+    greedy: TrajectoryMetadata | None
 
     def group(self, prompt: Prompt) -> Group:
         """The group with this metadata, without tokens and texts."""
@@ -89,8 +89,8 @@ class _Stream:
     def __init__(self, prompts: Sequence[Prompt], driver: Driver, limit: int | None) -> None:
         self.prompts, self.driver = prompts, driver
         self.places = nullcontext() if limit is None else asyncio.Semaphore(limit)
-        self.running: dict[Key, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
-        self.ended: dict[Key, asyncio.Task[tuple[GroupFacts, Metrics]]] = {}
+        self.running: dict[Key, asyncio.Task[tuple[GroupMetadata, Metrics]]] = {}
+        self.ended: dict[Key, asyncio.Task[tuple[GroupMetadata, Metrics]]] = {}
         self.news = asyncio.Event()
         self.groups: dict[Key, Group] = {}
 
@@ -144,25 +144,27 @@ class Collector:
 
         self._loop.run(start())
 
-    def finished(self, use: Use) -> tuple[list[GroupFacts], Metrics]:
+    def finished(self, use: Use) -> tuple[list[GroupMetadata], Metrics]:
         """Wait until groups are scored that have not been reported, unless none runs. Returns their metadata
         and the metrics of scoring. Raises the exception of a group that failed."""
         return self._loop.run(self._finished(self._streams[use]))
 
-    async def _finished(self, stream: _Stream) -> tuple[list[GroupFacts], Metrics]:
+    async def _finished(self, stream: _Stream) -> tuple[list[GroupMetadata], Metrics]:
         while stream.running and not stream.ended:
             stream.news.clear()
             await stream.news.wait()
         ended, stream.ended = stream.ended, {}
         metrics = Metrics()
-        facts: list[GroupFacts] = []
+        facts: list[GroupMetadata] = []
         for task in ended.values():
             of, cost = task.result()
             facts.append(of)
             metrics.merge(cost)
         return facts, metrics
 
-    async def _group(self, use: Use, prompt: Prompt, group_size: int, key: Key) -> tuple[GroupFacts, Metrics]:
+    async def _group(
+        self, use: Use, prompt: Prompt, group_size: int, key: Key
+    ) -> tuple[GroupMetadata, Metrics]:
         """Sample, score and shape a group."""
         stream = self._streams[use]
         async with stream.places:
@@ -181,7 +183,7 @@ class Collector:
                 if trajectory.is_valid:
                     trajectory.shaped = self._shape(trajectory)
         stream.groups[key] = group
-        return _facts_of(group), metrics
+        return metadata_of(group), metrics
 
     def cancel(self, use: Use, keys: Sequence[Key]) -> None:
         """Cancel and drop groups; returns when their environments are closed. None of them will be
@@ -253,6 +255,6 @@ class Collector:
         self._loop.close()
 
 
-def _facts_of(group: Group) -> GroupFacts:
-    greedy = None if group.greedy is None else Facts.of(group.greedy)
-    return GroupFacts(group.key, tuple(Facts.of(t) for t in group.trajectories), greedy)
+def metadata_of(group: Group) -> GroupMetadata:
+    greedy = None if group.greedy is None else TrajectoryMetadata.of(group.greedy)
+    return GroupMetadata(group.key, tuple(TrajectoryMetadata.of(t) for t in group.trajectories), greedy)

@@ -107,7 +107,7 @@ class RolloutEngine(Engine, Protocol):
     async def generate(self, request: Request) -> Completion: ...
 
 
-class PublishedEngine(RolloutEngine, Protocol):
+class SyncedEngine(RolloutEngine, Protocol):
     """An engine in another process, which receives copies of the weights."""
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:

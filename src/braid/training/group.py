@@ -1,4 +1,4 @@
-"""A training backend distributed over worker processes, which the controller uses like a single one.
+"""A training backend distributed over worker processes, which the driver uses like a single one.
 
     rows ─share─> rank 0: its rows ─┐
                   rank 1: its rows ─┴─ one optimizer step together ─> one report
@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from braid.cluster.workers import Pending, Ref, WorkerGroup
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
 from braid.models.logprobs import TiledLogits
-from braid.runtime.workers import Pending, Ref, WorkerGroup
 from braid.types import Row
 
 from .backend import HeldBytes, Loss, StepReport, Work, Written
@@ -113,7 +113,7 @@ class ShardedBackend(Protocol):
 
 @dataclass(slots=True)
 class GroupBackend:
-    """A model and its optimizer as the controller sees them. `start_infer` and `start_train` take references
+    """A model and its optimizer as the driver sees them. `start_infer` and `start_train` take references
     to rows, one per share, so that the rows need not be in this process."""
 
     group: WorkerGroup

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from braid.runtime.workers import Pending, WorkerGroup
+from braid.cluster.workers import Pending, WorkerGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from braid.cluster.loops import call_until
+from braid.cluster.workers import Place
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
@@ -25,8 +27,6 @@ from braid.models.loading import TORCH_DTYPES
 from braid.models.roles import make_critic, make_policy, make_reference
 from braid.models.selfcheck import PlainLogprobs
 from braid.plan import longest_row
-from braid.runtime.loops import call_until
-from braid.runtime.workers import Place
 from braid.types import Row
 from braid.weights.sender import join_send, open_sender
 from braid.weights.sending import Sender, SendOptions

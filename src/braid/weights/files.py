@@ -3,7 +3,7 @@ file system.
 
     <folder>/version_000007/bucket_00000.safetensors ...
                             model.safetensors.index.json   file of each tensor, in Hugging Face's format
-                            publication.json               fingerprints, and the identity of the sender
+                            weights.json               fingerprints, and the identity of the sender
                             config.json, tokenizer...      copied from the model's folder, on request
 
 A version is written under a temporary name and renamed, so that a folder with the final name is complete. The
@@ -30,7 +30,7 @@ from .receiver import Receiver
 from .sending import Bucket, SendOptions, buckets_of
 from .wire import Receipt, Tally, TensorSpec, Ticket
 
-_RECORD = "publication.json"
+_RECORD = "weights.json"
 _KEPT = 2
 _POLL_S = 0.05
 _WEIGHTS = (

@@ -76,7 +76,7 @@ def fingerprints(weights: Weights, like: Mapping[str, torch.dtype] | None = None
     return {name: fingerprint(tensor.to(like[name])) for name, tensor in weights if name in like}
 
 
-def check_published(trainer: Weights, engine: Weights, *, version: int, folder: Path) -> None:
+def check_synced(trainer: Weights, engine: Weights, *, version: int, folder: Path) -> None:
     """Compare the engine's weights of `version` with the trainer's, tensor by tensor, in the engine's dtype.
 
     If they differ, writes both sets to `folder`/version_N_{trainer,engine}.safetensors and raises

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from braid.cluster.loops import call_until
 from braid.errors import EngineError
-from braid.runtime.loops import call_until
 
 from .wire import Message, Transport, Wire, hear, own_end, tell
 
@@ -239,7 +239,7 @@ def _map(path: str) -> Tensor:
     except OSError as error:
         raise EngineError(
             f"cannot open {path} ({error.strerror}): the engine does not share memory with the trainer (another machine, "
-            "container or user); set rollout.publish.transport=gloo, or nccl on GPUs"
+            "container or user); set rollout.weight_sync.transport=gloo, or nccl on GPUs"
         ) from None
 
 
@@ -316,7 +316,7 @@ def _from_cuda_handle(handle: Mapping[str, Any]) -> Tensor:
     if handle["device"] not in uuids:
         raise EngineError(
             f"the trainer's GPU {handle['device']} is not one of the engine's ({', '.join(uuids) or 'none'}), but CUDA IPC "
-            "works only within one GPU; set rollout.publish.transport=nccl"
+            "works only within one GPU; set rollout.weight_sync.transport=nccl"
         )
     torch.cuda.init()
     fields = [

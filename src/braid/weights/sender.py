@@ -124,7 +124,7 @@ class LinkedSender:
         old = self._wires.get(name)
         # Engines send nothing between two versions: a readable connection means that the old engine died.
         if old is not None and self._options.existing == "refuse" and not old.is_readable():
-            return f"engine {name} is already connected; stop the other one first, or set rollout.publish.existing_group=replace"
+            return f"engine {name} is already connected; stop the other one first, or set rollout.weight_sync.existing_group=replace"
         return None
 
     def _send_buckets(self, buckets: Iterator[Bucket], link: Link, tally: Tally, deadline: float) -> None:

@@ -10,9 +10,9 @@ from braid.errors import ConfigError, Problem
 from .wire import Transport
 
 if TYPE_CHECKING:
-    from braid.config.rollout import PublishConfig
+    from braid.config.rollout import WeightSyncConfig
 
-_KEY = "rollout.publish.transport"
+_KEY = "rollout.weight_sync.transport"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Meeting:
     reads_folders: bool = False
 
 
-def choose_transport(config: PublishConfig, meeting: Meeting) -> Transport | None:
+def choose_transport(config: WeightSyncConfig, meeting: Meeting) -> Transport | None:
     """The configured transport, or for `auto` the cheapest that works; None if the engine shares the tensors.
 
     Raises ConfigError if the configured one cannot work for this placement."""
@@ -62,8 +62,8 @@ def _impossible(why: str) -> ConfigError:
     return ConfigError([Problem(_KEY, f"{why}; set it to auto")])
 
 
-def on_existing(config: PublishConfig, *, is_server: bool) -> Literal["replace", "refuse"]:
-    """What to do with an engine that already has a weight connection (`rollout.publish.existing_group`). By
+def on_existing(config: WeightSyncConfig, *, is_server: bool) -> Literal["replace", "refuse"]:
+    """What to do with an engine that already has a weight connection (`rollout.weight_sync.existing_group`). By
     default a server's is replaced, since servers outlive runs and it belongs to an earlier run; for an engine
     of this run it is an error."""
     if config.existing_group != "auto":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from braid.cluster.loops import all_of
 from braid.rollout.engines.simulators import Episode, SimulatorEngine
-from braid.runtime.loops import all_of
 from braid.types import Group, Prompt
 
 

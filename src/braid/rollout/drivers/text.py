@@ -18,11 +18,11 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from braid.cluster.loops import all_of
 from braid.envs.text.base import Reply, TextEnv
 from braid.errors import EngineError, EnvError
 from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.runtime.loops import all_of
 from braid.types import Group, Prompt, Segment, Status, Trajectory, Turn
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from braid.cluster.reports import give_up
 from braid.processes import kill_group
-from braid.runtime.reports import give_up
 
 from .guard import FOLDER
 
@@ -23,7 +23,7 @@ _LAST_LINES = 12
 
 
 class Child:
-    """A child process that leads a separate process group, so that Ctrl-C reaches only the controller, and
+    """A child process that leads a separate process group, so that Ctrl-C reaches only the driver, and
     the whole group can be killed at once."""
 
     def __init__(

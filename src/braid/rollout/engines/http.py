@@ -12,7 +12,7 @@ from braid.http import SHOWN_CHARACTERS, Client, Params
 from braid.rollout.engine import Request, check_request
 from braid.weights.sending import SendOptions
 
-from .published import Answer, RemoteEngine
+from .remote import Answer, RemoteEngine
 
 _GREET_S = 60.0
 """Time limit for a server's answers to the requests at connection."""

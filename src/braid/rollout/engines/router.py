@@ -12,7 +12,7 @@ from braid.rollout.engine import Completion, NewWeights, Request
 from braid.weights.sender import open_sender
 from braid.weights.sending import Sender
 
-from .published import RemoteEngine, send_to, set_weights_of
+from .remote import RemoteEngine, send_to, set_weights_of
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Home:
 
 @dataclass(slots=True)
 class Router:
-    """See PublishedEngine for the contract. Load is the sum of max_new_tokens of pending requests.
+    """See SyncedEngine for the contract. Load is the sum of max_new_tokens of pending requests.
 
     Requests with the same prompt go to one engine while any of them is pending, so that the prompt is
     prefilled once. A request fails with its engine, whose name is in the error; a retry by the caller goes to
@@ -78,19 +78,19 @@ class Router:
         await set_weights_of(self.engines, version, when, load)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See PublishedEngine; the weights are read once and sent to all engines in parallel."""
+        """See SyncedEngine; the weights are read once and sent to all engines in parallel."""
         if self._sender is None:
             receivers = [name for engine in self.engines for name in engine.receivers]
             self._sender = open_sender(receivers, self.engines[0].sending)
         send_to(self.engines, self._sender, version, weights)
 
     def sleep(self) -> None:
-        """See PublishedEngine."""
+        """See SyncedEngine."""
         for engine in self.engines:
             engine.sleep()
 
     def wake(self) -> None:
-        """See PublishedEngine."""
+        """See SyncedEngine."""
         for engine in self.engines:
             engine.wake()
 

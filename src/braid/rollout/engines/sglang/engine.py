@@ -13,7 +13,7 @@ import httpx2
 from braid.errors import EngineError
 from braid.rollout.engine import Request
 from braid.rollout.engines.child import Child
-from braid.rollout.engines.published import Answer
+from braid.rollout.engines.remote import Answer
 from braid.weights.sending import SendOptions
 
 from .server import SglangServer
@@ -25,7 +25,7 @@ _ASK_S = 5.0
 
 
 class SglangEngine(SglangServer):
-    """See PublishedEngine for the contract. The constructor waits until the server is up."""
+    """See SyncedEngine for the contract. The constructor waits until the server is up."""
 
     def __init__(
         self,

@@ -17,14 +17,14 @@ from typing import Any
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
 from braid.rollout.engines.http import ServerEngine
-from braid.rollout.engines.published import PARTS, Answer, Part
+from braid.rollout.engines.remote import PARTS, Answer, Part
 from braid.weights.files import folder_of
 from braid.weights.receiver import open_receiver
 from braid.weights.wire import Ticket
 
 
 class SglangServer(ServerEngine):
-    """See PublishedEngine for the contract. `sending.transport` is `files`, with a folder that the server can
+    """See SyncedEngine for the contract. `sending.transport` is `files`, with a folder that the server can
     read."""
 
     _reader: ThreadPoolExecutor

@@ -19,7 +19,7 @@ from typing import Any
 from braid.errors import EngineError
 from braid.rollout.engine import Request, check_request, seed_of
 from braid.rollout.engines.child import Child
-from braid.rollout.engines.published import Answer, Part, RemoteEngine
+from braid.rollout.engines.remote import Answer, Part, RemoteEngine
 from braid.weights.sending import SendOptions
 
 from .options import receiver_name
@@ -29,7 +29,7 @@ _LONGEST_FOLDER = 64
 
 
 class VllmEngine(RemoteEngine):
-    """See PublishedEngine for the contract. The constructor starts the process; methods that need it wait
+    """See SyncedEngine for the contract. The constructor starts the process; methods that need it wait
     until it is up."""
 
     def __init__(  # noqa: PLR0913

@@ -17,7 +17,7 @@ from typing import Any
 from braid.errors import EngineError
 from braid.rollout.engine import Request, seed_of
 from braid.rollout.engines.http import ServerEngine
-from braid.rollout.engines.published import Answer, Part
+from braid.rollout.engines.remote import Answer, Part
 
 from .options import EXTENSION, receiver_name
 
@@ -28,7 +28,7 @@ _START = (
 
 
 class VllmServer(ServerEngine):
-    """See PublishedEngine for the contract."""
+    """See SyncedEngine for the contract."""
 
     _num_workers: int
     _model: str

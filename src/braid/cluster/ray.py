@@ -1,0 +1,488 @@
+"""Worker groups on Ray.
+
+Ray starts the processes and carries arguments and results; workers communicate with each other through
+torch.distributed. If there is no cluster, one is started on this machine and stopped with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, Self, cast
+
+# Suppresses Ray's message about a worker's death, since WorkerError says more. Ray reads this at import.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "died or was killed")
+
+import ray  # noqa: TID251
+from ray.exceptions import (  # noqa: TID251
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from braid.config.cluster import ClusterConfig
+from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
+from braid.processes import kill
+
+from . import watchdog
+from .environment import THREADS
+from .machines import Machines, connect, family_of, interface_of, is_joined, num_cluster_gpus
+from .machines import leave as disconnect
+from .oom import KillCount
+from .reports import Report, log_to, reports
+from .workers import Factory, Pending, Place, Placement
+
+__all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_BESIDE, _REPORTS = "beside", "reports"
+_CONCURRENCY = {_BESIDE: 2, _REPORTS: 1}
+"""Concurrency groups of calls that run beside the others, and their numbers of threads."""
+_TICK_S = 0.2
+"""Interval, in seconds, at which waiting calls check for lost workers of any group."""
+_GRACE_S = 1.0
+"""When a rank dies, other ranks may report a lost connection first. This is the time, in seconds, to wait for
+the actual loss."""
+_LISTEN_S = 0.5
+"""Interval, in seconds, at which kills for lack of memory are counted: how close to a worker's death one must be
+to count as its cause."""
+_NUM_LAST_LINES = 3
+_ENDED = "its process was killed or crashed"
+_LESS_MEMORY = (
+    "lower train.micro_batch_tokens (critic.train's for the critic), set train.offload, set lower values of "
+    "rollout.native.kv_budget_tokens or rollout.vllm.memory_fraction, or use a machine with more memory"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A lost worker: `rank` of its group. `said` is the reason that it reported; None if its process died, as
+    Ray's `error` says; `is_oom` if it was killed for lack of memory (False: unknown)."""
+
+    group: RayGroup
+    rank: int
+    said: str | None = None
+    error: RayError | None = None
+    is_oom: bool = False
+
+
+class _Losses:
+    """The lost workers of all groups that are open: each concerns the whole run."""
+
+    def __init__(self) -> None:
+        self._all: list[Loss] = []
+        self._changed = threading.Condition()
+
+    def add(self, loss: Loss) -> None:
+        with self._changed:
+            self._all = [*self._open(), loss]
+            self._changed.notify_all()
+
+    def first(self, timeout_s: float = 0.0) -> Loss | None:
+        """The first one; waits up to `timeout_s` for it."""
+        with self._changed:
+            self._changed.wait_for(self._open, timeout_s)
+            return next(iter(self._open()), None)
+
+    def _open(self) -> list[Loss]:
+        return [loss for loss in self._all if not loss.group.is_closed]
+
+
+_losses = _Losses()
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """The process of a worker. `log` is the file on its machine with its standard error, from byte `start`;
+    empty if it is not a file."""
+
+    pid: int
+    node: str
+    log: str
+    start: int
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.node}"
+
+
+class _Host:
+    """The Ray actor of one worker."""
+
+    def __init__(self, env: Mapping[str, str | None], is_local: bool) -> None:
+        """With `is_local` all workers are on this machine, and communicate over loopback."""
+        for name, value in env.items():
+            os.environ.pop(name, None)  # Ray sets OMP_NUM_THREADS itself
+            if value is not None:
+                os.environ[name] = value
+        self._is_local = is_local
+        if is_local and (interface := interface_of(LOOPBACK)):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        self._worker: Any = None
+        self._listener: socket.socket | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Open the rendezvous address of the ranks, in this process, for as long as it lives."""
+        host = LOOPBACK if self._is_local else ray.util.get_node_ip_address()
+        self._listener = socket.create_server((host, 0), family=family_of(host))
+        return host, self._listener.getsockname()[1]
+
+    def process(self, log: Path | None, is_own: bool) -> _Process:
+        """Redirect output to `log`, if any, and start the watchdog. With `is_own` the cluster was started by the
+        driver. Raises ConfigError if the log's folder does not exist on this machine."""
+        node = ray.util.get_node_ip_address()
+        if log is not None:
+            if not log.parent.is_dir():
+                message = f"the machine {node} has no {log.parent}; choose a folder on a file system shared by all machines of the run"
+                raise ConfigError([Problem("run.output_dir", message)])
+            # For the last collectives, when one times out.
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{log.with_suffix('')}.nccl.")
+        log_to(log)
+        watchdog.start(ends_raylet=is_own)
+        faulthandler.enable()  # a crash in native code leaves its signal and stack in the last log lines
+        stderr = Path("/proc/self/fd/2")
+        written = stderr.resolve() if stderr.exists() else None
+        start = written.stat().st_size if written is not None and written.is_file() else 0
+        return _Process(os.getpid(), node, str(written or ""), start)
+
+    @ray.method(concurrency_group=_REPORTS, num_returns="streaming")
+    def reports(self) -> Iterator[Report]:
+        """Yield this worker's reports, until it ends."""
+        yield from reports()
+
+    def read(self, modules: Sequence[str]) -> None:
+        for module in modules:
+            importlib.import_module(module)
+
+    def make(self, factory: Factory, place: Place) -> None:
+        self._worker = factory(replace(place, listener=self._listener))
+
+    def run(self, method: str, *args: Any) -> Any:
+        value = getattr(self._worker, method)(*[_value(arg) for arg in args])
+        return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def _value(arg: Any) -> Any:
+    """Resolve references in an argument: the argument itself, or the items of a list or tuple."""
+    if isinstance(arg, ray.ObjectRef):
+        return ray.get(arg)
+    if isinstance(arg, list | tuple) and any(isinstance(item, ray.ObjectRef) for item in arg):
+        return type(arg)(_value(item) for item in arg)
+    return arg
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """See cluster.workers.Pending."""
+
+    group: RayGroup
+    refs: list[Any]
+    ranks: Sequence[int]
+    doing: str
+    deadline: float
+
+    def wait(self) -> list[Any]:
+        """See Pending."""
+        return self.group._wait(self.refs, self.ranks, self.doing, self.deadline)
+
+
+class RayGroup:
+    """See cluster.workers.WorkerGroup."""
+
+    def __init__(
+        self,
+        role: str,
+        placements: int | Sequence[Placement],
+        config: ClusterConfig,
+        *,
+        machines: Machines | None = None,
+        reads: Sequence[str] = (),
+        env: Mapping[str, str | None] = THREADS,
+    ) -> None:
+        """Start a process for each of the `placements` on `machines` (an int: that many, anywhere), and import the
+        modules `reads` in each, without waiting. `make` has to follow. `env` are environment variables that
+        `cluster.env` does not set; None removes one."""
+        assert isinstance(placements, int) == (machines is None), (
+            "pass machines if and only if placements are given"
+        )
+        self.role, self.size = role, placements if isinstance(placements, int) else len(placements)
+        self._placements = None if isinstance(placements, int) else placements
+        self._config, self._timeout_s = config, config.call_timeout_s
+        self.is_closed, self._listens = False, True
+        # The class name is the process title while idle.
+        options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": _CONCURRENCY}
+        host: Any = ray.remote(**options)(type(role, (_Host,), {}))
+        self._processes: list[_Process] = []
+        self._asked = ["nothing"] * self.size
+        self._hosts: list[Any] = []
+        self._listening = threading.Thread(target=self._listen, name=f"reports of {role}", daemon=True)
+        is_local = not is_joined(config) or (machines is not None and machines.is_one)
+        given = config.variables
+        try:
+            for placement in self._placements or [None] * self.size:
+                where, own = machines.spot(placement, given) if machines and placement else ("DEFAULT", given)
+                self._hosts.append(host.options(scheduling_strategy=where).remote({**env, **own}, is_local))
+            for h in self._hosts:
+                h.read.remote(reads)  # an import error surfaces when the module is needed
+        except BaseException:
+            self.close()
+            raise
+
+    def make(self, factory: Factory, logs: Path | None = None) -> Self:
+        """Create a worker in each process. From then on its output goes to `ROLE-RANK.log` in `logs`, without
+        `logs` to Ray's log file. Raises WorkerError if a worker fails or is not
+        up in time."""
+        deadline = time.monotonic() + self._config.start_timeout_s
+        try:
+            self._make(factory, logs, deadline)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _make(self, factory: Factory, logs: Path | None, deadline: float) -> None:
+        ranks = range(self.size)
+        if logs is not None:
+            logs.mkdir(exist_ok=True)
+        files = [None if logs is None else logs.absolute() / f"{self.role}-{rank}.log" for rank in ranks]
+        is_own = not is_joined(self._config)
+        processes = [h.process.remote(file, is_own) for h, file in zip(self._hosts, files, strict=True)]
+        rendezvous = [self._hosts[0].rendezvous.remote()] if self.size > 1 else []
+        self._processes = self._wait(processes, ranks, "starting", deadline)
+        self._listening.start()
+        (address,) = self._wait(rendezvous, [0], "starting", deadline) if rendezvous else [None]
+        places = [Place(rank, self.size, address) for rank in ranks]
+        if self._placements is not None:
+            places = [
+                replace(p, node=s.node, devices=s.devices)
+                for p, s in zip(places, self._placements, strict=True)
+            ]
+        makes = [h.make.remote(factory, place) for h, place in zip(self._hosts, places, strict=True)]
+        self._wait(makes, ranks, "being built", deadline)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """See WorkerGroup."""
+        return self.start(method, *args).wait()
+
+    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """See WorkerGroup."""
+        return self.start_each(method, arguments).wait()
+
+    def start(self, method: str, *args: Any) -> _Pending:
+        """See WorkerGroup."""
+        return self._pending(range(self.size), method, [args] * self.size)
+
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
+        """See WorkerGroup."""
+        return self._pending(range(self.size), method, arguments)
+
+    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> _Pending:
+        """See WorkerGroup."""
+        return self._pending([rank], method, [args], **({"concurrency_group": _BESIDE} if is_beside else {}))
+
+    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
+        """See WorkerGroup."""
+        rank_of = {
+            call: rank
+            for of in cast("Sequence[_Pending]", pending)
+            for call, rank in zip(of.refs, of.ranks, strict=True)
+        }
+        (doing,) = {of.doing for of in cast("Sequence[_Pending]", pending)}
+        deadline = min(of.deadline for of in cast("Sequence[_Pending]", pending))
+        until = None if within_s is None else time.monotonic() + within_s
+        left = self._watch(rank_of, doing, deadline, is_any=True, until=until)
+        return [of for of in pending if not any(call in left for call in of.refs)]
+
+    def close(self) -> None:
+        """See WorkerGroup."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for host in self._hosts:
+            ray.kill(host, no_restart=True)
+        if self._listening.ident is not None:
+            self._listening.join(_GRACE_S)  # it ends when all workers have
+            if self._listening.is_alive():  # a worker that is stopped (SIGSTOP) cannot exit by itself
+                here = ray.util.get_node_ip_address()
+                kill(process.pid for process in self._processes if process.node == here)
+            self._listens = False
+            self._listening.join()
+
+    def _listen(self) -> None:
+        """Log the workers' reports, and note which workers are lost."""
+        rank_of: dict[Any, int] = {host.reports.remote(): rank for rank, host in enumerate(self._hosts)}
+        kills = KillCount()
+        made, logged = Counter[tuple[int, Report]](), Counter[Report]()
+        while rank_of and self._listens:
+            ready, _ = ray.wait(list(rank_of), timeout=_LISTEN_S)
+            for stream in cast("list[Any]", ready):
+                rank = rank_of[stream]
+                try:
+                    report = cast("Report", ray.get(next(stream)))
+                except RayError as error:
+                    del rank_of[stream]
+                    _losses.add(Loss(self, rank, error=error, is_oom=kills.has_risen()))
+                    continue
+                made[rank, report] += 1
+                if report.level is None:
+                    _losses.add(Loss(self, rank, said=report.text))
+                elif made[rank, report] > logged[report]:  # no other rank has said it as often
+                    logged[report] += 1
+                    logger.log(report.level, "%s: %s", self._name(rank), report.text)
+            kills.update()
+
+    def _pending(
+        self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]], **options: Any
+    ) -> _Pending:
+        calls = []
+        for rank, args in zip(ranks, arguments, strict=True):
+            title = f"{self.role} {rank}: {method}"  # process title during the call
+            self._asked[rank] = _shown(method, self.role)
+            calls.append(self._hosts[rank].run.options(name=title, **options).remote(method, *args))
+        doing = f"in {_shown(method, self.role)}"
+        return _Pending(self, calls, ranks, doing, time.monotonic() + self._timeout_s)
+
+    def _wait(self, calls: Sequence[Any], ranks: Sequence[int], doing: str, deadline: float) -> list[Any]:
+        """Results by rank."""
+        self._watch(dict(zip(calls, ranks, strict=True)), doing, deadline)
+        return ray.get(list(calls))
+
+    def _watch(
+        self,
+        rank_of: Mapping[Any, int],
+        doing: str,
+        deadline: float,
+        *,
+        is_any: bool = False,
+        until: float | None = None,
+    ) -> list[Any]:
+        """Wait for calls, or until one has finished, or `until` then; returns the others. The first failure closes the group,
+        whose other ranks may be waiting for the failed one. So does the loss of a worker of any group, since the
+        run needs all groups."""
+        pending = list(rank_of)
+        ends = deadline if until is None else until
+        while pending and not (is_any and len(pending) < len(rank_of)):
+            done, pending = ray.wait(pending, timeout=max(0.0, min(_TICK_S, ends - time.monotonic())))
+            errors = {rank_of[call]: error for call in done if (error := _error_of(call)) is not None}
+            if errors or _losses.first() is not None:
+                self._fail(errors, doing)
+            if until is not None and time.monotonic() >= until:
+                break
+            if not done and time.monotonic() >= deadline:
+                late = [rank_of[call] for call in pending]
+                where = "; ".join(self._where(rank) for rank in late)
+                self.close()
+                raise WorkerError(
+                    f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time while {doing}",
+                    f"{where}; raise cluster.call_timeout_s if they need more time",
+                )
+        return pending
+
+    def _fail(self, errors: Mapping[int, RayError], doing: str) -> NoReturn:
+        """Close the group and raise the WorkerError of the cause: a lost worker takes precedence over
+        exceptions of other workers, which may follow from it."""
+        loss = _losses.first(_GRACE_S if errors else 0.0)
+        if loss is None:
+            rank, error = min(errors.items(), key=lambda item: not _is_death(item[1]))
+            if not _is_death(error):
+                self.close()
+                raise WorkerError(
+                    f"{self._name(rank)} failed while {doing}",
+                    f"{_told(error)} ({self._where(rank)})",
+                    _raised(error),
+                ) from error
+            loss = Loss(self, rank, error=error)
+        group, rank = loss.group, loss.rank
+        if loss.said is None:
+            what, why = "died", group._end_of(loss)
+        else:
+            what, why = "cannot continue", f"{loss.said} ({group._where(rank)})"
+        if group is not self:
+            doing = f"{self.role} was {doing}"
+            why = f"{why}; its last call was {group._asked[rank]}"
+        self.close()
+        raise WorkerError(
+            f"{group._name(rank)} {what} while {doing}",
+            why,
+            None if loss.said is None else EngineError(loss.said),
+        )
+
+    def _end_of(self, loss: Loss) -> str:
+        """How a dead process ended: Ray's information, and its last log lines."""
+        how = _ENDED if loss.error is None else _told(loss.error)
+        if loss.is_oom or isinstance(loss.error, OutOfMemoryError):
+            how = f"it ran out of memory and was killed: {_LESS_MEMORY}"
+        words = self._last_words(loss.rank)
+        return f"{how} ({self._where(loss.rank)})" + (f"; last log lines: {words}" if words else "")
+
+    def _name(self, rank: int) -> str:
+        return f"{self.role} worker {rank} of {self.size}"
+
+    def _where(self, rank: int) -> str:
+        if not self._processes:
+            return "not started yet"
+        process = self._processes[rank]
+        return f"{process}, log {process.log}" if process.log else str(process)
+
+    def _last_words(self, rank: int) -> str:
+        """The last lines of a worker's log; empty if this machine cannot read it."""
+        if not self._processes or not self._processes[rank].log:
+            return ""
+        try:
+            data = Path(self._processes[rank].log).read_bytes()[self._processes[rank].start :]
+        except OSError:
+            return ""
+        text = data.decode("utf-8", errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(":")]
+        return " | ".join(lines[-_NUM_LAST_LINES:])
+
+
+def _shown(method: str, role: str) -> str:
+    """`train()` for the group's own role, `critic.train()` for another one in its processes."""
+    return f"{method.removeprefix(f'{role}.')}()"
+
+
+def _is_death(error: RayError) -> bool:
+    return isinstance(error, RayActorError | OutOfMemoryError)
+
+
+def _error_of(call: Any) -> RayError | None:
+    """The error of a call; None if it succeeded or has not finished."""
+    try:
+        ray.get(call, timeout=0)
+    except GetTimeoutError:
+        return None
+    except RayError as error:
+        return error
+    return None
+
+
+def _raised(error: RayError) -> BaseException | None:
+    """The exception that the worker's code raised; None if it only reports the death of another worker."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return None if isinstance(cause, RayError) else cause
+
+
+def _told(error: RayError) -> str:
+    """Message of a worker's exception, in full for braid's errors, or how its process ended."""
+    if isinstance(raised := _raised(error), BraidError):
+        return f"{type(raised).__name__}: {raised}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = lines[-1] if lines else type(error).__name__
+    if "Worker unexpectedly exits with a connection error" in last:
+        return _ENDED
+    return last.rpartition("Worker exit detail: ")[2]

@@ -1,0 +1,405 @@
+"""The commands of the command line: open the run folder, build the parts, run a loop, and report the
+outcome."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from braid.checkpoint.store import CheckpointStore
+from braid.cluster.environment import environment
+from braid.cluster.interrupts import StopSignals, stop_signals
+from braid.cluster.memory import keep_freed_memory, settled
+from braid.config.changes import changes
+from braid.config.load import Loaded, load_config, to_yaml
+from braid.config.paths import with_absolute_paths
+from braid.config.schema import RunConfig
+from braid.config.secrets import distinct, hidden
+from braid.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    EnvError,
+    Problem,
+    RolloutError,
+    RunInterrupted,
+    TargetMissed,
+    WorkerError,
+)
+from braid.models.base import copy_weights
+from braid.models.tokenizer import load_tokenizer
+from braid.plan import Verb, longest_row, resolve
+from braid.report.reporter import Reporter
+from braid.report.run_dir import RunDir
+from braid.report.sinks.base import Sink, Tracker
+from braid.report.sinks.build import build_sinks
+from braid.report.sinks.console import Console
+from braid.report.streams import reward_prints_in
+
+from . import build, imitation, on_policy, pipelined, steps
+from .parts import Parts
+from .preflight import check_inputs
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of a run. `is_target_reached` is true if eval.target is not set."""
+
+    run_dir: Path
+    is_target_reached: bool
+
+
+PASSING = (EngineError, EnvError, RolloutError, OSError)
+"""Possibly transient failures, of engines, environments, rollouts or the operating system rather than of
+config or training: a restart may succeed (run.max_restarts). So it may after a worker died or hung."""
+_LONGEST_PAUSE_S = 60.0
+
+
+def train(loaded: Loaded, cluster: Cluster | None = None, *, sinks: Sequence[Sink] = ()) -> Outcome:
+    """`braid train`: reinforcement learning, after the supervised warm-up if the config has one. With
+    run.eval_only, evaluate the config's model, or the checkpoint that run.resume names. Uses the processes of
+    `cluster` if they have been launched already. `sinks` receive the metrics beside the config's."""
+    loaded = with_absolute_paths(loaded)
+    run = loaded.config.run
+    if not run.eval_only:
+        loop = on_policy.run if loaded.config.pipeline is None else pipelined.run
+        return _run(loaded, "train", loop, cluster, sinks)
+    if run.resume == "none":
+        return _evaluate(loaded, cluster)
+    own = _store_of(loaded.config, Path(run.output_dir) / run.name)
+    return _evaluate(loaded, cluster, _weights_in(own, run.resume))
+
+
+def sft(loaded: Loaded) -> Outcome:
+    """`braid sft`: supervised learning only."""
+    return _run(with_absolute_paths(loaded), "sft", imitation.run)
+
+
+def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | None = None) -> Outcome:
+    """`braid eval`: evaluate the config's model, or the newest checkpoint of the run in `run_dir`; `cluster`
+    as in `train`.
+
+    Writes a separate run folder, named after the run with the suffix `-eval`.
+    """
+    return _evaluate(with_absolute_paths(loaded), cluster, None if run_dir is None else _weights_of(run_dir))
+
+
+def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
+    """`braid export`: write a checkpoint of a run as a folder that transformers loads. Returns the folder."""
+    from braid.checkpoint.export import export_model
+    from braid.models.loading import load_policy
+
+    loaded = load_config(run_dir / "config.yaml")
+    model = loaded.config.model
+    if model.mlp is not None:
+        raise ConfigError(
+            f"{run_dir} trained an MLP (model.mlp), which cannot be exported to Hugging Face format; its weights are "
+            f"safetensors files in {run_dir / 'checkpoints'}"
+        )
+    disable_progress_bar()
+    weights, _ = _weights_of(run_dir, step)
+    lm = load_policy(
+        model,
+        temperature=1.0,
+        seed=loaded.config.run.seed,
+        device=torch.device("cpu"),
+        longest=longest_row(loaded.config),
+    )
+    copy_weights(weights, lm.named_weights())
+    folder = output or run_dir / "export"
+    export_model(lm, load_tokenizer(model), folder)
+    return folder
+
+
+def _evaluate(
+    loaded: Loaded, cluster: Cluster | None, found: tuple[Mapping[str, torch.Tensor], Path] | None = None
+) -> Outcome:
+    """Evaluate the config's model, with the weights of a checkpoint if given."""
+    weights, source = found or ({}, None)
+    run = loaded.config.run
+    update = {"name": f"{run.name}-eval", "if_exists": "new", "resume": "none"}
+    # An evaluation saves nothing, so it must not touch the run's checkpoint.dir.
+    checkpoint = loaded.config.checkpoint.model_copy(update={"dir": None})
+    config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
+
+    def loop(parts: Parts) -> None:
+        parts.reporter.tell_evaluated(source)
+        parts.policy.load_weights(weights)
+        steps.sync_weights(parts)
+        steps.evaluate(parts, is_due=True)
+        steps.report(parts)
+
+    return _run(replace(loaded, config=config), "eval", loop, cluster)
+
+
+def _weights_of(run_dir: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], Path]:
+    """The policy's weights in a run's newest checkpoint, or in that of `step`, and the checkpoint's
+    folder."""
+    store = _store_of(load_config(run_dir / "config.yaml").config, run_dir)
+    steps = store.steps()
+    if not steps:
+        raise CheckpointError(f"the run {run_dir} has no checkpoint in {store.folder}")
+    if step is not None and step not in steps:
+        have = ", ".join(map(str, steps))
+        raise ConfigError(f"--step {step}: {run_dir} has no checkpoint of that step; available: {have}")
+    return _weights_in(store, "latest" if step is None else str(store.path(step)))
+
+
+def _weights_in(store: CheckpointStore, which: str) -> tuple[dict[str, torch.Tensor], Path]:
+    from braid.training.shards import read_weights
+
+    folder, _, state = store.locate(which if which == "latest" else Path(which))
+    role = "policy" if "policy" in state else "warm_up"
+    return state[role].get("weights") or read_weights(folder / role), folder
+
+
+def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
+    """The checkpoint store of the run in `run_dir`."""
+    given = config.checkpoint.dir
+    return CheckpointStore(run_dir / "checkpoints" if given is None else Path(given), config.checkpoint.keep)
+
+
+def _run(
+    loaded: Loaded,
+    verb: Verb,
+    loop: Callable[[Parts], None],
+    cluster: Cluster | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Outcome:
+    config = loaded.config
+    keep_freed_memory()
+    disable_progress_bar()
+    if config.run.num_threads is not None:
+        torch.set_num_threads(config.run.num_threads)
+    with environment(config.cluster.variables), stop_signals() as stop:
+        return _run_in_folder(loaded, verb, loop, cluster, stop, sinks)
+
+
+def _run_in_folder(
+    loaded: Loaded,
+    verb: Verb,
+    loop: Callable[[Parts], None],
+    cluster: Cluster | None,
+    stop: StopSignals,
+    sinks: Sequence[Sink],
+) -> Outcome:
+    config = loaded.config
+    inputs = build.read_inputs(loaded, verb)
+    num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
+    plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
+    check_inputs(loaded, plan, inputs)
+    run_dir = RunDir.open(
+        Path(config.run.output_dir),
+        config.run.name,
+        if_exists=config.run.if_exists,
+        resume=config.run.resume != "none",
+    )
+    store = _store_of(config, run_dir.path)
+    with (
+        nullcontext() if verb == "eval" else store.held(),
+        Console(config.report.console, title=f"{verb} {run_dir.path.name}", folder=run_dir.path) as console,
+        reward_prints_in(run_dir.path / "logs" / "rewards.log"),
+    ):
+        if config.run.resume == "none":
+            run_dir.forget_id()
+            _refuse_checkpoints_of_others(store)
+        else:
+            _compare(loaded, store, run_dir)
+        run_dir.describe(to_yaml(loaded), hidden(plan.to_json(), distinct(loaded.secrets)), loaded.kept)
+        console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
+        sinks = [*build_sinks(run_dir, **_sink_settings(loaded, run_dir.path.name)), *sinks]
+        reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
+        if inputs is not None:
+            reporter.decode = inputs.decode
+            reporter.count_data(train=inputs.train, eval=inputs.eval, sft=inputs.examples)
+        else:
+            console.counted = "env steps"
+        with _told(reporter, store):
+            new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
+            grace_s = 0.0 if verb == "eval" else config.run.stop_within_s
+            _keep_trying(config, reporter, store, new_parts, partial(_stoppable, loop, stop, grace_s))
+            missed = _missed(config, reporter, verb)
+            reporter.finish("not_learned" if missed else "finished", missed)
+    return Outcome(run_dir.path, missed is None)
+
+
+def _sink_settings(loaded: Loaded, name: str) -> dict[str, Any]:
+    report, shown = loaded.config.report, loaded.to_show()
+    trackers = {"wandb": report.wandb, "swanlab": report.swanlab}
+    return {
+        "folder": None if report.dir is None else Path(report.dir),
+        "tensorboard_queue": report.tensorboard_queue if report.tensorboard else None,
+    } | {
+        key: Tracker(section.project, section.name or name, section.mode, shown)
+        for key, section in trackers.items()
+        if section
+    }
+
+
+def _stoppable(loop: Callable[[Parts], None], stop: StopSignals, grace_s: float, parts: Parts) -> None:
+    """Run the loop; after a signal it has `grace_s` seconds to stop."""
+    parts.stop = stop
+    with stop.graceful(grace_s):
+        try:
+            loop(parts)
+        except (*PASSING, WorkerError) as error:
+            if not stop.is_requested:
+                raise
+            logger.warning("the run failed while stopping: %s: %s", type(error).__name__, error)
+            stop.end()
+
+
+def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
+    """Log the settings that differ from those of the checkpoint to resume from. Without run.allow_changes,
+    raises ConfigError if guarded settings (algorithm, model, data, ...) have changed, or if the checkpoint
+    belongs to another run."""
+    which = loaded.config.run.resume
+    found = store.about(which if which == "latest" else Path(which))
+    if found is None:
+        return
+    folder, about = found
+    changed = changes(about.get("config", ""), to_yaml(loaded)) if about else []
+    if changed:
+        logger.info("settings changed since %s: %s", folder, "; ".join(map(str, changed)))
+    if loaded.config.run.allow_changes:
+        return
+    problems = [
+        Problem(
+            change.key,
+            f"is {change.after}, but was {change.before} in {folder}; restore it, or set run.allow_changes=true",
+            loaded.origin(change.key),
+        )
+        for change in changed
+        if change.is_guarded
+    ]
+    if about and about["run_id"] != run_dir.run_id:
+        message = (
+            f"{folder} is a checkpoint of another run than the one in {run_dir.path}; to resume from it anyway, set "
+            "run.allow_changes=true"
+        )
+        problems.append(Problem("run.resume", message, loaded.origin("run.resume")))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
+    """Raise ConfigError if a new run finds checkpoints in its folder, which it would mistake for its own and
+    remove."""
+    if store.steps():
+        message = (
+            f"{store.folder} contains checkpoints of another run; set run.resume=latest to resume that run, or choose another "
+            "folder, or remove them"
+        )
+        raise ConfigError([Problem("checkpoint.dir", message, "file system")])
+
+
+def _keep_trying(
+    config: RunConfig,
+    reporter: Reporter,
+    store: CheckpointStore,
+    new_parts: Callable[[], Parts],
+    loop: Callable[[Parts], None],
+) -> None:
+    """Run the loop. After a transient failure, restart it with new parts from the newest checkpoint, up to
+    run.max_restarts times, with exponential backoff."""
+    which = config.run.resume
+    for restart in itertools.count(1):
+        try:
+            with reporter.phase("build"):
+                parts = new_parts()
+            with closing(parts), settled():
+                if which != "none":
+                    _resume(parts, which)
+                loop(parts)
+            return
+        except (*PASSING, WorkerError) as error:
+            if restart > config.run.max_restarts or not _may_pass(error):
+                raise
+            which = "latest" if store.steps() else config.run.resume
+            pause_s = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
+            logger.warning(
+                "the run failed: %s: %s; restart %d of %d in %g s from %s",
+                type(error).__name__,
+                error,
+                restart,
+                config.run.max_restarts,
+                pause_s,
+                "the beginning" if which == "none" else f"checkpoint {which}",
+            )
+            reporter.restart()
+            time.sleep(pause_s)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a restart may succeed. An exception raised in a worker counts as if it were raised here."""
+    if isinstance(error, WorkerError):
+        return error.raised is None or isinstance(error.raised, PASSING)
+    return isinstance(error, PASSING)
+
+
+def _resume(parts: Parts, which: str) -> None:
+    """Restore the parts from a checkpoint; with `latest` and no checkpoint, start from the beginning."""
+    if which == "latest" and not parts.store.steps():
+        logger.warning("no checkpoint in %s; starting from the beginning", parts.store.folder)
+        return
+    folder, step, state = parts.store.locate("latest" if which == "latest" else Path(which))
+    parts.store.forget_after(step)
+    steps.restore(parts, state, folder)
+    done, num_rounds = parts.progress.round, parts.reporter.console.num_rounds
+    if parts.progress.is_warm:
+        where = f"after round {done}" + (f" of {num_rounds}" if num_rounds is not None else "")
+    else:
+        where = f"after step {parts.progress.warm_steps} of supervised fine-tuning"
+    logger.info("resumed from %s, %s, step %d", folder, where, step)
+    if num_rounds is not None and done >= num_rounds and parts.progress.is_reported:
+        logger.warning(
+            "the run has finished all its %d rounds; to train longer, raise run.max_rounds or run.max_epochs (braid sft: "
+            "sft.steps)",
+            num_rounds,
+        )
+
+
+@contextmanager
+def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
+    """Record in the summary how the run ended, whatever ends it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        reporter.finish("interrupted")
+        saved = store.steps()
+        folder = reporter.run_dir.path
+        raise RunInterrupted(folder, store.path(saved[-1]) if saved else None) from None
+    except BaseException as error:
+        reporter.finish("failed", error)
+        raise
+
+
+def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed | None:
+    """The error that eval.target was missed; None if it was reached. `min_gain` does not apply to
+    evaluations."""
+    target, name = config.eval.target, f"mean@{config.eval.samples_per_prompt}"
+    first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
+    problems = []
+    if target.min_final is not None and not last >= target.min_final:
+        problems.append(f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}")
+    if verb != "eval" and target.min_gain is not None and not last - first >= target.min_gain:
+        problems.append(
+            f"{name} rose from {first:.3f} to {last:.3f}, by less than eval.target.min_gain={target.min_gain:g}"
+        )
+    return TargetMissed("; ".join(problems)) if problems else None

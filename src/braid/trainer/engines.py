@@ -1,0 +1,183 @@
+"""Builds rollout engines in other processes from a config: vLLM, SGLang, or servers of these."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from braid.cluster.watchdog import folder_prefix
+from braid.config.schema import RunConfig
+from braid.models.build import build_model
+from braid.models.causal_lm import CausalLM
+from braid.models.folders import expand
+from braid.models.loading import TORCH_DTYPES
+from braid.plan import Plan
+from braid.rollout.engines.remote import RemoteEngine
+from braid.rollout.engines.router import Router
+from braid.rollout.engines.sglang.options import server_arguments
+from braid.rollout.engines.vllm.engine import VllmEngine
+from braid.rollout.engines.vllm.options import engine_arguments, environment
+from braid.weights.sending import SendOptions
+
+from .roles import device_of
+
+
+def make_engine(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    sending: SendOptions,
+    *,
+    number: int,
+    logs: Path,
+) -> RemoteEngine:
+    """Start engine `number` of the run as a child process with its log file in `logs`, or connect to the
+    server with that index. Raises EngineError on failure."""
+    rollout, timeout_s = config.rollout, config.cluster.call_timeout_s
+    longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
+    of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
+    if of.servers:
+        from braid.rollout.engines.sglang.server import SglangServer  # servers and SGLang need httpx2
+        from braid.rollout.engines.vllm.server import VllmServer
+
+        server = VllmServer if rollout.engine == "vllm" else SglangServer
+        max_tokens = of.max_model_tokens or longest
+        return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
+    with ExitStack() as undo:
+        folder = Path(mkdtemp(prefix=folder_prefix(os.getpid())))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        model: dict[str, Any] = {
+            "model": _model_folder(config, tokenizer, folder, has_weights=of.load_weights),
+            "tokenizer": str(folder),
+            "dtype": config.model.dtype,
+            "longest": longest,
+            "trust_remote_code": config.model.trust_remote_code,
+            "sleeps": number in plan.layout.engines_in_turns,
+            "seed": config.run.seed,
+        }
+        process: dict[str, Any] = {
+            "log": logs / f"engine_{number}.log",
+            "sending": sending,
+            "start_timeout_s": config.cluster.start_timeout_s,
+            "timeout_s": timeout_s,
+            "folder": folder,
+        }
+        if rollout.engine == "sglang":
+            from braid.rollout.engines.sglang.engine import SglangEngine
+
+            engine: RemoteEngine = SglangEngine(
+                server_arguments(rollout.sglang, **model),
+                name=f"SGLang engine {number}",
+                max_tokens=of.max_model_tokens or longest,
+                **process,
+            )
+        else:
+            engine = VllmEngine(
+                engine_arguments(rollout.vllm, on_gpu=device_of(config).type == "cuda", **model),
+                name=f"vLLM engine {number}",
+                environment=environment(rollout.vllm),
+                detokenizes=rollout.vllm.detokenize,
+                **process,
+            )
+        undo.pop_all()  # the engine owns the folder from here on
+        return engine
+
+
+def start_engines(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase,
+    sending: SendOptions,
+    logs: Path,
+    *,
+    first: int = 0,
+) -> list[RemoteEngine]:
+    """The engines of one process: a child process, engine `first` of the run, or all servers."""
+    of = config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang
+    engines: list[RemoteEngine] = []
+    try:
+        for number in range(first, first + (len(of.servers) or 1)):
+            engine = make_engine(config, plan, tokenizer, sending, number=number, logs=logs)
+            engines.append(engine)
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    return engines
+
+
+def as_one(engines: Sequence[RemoteEngine]) -> RemoteEngine | Router:
+    """The engine, or a router over several."""
+    return engines[0] if len(engines) == 1 else Router(engines)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLink:
+    """See collector.WeightLink. Weights are sent directly to the engines' processes."""
+
+    engines: Sequence[RemoteEngine]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """See WeightLink."""
+        return [name for engine in self.engines for name in engine.receivers]
+
+    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:
+        """See WeightLink; all engines receive in parallel."""
+        assert ticket is not None, "the sender is in another process"
+        receiving = [engine.start_receiving(version, ticket) for engine in self.engines]
+        for engine, under_way in zip(self.engines, receiving, strict=True):
+            engine.finish_receiving(version, under_way)
+
+    def close(self) -> None:
+        """See WeightLink. Nothing to do: the collector closes the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeightLink:
+    """See collector.WeightLink. Sends the weights of a policy in this process to engines in other ones."""
+
+    lm: CausalLM
+    engine: RemoteEngine | Router
+    names: Sequence[str] = ()
+
+    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:  # noqa: ARG002
+        """See WeightLink."""
+        lm = self.lm
+        self.engine.load_weights(version, lm.merged_weights() if lm.has_adapters else lm.named_weights())
+
+    def close(self) -> None:
+        """See WeightLink. Nothing to do: the collector closes the engines."""
+
+
+def _model_folder(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, *, has_weights: bool
+) -> str:
+    """Folder from which an engine loads the model: the model's own folder if the weights are to be loaded
+    from it, else one written to `folder`. Without weights it holds only the config, since weight syncs bring
+    the weights."""
+    model = config.model
+    tokenizer.save_pretrained(folder)
+    if model.path is not None:
+        path = expand(model.path)
+        if has_weights:
+            return path
+        described = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        described.save_pretrained(folder)
+        return str(folder)
+    assert model.build is not None, "text needs a language model"
+    built = build_model(model.build, tokenizer, dtype=TORCH_DTYPES[model.dtype], seed=config.run.seed)
+    if has_weights:
+        built.save_pretrained(folder)
+    else:
+        built.config.architectures = [type(built).__name__]
+        built.config.save_pretrained(folder)
+    return str(folder)

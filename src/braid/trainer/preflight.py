@@ -1,0 +1,212 @@
+"""Checks a config once its data has been read and before anything is built: prompts without the references
+that rewards need, rewards that cannot be called, missing models and packages. `braid show --check` runs only
+this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from transformers import PreTrainedTokenizerBase
+
+from braid.cluster.environment import environment
+from braid.config.data import covers
+from braid.config.load import Loaded
+from braid.config.paths import with_absolute_paths
+from braid.config.reward import (
+    ChoiceReward,
+    CodeReward,
+    ExactReward,
+    JudgeReward,
+    MathReward,
+    ModelReward,
+    ReasoningGymReward,
+    RewardConfig,
+    RewardPart,
+)
+from braid.config.schema import RunConfig
+from braid.errors import ConfigError, ModelError, Problem, RewardError
+from braid.models.folders import check_folder, expand
+from braid.plan import Plan, Verb, resolve
+from braid.plan.available import missing_packages
+from braid.report.streams import reward_prints_in
+from braid.rewards.base import Generate, Later, Services, column_of, references_of
+from braid.rewards.judge import fill_template, read_template
+from braid.rewards.parts import FunctionPart, Setting, build_part
+from braid.rewards.programs import read_tests
+from braid.rewards.scorer import as_score
+from braid.types import Prompt, Segment, Trajectory, Turn
+
+from .inputs import TextInputs, check_sources, read_inputs
+
+_MAX_EXAMPLES = 4
+"""Most prompts on which a reward function is tried until it returns a score."""
+
+
+def check(loaded: Loaded, verb: Verb) -> Plan:
+    """Resolve the plan of a run and check everything that can be checked without building it. Raises
+    ConfigError, DataError and ModelError."""
+    loaded = with_absolute_paths(loaded)
+    with environment(loaded.config.cluster.variables):
+        inputs = read_inputs(loaded, verb)
+        plan = resolve(loaded.config, _num_prompts(inputs, verb), verb=verb, origin_of=loaded.origin)
+        check_inputs(loaded, plan, inputs)
+    return plan
+
+
+def _num_prompts(inputs: TextInputs | None, verb: Verb) -> int | None:
+    return len(inputs.train.prompts) if inputs is not None and verb == "train" else None
+
+
+def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
+    """Raise ConfigError with all problems of packages, model folders and rewards."""
+    config = loaded.config
+    problems = [Problem(key, why) for key, why in missing_packages(config, plan)]
+    problems += _missing_folders(config, plan)
+    if inputs is not None and plan.verb != "sft":
+        if plan.verb == "train":
+            check_sources(loaded, inputs)
+        prompts = (*inputs.train.prompts, *inputs.eval.prompts)
+        named = {source for part in config.reward.parts for source in part.sources}
+        for i, part in enumerate(config.reward.parts):
+            covered = [p for p in prompts if covers(part.sources, named, p.source)]
+            if covered:
+                setting = _setting(config.reward, loaded, config.run.seed)
+                with reward_prints_in(None):
+                    problems += _part_problems(part, i, covered, setting, inputs.tokenizer)
+    if problems:
+        raise ConfigError([loaded.placed(problem) for problem in problems])
+
+
+def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
+    """Missing model folders of roles other than the policy, whose folder is checked when the tokenizer is
+    loaded."""
+    folders = {
+        "critic.path": config.critic.path if plan.needs_critic else None,
+        "reference.path": config.reference.path if plan.needs_reference else None,
+    }
+    if plan.verb != "sft":
+        parts = enumerate(config.reward.parts)
+        folders |= {
+            f"reward.parts[{i}].path": part.path for i, part in parts if isinstance(part, ModelReward)
+        }
+    for key, path in folders.items():
+        try:
+            if path is not None:
+                check_folder(expand(path), key, needs_weights=True)
+        except ModelError as error:
+            yield Problem(key, str(error))
+
+
+def _setting(config: RewardConfig, loaded: Loaded, seed: int) -> Setting:
+    generate: Generate = _no_policy
+    return Setting(config.timeout_s, config.concurrency, loaded.base_dir, seed, Services({}, generate))
+
+
+async def _no_policy(*_: object, **__: object) -> str:
+    raise AssertionError("judges are not called before a run")
+
+
+def _part_problems(
+    part: RewardPart,
+    number: int,
+    prompts: Sequence[Prompt],
+    setting: Setting,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[Problem]:
+    key = f"reward.parts[{number}]"
+    if isinstance(part, ModelReward):
+        return
+    try:
+        built = build_part(part, number, setting)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    try:
+        yield from _unscorable(part, key, prompts, setting)
+        if isinstance(built, FunctionPart):
+            yield from _failed_call(built, f"{key}.path", prompts, tokenizer)
+    finally:
+        built.close()
+
+
+def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: Setting) -> Iterator[Problem]:
+    """Prompts that lack the columns that the part reads, as one problem."""
+
+    def read(prompt: Prompt) -> None:
+        trajectory = Trajectory(prompt, 0)
+        match part:
+            case MathReward() | ExactReward() | ChoiceReward():
+                references_of(trajectory)
+            case CodeReward():
+                column_of(trajectory, part.tests_key, key=f"{key}.tests_key")
+            case ReasoningGymReward():
+                if "reasoning_gym" not in prompt.fields:
+                    raise RewardError(
+                        f"source {prompt.source!r} is not procedural; list only procedural sources in {key}.sources"
+                    )
+            case JudgeReward():
+                template = read_template(part.prompt, setting.base_dir, key=f"{key}.prompt")
+                fill_template(template, trajectory, key=f"{key}.prompt")
+            case _:
+                pass
+
+    failed = []
+    for prompt in prompts:
+        try:
+            read(prompt)
+        except RewardError as error:
+            failed.append((prompt, error))
+    if failed:
+        (first, why), count = failed[0], len(failed)
+        yield Problem(
+            key,
+            f"{part.kind} cannot score {count:,} of {len(prompts):,} prompts; first: {first.uid}: {why}",
+        )
+    elif isinstance(part, CodeReward):
+        try:
+            read_tests(prompts[0].fields[part.tests_key])
+        except ValueError as error:
+            yield Problem(f"{key}.tests_key", f"column {part.tests_key!r} of {prompts[0].uid}: {error}")
+
+
+def _failed_call(
+    part: FunctionPart,
+    key: str,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[Problem]:
+    """Call the function on an example, a prompt answered with its reference. If it raises, other prompts are
+    tried, since a function may reject some; a service that is unreachable or slow is left to the run."""
+    examples = prompts[:: max(1, len(prompts) // _MAX_EXAMPLES)][:_MAX_EXAMPLES]
+    first = ""
+    with ThreadPoolExecutor(1) as pool:  # a separate event loop, since this thread may already run one
+        for prompt in examples:
+            trajectory = _example(prompt, tokenizer)
+            try:
+                as_score(pool.submit(asyncio.run, _call(part(trajectory))).result())
+                return
+            except RewardError as error:
+                cause = error.__cause__
+                if isinstance(cause, ConnectionError | TimeoutError) or "reward.timeout_s" in str(error):
+                    return
+                first = first or f"called on {prompt.uid} with the answer {trajectory.answer_text!r}: {error}"
+    tried = "" if len(examples) == 1 else f"; {len(examples) - 1} other prompts failed too"
+    yield Problem(key, f"{first}{tried}; it must return a number (an exception makes the trajectory invalid)")
+
+
+async def _call(later: Later) -> object:
+    return await later()
+
+
+def _example(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+    """A single-turn trajectory whose answer is the reference, or empty if there is none."""
+    try:
+        text = references_of(Trajectory(prompt, 0))[0]
+    except RewardError:
+        text = ""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+    turn = Turn(list(prompt.token_ids), ids, [0.0] * len(ids), "stop", 0)
+    return Trajectory(prompt, 0, segments=[Segment([turn])], text=text, answer_text=text)

@@ -1,0 +1,624 @@
+"""The stages of the training loops. Each operates on the parts and records its metrics in `parts.metrics`."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import numpy as np
+
+from braid.algorithms.aggregate import row_weights
+from braid.algorithms.kl import steered_coefficient
+from braid.cluster.interrupts import RoundCut
+from braid.config.train import TrainConfig
+from braid.errors import RolloutError, TrainingError
+from braid.models.base import Output
+from braid.report.metrics import Metrics
+from braid.report.outputs import log_outputs
+from braid.rollout.engine import NewWeights
+from braid.training.advantages import are_trained
+from braid.training.backend import StepReport
+from braid.training.group import GroupBackend
+from braid.training.losses import policy_loss, value_loss_of
+from braid.training.rollout_buffer import RowMetadata
+from braid.types import Group, Status
+
+from . import costs
+from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, EVAL_KEY, TRAIN_KEY
+from .parts import Parts
+from .pipeline import start_of
+from .selection import Reason, Selection
+from .supervised import Supervised
+
+logger = logging.getLogger(__name__)
+
+MAX_EMPTY_ROUNDS = 10
+"""Number of consecutive rounds without anything to train on after which the run fails."""
+
+
+@contextmanager
+def _timed(parts: Parts, verb: str) -> Iterator[None]:
+    start = time.perf_counter()
+    with parts.reporter.phase(verb), parts.memory.phase(verb) if parts.memory else nullcontext():
+        yield
+    parts.metrics.add(f"time/{verb}_s", time.perf_counter() - start)
+
+
+def warm_up(parts: Parts) -> None:
+    """Run the supervised warm-up if the config has one; then copy the policy's weights to the reference and
+    the critic."""
+    progress = parts.progress
+    if parts.supervised is not None:
+        parts.rollouts.sleep()
+        num_steps = parts.supervised.num_steps
+        with _timed(parts, "warm_up"):
+            while progress.warm_steps < num_steps:
+                parts.reporter.progress("warm_up", progress.warm_steps, num_steps)
+                parts.metrics = Metrics()
+                record(parts.metrics, "sft", parts.supervised.learn())
+                progress.warm_steps += 1
+                save(parts, is_due=False)
+                stop_if_asked(parts)
+        parts.supervised = None
+    parts.follow_policy()
+    progress.is_warm, progress.is_reported = True, False
+    sync_weights(parts)
+
+
+def rollout(parts: Parts) -> Selection:
+    """Sample and score this round's groups: batches of prompts are drawn until rollout.filter is
+    satisfied."""
+    rollout = parts.config.rollout
+    selection = Selection(rollout.filter, rollout.prompts_per_round)
+    sampled: list[Group] = []
+    parts.rollouts.forget("train")
+    with costs.device_freed(parts):
+        while not selection.is_done:
+            groups = _rollout_batch(parts, selection.num_batches)
+            selection.add(groups)
+            sampled += groups
+    report_sampling(parts, selection, sampled)
+    return selection
+
+
+def _rollout_batch(parts: Parts, batch: int) -> list[Group]:
+    """Sample and score the groups of one batch of prompts, and shape the rewards of valid trajectories. Returns
+    the groups without tokens, which stay on the workers. Raises RolloutError if too many trajectories are
+    invalid."""
+    config = parts.config
+    prompts = parts.sampler.take(config.rollout.prompts_per_round)
+    numbers = range(batch * len(prompts), (batch + 1) * len(prompts))
+    keys = [(TRAIN_KEY, parts.progress.round, number) for number in numbers]
+    with _timed(parts, "rollout"), parts.stop.cuttable():
+        groups, cost = parts.rollouts.collect("train", prompts, config.rollout.group_size, keys)
+    parts.metrics.merge(cost)
+    check_valid(parts, groups)
+    return groups
+
+
+def check_valid(parts: Parts, groups: Sequence[Group]) -> None:
+    """Count the trajectories by status. Raises RolloutError if too many are invalid."""
+    config, metrics = parts.config, parts.metrics
+    if config.rollout.print_outputs:
+        log_outputs(parts.progress.round, parts.rollouts.whole("train", groups))
+    trajectories = [t for group in groups for t in group.trajectories]
+    statuses = Counter(t.status for t in trajectories)
+    for status in Status:
+        metrics.add(f"status/{status}", statuses[status])
+    reasons = Counter(t.reason for t in trajectories if not t.is_valid)
+    invalid = sum(reasons.values())
+    for boundary, count in Counter(reason.split(":")[0] for reason in reasons.elements()).items():
+        metrics.add(f"invalid/{boundary.split()[0]}", count)
+    limit = config.rollout.max_invalid_fraction
+    if invalid > limit * len(trajectories):
+        common = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+        raise RolloutError(
+            f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, above "
+            f"rollout.max_invalid_fraction={limit:g}; most common: {common}"
+        )
+
+
+def report_sampling(parts: Parts, selection: Selection, groups: Sequence[Group]) -> None:
+    """Complete the selection of a round, and record metrics of it and of the `groups` sampled and scored, including
+    dropped ones. Raises TrainingError if all of them are invalid."""
+    selection.fill((parts.config.run.seed, COPY_KEY, parts.progress.round))
+    _report_groups(parts, groups)
+    _report_selection(parts, selection)
+    if selection.reasons["invalid"] == len(groups):
+        raise TrainingError(
+            f"round {parts.progress.round} has nothing to train on: all its trajectories are invalid"
+        )
+
+
+def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
+    trajectories = [t for group in groups for t in group.trajectories]
+    lengths = [t.num_output_tokens for t in trajectories]
+    tokens = sum(t.num_output_tokens for group in groups for t in group.sampled)
+    metrics = parts.metrics
+    metrics.add("rollout/trajectories", len(trajectories))
+    metrics.add("rollout/tokens", tokens)
+    metrics.mean("rollout/output_length_mean", sum(lengths), len(lengths))
+    metrics.max("rollout/output_length_max", max(lengths))
+    valid = [t for t in trajectories if t.is_valid]
+    metrics.mean(
+        "rollout/truncated_fraction", sum(t.status is Status.TRUNCATED for t in valid), max(1, len(valid))
+    )
+    metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/rollout_s"))
+    costs.count_sampling(parts, groups)
+    told: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        if turns := trajectory.lengths.turns:
+            told["rollout/turns_mean"].append(turns)
+        if (reward := trajectory.reward) is not None:
+            told["reward/mean"].append(reward)
+            told[f"reward/source/{trajectory.prompt.source}"].append(reward)
+            if trajectory.shaped is not None:
+                told["reward/shaped_mean"].append(trajectory.shaped.total)
+            for part, value in trajectory.reward_parts.items():
+                told[f"reward/part/{part}"].append(value)
+    for group in groups:
+        if group.greedy is not None and group.greedy.reward is not None:
+            told["reward/greedy_mean"].append(group.greedy.reward)
+    for name, values in told.items():
+        metrics.mean(name, sum(values), len(values))
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    metrics.mean("reward/std", float(np.std(rewards)) if rewards else 0.0)
+    seen = [[t.training_reward for t in group.valid] for group in groups if group.valid]
+    metrics.mean("reward/same_in_group_fraction", sum(min(r) == max(r) for r in seen), len(seen))
+
+
+def _report_selection(parts: Parts, selection: Selection) -> None:
+    """Record metrics of the filter, if groups were dropped or could have been."""
+    config, metrics = selection.config, parts.metrics
+    for reason in get_args(Reason):
+        if selection.reasons[reason] or getattr(config, reason, None) is not None:
+            metrics.add(f"rollout/dropped_groups/{reason}", selection.reasons[reason])
+    if config.then == "resample":
+        metrics.add("rollout/batches", selection.num_batches)
+        if len(selection.kept) < selection.size:
+            logger.warning(
+                "round %d continues with %d of %d groups after rollout.filter.max_batches=%d batches: %s",
+                parts.progress.round, len(selection.kept), selection.size, selection.num_batches, selection.describe(),
+            )  # fmt: skip
+    if config.then == "replace":
+        metrics.add("rollout/replaced_groups", selection.num_replaced)
+
+
+def train(parts: Parts, selection: Selection) -> None:
+    """Train on the groups of a round."""
+    rows = compute_advantages(parts, selection)
+    update(parts, rows)
+    steer_kl(parts, rows)
+    update_reference(parts)
+    store(parts, selection, rows)
+    parts.progress.is_reported = False
+
+
+def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
+    """Build the round's rows and compute log-probs, values and advantages. Returns the rows to train on; an
+    empty list if there is nothing to learn from, which is logged, and raises TrainingError after
+    MAX_EMPTY_ROUNDS in a row."""
+    with _timed(parts, "compute_advantages"):
+        rows = parts.data.open(parts.rollouts.start_rows(selection.kept))
+        if rows:
+            _infer_fields(parts, rows)
+            facts, parts.reward_moments = parts.data.compute_advantages(parts.kl_coef, parts.reward_moments)
+            for name, value in facts.items():
+                parts.metrics.mean(name, value)
+            if parts.plan.recipe.supervised_coef > 0:
+                _mark_successes(parts, selection.kept, rows)
+        is_trained = are_trained(rows, parts.plan.recipe)
+        trained = [row for row, is_so in zip(rows, is_trained, strict=True) if is_so]
+        if parts.plan.recipe.mask_truncated or parts.plan.recipe.mask_long_failures is not None:
+            num_masked = _num_trajectories(rows) - _num_trajectories(trained)
+            parts.metrics.add("rollout/masked_trajectories", num_masked)
+    _count_empty_rounds(parts, selection, trained)
+    return trained
+
+
+def _num_trajectories(rows: Sequence[RowMetadata]) -> int:
+    return len({row.trajectory for row in rows})
+
+
+def _infer_fields(parts: Parts, rows: Sequence[RowMetadata]) -> None:
+    """Compute log-probs and values before the update; models on separate workers run in parallel."""
+    asked: list[tuple[GroupBackend, Output, str]] = []
+    if parts.plan.old_logprobs == "recompute":
+        asked.append((parts.inference or parts.policy, "logprobs", "old_logprobs"))
+    elif parts.plan.old_logprobs == "behavior":
+        parts.data.copy_field("behavior_logprobs", "old_logprobs")
+    elif parts.plan.old_logprobs == "interpolated":
+        parts.data.write_policy_versions()
+    if parts.plan.recipe.full_kl_in == "reward":
+        asked.append((parts.policy, "kl", "kl"))
+    elif parts.reference is not None and parts.plan.recipe.full_kl_in is None:
+        asked.append((parts.reference, "logprobs", "ref_logprobs"))
+    if parts.critic is not None:
+        asked.append((parts.critic, "values", "values"))
+    pending = [parts.data.start_infer(backend, rows, output, field) for backend, output, field in asked]
+    for call in pending:
+        call.wait()
+
+
+def _mark_successes(parts: Parts, groups: Sequence[Group], rows: Sequence[RowMetadata]) -> None:
+    """Mark for each row whether the trajectory's unshaped reward is a success."""
+    rewards = [t.reward for group in groups for t in group.trajectories]
+    of_rows = [rewards[row.trajectory] for row in rows]
+    success = parts.config.eval.success_reward
+    parts.data.mark_successes([reward is not None and reward >= success for reward in of_rows])
+
+
+def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> None:
+    progress = parts.progress
+    parts.metrics.add("rollout/empty_rounds", int(not rows))
+    progress.empty_rounds = 0 if rows else progress.empty_rounds + 1
+    if rows:
+        return
+    why = selection.describe() if selection.reasons else ""
+    if selection.kept:
+        why += (
+            " and " if why else ""
+        ) + "algorithm.mask_truncated or mask_long_failures masks all remaining trajectories"
+    if progress.empty_rounds >= MAX_EMPTY_ROUNDS:
+        raise TrainingError(
+            f"{progress.empty_rounds} consecutive rounds, up to round {progress.round}, had nothing to train on. In the last "
+            f"one: {why}. The task may be too easy or too hard for the policy: change the data or the reward, or relax "
+            "the filter"
+        )
+    logger.warning("round %d has nothing to train on: %s", progress.round, why)
+
+
+def update(parts: Parts, rows: Sequence[RowMetadata]) -> None:
+    """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches. Does
+    nothing without rows."""
+    if not rows:
+        return
+    with _timed(parts, "update"):
+        if parts.critic is not None:
+            update_critic(parts, parts.critic, rows)
+        if parts.critic is None or parts.progress.round > parts.config.critic.warmup_rounds:
+            update_policy(parts, rows)
+    tokens = sum(len(row) for row in rows) * parts.config.train.passes_per_round
+    parts.metrics.mean("train/tokens_per_s", tokens / parts.metrics.value("time/update_s"))
+
+
+def update_critic(parts: Parts, critic: GroupBackend, rows: Sequence[RowMetadata]) -> None:
+    recipe = parts.plan.recipe
+    loss = value_loss_of(recipe)
+    for batch in _batches(parts, rows, parts.config.critic.train or parts.config.train):
+        counts = [row.num_decisions if recipe.values_turns else row.num_tokens for row in batch]
+        weights = _weights(parts, batch, counts)
+        record(parts.metrics, "critic", parts.data.train(critic, batch, weights, loss))
+
+
+def update_policy(parts: Parts, rows: Sequence[RowMetadata]) -> None:
+    recipe = parts.plan.recipe
+    for batch in _batches(parts, rows, parts.config.train):
+        counts = [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in batch]
+        weights = _weights(parts, batch, counts)
+        key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
+        parts.data.write_step_fields(batch, key)
+        loss = policy_loss(recipe, kl_coef=parts.kl_coef, version=parts.progress.round)
+        report = parts.data.train(parts.policy, batch, weights, loss)
+        record(parts.metrics, "policy", report)
+        if recipe.early_stop_ratio is not None:
+            parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))
+        parts.progress.step += 1
+
+
+def _batches(parts: Parts, rows: Sequence[RowMetadata], train: TrainConfig) -> Iterator[list[RowMetadata]]:
+    """Mini-batches of whole groups, reshuffled in each pass."""
+    groups = sorted({row.group for row in rows})
+    for pass_ in range(train.passes_per_round):
+        order = np.array(groups)
+        if train.shuffle:
+            seed = (parts.config.run.seed, BATCH_KEY, parts.progress.round, pass_)
+            np.random.default_rng(seed).shuffle(order)
+        for chosen in np.array_split(order, min(train.steps_per_pass, len(order))):
+            members = set(chosen.tolist())
+            yield [row for row in rows if row.group in members]
+
+
+def _weights(parts: Parts, batch: Sequence[RowMetadata], counts: Sequence[int]) -> list[float]:
+    """Each row's loss weight, of one of its tokens or decisions, of which it has `counts`."""
+    plan = parts.plan
+    return row_weights(
+        counts,
+        [row.group for row in batch],
+        mode=plan.recipe.aggregation,
+        constant=plan.aggregation_constant,
+        agents=[(row.trajectory, row.agent) for row in batch],
+    )
+
+
+def steer_kl(parts: Parts, rows: Sequence[RowMetadata]) -> None:
+    """With kl_target, adapt the KL coefficient for the next round to the KL per token measured in this
+    round's reward or loss."""
+    recipe = parts.plan.recipe
+    if recipe.kl_target is None or parts.reference is None:
+        return
+    parts.metrics.mean("algorithm/kl_coef", parts.kl_coef)
+    seen = "reward/kl" if recipe.kl_in == "reward" else "policy/kl"
+    if seen in parts.metrics:
+        parts.progress.kl_coef = steered_coefficient(
+            parts.kl_coef,
+            parts.metrics.value(seen),
+            target=recipe.kl_target,
+            num_trajectories=_num_trajectories(rows),
+            horizon=recipe.kl_horizon,
+        )
+
+
+def record(metrics: Metrics, role: str, report: StepReport) -> None:
+    """Record the metrics of an optimizer step, under the role's name."""
+    metrics.mean(f"{role}/loss", report.loss)
+    if report.loss_scale is not None:
+        metrics.mean(f"{role}/loss_scale", report.loss_scale)
+        metrics.add(f"{role}/overflow_steps", int(report.is_overflow))
+    if not report.is_overflow:
+        metrics.mean(f"{role}/grad_norm", report.grad_norm)
+    metrics.mean(f"{role}/lr", report.lr)
+    metrics.add(f"{role}/skipped_steps", int(report.is_skipped and not report.is_overflow))
+    for name, (total, count) in report.metrics.items():
+        metrics.mean(name, total, count)
+    for name, value in report.maxima.items():
+        metrics.max(name, value)
+
+
+def update_reference(parts: Parts) -> None:
+    """Copy the policy's weights to the reference every reference.update_every_epochs passes over the
+    prompts."""
+    every = parts.config.reference.update_every_epochs
+    if every and parts.sampler.epoch // every > parts.progress.reference_updates:
+        parts.progress.reference_updates = parts.sampler.epoch // every
+        parts.update_reference()
+
+
+def sync_weights(parts: Parts, when: NewWeights = "drain") -> None:
+    """Sync the new weights to the engines, and to the inference role; `when` as in Engine.set_weights."""
+    with _timed(parts, "sync_weights"):
+        parts.rollouts.set_weights(parts.progress.round, when)
+        if parts.inference is not None:
+            parts.inference.load_weights(parts.policy.start_full_weights())
+        if parts.check_weights is not None:
+            parts.check_weights(parts.progress.round)
+
+
+def store(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> None:
+    """Write the round's trajectories (samples/, dropped groups last) and the arrays of its rows (batches/),
+    if due."""
+    report, name = parts.config.report, f"round_{parts.progress.round:06d}"
+    is_read, is_kept = parts.is_due(report.samples_every_rounds), parts.is_due(report.batches_every_rounds)
+    if not (is_read or is_kept):
+        return
+    groups = parts.rollouts.whole("train", [*selection.kept, *selection.dropped])
+    arrays = parts.data.whole(rows)
+    if is_read:
+        parts.reporter.store_samples(name, groups, arrays)
+    if is_kept:
+        parts.reporter.store_batch(name, groups, arrays)
+
+
+def evaluate(parts: Parts, *, is_due: bool) -> None:
+    """Record mean@n and pass@k of each evaluation source; every evaluation uses the same random numbers."""
+    if not is_due or not parts.eval_prompts:
+        return
+    with _timed(parts, "evaluate"):
+        results, groups = _evaluate(parts)
+    if parts.config.report.eval_samples:
+        parts.reporter.store_samples(
+            f"eval_{parts.progress.round:06d}", parts.rollouts.whole("eval", groups), ()
+        )
+    for source, values in results.items():
+        for name, value in values.items():
+            parts.metrics.mean(f"eval/{source}/{name}", value)
+
+
+def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
+    """Results by source, and the groups in sampling order, on which the results do not depend."""
+    config = parts.config.eval
+    prompts = [p for source in parts.eval_prompts.values() for p in source]
+    order = np.arange(len(prompts))
+    if config.shuffle:
+        np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
+    numbers = order.tolist()
+    parts.rollouts.forget("eval")
+    with costs.device_freed(parts), parts.stop.cuttable():
+        keys = [(EVAL_KEY, 0, number) for number in numbers]
+        groups, _ = parts.rollouts.collect("eval", numbers, config.samples_per_prompt, keys)
+    in_order = [groups[place] for place in np.argsort(order)]
+    by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
+    for group in in_order:
+        by_source[group.prompt.source].append(group)
+    results = {
+        name: summarize_eval(of, config.pass_at, config.success_reward) for name, of in by_source.items()
+    }
+    results["all"] = summarize_eval(in_order, config.pass_at, config.success_reward)
+    return results, groups
+
+
+def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: float) -> dict[str, float]:
+    """Compute mean@n and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability that at least
+    one of k of a prompt's n samples succeeds, 1 - C(n - c, k) / C(n, k) for c successes (Chen et al. 2021),
+    averaged over prompts with at least k valid samples."""
+    rewards = [[t.reward for t in g.valid if t.reward is not None] for g in groups]
+    n = max((len(g.trajectories) for g in groups), default=0)
+    flat = [r for of in rewards for r in of]
+    out = {f"mean@{n}": float(np.mean(flat)) if flat else float("nan")}
+    for k in pass_at:
+        chances = [_pass_at(k, len(of), sum(r >= success for r in of)) for of in rewards if len(of) >= k]
+        out[f"pass@{k}"] = float(np.mean(chances)) if chances else float("nan")
+    out["num"] = float(len(groups))
+    out["invalid"] = float(sum(len(g.trajectories) - len(g.valid) for g in groups))
+    return out
+
+
+def _pass_at(k: int, n: int, successes: int) -> float:
+    if n - successes < k:
+        return 1.0
+    return 1.0 - float(np.prod([1.0 - k / i for i in range(n - successes + 1, n + 1)]))
+
+
+def finish_round(parts: Parts) -> None:
+    """Evaluate, export, report and save at the end of a round. Before the first round: evaluate and report
+    the initial policy."""
+    config, round_ = parts.config, parts.progress.round
+    is_last = round_ == parts.plan.num_rounds
+    cadence = parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end)
+    with given_up_when_late(parts):
+        evaluate(parts, is_due=cadence if round_ else config.eval.before)
+    if round_:
+        export(parts)
+    report(parts)
+    save(parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end))
+
+
+def report(parts: Parts) -> None:
+    """Write the round's metrics to all sinks, and reset them."""
+    metrics, progress = parts.metrics, parts.progress
+    metrics.mean("rollout/epoch", parts.sampler.epoch)
+    metrics.max("memory/peak_rss_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    costs.count_training(parts)
+    if parts.memory is not None:
+        parts.memory.write(progress.round)
+    parts.reporter.log(progress.round, progress.step, metrics)
+    parts.watch.see(progress.round, metrics.flat())
+    parts.metrics = Metrics()
+    progress.is_reported = True
+
+
+def save(parts: Parts, *, is_due: bool) -> None:
+    """Write a checkpoint of the whole state if `is_due`, or if due by time when no cadence in rounds is
+    set."""
+    config = parts.config.checkpoint
+    if is_due or (not config.every_rounds and parts.clock.is_due(config.every_s)):
+        _save(parts, counters(parts))
+
+
+def _save(parts: Parts, at: Mapping[str, Any]) -> None:
+    """Write a checkpoint of the models' current state and the matching counters `at`."""
+    start = time.perf_counter()
+    with _timed(parts, "save"):
+        parts.store.save(at["progress"]["step"], partial(_write_state, parts, at))
+    parts.clock.saved(time.perf_counter() - start)
+    parts.saved = at["progress"]
+
+
+def stop_if_asked(parts: Parts) -> None:
+    """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt."""
+    if parts.stop.is_requested:
+        _end(parts, counters(parts))
+
+
+@contextmanager
+def given_up_when_late(parts: Parts) -> Iterator[None]:
+    """Wrap a block that changes no model. If the run has been asked to stop, and the block fails or cannot
+    finish in the remaining time, save the state from before the block and end the run."""
+    at = counters(parts)
+    try:
+        yield
+    except (RoundCut, Exception) as error:
+        if not parts.stop.is_requested:
+            raise
+        if not isinstance(error, RoundCut):
+            logger.warning("round %d is abandoned: %s", parts.progress.round, error)
+        _end(parts, at)
+
+
+def _end(parts: Parts, at: Mapping[str, Any]) -> NoReturn:
+    """Write a checkpoint as `_save` does, unless there is one of `at` already, and end the run."""
+    if at["progress"] != parts.saved:
+        _save(parts, at)
+    parts.stop.end()
+
+
+@contextmanager
+def timed_update(parts: Parts) -> Iterator[None]:
+    """Measure the time that a round takes after its rollout, including the save that may follow."""
+    start = time.perf_counter()
+    yield
+    parts.update_s = time.perf_counter() - start + parts.clock.cost_s
+
+
+def export(parts: Parts) -> None:
+    """Write the policy as a Hugging Face folder, in rounds that are a multiple of
+    checkpoint.export_every_rounds."""
+    config = parts.config.checkpoint
+    if parts.export is None or not parts.is_due(config.export_every_rounds):
+        return
+    home = parts.reporter.run_dir.exports if config.export_dir is None else Path(config.export_dir)
+    with _timed(parts, "export"):
+        parts.export(home / f"step_{parts.progress.step}")
+
+
+def counters(parts: Parts) -> dict[str, Any]:
+    """A copy of the run's state without its models."""
+    warm_up = _unfinished_warm_up(parts)
+    return {
+        "progress": parts.progress.state(),
+        "sampler": parts.sampler.state(),
+        "warm_up_sampler": None if warm_up is None else warm_up.sampler.state(),
+        "reward_moments": parts.reward_moments.state(),
+        "reporter": parts.reporter.state(parts.progress.round),
+        "metrics": parts.metrics.state(),
+        "about": dict(parts.about),
+    } | ({} if parts.pipeline is None else {"pipeline": parts.pipeline.state()})
+
+
+def _unfinished_warm_up(parts: Parts) -> Supervised | None:
+    """The supervised warm-up before the first round; None once it is complete."""
+    return None if parts.progress.is_warm or parts.plan.verb != "train" else parts.supervised
+
+
+def _write_state(
+    parts: Parts, at: Mapping[str, Any], folder: Path
+) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """Have the models' workers write to `folder`. Returns the rest of the state that `restore` needs for a
+    bit-exact resume, and the files written."""
+    state: dict[str, object] = dict(at)
+    files: dict[str, dict[str, object]] = {}
+    for role, backend in _saved_models(parts).items():
+        state[role], written = backend.save(folder / role)
+        files |= {f"{role}/{name}": line for name, line in written.items()}
+    return state, files
+
+
+def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
+    """The models to save in a checkpoint. Excludes a reference that always equals the folder it was loaded
+    from; during the warm-up, only the model being trained."""
+    if (warm_up := _unfinished_warm_up(parts)) is not None:
+        return {"warm_up": warm_up.backend}
+    config = parts.config.reference
+    changes = config.path is None or config.update_every_epochs > 0
+    models = {
+        "policy": parts.policy,
+        "critic": parts.critic,
+        "reference": parts.reference if changes else None,
+    }
+    return {role: backend for role, backend in models.items() if backend is not None}
+
+
+def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
+    """Restore the parts from the checkpoint in `folder`."""
+    parts.progress.load(state["progress"])
+    for role, backend in _saved_models(parts).items():
+        if state.get(role) is not None:
+            backend.restore(state[role], folder / role)
+    parts.sampler.load(state["sampler"])
+    if (warm_up := _unfinished_warm_up(parts)) is not None:
+        warm_up.sampler.load(state["warm_up_sampler"])
+    parts.reward_moments.load(state["reward_moments"])
+    parts.reporter.load(state["reporter"])
+    parts.metrics.load(state["metrics"])
+    parts.saved = state["progress"]
+    if parts.pipeline is not None:
+        parts.pipeline.load(state.get("pipeline") or start_of(parts.progress.round))
+    if parts.progress.is_warm:
+        sync_weights(parts)

@@ -1,0 +1,83 @@
+"""Syncs weights from the policy's ranks to engines in other processes, once per round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braid.cluster.workers import WorkerGroup
+from braid.config.schema import RunConfig
+from braid.models.folders import expand
+from braid.plan.layout import Layout
+from braid.rollout.engine import NewWeights
+from braid.weights.sending import SendOptions
+from braid.weights.transports import Meeting, choose_transport, on_existing
+
+_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True)
+class WeightSync:
+    """Weight sync from `ranks` (training.worker.Ranks, with the policy among them) to `engines`
+    (rollout.collector.Collector). With `merged`, adapters are merged into the weights that are sent. The
+    connection is opened at the first sync."""
+
+    ranks: WorkerGroup
+    engines: WorkerGroup
+    options: SendOptions
+    merged: bool
+    _ticket: Mapping[str, Any] | None = None
+
+    def send(self, version: int, when: NewWeights) -> None:
+        """Sync the policy's current weights to all engines, as `version`."""
+        if self._ticket is None:
+            names = [name for of in self.engines.call("receivers") for name in of]
+            self._ticket = self.ranks.call("open_sender", names, self.options)[0]
+        taken = self.engines.start("set_weights", version, when, self._ticket)
+        self.ranks.call("send_weights", "policy", version, self.merged)
+        taken.wait()
+
+
+def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.device) -> SendOptions:
+    """How the policy's first rank, on `device`, sends weights to engines; `folder` is for transports that use
+    files. Raises ConfigError for a transport that cannot work between them."""
+    policy, rollout = layout.role("policy"), layout.role("rollout")
+    assert policy is not None, "every run has a policy"
+    assert rollout is not None, "every run samples"
+    first, sync = policy.workers[0], config.rollout.weight_sync
+    is_cuda = device.type == "cuda"
+    devices = [set(worker.devices) for worker in rollout.workers]
+    shared = [bool(of & set(first.devices)) for of in devices]
+    engine = {"vllm": config.rollout.vllm, "sglang": config.rollout.sglang}.get(config.rollout.engine)
+    servers = engine.servers if engine else ()
+    meeting = Meeting(
+        is_one_machine=all(worker.node == first.node for worker in rollout.workers),
+        is_one_device=is_cuda and all(of == set(first.devices) for of in devices),
+        # NCCL allows one rank per GPU: if only some engines share the sender's GPU, weights go through host
+        # memory.
+        is_cuda=is_cuda and (all(shared) or not any(shared)),
+        reads_folders=config.rollout.engine == "sglang",
+    )
+    transport = choose_transport(sync, meeting)
+    assert transport is not None, "engines have processes of their own"
+    return SendOptions(
+        transport,
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=config.cluster.call_timeout_s,
+        device=device,
+        dtype=_DTYPES[engine.dtype] if engine else None,
+        existing=on_existing(sync, is_server=bool(servers)),
+        # None: the sender listens at the address by which other machines reach this one.
+        host="127.0.0.1" if meeting.is_one_machine and not servers else None,
+        folder=folder,
+        beside=_folder(config.model.path),
+    )
+
+
+def _folder(path: str | None) -> str | None:
+    """The model's folder; None for a model without one, such as a name on the Hugging Face Hub."""
+    return None if path is None or not Path(expand(path)).is_dir() else expand(path)

@@ -1,0 +1,120 @@
+"""The rollout buffer: the rows of a round, between the rollout workers that make them and the ranks that
+train.
+
+    rollout workers ─rows─> RolloutBuffer ─shares of rows─> ranks ─log-probs, values─> RolloutBuffer ─mini-batches─> ranks
+
+A plain object in a worker group of one: in the driver's process, or in a separate process, in which
+case the driver handles only references and RowMetadata. Owns the arrays; mini-batches and shares are chosen
+from metadata alone (trainer.steps, training.group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.algorithms.recipes import Recipe
+from braid.algorithms.rewards import RunningMoments
+from braid.models.base import Output
+from braid.types import Row
+
+from .advantages import compute_advantages
+from .group import bare
+from .step_fields import write_step_fields
+
+
+@dataclass(slots=True)  # frozen ones are slow to send, and there is one for each row
+class RowMetadata:
+    """Row metadata without arrays: `index` is the row's index in the RolloutBuffer; the others as in Row."""
+
+    index: int
+    length: int
+    num_tokens: int
+    num_decisions: int
+    group: int
+    trajectory: int
+    agent: int
+    is_truncated: bool
+    score: float
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class RolloutBuffer:
+    """The rows of one round."""
+
+    def __init__(self, recipe: Recipe, constant: float | None) -> None:
+        """`constant` is the denominator of token_sum_constant."""
+        self._recipe, self._constant = recipe, constant
+        self._rows: list[Row] = []
+
+    def open(self, pieces: Sequence[Sequence[Row]]) -> list[RowMetadata]:
+        """Replace the rows of the last round. Rows are sorted by trajectory, so results do not depend on
+        which worker made which; those of one trajectory stay in order."""
+        self._rows = sorted((row for piece in pieces for row in piece), key=lambda row: row.trajectory)
+        return [
+            RowMetadata(
+                i,
+                len(row),
+                row.num_tokens,
+                row.num_decisions,
+                row.group,
+                row.trajectory,
+                row.agent,
+                row.is_truncated,
+                row.score,
+            )
+            for i, row in enumerate(self._rows)
+        ]
+
+    def take(self, indices: Sequence[int], is_bare: bool) -> list[Row]:
+        """The current rows; without fields if `bare`, since a forward pass does not read them."""
+        rows = [self._rows[i] for i in indices]
+        return [bare(row) for row in rows] if is_bare else rows
+
+    def spare(self, is_bare: bool) -> Row:
+        """A row for ranks that have none, which take part in a pass without contributing."""
+        return self.take([0], is_bare)[0]
+
+    def merge(
+        self,
+        output: Output,
+        field: str,
+        shares: Sequence[Sequence[int]],
+        results: Sequence[Sequence[Mapping[Output, NDArray[np.float32]]]],
+    ) -> None:
+        """Write a model's outputs, by share, into `field` of the rows of those shares."""
+        for indices, share in zip(shares, results, strict=True):
+            for index, result in zip(indices, share, strict=True):
+                self._rows[index].fields[field] = result[output]
+
+    def copy_field(self, source: str, target: str) -> None:
+        """Give every row the field `target`, the same as `source`."""
+        for row in self._rows:
+            row.fields[target] = row.fields[source]
+
+    def write_policy_versions(self) -> None:
+        """Write the field `policy_versions`, for the policy loss."""
+        for row in self._rows:
+            row.fields["policy_versions"] = row.policy_versions.astype(np.float32)
+
+    def mark_successes(self, is_success: Sequence[bool]) -> None:
+        """Write the field `is_success` of each row: 1 at all positions of a successful row, else 0."""
+        for row, value in zip(self._rows, is_success, strict=True):
+            row.fields["is_success"] = np.full(len(row), value, np.float32)
+
+    def compute_advantages(
+        self, kl_coef: float, running: RunningMoments
+    ) -> tuple[dict[str, float], RunningMoments]:
+        """See advantages.compute_advantages. Returns its metrics, and `running` updated with this round's rewards."""
+        facts = compute_advantages(self._rows, self._recipe, kl_coef=kl_coef, running=running)
+        return facts, running
+
+    def write_step_fields(self, indices: Sequence[int], key: tuple[int, ...]) -> None:
+        """See step_fields.write_step_fields; for the rows of one step."""
+        rows = [self._rows[i] for i in indices]
+        write_step_fields(rows, self._recipe, constant=self._constant, key=key)

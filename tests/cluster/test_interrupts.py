@@ -1,0 +1,131 @@
+"""Signals during operations that must not be interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.leftovers import LIMIT_S
+
+from braid.cluster.interrupts import RoundCut, interrupts_held, stop_signals
+
+_START = """
+import sys
+from braid.config.cluster import ClusterConfig
+from braid.cluster.machines import connect
+print("starting", flush=True)
+try:
+    connect(ClusterConfig(), num_processes=1)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_a_held_signal_is_reported_afterwards_and_later_ones_interrupt_again() -> None:
+    with interrupts_held() as caught:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert caught == [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_interrupts_once_and_further_ones_do_not_disturb_shutdown() -> None:
+    with stop_signals():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_first_signal_requests_a_stop_and_a_later_one_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with stop_signals() as stop, stop.graceful(60.0):
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.is_requested
+        signal.raise_signal(signal.SIGHUP)  # at once: the same request
+        monkeypatch.setattr("braid.cluster.interrupts._SAME_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_request_to_stop_is_logged_before_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def slow_warning(*_: object) -> None:
+        time.sleep(0.1)
+        lines.append("stopping")
+
+    monkeypatch.setattr("braid.cluster.interrupts.logger.warning", slow_warning)
+    with stop_signals() as stop, stop.graceful(60):
+        signal.raise_signal(signal.SIGINT)
+    assert lines == ["stopping"]
+
+
+def test_interruptible_work_is_cut_when_the_time_is_over() -> None:
+    with stop_signals() as stop, stop.graceful(0.01):
+        with stop.cuttable():
+            pass
+        with pytest.raises(RoundCut), stop.cuttable():
+            _wait_after(signal.SIGTERM)
+        with pytest.raises(RoundCut), stop.cuttable():
+            pass
+        with pytest.raises(RoundCut):
+            stop.check_time(None)
+
+
+def _wait_after(number: int) -> None:
+    signal.raise_signal(number)
+    time.sleep(60)
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("after_s", [0.5, 2.0])
+def test_an_interrupt_while_ray_starts_leaves_no_process(after_s: float) -> None:
+    mark = f"{os.getpid()}-{after_s}"
+    child = subprocess.Popen(
+        [sys.executable, "-c", _START],
+        env={**os.environ, "TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "starting\n"
+    time.sleep(after_s)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=LIMIT_S)
+    assert child.returncode in (130, 0), "0 when Ray was there already"
+    deadline = time.monotonic() + LIMIT_S
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that have inherited the mark."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and f"TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found

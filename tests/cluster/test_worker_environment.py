@@ -1,0 +1,60 @@
+"""Environment variables of worker processes."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from braid.cluster.machines import Machine, Machines
+from braid.cluster.ray import _Host
+from braid.config.load import load_config
+from braid.trainer.cluster import ROWS, environment_of
+
+MEGATRON = ["model.build={}", "train.backend=megatron", "train.megatron.tensor_parallel=2"]
+
+
+def test_kernels_of_tensor_parallel_megatron_are_launched_through_one_connection() -> None:
+    config = load_config(None, [*MEGATRON, "critic.train={backend: fsdp2}"]).config
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"  # FSDP needs several, to overlap
+    assert [environment_of(config, of).get(name) for of in ("policy", "critic", "rollout", ROWS)] == [
+        "1",
+        None,
+        None,
+        None,
+    ]
+
+
+def test_ranks_record_their_last_collectives() -> None:
+    config = load_config(None, ["model.build={}"]).config
+    assert environment_of(config, "policy").items() >= {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }.items()  # fmt: skip
+
+
+def test_engines_choose_their_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets it to 1."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = load_config(None, ["model.build={}"]).config
+    _Host(environment_of(config, "rollout"), is_local=False)
+    assert "OMP_NUM_THREADS" not in os.environ
+    _Host(environment_of(config, ROWS), is_local=False)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def _variables(machines: list[Machine], **given: str) -> dict[str, str]:
+    reserved: Any = Machines.__new__(Machines)
+    reserved._machines, reserved._devices_per_node = machines, 1
+    seat: Any = SimpleNamespace(node=0, devices=())
+    return reserved.spot(seat, given)[1]
+
+
+def test_gloo_and_nccl_use_the_interface_by_which_other_machines_reach_this_one() -> None:
+    one, other = (Machine("0" * 56, address, interface="eth1") for address in ("10.0.0.1", "10.0.0.2"))
+    assert _variables([one, other]) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    given = {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert _variables([one, other], **given) == {**given, "NCCL_SOCKET_IFNAME": "=eth0"}
+    assert not _variables([one])

@@ -1,0 +1,181 @@
+"""What the driver receives of a round, and its cost."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from braid.algorithms.recipes import RECIPES
+from braid.algorithms.rewards import RunningMoments
+from braid.cluster.loops import in_thread
+from braid.cluster.workers import InProcessGroup, Started
+from braid.report.metrics import Metrics
+from braid.rollout.collector import Collector, GroupMetadata, TrajectoryMetadata
+from braid.rollout.rows import group_rows, rows_of
+from braid.trainer.data_plane import DataPlane
+from braid.training.rollout_buffer import RolloutBuffer, RowMetadata
+from braid.types import Group, Prompt, Row, Segment, ShapedReward, Status, Trajectory, Turn
+
+
+def _prompt(i: int) -> Prompt:
+    return Prompt(uid=f"letters:{i}", source="letters", token_ids=(1, 2, 3), messages=())
+
+
+class _Writer:
+    """A driver whose policy repeats the number of its prompt `length` times."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
+        return self._group(prompt, group_size, key[-1])
+
+    def _group(self, prompt: Prompt, group_size: int, number: int) -> Group:
+        trajectories = [Trajectory(prompt, sample) for sample in range(group_size)]
+        for trajectory in trajectories:
+            output = [number] * self._length
+            turn = Turn(list(prompt.token_ids), output, [-1.0] * self._length, "stop", 0)
+            trajectory.segments = [Segment([turn])]
+            trajectory.text = "x" * self._length
+        trajectories[-1].invalidate("engine: gone")
+        return Group(prompt, trajectories)
+
+
+class _Engine:
+    """Never used."""
+
+    def close(self) -> None: ...
+
+
+class _Scorer:
+    """Gives each trajectory its place in the group."""
+
+    async def score(self, trajectories: Any) -> Metrics:
+        for trajectory in trajectories:
+            if trajectory.is_valid:
+                trajectory.reward = float(trajectory.sample)
+        return Metrics()
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def _collected(length: int) -> Iterator[tuple[Collector, list[GroupMetadata]]]:
+    prompts = [_prompt(i) for i in range(4)]
+    engine: Any = _Engine()
+    scorer: Any = _Scorer()
+    collector = Collector(
+        {"train": prompts, "eval": ()},
+        {"train": _Writer(length), "eval": _Writer(length)},
+        None,
+        engine,
+        scorer,
+        shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
+    )
+    collector.submit("train", [2, 0, 3], 3, [(0, 1, 7), (0, 1, 8), (0, 1, 9)])
+    facts: list[GroupMetadata] = []
+    while len(facts) < 3:
+        facts += collector.finished("train")[0]
+    yield collector, sorted(facts, key=lambda of: of.key)
+    collector.close()
+
+
+def test_data_sent_to_the_driver_does_not_grow_with_response_length() -> None:
+    with _collected(10) as (_, little), _collected(100) as (_, much):
+        assert len(pickle.dumps(much)) == len(pickle.dumps(little))
+
+
+def test_metadata_of_a_group_has_everything_except_tokens() -> None:
+    with _collected(5) as (collector, facts):
+        group, (whole,) = facts[1].group(_prompt(0)), collector.whole("train", [(0, 1, 8)])
+    assert group.key == (0, 1, 8)
+    assert [t.status for t in group.trajectories] == [t.status for t in whole.trajectories]
+    assert [t.reward for t in group.valid] == [0.0, 1.0]
+    assert [t.training_reward for t in group.valid] == [0.0, 10.0]
+    assert [t.lengths for t in group.trajectories] == [t.lengths for t in whole.trajectories]
+    assert group.trajectories[2].status is Status.INVALID
+    assert (group.trajectories[0].turns, group.trajectories[0].text) == ([], "")
+    assert TrajectoryMetadata.of(group.trajectories[0]) == facts[1].trajectories[0]
+
+
+def test_rows_do_not_depend_on_the_worker() -> None:
+    with _collected(5) as (collector, _):
+        at_once = rows_of(
+            collector.whole("train", [(0, 1, n) for n in (9, 7, 9)])
+        )  # a copy takes the place of a dropped group
+        pieces = [collector.rows([((0, 1, 7), 1, 3)]), collector.rows([((0, 1, 9), 0, 0), ((0, 1, 9), 2, 6)])]
+    buffer = RolloutBuffer(RECIPES["grpo"], None)
+    facts = buffer.open(pieces)
+    rows = buffer.take([of.index for of in facts], False)
+    assert [(r.group, r.trajectory) for r in rows] == [(r.group, r.trajectory) for r in at_once]
+    for one, other in zip(rows, at_once, strict=True):
+        np.testing.assert_array_equal(one.inputs["input_ids"], other.inputs["input_ids"])
+        np.testing.assert_array_equal(one.fields["rewards"], other.fields["rewards"])
+    assert [(len(f), f.num_tokens, f.group) for f in facts] == [(len(r), r.num_tokens, r.group) for r in rows]
+
+
+def test_segments_of_a_trajectory_stay_in_order_whichever_worker_made_them() -> None:
+    def group(first: int) -> Group:
+        turns = [Turn([first + k], [9], [-1.0], "stop", 0) for k in range(3)]
+        segments = [Segment([turn]) for turn in turns]
+        return Group(_prompt(first), [Trajectory(_prompt(first), 0, segments=segments, reward=1.0)])
+
+    buffer = RolloutBuffer(RECIPES["grpo"], None)
+    facts = buffer.open([group_rows(group(20), 1, 1), group_rows(group(10), 0, 0)])
+    rows = buffer.take([of.index for of in facts], False)
+    assert [of.trajectory for of in facts] == [0, 0, 0, 1, 1, 1]
+    assert [int(row.inputs["input_ids"][0]) for row in rows] == [10, 11, 12, 20, 21, 22]
+
+
+def test_inferred_values_reach_their_rows() -> None:
+    rows = [Row({"input_ids": np.zeros(n, np.int64)}, np.ones(n, np.bool_), 0, n) for n in (1, 2, 3)]
+    buffer = RolloutBuffer(RECIPES["grpo"], None)
+    buffer.open([rows])
+    shares = [[2, 0], [], [1]]
+    results = [[{"logprobs": np.full(n, n, np.float32)} for n in of] for of in ([3, 1], [], [2])]
+    buffer.merge("logprobs", "old_logprobs", shares, results)  # pyright: ignore[reportArgumentType]
+    for row in buffer.take([0, 1, 2], False):
+        assert row.fields["old_logprobs"].tolist() == [len(row)] * len(row)
+    assert all(not row.fields for row in buffer.take([0, 1, 2], True))
+
+
+def test_the_policy_versions_of_tokens_become_a_field() -> None:
+    versions = np.array([0, 4, 5, 0], np.int32)
+    mask = versions > 0
+    buffer = RolloutBuffer(RECIPES["grpo"], None)
+    buffer.open([[Row({}, mask, 0, 0, policy_versions=versions), Row({}, mask, 0, 1)]])
+    buffer.write_policy_versions()
+    fields = [row.fields["policy_versions"] for row in buffer.take([0, 1], False)]
+    assert [f.tolist() for f in fields] == [[0, 4, 5, 0], [0, 0, 0, 0]]
+    assert fields[0].dtype == np.float32
+
+
+def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
+    group = Group(_prompt(0), [Trajectory(_prompt(0), i, reward=float(i)) for i in range(2)])
+    for trajectory in group.trajectories:
+        trajectory.segments = [Segment([Turn([1], [2, 3], [-1.0, -1.0], "stop", 0)])]
+    buffer = RolloutBuffer(RECIPES["grpo"], None)
+    buffer.open([group_rows(group, 0, 0)])
+    moments = RunningMoments()
+    _, after = buffer.compute_advantages(0.0, moments)
+    assert after is moments
+    assert [row.fields["advantages"][-1] > 0 for row in buffer.take([0, 1], False)] == [False, True]
+
+
+class Threads(InProcessGroup):
+    """Calls run in threads, so that `start` does not raise."""
+
+    def start(self, method: str, *args: Any) -> Any:
+        return Started(in_thread(partial(self.call, method, *args)))
+
+
+def test_an_error_in_a_call_without_a_result_reaches_the_caller() -> None:
+    plane = DataPlane(Threads("rows", lambda _: RolloutBuffer(RECIPES["grpo"], None)))
+    with pytest.raises(IndexError):
+        plane.write_step_fields([RowMetadata(5, 1, 1, 1, 0, 0, 0, False, 0.0)], (0,))

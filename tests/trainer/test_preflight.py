@@ -1,0 +1,137 @@
+"""Problems found before a run builds anything, by `braid show --check` and by the run: no folder, exit code 2."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.cli.main import main
+from braid.errors import ConfigError, DataError, ModelError
+from braid.trainer import commands
+from braid.trainer.preflight import check
+
+from .conftest import LoadTiny
+
+REWARDS = """
+class Brevity:
+    def __call__(self, text):
+        return -float(len(text))
+
+def missing_column(text, fields):
+    return fields["nope"]
+
+def nothing(text):
+    pass
+
+async def late(text):
+    raise KeyError("late")
+
+def not_of_a(prompt, text):
+    if prompt == "a":
+        raise ValueError("a is not for me")
+    return 1.0
+
+def away(text):
+    raise ConnectionError("the service is away")
+
+def of_the_turn(trajectory, text, answer):
+    assert text == answer == trajectory.answer_text
+    assert len(trajectory.turns[-1].output_ids) == len(trajectory.turns[-1].logprobs) == 1
+    return 1.0
+"""
+MODEL = "{kind: model, path: ./no-such-folder}"
+
+
+def of(name: str) -> str:
+    return f"reward.parts=[{{kind: function, path: 'rewards.py:{name}'}}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([of("missing_column")], "letters:0 with the answer 'a': KeyError: 'nope' (rewards.py:7); 3 other prompts failed too"),
+        ([of("nothing")], "returned None (NoneType), not a number"),
+        ([of("late")], "KeyError: 'late'"),
+        ([of("Brevity")], "is a class, not a function; name a function, or an instance: define `brevity = Brevity()`"),
+        ([of("brevty")], "'brevty'"),
+        ([f"reward.parts=[{MODEL}]"], "no such folder"),
+        (["reward.parts=[{kind: code}]"], "code cannot score 8 of 8 prompts; first: letters:0: the prompt has no column 'tests'"),
+        (["reward.parts=[{kind: reasoning_gym}]"], "is not procedural"),
+        (["reward.parts=[{kind: judge, url: 'http://x', model: m, prompt: '{nope} {response}'}]"], "no column 'nope'"),
+        (["reward.parts=[{kind: exact, sources: [numbers]}]"], "unknown data source 'numbers'"),
+        (["rollout.engine=sglang"], "needs the package sglang"),
+    ],
+)  # fmt: skip
+def test_missing_data_or_failing_rewards_are_refused_before_the_run_has_a_folder(
+    load_tiny: LoadTiny, overrides: list[str], words: str
+) -> None:
+    loaded = load_tiny(*overrides, rewards=REWARDS)
+    for attempt in (lambda: check(loaded, "train"), lambda: commands.train(loaded)):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        assert words in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_all_problems_are_reported_together(load_tiny: LoadTiny) -> None:
+    parts = f"reward.parts=[{MODEL}, {{kind: function, path: 'rewards.py:nothing'}}]"
+    with pytest.raises(ConfigError) as caught:
+        check(load_tiny(parts, "rollout.engine=sglang", rewards=REWARDS), "train")
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {"rollout.engine", "reward.parts[0].path", "reward.parts[1].path"}
+
+
+def test_null_answers_are_counted_and_the_first_is_named(load_tiny: LoadTiny) -> None:
+    loaded = load_tiny("data.eval=[]")
+    rows = [{"prompt": x, "answer": None if x in "bc" else x} for x in "abcd"]
+    Path("letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="exact cannot score 2 of 4 prompts; first: letters:1"):
+        check(loaded, "train")
+
+
+@pytest.mark.parametrize("name", ["not_of_a", "away", "of_the_turn"])
+def test_a_reward_that_rejects_one_prompt_or_lacks_its_service_passes_the_check(
+    load_tiny: LoadTiny, name: str
+) -> None:
+    check(load_tiny(of(name), rewards=REWARDS), "train")
+
+
+def test_a_check_works_inside_a_running_event_loop(load_tiny: LoadTiny) -> None:
+    async def inside() -> Any:
+        return check(load_tiny(of("late"), rewards=REWARDS), "train")
+
+    with pytest.raises(ConfigError, match="KeyError"):
+        asyncio.run(inside())
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("data.train.0.prompt_key=question", DataError),
+        ("data.train=[{kind: file, path: nope.jsonl}]", DataError),
+        ("model={path: ./no-such-folder}", ModelError),
+        (of("nothing"), ConfigError),
+        ("rollout.engine=sglang", ConfigError),
+    ],
+)
+def test_the_command_line_exits_with_2_for_every_user_error(
+    load_tiny: LoadTiny, override: str, error: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error):
+        check(load_tiny(override, rewards=REWARDS), "train")
+    for verb in (["train"], ["show", "--check"]):
+        assert main([*verb, "tiny.yaml", override]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith("braid: ")
+        assert out == ""
+
+
+def test_show_checks_only_when_asked(load_tiny: LoadTiny, capsys: pytest.CaptureFixture[str]) -> None:
+    load_tiny(rewards=REWARDS)
+    assert main(["show", "tiny.yaml", of("nothing")]) == 0
+    assert main(["show", "tiny.yaml", "--check"]) == 0
+    assert "trajectories per round" in capsys.readouterr().out
