@@ -91,6 +91,7 @@ RUNS: dict[str, list[str]] = {
     "judge": [
         "reward.parts=[{kind: judge, url: SERVER, model: some, prompt: '{response}', api_key_env: HOME, backoff_s: 1e-3}]"
     ],
+    "pipelined": ["pipeline={on_new_weights: interrupt}", "run.max_rounds=2"],
     "fsdp2": ["train.backend=fsdp2", "cluster={runtime: ray}", "algorithm.recipe=ppo", "critic.train={backend: fsdp2}"],
     "fsdp": ["train.backend=fsdp", "cluster={runtime: ray}", "algorithm={recipe: ppo, kl_coef: 0.1}", "reference.train={backend: fsdp}"],
 }  # fmt: skip

@@ -49,6 +49,7 @@ ELSEWHERE = (*LATE, *KINDS, "run.base_dir")
 """Keys without an effect in RUNS and LAYOUTS. The loader reads the last one."""
 TRIED: dict[str, tuple[str, ...]] = {
     "resumed": ("run.",),
+    "pipelined": ("pipeline.", "rollout.native."),
     "sources": ("data.", "sft.", "reward."),
     **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
     **dict.fromkeys(LOSSES, ("algorithm.",)),
