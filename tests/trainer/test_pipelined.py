@@ -101,6 +101,7 @@ def test_groups_without_a_valid_answer_are_replaced_within_the_lag(load_tiny: Lo
     rewards = "def score(prompt):\n    if prompt == 'a':\n        raise ValueError('no')\n    return 1.0\n"
     part = "reward.parts=[{kind: function, path: 'rewards.py:score'}]"
     settings = ("pipeline.max_lag=1", "rollout.max_invalid_fraction=1.0", "run.max_rounds=3", part)
+    settings += ("rollout.print_outputs=true",)
     lines = records(commands.train(load_tiny(*settings, rewards=rewards)).run_dir)[1:]
     assert sum(line["pipeline/left_out_groups"] for line in lines) > 0
     for line in lines:

@@ -61,6 +61,7 @@ class GroupsInFlight:
         selection.dropped = [self._finished[draw] for draw in dropped]
         selection.reasons = Counter(dropped.values())
         selection.num_batches = -(-(len(kept) + len(dropped)) // selection.size)
+        steps.print_outputs(parts, [*selection.kept, *selection.dropped])
         self._report(selection)
         self._in_update = [*kept, *dropped]
         self._update = in_thread(lambda: steps.train(parts, selection))

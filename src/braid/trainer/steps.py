@@ -99,15 +99,20 @@ def _rollout_batch(parts: Parts, batch: int) -> list[Group]:
     with _timed(parts, "rollout"), parts.stop.cuttable():
         groups, cost = parts.rollouts.collect("train", prompts, config.rollout.group_size, keys)
     parts.metrics.merge(cost)
+    print_outputs(parts, groups)
     check_valid(parts, groups)
     return groups
+
+
+def print_outputs(parts: Parts, groups: Sequence[Group]) -> None:
+    """Log the outputs of groups, with rollout.print_outputs."""
+    if parts.config.rollout.print_outputs:
+        log_outputs(parts.progress.round, parts.rollouts.whole("train", groups))
 
 
 def check_valid(parts: Parts, groups: Sequence[Group]) -> None:
     """Count the trajectories by status. Raises RolloutError if too many are invalid."""
     config, metrics = parts.config, parts.metrics
-    if config.rollout.print_outputs:
-        log_outputs(parts.progress.round, parts.rollouts.whole("train", groups))
     trajectories = [t for group in groups for t in group.trajectories]
     statuses = Counter(t.status for t in trajectories)
     for status in Status:
