@@ -221,3 +221,19 @@ def test_vllm_samples_from_the_merged_weights_of_adapters_on_ranks(tmp_path: Pat
     assert moved[-1] > 1e-3  # the adapters have changed the policy
     # Log-probs of the engine and the trainer, which adds adapters' products up in another order.
     assert max(line.get("policy/logprob_mismatch_max", 0.0) for line in lines) < 1e-3
+
+
+@WITH_VLLM
+def test_vllm_samples_while_the_policy_is_trained(tmp_path: Path) -> None:
+    settings = {
+        "model.build": {**BUILD, "head_dim": 32},
+        "rollout.engine": "vllm",
+        "pipeline.max_lag": 1,
+        "pipeline.on_new_weights": "interrupt",
+        "cluster.placement": {"policy": "0", "rollout": "1", "reference": "0"},
+        "train.backend": "single",
+        "eval.every_rounds": 0,
+    }
+    lines = _lines(_run(tmp_path, "pipelined", settings, rounds=4))[1:]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["pipeline/lag_max"] for line in lines) == 1
