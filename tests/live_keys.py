@@ -189,7 +189,7 @@ def _engine(config: RunConfig, plan: Plan) -> Any:
         return of.servers, of.max_model_tokens or longest
     given: dict[str, Any] = {
         "model": "", "tokenizer": "", "dtype": config.model.dtype, "longest": longest, "seed": config.run.seed,
-        "trust_remote_code": config.model.trust_remote_code, "sleeps": bool(plan.layout.engines_in_turns),
+        "trust_remote_code": config.model.trust_remote_code, "sleeps": bool(plan.engines_in_turns),
     }  # fmt: skip
     if config.rollout.engine == "sglang":
         return server_arguments(config.rollout.sglang, **given)

@@ -31,7 +31,7 @@ def to(
     note: str = "",
 ) -> list[Rule]:
     """Keys that set native keys, with the steps of their conversion. The last step may be a mapping of
-    values, or of native keys to constants and steps of their own."""
+    values, or of native keys to constants and conversions."""
     if isinstance(values, Mapping):
         values, convert = BOOL if True in values else choice(*values), (*convert, mapped(values))
     if isinstance(native, Mapping):

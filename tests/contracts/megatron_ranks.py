@@ -1,4 +1,4 @@
-"""Training workers whose models come one after the other, each with Megatron's process groups of its own."""
+"""Training workers that hold one model after another, each with new Megatron process groups."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Loop:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Make a call in a thread of its own, which does not keep the process from ending."""
+    """Run a call in a new thread, which does not keep the process from exiting."""
     future: Future[T] = Future()
 
     def run() -> None:

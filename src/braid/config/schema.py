@@ -38,7 +38,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     """Rollout: sampling, engine and filter."""
     pipeline: PipelineConfig | None = None
-    """Sampling during training, on devices of its own; null for rounds of sampling and training in turns."""
+    """Sample while training, on separate devices; null to alternate sampling and training."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The algorithm: advantages and losses."""
     train: TrainConfig = TrainConfig()
@@ -51,3 +51,8 @@ class RunConfig(Section):
     """Checkpoints of the whole training state."""
     report: ReportConfig = ReportConfig()
     """Logging and reports."""
+
+    @property
+    def max_lag(self) -> int:
+        """Bound on the lag of tokens; 0 without a pipeline."""
+        return 0 if self.pipeline is None else self.pipeline.max_lag

@@ -260,7 +260,7 @@ def _pipeline(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         return
     layout = plan.layout
     rollout = layout.role("rollout")
-    if layout.has_gpus and layout.mode != "in_process" and layout.engines_in_turns and rollout:
+    if layout.has_gpus and layout.mode != "in_process" and layout.engines_sharing_devices and rollout:
         yield (
             "pipeline",
             f"engines sample during training, so they cannot share GPUs with it, as some of rollout's GPUs "

@@ -89,7 +89,7 @@ class Layout:
         return next((of for of in self.roles if of.role == name), None)
 
     @property
-    def engines_in_turns(self) -> tuple[int, ...]:
+    def engines_sharing_devices(self) -> tuple[int, ...]:
         """Rollout ranks on devices that a training role uses too."""
         trained = {device for of in self.roles if of.role != "rollout" for device in of.devices}
         rollout = self.role("rollout")

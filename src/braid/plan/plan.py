@@ -70,6 +70,11 @@ class Plan:
     warnings: tuple[Problem, ...] = ()
 
     @property
+    def engines_in_turns(self) -> tuple[int, ...]:
+        """Rollout ranks whose engines sleep during training, since it uses their devices. None with a pipeline."""
+        return () if self.is_pipelined else self.layout.engines_sharing_devices
+
+    @property
     def num_rounds(self) -> int:
         """Total number of rounds, once it is known."""
         assert self.planned_rounds is not None, "with max_epochs, pass num_prompts to resolve()"

@@ -60,16 +60,11 @@ def merge_recipe(config: RunConfig) -> Recipe:
     that trains on them, a recipe without a correction gets one of the lag."""
     names, algorithm = {field.name for field in fields(Recipe)}, config.algorithm
     given = {name: value for name, value in algorithm if name in names and value is not None}
-    recipe = RECIPES[algorithm.recipe]
-    if algorithm.corrections is not None:
-        given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in algorithm.corrections)
-    elif (
-        config.pipeline is not None
-        and config.pipeline.max_lag
-        and not recipe.corrections
-        and algorithm.old_logprobs in ("auto", "recompute")
-    ):
-        given["corrections"] = (Correction(**_without_off(dict(CorrectionConfig()))),)
+    recipe, corrections = RECIPES[algorithm.recipe], algorithm.corrections
+    if corrections is None and not recipe.corrections and algorithm.old_logprobs in ("auto", "recompute"):
+        corrections = (CorrectionConfig(),) if config.max_lag else None
+    if corrections is not None:
+        given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in corrections)
     return replace(recipe, **_without_off(given))
 
 

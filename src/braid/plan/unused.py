@@ -185,7 +185,7 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
     yield f"algorithm.policy_loss={recipe.policy_loss} does not use it", f"algorithm.{{{','.join(others)}}}"
     if plan.old_logprobs == "behavior":
         yield "with algorithm.old_logprobs=behavior there is nothing to correct", "algorithm.corrections"
-    if plan.old_logprobs == "interpolated" and not (config.pipeline and config.pipeline.max_lag):
+    if plan.old_logprobs == "interpolated" and not config.max_lag:
         yield (
             "rounds are sampled with the weights that they start from, so interpolated log-probs are the engine's",
             "algorithm.corrections",
@@ -350,7 +350,7 @@ def _pipeline(config: RunConfig, plan: Plan) -> _Unused:
     if pipeline is not None and pipeline.max_lag == 0:
         yield (
             "with pipeline.max_lag=0 nothing runs when engines get new weights",
-            ("pipeline.{on_new_weights,over_lag} rollout.native.recompute_cache"),
+            "pipeline.{on_new_weights,over_lag} rollout.native.recompute_cache",
         )
 
 

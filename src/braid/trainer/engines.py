@@ -60,7 +60,7 @@ def make_engine(
             "dtype": config.model.dtype,
             "longest": longest,
             "trust_remote_code": config.model.trust_remote_code,
-            "sleeps": number in plan.layout.engines_in_turns,
+            "sleeps": number in plan.engines_in_turns,
             "seed": config.run.seed,
         }
         process: dict[str, Any] = {

@@ -56,11 +56,14 @@ class GroupsInFlight:
         """Start the next round's update with the groups of `kept`, in a thread."""
         parts, config = self._parts, self._parts.config.rollout
         parts.progress.round += 1
-        selection = Selection(config.filter, config.prompts_per_round)
-        selection.kept = [self._finished[draw] for draw in kept]
-        selection.dropped = [self._finished[draw] for draw in dropped]
-        selection.reasons = Counter(dropped.values())
-        selection.num_batches = -(-(len(kept) + len(dropped)) // selection.size)
+        selection = Selection(
+            config.filter,
+            config.prompts_per_round,
+            kept=[self._finished[draw] for draw in kept],
+            dropped=[self._finished[draw] for draw in dropped],
+            reasons=Counter(dropped.values()),
+            num_batches=-(-(len(kept) + len(dropped)) // config.prompts_per_round),
+        )
         steps.print_outputs(parts, [*selection.kept, *selection.dropped])
         self._report(selection)
         self._in_update = [*kept, *dropped]

@@ -81,8 +81,7 @@ def _parts_on(
         config, plan.layout, folder, torch.device("cuda" if config.run.device == "cuda" else "cpu")
     )
     weight_sync = WeightSync(ranks, engines, options, merged=config.rollout.engine != "native")
-    in_turns = () if plan.is_pipelined else plan.layout.engines_in_turns
-    rollouts = Rollouts(engines, inputs.prompts, weight_sync, in_turns)
+    rollouts = Rollouts(engines, inputs.prompts, weight_sync, plan.engines_in_turns)
     rollouts.sleep()
 
     def new_supervised() -> GroupBackend:

@@ -62,9 +62,8 @@ def build_in_process(
         config, plan, lm, critic, reference, device, supervised=supervised, keeps_weights=keeps_weights
     )
     link = None if isinstance(engine, NativeEngine) else LocalWeightLink(lm, engine)
-    is_pipelined = plan.is_pipelined
     collector = text_collector(
-        config, plan, loaded.base_dir, inputs, engine, link=link, in_background=is_pipelined
+        config, plan, loaded.base_dir, inputs, engine, link=link, in_background=plan.is_pipelined
     )
     return Parts(
         config=config,
@@ -74,9 +73,9 @@ def build_in_process(
         sampler=sampler_of(plan, supervised, config, inputs),
         eval_prompts=inputs.eval.by_source(),
         rollouts=Rollouts(
-            InProcessGroup("rollout", lambda _: collector, has_threads=is_pipelined),
+            InProcessGroup("rollout", lambda _: collector, has_threads=plan.is_pipelined),
             inputs.prompts,
-            in_turns=() if is_pipelined else plan.layout.engines_in_turns,
+            in_turns=plan.engines_in_turns,
         ),
         data=_local_buffer(plan),
         policy=roles.policy,
@@ -105,7 +104,7 @@ def _policy_and_engine(
     sending = send_options(config, plan.layout, str(folder / "weights"), device)
     engine = as_one(start_engines(config, plan, inputs.tokenizer, sending, folder / "logs"))
     try:
-        if plan.layout.engines_in_turns:
+        if plan.engines_in_turns:
             engine.sleep()
         return make_policy(config, device), engine
     except BaseException:
