@@ -67,6 +67,4 @@ def _is_mapping(value: object) -> bool:
     return is_list or (isinstance(value, str) and value != "")
 
 
-DEVICES = Takes(
-    f"a device mapping: {GRAMMAR}", _is_mapping, ("list(range(0,8))", "list(range(0,16))", [0, 1, 2, 3])
-)
+DEVICES = Takes(f"a device mapping: {GRAMMAR}", _is_mapping)

@@ -22,13 +22,12 @@ from .rlinf_facts import (
 from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source
-from .values import Takes, choice, either, integer, nullable, number, takes
+from .values import Takes, choice, nullable
 
 _SHARDINGS = {"full_shard": "full", "shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "no_shard": "none"}
 _STRATEGIES = Takes(
     "one of fsdp, fsdp2 (case-insensitive)",
     lambda v: isinstance(v, str) and v.lower() in ("fsdp", "fsdp2"),
-    ("fsdp", "fsdp2", "FSDP2"),
     ("fsdp", "fsdp2"),
 )
 
@@ -105,7 +104,6 @@ _HYBRID = unless(
     lambda s: s["actor.fsdp_config.sharding_strategy"] != "hybrid_shard",
     "for sharding_strategy=hybrid_shard only",
 )
-_DTYPE, _SIZE = takes("fp32|bf16|fp16"), integer(-1, samples=(2, 4, -1))
 _LAYER = "remove it: the models supported with megatron (llama, qwen2, qwen3, qwen3_moe, mixtral) have "
 _DECAY_STYLES = {
     "constant": "constant",
@@ -170,7 +168,7 @@ _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
     to("recompute_method", ".*", "block|uniform?"),
     to("recompute_num_layers", ".*", "count?"),
     to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall|flex"),
-    to("moe_grouped_gemm", ".*", either(takes("bool"), choice(None, "te")), lambda v, _: bool(v)),
+    to("moe_grouped_gemm", ".*", choice(True, False, None, "te"), lambda v, _: bool(v)),
     to("apply_rope_fusion bias_dropout_fusion bias_activation_fusion gradient_accumulation_fusion "
        "batch_p2p_comm", ".transformer.*", "bool"),
     missing("megatron_checkpoint",
@@ -185,8 +183,8 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
     always("{bf16,fp16}", "set by actor.model.precision, which must not contradict it", "bool?"),
     to("lr", ".lr", "positive"),
     to("value_lr", ".value_lr", "positive", note="of a value head in the policy"),
-    to("adam_beta1", ".betas", number(0.0, 1.0, samples=(0.8, 0.85)), _BETAS, default=0.9),
-    to("adam_beta2", ".betas", number(0.0, 1.0, samples=(0.9, 0.99)), _BETAS, default=0.999),
+    to("adam_beta1", ".betas", "share", _BETAS, default=0.9),
+    to("adam_beta2", ".betas", "share", _BETAS, default=0.999),
     to("adam_eps", ".eps", "positive", default=1e-8),
     to("min_lr", ".schedule.min_ratio", "non-negative", DECAYS, overridden("actor.lr_sched.min_lr"), _ratio),
     to("weight_decay", ".weight_decay", "non-negative", default=0.01),
@@ -206,7 +204,7 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
     to("total_training_steps", ".schedule.decay_steps", "count", FSDP_FILE, DECAYS))
 
 _SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
-    to("lr_warmup_fraction", ".warmup_fraction", nullable(number(0.0, 1.0, samples=(0.1, 0.2))), _WARMUP,
+    to("lr_warmup_fraction", ".warmup_fraction", "share?", _WARMUP,
        lambda v, _: v or 0.0),
     to("lr_warmup_init", ".start_ratio", "non-negative", _ratio, note="as a share of actor.optim.lr"),
     to("lr_warmup_iters", ".warmup_steps", "natural", note="optimizer steps"),
@@ -249,15 +247,15 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
     to("use_orig_params", "", "bool", FSDP, already("optimizer groups and adapters need them")),
     to("backward_prefetch", ".*", "pre|post?", FSDP1, null_as("off")),
     to("use_liger_kernel", "train.liger_kernels", "bool", FSDP),
-    to("fsdp_size", ".size", _SIZE, FSDP2, lambda v, _: v if v > 0 else None, note="-1: all devices"),
-    to("hybrid_shard_size", ".size", _SIZE, FSDP, _HYBRID, lambda v, _: v if v > 0 else None),
+    to("fsdp_size", ".size", "cadence", FSDP2, lambda v, _: v if v > 0 else None, note="-1: all devices"),
+    to("hybrid_shard_size", ".size", "cadence", FSDP, _HYBRID, lambda v, _: v if v > 0 else None),
     to("gradient_checkpointing", "train.gradient_checkpointing", "bool", FSDP_FILE),
-    to("mixed_precision.{param_dtype,reduce_dtype}", ".*", nullable(_DTYPE), FSDP, unless_null("fp32")),
-    to("mixed_precision.buffer_dtype", ".*", nullable(_DTYPE), FSDP1, unless_null("fp32")),
+    to("mixed_precision.{param_dtype,reduce_dtype}", ".*", "fp32|bf16|fp16?", FSDP, unless_null("fp32")),
+    to("mixed_precision.buffer_dtype", ".*", "fp32|bf16|fp16?", FSDP1, unless_null("fp32")),
     ignored("gradient_checkpointing_use_reentrant", "it does not change gradients"),
     to("amp_autocast.enabled", "train.autocast", "bool", FSDP_FILE, computed(_autocast),
        note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
-    to("amp_autocast.precision", "train.autocast", _DTYPE, FSDP_FILE,
+    to("amp_autocast.precision", "train.autocast", "fp32|bf16|fp16", FSDP_FILE,
        needs("actor.fsdp_config.amp_autocast.enabled"), computed(_autocast)),
     to("grad_scaler.enabled", "", "bool", FSDP_FILE, _grad_scaler),
     to("grad_scaler.init_scale", "train.grad_scaler.init_scale", "positive", FSDP_FILE,

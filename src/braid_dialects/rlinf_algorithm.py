@@ -11,7 +11,7 @@ from .rlinf_facts import BY_ROWS, ROBOTS_ONLY, TEXT_ONLY, VALUES
 from .rlinf_run import eval_prompts, seq_length
 from .rows import always, ignored, missing, section, to
 from .table import Became, Source, no_effect, unsupported
-from .values import choice, integer, list_of, nullable, number
+from .values import choice
 
 _RECIPES = {
     "grpo": "grpo",
@@ -138,8 +138,6 @@ _HAS_ENTROPY = unless(
     lambda s: not facts.is_robots(s) and not s["algorithm.calculate_entropy"],
     "algorithm.calculate_entropy is false",
 )
-_SCALES = list_of(choice("group_level", "agent_level", "turn_level"))
-_TOP_P = number(0.0, 1.0, above=True)
 _BY_EPS = unless_null("set by algorithm.ratio_clip_eps")
 
 # One rule per line.
@@ -179,7 +177,7 @@ RULES = section("algorithm", "algorithm")(
     to("ratio_clip_eps", "", "non-negative", _clip, default=0.2, note="ratios in [1 - eps, 1 + eps]"),
     to("clip_ratio_low", ".clip_low", "non-negative?", _BY_EPS),
     to("clip_ratio_high", ".clip_high", "non-negative?", _BY_EPS),
-    to("clip_ratio_c", ".dual_clip", nullable(number(1.0, above=True, samples=(2.0, 3.0))), _dual_clip,
+    to("clip_ratio_c", ".dual_clip", "number > 1?", _dual_clip,
        default=3.0, note="bound on the ratio where A < 0; null: none"),
     to("early_stop_imp_ratio", ".early_stop_ratio", "positive?", null_as("off"), default=None,
        note="skips an optimizer step whose mean ratio exceeds it; RLinf checks micro-batches"),
@@ -195,9 +193,9 @@ RULES = section("algorithm", "algorithm")(
     missing("drpo_{lambda,tau,beta,delta,kl_type}",
             "for algorithm.loss_type=drpo only, which is not supported"),
     to("huber_delta", ".huber_delta", "positive", VALUES, note="value errors beyond it count linearly"),
-    to("clip_log_ratio_min", ".log_ratio_min", nullable(number(-20.0, 0.0)), _NOT_DECOUPLED, null_as("off")),
+    to("clip_log_ratio_min", ".log_ratio_min", "number >= -20 and <= 0?", _NOT_DECOUPLED, null_as("off")),
     to("clip_log_ratio_max", ".log_ratio_max", "non-negative?", _NOT_DECOUPLED, null_as("off")),
-    to("loss_scales", "", _SCALES, _loss_scales,
+    to("loss_scales", "", "[group_level|agent_level|turn_level]", _loss_scales,
        note="levels at which turns, agents and tokens count alike; KL and entropy are scaled too"),
     to("staleness_threshold", "pipeline.max_lag", "natural?", unless_null("sampling and training take turns"),
        default=None),
@@ -225,8 +223,8 @@ RULES = section("algorithm", "algorithm")(
         to("do_sample", ".greedy", "bool", opposite, note="false: greedy decoding"),
         to("use_greedy", ".greedy", "bool", note="older name; the opposite of do_sample"),
         to("temperature", ".temperature", "positive", note="log-probs in training use the same distribution"),
-        to("top_k", ".top_k", integer(-1, samples=(5, 50, -1)), lambda v, _: v if 0 < v < NO_TOP_K else 0),
-        to("top_p", ".top_p", _TOP_P),
+        to("top_k", ".top_k", "cadence", lambda v, _: v if 0 < v < NO_TOP_K else 0),
+        to("top_p", ".top_p", "fraction"),
         to("repetition_penalty", ".repetition_penalty", "positive"),
         to("max_new_tokens", ".max_new_tokens", "count", TEXT_ONLY),
         to("min_new_tokens", ".min_new_tokens", "natural", TEXT_ONLY, note="not read by RLinf")),

@@ -9,7 +9,7 @@ from .conversions import already, opposite, unless_null
 from .rlinf_facts import ROBOTS_ONLY, SERVED, SGLANG, VLLM, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, unsupported
-from .values import Takes, choice, list_of, nullable, number, takes
+from .values import Takes, choice, list_of, nullable
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
 """model_type of text models -> architecture in transformers."""
@@ -20,7 +20,6 @@ OTHER_MODELS = (
 PRECISION = Takes(
     f"one of {', '.join(facts.DTYPES)}",
     lambda v: not isinstance(v, bool) and str(v) in facts.DTYPES,
-    ("fp16", "bf16", "fp32"),
     ("fp16", "bf16", "fp32"),
 )
 MODEL_TYPE = choice(*ARCHITECTURES, *VLA_KINDS, *OTHER_MODELS)
@@ -81,7 +80,6 @@ _NOT_NATIVE = unless(
     lambda s: facts.engine(s) == "native",
     "the native engine samples with the trainer's weights in their precision",
 )
-_FRACTION = number(0.0, 1.0, above=True)
 
 # One rule per line.
 # fmt: off
@@ -106,7 +104,7 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     to("backend", "rollout.engine", "huggingface|vllm",
        lambda v, s: s.engine or ("vllm" if v == "vllm" else "native"), note="huggingface: the native engine"),
     always("mode", "determined by cluster.component_placement", "collocate|disaggregated"),
-    to("gpu_memory_utilization", ".memory_fraction", _FRACTION, SERVED, default=0.65),
+    to("gpu_memory_utilization", ".memory_fraction", "fraction", SERVED, default=0.65),
     to("tensor_parallel_size", ".tensor_parallel", "count", SERVED, default=1),
     to("pipeline_parallel_size", ".pipeline_parallel", "count", SERVED, default=1),
     to("max_running_requests", ".max_running", "count", note="sequences decoded concurrently"),
@@ -179,7 +177,7 @@ _VLA = section("actor.model", "model.vla", ROBOTS_ONLY)(
     to("vocab_size", ".vocab_size", "count", note="action tokens are counted backwards from it"),
     to("hidden_size", ".hidden_size", "count", note="input of the value head"),
     to("policy_setup", ".policy_setup", "text"),
-    to("image_size", ".image_size", list_of(takes("count"), length=2), note="height and width"),
+    to("image_size", ".image_size", list_of("count", length=2), note="height and width"),
     to("num_images_in_input", ".num_images", "count"),
     always("add_value_head", "there is a value head whenever values are learned", "bool"),
     always("implement_version", "one implementation supports both", "rlinf|official"),

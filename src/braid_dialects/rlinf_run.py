@@ -16,24 +16,11 @@ from .conversions import at_least_0, computed, folder_name, listed, positive, un
 from .rlinf_facts import ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import ABSENT, Became, Source, no_effect, unsupported
-from .values import TEXT, Takes, choice, integer, nullable, number, takes
+from .values import Takes, choice
 
-PATHS = Takes(
-    "a path or a list of paths",
-    lambda v: TEXT.accepts(v) or (isinstance(v, list) and bool(v) and all(TEXT.accepts(item) for item in v)),
-    (["one.jsonl"], ["two.jsonl", "three.jsonl"]),
-)
 PLACEMENT = Takes(
     "a mapping of components to devices, such as actor,rollout: 0-3",
     lambda v: isinstance(v, dict) and bool(v),
-    ({"actor,rollout": "0"}, {"actor": "0-1", "rollout": "2-3"}),
-)
-LIST = Takes("a list", lambda v: isinstance(v, list), (["_self_"],))
-CADENCE = integer(-1, samples=(2, 3, -1))
-LOGGERS = Takes(
-    "a list of tensorboard, wandb, swanlab, or null",
-    takes("[tensorboard|wandb|swanlab]?").accepts,
-    (["tensorboard"], ["wandb", "swanlab"], [], None),
 )
 
 
@@ -258,18 +245,18 @@ _RUNNER = section("runner")(
         to("wandb.experiment_name", ".wandb.name", "text", needs("runner.logger.wandb.enable")),
         to("project_name", "{sinks}.project", "text", _HAS_SINKS),
         to("experiment_name", "{sinks}.name", "text", _HAS_SINKS),
-        to("logger_backends", "", LOGGERS, _backends, note="metrics.jsonl is always written as well"),
+        to("logger_backends", "", "[tensorboard|wandb|swanlab]?", _backends, note="metrics.jsonl is always written as well"),
         to("swanlab_mode", ".swanlab.mode", "cloud|local|offline", _HAS_SWANLAB),
         missing("wandb_proxy", "set HTTPS_PROXY in the environment"),
         missing("wandb_entity", "set WANDB_ENTITY in the environment")),
     to("max_epochs", "", "count", _epochs, note="an epoch is one pass over the training prompts"),
-    to("max_steps", "run.max_rounds", CADENCE, _steps,
+    to("max_steps", "run.max_rounds", "cadence", _steps,
        note="a step is a round; the smaller of this and max_epochs"),
     to("val_check_interval", {"eval.every_rounds": at_least_0, "eval.at_end": positive, "eval.before": False},
-       CADENCE, default=-1, note="in rounds, and after the last; RLinf's math task never validates"),
+       "cadence", default=-1, note="in rounds, and after the last; RLinf's math task never validates"),
     to("save_interval",
        {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive, "checkpoint.keep": None},
-       CADENCE, note="in rounds, and after the last; all are kept"),
+       "cadence", note="in rounds, and after the last; all are kept"),
     to("seq_length", "rollout.max_sequence_tokens", "count", TEXT_ONLY),
     to("enable_dynamic_batch_size", "", "bool",
        unless(is_robots, "for text tasks only; robots use actor.micro_batch_size"), _dynamic, default=False,
@@ -300,13 +287,13 @@ _DATA = section("data", "data", TEXT_ONLY)(
     to("answer_key", "{given}.answer_key", "text", _HAS_DATA, default="solutions"),
     to("apply_chat_template", ".use_chat_template", "bool", lambda v, _: "always" if v else "never",
        default=False, note="RLinf's data is chat-formatted already"),
-    to("data_size", "data.train[0].limit", CADENCE, lambda v, _: v if v > 0 else None, note="0, -1: all"),
+    to("data_size", "data.train[0].limit", "cadence", lambda v, _: v if v > 0 else None, note="0, -1: all"),
     to("shuffle", ".shuffle", "bool", note="false: in the files' order"),
     to("validation_shuffle", "eval.shuffle", "bool"),
     to("seed", ".seed", "natural"),
-    to("train_data_paths", {"data.train[0].kind": "file", "data.train[0].path": listed}, nullable(PATHS),
+    to("train_data_paths", {"data.train[0].kind": "file", "data.train[0].path": listed}, "path or [path]?",
        unless_null()),
-    to("val_data_paths", {"data.eval[0].kind": "file", "data.eval[0].path": listed}, nullable(PATHS),
+    to("val_data_paths", {"data.eval[0].kind": "file", "data.eval[0].path": listed}, "path or [path]?",
        unless_null()))
 
 _REWARD = section("reward", "reward.parts[0]")(
@@ -316,7 +303,7 @@ _REWARD = section("reward", "reward.parts[0]")(
        unless(lambda s: s["reward.use_reward_model"], "overridden by reward.use_reward_model"), _reward_type,
        default="math",
        note="1 if math-verify finds the answer equal to a solution, else 0; see reward_scale"),
-    to("reward_scale", "", number(0.0, above=True), TEXT_ONLY, _reward_scale, default=1.0,
+    to("reward_scale", "", "positive", TEXT_ONLY, _reward_scale, default=1.0,
        note="+reward_scale or -reward_scale in training; evaluation reports the share of correct answers"),
     to("reward_min_val", "", "number", TEXT_ONLY, _reward_scale, default=-1.0),
     to("reward_max_val", "", "number", TEXT_ONLY, _reward_scale, default=1.0),
@@ -335,12 +322,12 @@ _CRITIC = section("critic")(
     to("model.model_path", "critic.path", "path?", TEXT_ONLY))
 
 RULES = rows(
-    always("defaults", "the keys of the presets are listed here, with file and line", LIST),
+    always("defaults", "the keys of the presets are listed here, with file and line", "list"),
     to("hydra.run.dir", "run.base_dir", "path", lambda v, _: str(Path.cwd() / v), default=".",
        note="relative data paths start at the working directory, not at the file"),
     always("hydra.output_subdir", "the resolved config is always stored in the run folder", "text?"),
     always("hydra.searchpath", "folders searched for the presets of `defaults`, after the file's own folder",
-           LIST),
+           "list"),
     ignored("hydra.job.*", "braid does not use Hydra jobs"),
     ignored("profile_data.*", "for RLinf's placement search only"),
     _CLUSTER, _RUNNER, _DATA, _REWARD, _CRITIC,

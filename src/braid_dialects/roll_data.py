@@ -13,7 +13,7 @@ from .roll_facts import CHOICE, JUDGE, role_of
 from .roll_pipeline import NO_VALIDATION
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, no_effect, unsupported
-from .values import NON_NEGATIVE, NUMBER, TEXT, choice, either, integer, list_of, mapping_of, nullable, number
+from .values import choice
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
@@ -200,10 +200,8 @@ _COLUMN = (
     unless_null("the other one of prompt and messages is used", implied),
     computed(lambda s: facts.column_of(s, role_of(s))),
 )
-_FILES = either(TEXT, list_of(TEXT))
-_BOUNDS = mapping_of(
-    NUMBER, {"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}
-)
+_FILES = "text or [text]"
+_BOUNDS = "{number}"
 
 # One rule per line.
 # fmt: off
@@ -217,7 +215,7 @@ DATA = rows(
         to("messages", ".prompt_key", "text?", *_COLUMN, note="column of chat messages"),
         to("tag", ".source_key", "text?",
            unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain")),
-        to("domain_interleave_probs", "", nullable(mapping_of(NON_NEGATIVE, {"math_rule": 1.0})), _interleave,
+        to("domain_interleave_probs", "", "{non-negative}?", _interleave,
            note="share of each domain's tags in any sequence of prompts; other rows are dropped"),
         always("dataset_type", "determined by the file extension", _FILES),
         ignored("id response preprocessing_num_workers", "rows are identified by source and number"),
@@ -228,9 +226,9 @@ DATA = rows(
     section("{actor_infer,validation}.generating_args", "{sampling}", _EVALUATES, _SAMPLES)(
         to("temperature", ".temperature", "non-negative", _sampled, default=0.95,
            note="also in training, unlike in ROLL, whose ratios compare two distributions. 0: greedy"),
-        to("top_p", ".top_p", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), _sampled, default=0.7,
+        to("top_p", ".top_p", "fraction", _sampled, default=0.7,
            note="0.7 if absent, which differs from the trained distribution; 1 disables it"),
-        to("top_k", ".top_k", integer(-1, samples=(20, 40)), _sampled, default=50,
+        to("top_k", ".top_k", "integer >= -1", _sampled, default=50,
            note="50 if absent, which differs from the trained distribution; 0 or -1 disables it"),
         to("do_sample", ".greedy", "bool", _sampled, default=True),
         to("repetition_penalty", ".*", "positive", _sampled, default=1.0),

@@ -11,19 +11,7 @@ from .conversions import as_is, computed, folder_name, null_as, or_null, sets, u
 from .roll_facts import has_critic, is_one_process, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
-from .values import (
-    ANY,
-    BOOL,
-    NON_NEGATIVE,
-    NUMBER,
-    POSITIVE,
-    TEXT,
-    choice,
-    integer,
-    list_of,
-    mapping_of,
-    nullable,
-)
+from .values import choice, takes
 
 ONE_PROCESS = unless(is_one_process, "the run has a single process (--backend single)")
 NO_VALIDATION = unless(lambda s: not facts.validates(s), "there is no validation.data_args.file_name")
@@ -92,7 +80,7 @@ PIPELINE = rows(
     to("profiler_memory", "train.record_memory", "bool", default=False, note="in memory/ of the run folder"),
     missing("profiler_timeline", "use profiler_memory, or a sampling profiler such as py-spy", default=False),
     to("rpc_timeout", "cluster.call_timeout_s", "count", ONE_PROCESS, default=3600),
-    to("system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"})),
+    to("system_envs", "cluster.env", "{text}"),
     ignored("num_nodes num_gpus_per_node",
             "detected at the start; see braid.cluster.num_nodes and devices_per_node"),
     missing("model_download_type", "download the model and set the path of its folder",
@@ -114,7 +102,7 @@ PIPELINE = rows(
     to("response_length", "rollout.sampling.max_new_tokens", "count?",
        unless(lambda s: s["sequence_length"] is not None, "overridden by sequence_length"),
        computed(facts.max_new_tokens)),
-    to("sequence_length", "rollout.sampling.max_new_tokens", nullable(integer(2, samples=(4096, 8192))),
+    to("sequence_length", "rollout.sampling.max_new_tokens", "integer >= 2?",
        unless_null("prompt_length + response_length", implied), computed(facts.max_new_tokens)),
     # How rollouts run
     to("async_generation_ratio", "pipeline.max_lag pipeline.on_new_weights pipeline.over_lag", "non-negative",
@@ -140,7 +128,7 @@ PIPELINE = rows(
     to("eval_steps", "eval.every_rounds", "natural", NO_VALIDATION, default=10),
     to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION, default=128),
     to("val_prompt_length", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION, _eval_length),
-    to("val_sequence_length", "eval.sampling.max_new_tokens", nullable(integer(2)), NO_VALIDATION,
+    to("val_sequence_length", "eval.sampling.max_new_tokens", "integer >= 2?", NO_VALIDATION,
        _eval_length, note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
@@ -221,15 +209,15 @@ def _old_logprobs(_: Any, source: Source) -> str:
     return "recompute" if source["enable_old_logprobs_recompute"] else "auto"
 
 
-_FILTER: dict[str, tuple[Any, Any]] = {
-    "enabled": (BOOL, False),
-    "agg_type": (choice(*LEVELS), "token"),
-    "ratio_enabled": (BOOL, True),
-    "ratio_low": (NON_NEGATIVE, 0.8),
-    "ratio_high": (POSITIVE, 1.2),
-    "diff_enabled": (BOOL, False),
-    "diff_low": (NUMBER, -0.2),
-    "diff_high": (POSITIVE, 0.2),
+_FILTER: dict[str, tuple[str, Any]] = {
+    "enabled": ("bool", False),
+    "agg_type": ("|".join(LEVELS), "token"),
+    "ratio_enabled": ("bool", True),
+    "ratio_low": ("non-negative", 0.8),
+    "ratio_high": ("positive", 1.2),
+    "diff_enabled": ("bool", False),
+    "diff_low": ("number", -0.2),
+    "diff_high": ("positive", 0.2),
 }
 """Keys of a filter -> allowed values, ROLL's default."""
 
@@ -255,9 +243,9 @@ def _filters(value: list[dict[str, Any]], source: Source) -> Became:
         if unknown := set(given) - set(_FILTER):
             keys = ", ".join(sorted(_FILTER))
             raise ValueError(f"unknown filter key {min(unknown)!r}; the keys are {keys}")
-        for name, (takes, _) in _FILTER.items():
-            if name in given and not takes.accepts(given[name]):
-                raise ValueError(f"filter key {name}: {given[name]!r} is not {takes.words}")
+        for name, (spec, _) in _FILTER.items():
+            if name in given and not takes(spec).accepts(given[name]):
+                raise ValueError(f"filter key {name}: {given[name]!r} is not {takes(spec).words}")
     return _corrections(value, source)
 
 
@@ -288,7 +276,6 @@ _FILTERED = unless(facts.filters_groups, "the query filter drops all groups that
 _WEIGHTED = needs("train_infer_correction.is_weight.enabled")
 _ESTIMATORS = "gae|reinforce|grpo|gigpo|step_reinforce|agentic_reinforce"
 _STATISTICS = "batch|group|running|None?"
-_FILTERS = mapping_of(ANY, {"enabled": True}, {"enabled": True, "ratio_high": 1.5}, {"enabled": False})
 
 # One rule per line.
 # fmt: off
@@ -354,7 +341,7 @@ ALGORITHM = section("", "algorithm")(
            default="token"),
         to("is_weight.upper_bound", ".corrections", "positive", _WEIGHTED, _corrections, default=1.2),
         missing("is_weight.detach", "set it to true; weights have no gradient", default=True),
-        to("filters", ".corrections", list_of(_FILTERS), _filters,
+        to("filters", ".corrections", "[{any}]", _filters,
            note="masks tokens with ratios or differences of probabilities out of bounds")),
     to("max_len_mask", ".mask_truncated", "bool", default=False),
     to("difficulty_mask", "rollout.filter.min_mean", "bool", _difficulty_mask,

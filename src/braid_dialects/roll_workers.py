@@ -15,7 +15,7 @@ from .roll_facts import ENGINES, TRAIN, file_backend, role_of
 from .roll_pipeline import ONE_PROCESS, with_batches
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, no_effect, unsupported
-from .values import TEXT, choice, mapping_of, nullable, number
+from .values import choice, nullable
 
 SCHEDULES = {
     "linear": "linear",
@@ -129,7 +129,6 @@ def _engine_sizes(value: int, source: Source) -> Became:
 
 
 _AUTOCAST = {"fp32": "none", "bf16": "bf16", "fp16": "fp16", None: "auto"}
-_FRACTION = number(0.0, 1.0, above=True, samples=(0.4, 0.7))
 _IS_LORA = unless(lambda s: not s[".lora_target"], "there are no adapters without lora_target")
 _BETAS = computed(lambda s: [s[".adam_beta1"], s[".adam_beta2"]])
 _IS_TOPR = unless(lambda s: facts.variant(s) != "topr", "pg_variant is not topr")
@@ -149,7 +148,7 @@ _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
     to("device_mapping", "cluster.placement.{seat}", nullable(DEVICES), used,
        unless_null("processes without a device", implied), _device_mapping,
        note="roles on the same devices take turns"),
-    to("system_envs", "cluster.env", mapping_of(TEXT, {"A_VARIABLE": "1"}, {"A_VARIABLE": "2"}),
+    to("system_envs", "cluster.env", "{text}",
        lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
        note="applies to every worker"),
     ignored("max_concurrency", "workers process one call at a time, engines many"),
@@ -177,14 +176,14 @@ _TRAINED = section("{actor_train,critic}")(
     section("training_args", "{train}.optimizer", used)(
         to("learning_rate", ".lr", "positive", default=5e-5),
         to("weight_decay", ".weight_decay", "non-negative", default=0.0),
-        to("adam_beta1", ".betas", number(0.0, 0.999), _BETAS, default=0.9),
-        to("adam_beta2", ".betas", number(0.0, 0.9999), _BETAS, default=0.999),
+        to("adam_beta1", ".betas", "number >= 0 and <= 0.999", _BETAS, default=0.9),
+        to("adam_beta2", ".betas", "number >= 0 and <= 0.9999", _BETAS, default=0.999),
         to("adam_epsilon", ".eps", "positive", default=1e-8),
         to("lr_scheduler_type", ".schedule.decay", choice(*SCHEDULES, *OTHER_SCHEDULES),
            lambda v, _: SCHEDULES.get(v) or unsupported(f"use one of {', '.join(SCHEDULES)}"),
            default="linear"),
         to("warmup_steps", ".schedule.warmup_steps", "natural", default=0),
-        to("warmup_ratio", ".schedule.warmup_fraction", number(0.0, 0.9),
+        to("warmup_ratio", ".schedule.warmup_fraction", "number >= 0 and <= 0.9",
            unless(lambda s: s[".warmup_steps"], "overridden by warmup_steps"), default=0.0),
         to("per_device_train_batch_size", "{train}.micro_batch_rows", "count", _micro_rows, default=8,
            note="rows per micro-batch; global batch = this * gradient_accumulation_steps * dp"),
@@ -330,7 +329,7 @@ _ACTOR_INFER = section("actor_infer")(
         to("load_format", "rollout.{engine}.load_weights", "dummy|auto|safetensors|pt", _SERVED,
            lambda v, _: v != "dummy", default="dummy", note="dummy: random weights until the first sync")),
     section(_CONFIG, "rollout.vllm", of_engine("vllm"))(
-        to("gpu_memory_utilization", ".memory_fraction", _FRACTION),
+        to("gpu_memory_utilization", ".memory_fraction", "fraction"),
         to("block_size", ".block_size", "count?"),
         to("max_model_len", ".max_model_tokens", "count?"),
         to("tensor_parallel_size", ".tensor_parallel", "count", _engine_sizes),
@@ -352,7 +351,7 @@ _ACTOR_INFER = section("actor_infer")(
                 "speculative_config dp_size ep_size enable_expert_parallel", "remove it, or start servers "
                 "and list them in braid.rollout.vllm.servers")),
     section(_CONFIG, "rollout.sglang", of_engine("sglang"))(
-        to("mem_fraction_static", ".memory_fraction", _FRACTION),
+        to("mem_fraction_static", ".memory_fraction", "fraction"),
         to("tp_size", ".tensor_parallel", "count", _engine_sizes),
         to("pp_size", ".pipeline_parallel", "count", _engine_sizes),
         to("context_length", ".max_model_tokens", "count?"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from .conversions import mapped, sets
 from .table import ABSENT, Convert, Rule
-from .values import BOOL, Takes, choice, takes
+from .values import Takes, choice, takes
 
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
@@ -33,7 +33,7 @@ def to(
     """Keys that set native keys, with the steps of their conversion. The last step may be a mapping of
     values, or of native keys to constants and conversions."""
     if isinstance(values, Mapping):
-        values, convert = BOOL if True in values else choice(*values), (*convert, mapped(values))
+        values, convert = "bool" if True in values else choice(*values), (*convert, mapped(values))
     if isinstance(native, Mapping):
         native, convert = " ".join(native), (*convert, sets(*native.values()))
     return [Rule(path, takes(values), "applied", note, native, convert, default) for path in _paths(keys)]

@@ -13,7 +13,7 @@ from .conversions import as_is, computed, null_as, unless_null
 from .rows import ignored, section, to
 from .skyrl_facts import AT, FIX, NO_CRITIC, NO_REFERENCE, uses_reference
 from .table import Became, Convert, Source, implied, no_effect, unsupported
-from .values import choice, either, number, takes
+from .values import choice
 
 _ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("A = (r - mean) / (std + eps) of the group, std unbiased", {"advantage": "grpo"}),
@@ -225,7 +225,7 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
        note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A); others: docs/algorithms.md"),
     to("eps_clip_low", ".clip_low", "non-negative", _CLIPPED, default=0.2, note="ratios below 1 - this"),
     to("eps_clip_high", ".clip_high", "non-negative", _CLIPPED, default=0.2, note="ratios above 1 + this"),
-    to("clip_ratio_c", ".dual_clip", number(1.0, above=True, samples=(2.0, 4.0)), _of_loss("dual_clip"),
+    to("clip_ratio_c", ".dual_clip", "number > 1", _of_loss("dual_clip"),
        default=3.0),
     to("loss_reduction", ".aggregation", _REDUCTIONS, default="sequence_mean",
        note="later releases default to token_mean. KL and entropy too (in SkyRL always by sequence_mean)"),
@@ -252,7 +252,7 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     # off-policy correction
     CORRECTIONS,
     to("use_tis", ".corrections", "bool", _OLD_TIS, _corrected, default=False),
-    to("tis_imp_ratio_cap", ".corrections", either(takes("positive"), choice(-1.0, -1)), _OLD_TIS, _corrected,
+    to("tis_imp_ratio_cap", ".corrections", "positive or -1", _OLD_TIS, _corrected,
        default=-1.0),
     # filters
     to("dynamic_sampling.type", "rollout.filter.then", choice(None, "filter", "replace"),

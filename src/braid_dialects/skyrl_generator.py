@@ -12,7 +12,7 @@ from .conversions import already, as_is, at_least_0, only, opposite, unless_null
 from .rows import always, ignored, missing, rows, section, to
 from .skyrl_facts import NO_EVALUATION, ONE_PROCESS, SERVED, engine, has_tools, is_remote
 from .table import Became, Source, implied, no_effect, unsupported
-from .values import ANY, TEXT, Takes, list_of, mapping_of, nullable, number, text
+from .values import Takes, takes
 
 _FILES = (".parquet", ".json", ".jsonl")
 ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground_truth"}
@@ -48,7 +48,7 @@ def _environment(value: str, _: Source) -> Became:
 
 
 _ENVIRONMENTS = Takes(
-    f"the name of an environment; supported are {', '.join(ANSWER_KEYS)}", TEXT.accepts, tuple(ANSWER_KEYS)
+    f"the name of an environment; supported are {', '.join(ANSWER_KEYS)}", takes("text").accepts
 )
 
 
@@ -112,10 +112,10 @@ def _temperature(value: float, source: Source) -> Became:
     return Became({native: float(value), greedy: False})
 
 
-_DATA = list_of(text("one/train.parquet", "two/train.json"))
-_URLS = nullable(list_of(text("127.0.0.1:8001", "http://host:8002")))
+_DATA = "[path]"
+_URLS = "[text]?"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_KWARGS = nullable(mapping_of(ANY, {"enable_thinking": False}, {"reasoning_effort": "low"}))
+_KWARGS = "{any}?"
 _IS_SERVED, _IS_VLLM = of_engine(*SERVED), of_engine("vllm")
 _IS_LOCAL = unless(lambda s: not is_remote(s) or engine(s) == "native", "the run starts its own engines")
 _NO_TOOLS = unless(lambda s: not has_tools(s), "the environment has a single turn; see braid.env.kind=tools")
@@ -165,7 +165,7 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("max_num_batched_tokens", ".prefill_tokens", "count", default=8192, note="prompt tokens per pass"),
     to("max_num_seqs", ".max_running", "count", default=1024, note="sequences decoded concurrently"),
     to("enforce_eager", ".cuda_graphs", "bool", opposite, default=False),
-    to("gpu_memory_utilization", ".memory_fraction", number(0.0, 1.0, above=True, samples=(0.5, 0.7)),
+    to("gpu_memory_utilization", ".memory_fraction", "fraction",
        unless(is_remote, "remote engines have their own setting"), _IS_SERVED, default=0.8),
     to("inference_engine.distributed_executor_backend", ".executor", "ray|mp|uni", _IS_VLLM, default="ray"),
     always("use_cache_salt", "caches are always reset when weights change", "bool"),
@@ -201,8 +201,8 @@ SAMPLING = section("generator")(
     section("{sampling_params,eval_sampling_params}", "{sampling}", _EVALUATES)(
         to("temperature", ".*", "non-negative", _temperature, default=1.0,
            note="also in training, for all log-probs; 0: greedy"),
-        to("top_p", ".*", number(0.0, 1.0, above=True, samples=(0.5, 0.9)), default=1.0),
-        to("min_p", ".*", number(0.0, 1.0, samples=(0.1, 0.2)), default=0.0),
+        to("top_p", ".*", "fraction", default=1.0),
+        to("min_p", ".*", "share", default=0.0),
         to("top_k", ".*", "natural or -1", at_least_0, default=-1, note="-1: off"),
         to("repetition_penalty", ".*", "positive", default=1.0),
         to("stop", ".stop_strings", "[text]?", lambda v, _: v or [], note="kept in the response"),

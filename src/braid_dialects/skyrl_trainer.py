@@ -30,9 +30,9 @@ from .conversions import (
 from .rows import always, ignored, missing, rows, section, to
 from .skyrl_facts import NO_CRITIC, NO_EVALUATION, NO_REFERENCE, ONE_PROCESS, used
 from .table import ABSENT, Became, Source, implied, no_effect, unsupported
-from .values import choice, either, integer, list_of, nullable, takes, text
+from .values import choice, list_of, nullable
 
-_NEVER = integer(samples=(-1, 5, 3))
+_NEVER = "int"
 """A cadence; -1 and 0 mean never."""
 
 
@@ -150,7 +150,7 @@ _BY_SAMPLES = unless(
     lambda s: s["trainer.max_tokens_per_microbatch"] > 0, "overridden by max_tokens_per_microbatch"
 )
 _LORA = unless(lambda s: s["trainer.policy.model.lora.rank"] <= 0, "lora.rank=0 trains all weights")
-_TARGETS = takes("text or [text]")
+_TARGETS = "text or [text]"
 _SCHEDULES = (
     "constant_with_warmup|constant|linear|cosine|inverse_sqrt|cosine_with_restarts|polynomial|"
     "reduce_lr_on_plateau|cosine_with_min_lr|warmup_stable_decay"
@@ -233,10 +233,10 @@ REPORT = section("trainer")(
     to("eval_interval", "eval.every_rounds", _NEVER, _eval_interval, default=5),
     to("resume_mode", "run.resume", choice(None, "none", "latest", "from_path"), _resume, default="latest",
        note="a resumed run ends where it would have; SkyRL runs further epochs"),
-    to("resume_path", "run.resume", nullable(text("a/global_step_10", "b/step_20")), _resume_path,
+    to("resume_path", "run.resume", "text?", _resume_path,
        note="a checkpoint of braid; of SkyRL's, only HF exports can be read"),
     to("ckpt_path", "checkpoint.dir", "path", _expanded),
-    to("max_ckpts_to_keep", "checkpoint.keep", integer(samples=(-1, 2, 5)), _max_ckpts, default=-1),
+    to("max_ckpts_to_keep", "checkpoint.keep", "int", _max_ckpts, default=-1),
     to("ckpt_interval", {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive}, _NEVER,
        default=10),
     to("hf_save_interval", "checkpoint.export_every_rounds", _NEVER, at_least_0, default=-1),
@@ -256,7 +256,7 @@ REPORT = section("trainer")(
     ignored("s3_export.*", "nothing is uploaded"))
 
 _OPTIMIZER = section("trainer.{policy,critic}.optimizer_config", "{train}", used)(
-    to("adam_betas", ".optimizer.betas", list_of(takes("share"), length=2), default=[0.9, 0.999]),
+    to("adam_betas", ".optimizer.betas", list_of("share", length=2), default=[0.9, 0.999]),
     to("weight_decay", ".optimizer.weight_decay", "non-negative", default=0.01,
        note="decoupled (AdamW), not L2; biases and norm weights are excluded"),
     to("max_grad_norm", ".max_grad_norm", "non-negative", or_null, default=1.0, note="0: no clipping"),
@@ -328,7 +328,7 @@ MODELS = section("trainer")(
     to("ref.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used, default=True,
        note=_CPU_OFFLOAD),
     to("{policy,critic,ref}.fsdp_config.reshard_after_forward", "{train}.fsdp.*",
-       either(takes("bool"), integer(1, samples=(1, 2))), of_backend("fsdp2"), used, default=True),
+       "bool or count", of_backend("fsdp2"), used, default=True),
     to("{policy,critic,ref}.sequence_parallel_size", "{train}.sequence_parallel", "count",
        of_backend("fsdp", "fsdp2", "deepspeed"), used, default=1,
        note="data-parallel ranks = GPUs / sequence_parallel_size"),

@@ -1,8 +1,15 @@
-"""Values that foreign keys accept, with a description for errors and samples for tests."""
+"""The values that a foreign key accepts, written in short, with their description for errors.
+
+bool  text  path  any         number > 0 and <= 1   integer >= 2   and the names in _NAMED
+a|b|c   one of these          x or -1   either of two
+[x]     a list                {x}       a mapping of names                  x?   or null
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,138 +17,91 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """The values that a key accepts.
-
-    `words` completes "X is not ...". `choices` lists the values of an enumerated key in the original's
-    spelling; empty for other keys. `samples` are distinct accepted values, for tests that change a key and
-    expect an effect.
-    """
+    """The values that a key accepts. `words` completes "X is not ..."; `choices` lists the values of an
+    enumerated key in the original's spelling."""
 
     words: str
     accepts: Callable[[Any], bool]
-    samples: tuple[Any, ...]
     choices: tuple[Any, ...] = ()
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_PLAIN = {
+    "bool": Takes("true or false", lambda v: isinstance(v, bool), (True, False)),
+    **dict.fromkeys(("text", "path"), Takes("a string", lambda v: isinstance(v, str) and v != "")),
+    "list": Takes("a list", lambda v: isinstance(v, list)),
+    "any": Takes("any value", lambda _: True),
+}
+_NAMED = {
+    "int": "integer",
+    "count": "integer >= 1",
+    "natural": "integer >= 0",
+    "cadence": "integer >= -1",
+    "positive": "number > 0",
+    "non-negative": "number >= 0",
+    "share": "number >= 0 and <= 1",
+    "fraction": "number > 0 and <= 1",
+}
+_BOUND = re.compile(r"(>=|>|<=) (-?[0-9.]+)")
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def takes(spec: str | Takes) -> Takes:
+    """Parse a description of values."""
+    if isinstance(spec, Takes):
+        return spec
+    spec = _NAMED.get(spec, spec)
+    if spec in _PLAIN:
+        return _PLAIN[spec]
+    if spec.endswith("?"):
+        return nullable(spec[:-1])
+    if spec.startswith("["):
+        return list_of(spec[1:-1])
+    if spec.startswith("{"):
+        each = takes(spec[1:-1])
+        words = f"a mapping of names to values, each {each.words}"
+        return Takes(words, lambda v: isinstance(v, dict) and all(map(each.accepts, v.values())))
+    if " or " in spec:
+        first, second = map(takes, spec.split(" or "))
+        return Takes(f"{first.words}, or {second.words}", lambda v: first.accepts(v) or second.accepts(v))
+    if spec.startswith(("integer", "number")):
+        return _numbers(spec)
+    if "|" in spec:
+        return choice(*spec.split("|"))
+    number = int(spec)
+    return Takes(f"one of {spec}", lambda v: type(v) in (int, float) and v == number)
 
 
 def choice(*choices: Any) -> Takes:
     """One of the listed values; compared with their types, so that true, 1 and "1" differ."""
-    words = "one of " + ", ".join("null" if c is None else str(c) for c in choices)
-    return Takes(words, lambda v: any(type(v) is type(c) and v == c for c in choices), choices, choices)
+    shown = ("null" if c is None else str(c).lower() if isinstance(c, bool) else str(c) for c in choices)
+    words = f"one of {', '.join(shown)}"
+    return Takes(words, lambda v: any(type(v) is type(c) and v == c for c in choices), choices)
 
 
-def nullable(takes: Takes) -> Takes:
-    """Values that `takes` accepts, or null."""
-    choices = (*takes.choices, None) if takes.choices else ()
-    words = takes.words + (", null" if takes.choices else ", or null")
-    return Takes(words, lambda v: v is None or takes.accepts(v), (*takes.samples, None), choices)
+def nullable(spec: str | Takes) -> Takes:
+    """The described values, or null."""
+    given = takes(spec)
+    choices = (*given.choices, None) if given.choices else ()
+    words = given.words + (", null" if choices else ", or null")
+    return Takes(words, lambda v: v is None or given.accepts(v), choices)
 
 
-def either(first: Takes, second: Takes) -> Takes:
-    """Values that either of the two accepts."""
-    return Takes(
-        f"{first.words}, or {second.words}",
-        lambda v: first.accepts(v) or second.accepts(v),
-        first.samples + second.samples,
-    )
-
-
-def integer(least: int | None = None, *, samples: tuple[int, ...] = ()) -> Takes:
-    """An integer of at least `least`."""
-    low = 0 if least is None else least
-    words = "an integer" + ("" if least is None else f" >= {least}")
-    return Takes(
-        words, lambda v: _is_int(v) and (least is None or v >= least), samples or (low + 1, low + 2, low + 7)
-    )
-
-
-def number(
-    least: float | None = None,
-    most: float | None = None,
-    *,
-    above: bool = False,
-    samples: tuple[float, ...] = (),
-) -> Takes:
-    """A finite number from `least` (exclusive with `above`) to `most`."""
-    bounds = [] if least is None else [f"> {least:g}" if above else f">= {least:g}"]
-    bounds += [] if most is None else [f"<= {most:g}"]
-    words = "a number" + (" " + " and ".join(bounds) if bounds else "")
+def list_of(spec: str, length: int | None = None) -> Takes:
+    """A list of the described values, of a fixed length if given."""
+    each = takes(spec)
 
     def accepts(value: Any) -> bool:
-        if not _is_number(value):
-            return False
-        is_high = least is None or (value > least if above else value >= least)
-        return is_high and (most is None or value <= most)
+        return isinstance(value, list) and length in (None, len(value)) and all(map(each.accepts, value))
 
-    low = 0.0 if least is None else least
-    span = 2.0 if most is None else most - low
-    return Takes(words, accepts, samples or (low + span / 4, low + span / 2))
+    return Takes(f"a list{'' if length is None else f' of {length}'}, each {each.words}", accepts)
 
 
-def text(*samples: str) -> Takes:
-    """A non-empty string."""
-    return Takes("a string", lambda v: isinstance(v, str) and v != "", samples or ("one", "two"))
+def _numbers(spec: str) -> Takes:
+    types = (int,) if spec.startswith("integer") else (int, float)
+    bounds = [(_COMPARE[sign], float(limit)) for sign, limit in _BOUND.findall(spec)]
 
+    def accepts(value: Any) -> bool:
+        is_number = type(value) in types and math.isfinite(value)
+        return is_number and all(compare(value, limit) for compare, limit in bounds)
 
-def list_of(takes: Takes, *, length: int | None = None) -> Takes:
-    """A list of values that `takes` accepts, with `length` entries if given."""
-    words = f"a list{'' if length is None else f' of {length}'}, each {takes.words}"
-    num = length or 1
-    return Takes(
-        words,
-        lambda v: (
-            isinstance(v, list)
-            and (length is None or len(v) == length)
-            and all(takes.accepts(item) for item in v)
-        ),
-        tuple([sample] * num for sample in takes.samples),
-    )
-
-
-def mapping_of(takes: Takes, *samples: dict[str, Any]) -> Takes:
-    """A mapping from arbitrary names to values that `takes` accepts."""
-    return Takes(
-        f"a mapping of names to values, each {takes.words}",
-        lambda v: isinstance(v, dict) and all(takes.accepts(item) for item in v.values()),
-        samples or tuple({"name": sample} for sample in takes.samples),
-    )
-
-
-BOOL = Takes("true or false", lambda v: isinstance(v, bool), (True, False), (True, False))
-COUNT = integer(1)
-NATURAL = integer(0)
-INT = integer()
-NUMBER = number()
-POSITIVE = number(0.0, above=True)
-NON_NEGATIVE = number(0.0)
-SHARE = number(0.0, 1.0)
-TEXT = text()
-PATH = text("folder/one", "folder/two")
-ANY = Takes("any value", lambda _: True, ("one", "two"))
-
-_NAMED = {
-    "bool": BOOL, "count": COUNT, "natural": NATURAL, "int": INT, "number": NUMBER, "positive": POSITIVE,
-    "non-negative": NON_NEGATIVE, "share": SHARE, "text": TEXT, "path": PATH, "any": ANY,
-}  # fmt: skip
-
-
-def takes(spec: str | Takes) -> Takes:
-    """The values that a row of a table names: `count`, `count?` (or null), `[count]` (a list),
-    `one|of|these`, `count or -1`."""
-    if isinstance(spec, Takes):
-        return spec
-    if spec.endswith("?"):
-        return nullable(takes(spec[:-1]))
-    if spec.startswith("["):
-        return list_of(takes(spec[1:-1]))
-    if " or " in spec:
-        first, second = spec.split(" or ")
-        return either(takes(first), takes(second))
-    return choice(*spec.split("|")) if "|" in spec else _NAMED.get(spec) or choice(int(spec))
+    return Takes(f"{'an' if spec.startswith('i') else 'a'} {spec}", accepts)

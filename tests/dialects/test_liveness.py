@@ -35,9 +35,9 @@ from braid.plan import resolve
 from braid_dialects.load import DIALECTS, read_foreign
 from braid_dialects.table import Rule
 from braid_dialects.translate import translate
-from braid_dialects.values import Takes
 
 from .conftest import ALL_SEEDS, IN_ONE_PROCESS, Reader, Seed
+from .samples import samples
 
 pytestmark = pytest.mark.xdist_group("liveness")
 
@@ -260,7 +260,7 @@ def test_a_change_of_an_applied_key_changes_what_the_run_depends_on(
             assert rule is not None
             without += [
                 f"{seed.name} {chosen} {entry.path}: {entry.value!r} -> {value!r}"
-                for value in others(name, entry.path, rule.takes, entry.value)
+                for value in others(name, entry.path, rule, entry.value)
                 if file.with_value(entry.path, value) == file.baseline
             ]
     assert without == []
@@ -331,10 +331,10 @@ EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
 """Values of a key that mean the same in these files."""
 
 
-def others(dialect: str, path: str, takes: Takes, value: Any) -> Iterator[Any]:
+def others(dialect: str, path: str, rule: Rule, value: Any) -> Iterator[Any]:
     """Accepted values that mean something else than `value`."""
     equal = [value, *(v for same in EQUAL[dialect].get(path, ()) if _is_in(value, same) for v in same)]
-    for sample in takes.samples:
+    for sample in samples(rule):
         if not _is_in(sample, equal):
             yield sample
 

@@ -12,6 +12,8 @@ from braid.errors import ConfigError
 from braid_dialects.load import Read, read_config
 from braid_dialects.skyrl import SKYRL
 
+from .samples import samples
+
 SEED = Path(__file__).parent / "seeds/skyrl-004.yaml"
 SINGLE = {"backend": "single", "engine": "native"}
 GAE = ("trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=m")
@@ -470,7 +472,7 @@ def test_each_backend_reads_its_own_section(file: Path) -> None:
 @pytest.mark.parametrize(("alias", "name"), SKYRL.aliases.items())
 def test_later_names_mean_the_same(file: Path, alias: str, name: str) -> None:
     rule = SKYRL.rules[name]
-    other = next(v for v in rule.takes.samples if v not in (rule.default, None))
+    other = next(v for v in samples(rule) if v not in (rule.default, None))
     options = {"allowed": ["*"]}
     old, new = (
         _relaxed(file, f"{key}={shown(other) if not isinstance(other, list) else other}", **options)

@@ -15,6 +15,7 @@ from braid_dialects.table import Source
 from braid_dialects.translate import translate
 
 from .conftest import ALL_SEEDS, Reader, Seed
+from .samples import samples
 
 NATIVE = {path for path, _ in fields_of(RunConfig)}
 NAMED = ("cluster.placement", "cluster.group_names", "cluster.env")
@@ -39,7 +40,7 @@ def test_every_value_that_a_key_takes_becomes_native_keys_or_has_a_reason(
     values = {entry.path: entry.value for entry in translate(foreign, dialect).ledger}
     for pattern, rule in dialect.rules.items():
         path = pattern.replace("*", "math_rule")
-        for value in rule.takes.samples:
+        for value in samples(rule):
             try:
                 made = rule.become(value, Source(dialect, {**values, path: value}, *chosen, at=path))
             except ValueError:
