@@ -340,7 +340,7 @@ def others(dialect: str, path: str, rule: Rule, value: Any) -> Iterator[Any]:
 
 
 def _is_in(value: Any, values: Iterable[Any]) -> bool:
-    return any(type(value) is type(other) and value == other for other in values)
+    return any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in values)
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,7 @@ def test_a_device_mapping_is_read(mapping: str | list[int], placement: str) -> N
         "[1.5]",
         "[1, 2",
         "1",
-        "(" * 50 + "range(2)" + ")" * 50,
+        "(" * 300 + "range(2)" + ")" * 300,
         "[" + "0," * 2000 + "]",
         "range(2) range(3)",
         "range(2) +",
