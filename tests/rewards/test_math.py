@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import Pipe
 
 import pytest
 from tests.leftovers import LIMIT_S
 
-from braid.rewards.isolated import HEADER
 from braid.types import Trajectory
 
 Answered = Callable[..., Trajectory]
@@ -71,11 +69,10 @@ def test_an_answer_that_keeps_sympy_busy_is_invalid_and_delays_no_other(
 
 
 def test_a_scoring_process_exits_when_its_parent_has_died() -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     command = [sys.executable, "-m", "braid.rewards.isolated", "math"]
     with ours, theirs, subprocess.Popen(command, stdin=theirs.fileno()) as process:
-        request = pickle.dumps((0.2, ("9^9^9^9", "5")))
-        ours.sendall(HEADER.pack(len(request)) + request)
+        ours.send((0.2, ("9^9^9^9", "5")))
         assert process.wait(timeout=LIMIT_S) == -signal.SIGALRM
 
 

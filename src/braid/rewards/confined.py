@@ -14,7 +14,10 @@ in the process of the tests.
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
+import operator
 import os
 import resource
 import sys
@@ -33,10 +36,8 @@ def main() -> None:
     sys.path += limits["path"]
     os.environ.clear()
     os.write(1, b"\n")
-    job = _read(int(_read(10)))
-    {"program": run_program, "answer": run_answer, "tests": run_tests}[role](
-        job.decode("utf-8", "surrogatepass")
-    )
+    job = _read(int(_read(10))).decode("utf-8", "surrogatepass")
+    {"program": run_program, "answer": run_answer, "tests": run_tests}[role](job)
 
 
 def _confine(limits: dict[str, Any]) -> None:
@@ -78,74 +79,58 @@ def run_program(code: str) -> None:
 
 # ---- plain values as JSON -------------------------------------------------------------------------------------------------
 
+VALUES: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "int": ("builtins", hex, lambda of, text: of(text, 16)),
+    "complex": ("builtins", lambda v: [v.real, v.imag], lambda of, parts: of(*parts)),
+    "range": ("builtins", lambda v: [v.start, v.stop, v.step], lambda of, parts: of(*parts)),
+    "bytes": ("builtins", lambda v: v.hex(), lambda of, text: of.fromhex(text)),
+    "bytearray": ("builtins", lambda v: v.hex(), lambda of, text: of.fromhex(text)),
+    "tuple": ("builtins", lambda v: [*tuple.__iter__(v)], lambda of, items: of(items)),
+    "set": ("builtins", lambda v: [*set.__iter__(v)], lambda of, items: of(items)),
+    "frozenset": ("builtins", lambda v: [*frozenset.__iter__(v)], lambda of, items: of(items)),
+    "dict": ("builtins", lambda v: [[*pair] for pair in dict.items(v)], lambda of, pairs: of(pairs)),
+    "Counter": ("collections", lambda v: [[*pair] for pair in v.items()], lambda of, pairs: of(dict(pairs))),
+    "deque": ("collections", list, lambda of, items: of(items)),
+    "Decimal": ("decimal", str, lambda of, text: of(text)),
+    "Fraction": ("fractions", str, lambda of, text: of(text)),
+    "date": ("datetime", str, lambda of, text: of.fromisoformat(text)),
+    "datetime": ("datetime", str, lambda of, text: of.fromisoformat(text)),
+    "timedelta": ("datetime", lambda v: v.total_seconds(), lambda of, seconds: of(seconds=seconds)),
+}
+"""Plain types that JSON lacks: their module, the value's parts, and the value from its class and parts."""
 
-def encode(value: Any, export: Callable[[Any], Any]) -> Any:  # noqa: C901  # a line for each type
-    """Convert the value to JSON data; `export` encodes values that are not plain."""
+
+def encode(value: Any, export: Callable[[Any], Any]) -> Any:
+    """Convert the value to JSON data, of a subclass as its plain type; `export` encodes values that are not
+    plain."""
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
-    if isinstance(value, int):
-        return int(value) if abs(value) < 1 << 60 else {"int": hex(value)}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, list):
-        return [encode(item, export) for item in list.__iter__(value)]
-    for of in (tuple, set, frozenset):
-        if isinstance(value, of):
-            items: Any = of.__iter__
-            return {of.__name__: [encode(item, export) for item in items(value)]}
-    if isinstance(value, dict):
-        pairs = [[encode(k, export), encode(v, export)] for k, v in dict.items(value)]
-        return {"Counter" if kind.__name__ == "Counter" else "dict": pairs}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytearray" if isinstance(value, bytearray) else "bytes": bytes(value).hex()}
-    if kind is range:
-        return {"range": [value.start, value.stop, value.step]}
-    if kind.__name__ in ("Decimal", "Fraction") and kind.__module__ in ("decimal", "_decimal", "fractions"):
-        return {kind.__name__: str(value)}
-    if kind.__name__ == "deque" and kind.__module__ == "collections":
-        return {"deque": [encode(item, export) for item in value]}
-    if kind.__module__ == "datetime" and kind.__name__ in ("date", "datetime", "timedelta"):
-        return {kind.__name__: str(value) if kind.__name__ != "timedelta" else value.total_seconds()}
+    for of in kind.__mro__:
+        if of is list:
+            return [encode(item, export) for item in list.__iter__(value)]
+        if of is str:
+            return str.__str__(value)
+        if of is float or (of is int and abs(value) < 1 << 60):
+            return of(value)
+        if VALUES.get(of.__name__, ("",))[0] == of.__module__:
+            return {of.__name__: encode(VALUES[of.__name__][1](value), export)}
     if kind.__module__ == "numpy" and hasattr(value, "tolist") and value.dtype.kind in "biufcU":
         data = encode(value.tolist(), export)
         return {"array": [value.dtype.str, data]} if kind.__name__ == "ndarray" else data
     return export(value)
 
 
-def decode(data: Any, known: Callable[[str, Any], Any]) -> Any:  # noqa: C901
+def decode(data: Any, known: Callable[[str, Any], Any]) -> Any:
     """Inverse of `encode`; `known` decodes exported values."""
     if isinstance(data, list):
         return [decode(item, known) for item in data]
     if not isinstance(data, dict):
         return data
     ((name, value),) = data.items()
-    if name == "int":
-        return int(value, 16)
-    if name in ("dict", "Counter"):
-        pairs = {decode(k, known): decode(v, known) for k, v in value}
-        return __import__("collections").Counter(pairs) if name == "Counter" else pairs
-    if name in ("tuple", "set", "frozenset"):
-        items = [decode(item, known) for item in value]
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](items)
-    if name in ("bytes", "bytearray"):
-        return (bytes if name == "bytes" else bytearray).fromhex(value)
-    if name in ("complex", "range"):
-        return {"complex": complex, "range": range}[name](*value)
-    if name == "deque":
-        return __import__("collections").deque(decode(item, known) for item in value)
-    if name == "Decimal":
-        return __import__("decimal").Decimal(value)
-    if name == "Fraction":
-        return __import__("fractions").Fraction(value)
-    if name in ("date", "datetime"):
-        return getattr(__import__("datetime"), name).fromisoformat(value)
-    if name == "timedelta":
-        return __import__("datetime").timedelta(seconds=value)
+    if name in VALUES:
+        module, _, build = VALUES[name]
+        return build(getattr(__import__(module), name), decode(value, known))
     if name == "array":
         kind, items = value
         if kind.lstrip("<>|=")[:1] not in tuple("biufcU"):
@@ -169,27 +154,23 @@ class Channel:
     """JSON lines to and from the other process, over the original standard streams."""
 
     def __init__(self) -> None:
-        self._in, self._out = os.dup(0), os.dup(1)
+        self._in, self._out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         null = os.open("/dev/null", os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(null, number)
-        self._rest = b""
         sys.set_int_max_str_digits(0)
 
     def say(self, message: Any) -> None:
-        self.write(json.dumps(message).encode() + b"\n")
+        self.write(json.dumps(message).encode())
 
-    def write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._out, data) :]
+    def write(self, line: bytes) -> None:
+        self._out.write(line + b"\n")
+        self._out.flush()
 
     def hear(self) -> Any:
-        while b"\n" not in self._rest:
-            chunk = os.read(self._in, 1 << 16)
-            if not chunk:
-                os._exit(1)
-            self._rest += chunk
-        line, _, self._rest = self._rest.partition(b"\n")
+        line = self._in.readline()
+        if not line:
+            os._exit(1)
         return json.loads(line)
 
 
@@ -199,9 +180,6 @@ class Channel:
 def run_answer(code: str) -> None:
     """Run the program and serve the tests' requests until the tests end."""
     import asyncio
-    import builtins
-    import io
-    import operator
 
     channel, names = Channel(), _module("answer")
     objects: list[Any] = []
@@ -231,16 +209,9 @@ def run_answer(code: str) -> None:
     async def awaited(value):
         return await value
 
-    does = {name: getattr(operator, name) for name in OPERATORS}
-    does |= {
-        name: getattr(builtins, name)
-        for name in ("len", "iter", "next", "str", "repr", "bool", "getattr", "setattr")
-    }
-    does |= {"load": load, "name": names.__getitem__, "isinstance": isinstance}
-    does |= {
-        "call": lambda f, *args, **kwargs: f(*args, **kwargs),
-        "await": lambda v: asyncio.run(awaited(v)),
-    }
+    does = {**vars(operator), **vars(builtins), "load": load, "name": names.__getitem__}
+    does["call"] = lambda f, *args, **kwargs: f(*args, **kwargs)
+    does["await"] = lambda value: asyncio.run(awaited(value))
     while True:
         message = channel.hear()
         printed, sys.stdout = sys.stdout, io.StringIO()
@@ -259,10 +230,6 @@ def run_answer(code: str) -> None:
         sys.stdout = printed
         channel.say(reply)
 
-
-COMPARISONS = ("lt", "le", "gt", "ge")
-ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-OPERATORS = (*COMPARISONS, *ARITHMETIC, "eq", "neg", "getitem", "setitem", "delitem")
 
 # ---- the tests' side ------------------------------------------------------------------------------------------------------
 
@@ -315,9 +282,7 @@ class Answer:
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
             self.functions.append(value)
             return {"function": len(self.functions) - 1}
-        if hasattr(value, "__next__") or isinstance(
-            value, (type({}.keys()), type({}.values()), type({}.items()))
-        ):
+        if hasattr(value, "__next__") or type(value).__name__ in ("dict_keys", "dict_values", "dict_items"):
             return encode(list(value), self.export)
         if type(value).__module__ == "tests":
             raise Unsupported(
@@ -345,8 +310,6 @@ class Answer:
         """Local class for an exception class of the program, given the names in its MRO: the built-in of that
         name, else a new class with the same name and bases. Exceptions that exit, such as SystemExit, become
         RuntimeError."""
-        import builtins
-
         name = names[0] if names else "Exception"
         found = getattr(builtins, name, None)
         if name in ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "BaseException", "object"):
@@ -377,12 +340,6 @@ class Remote:
             raise AttributeError(name)
         return _ask(self, "getattr", name)
 
-    def __setattr__(self, name, value):
-        _ask(self, "setattr", name, value)
-
-    def __call__(self, *args, **kwargs):
-        return _ask(self, "call", *args, **kwargs)
-
     def __eq__(self, other):
         return isinstance(other, Remote) and (other is self or _ask(self, "eq", other) is True)
 
@@ -398,9 +355,6 @@ class Remote:
                 return
             yield item
 
-    def __next__(self):
-        return _ask(self, "next")
-
     def __await__(self):
         yield from ()
         return _ask(self, "await")
@@ -408,30 +362,19 @@ class Remote:
     def __bool__(self):
         return _ask(self, "bool") is True
 
-    def __len__(self):
-        return _ask(self, "len")
-
-    def __str__(self):
-        return _ask(self, "str")
-
-    def __repr__(self):
-        return _ask(self, "repr")
-
-    def __getitem__(self, key):
-        return _ask(self, "getitem", key)
-
-    def __setitem__(self, key, value):
-        _ask(self, "setitem", key, value)
-
-    def __delitem__(self, key):
-        _ask(self, "delitem", key)
-
     def __instancecheck__(self, value):
         return isinstance(value, Remote) and _ask(value, "isinstance", self) is True
 
 
 def _ask(remote, do, *args, **kwargs):
     return object.__getattribute__(remote, "_answer").ask(do, remote, *args, **kwargs)
+
+
+def _method(do):
+    def method(self, *args, **kwargs):
+        return _ask(self, do, *args, **kwargs)
+
+    return method
 
 
 def _comparison(do):
@@ -450,12 +393,13 @@ def _arithmetic(do, is_swapped=False):
     return compute
 
 
-for _name in COMPARISONS:
+for _name in ("call", "setattr", "next", "len", "str", "repr", "getitem", "setitem", "delitem"):
+    setattr(Remote, f"__{_name}__", _method(_name))
+for _name in ("lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _comparison(_name))
-for _name in ARITHMETIC:
+for _name in ("neg", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     setattr(Remote, f"__{_name}__", _arithmetic(_name))
     setattr(Remote, f"__r{_name}__", _arithmetic(_name, is_swapped=True))
-setattr(Remote, "__neg__", _arithmetic("neg"))  # noqa: B010
 
 
 class Names(dict):
@@ -467,8 +411,6 @@ class Names(dict):
         self._answer, self._modules = answer, modules
 
     def __missing__(self, name):
-        import builtins
-
         if hasattr(builtins, name):
             raise KeyError(name)
         if name in self._modules:
@@ -488,11 +430,11 @@ def run_tests(text: str) -> None:
         names = Names(answer, _modules_in(text))
         sys.modules["tests"] = types.ModuleType("tests")
         exec(code, names)
-        verdict = b"passed\n"
+        verdict = b"passed"
     except Unsupported as error:
-        verdict = b"unsupported " + str(error).encode() + b"\n"
+        verdict = b"unsupported " + str(error).encode()
     except BaseException:
-        verdict = b"failed\n"
+        verdict = b"failed"
     channel.write(verdict)
     os._exit(0)
 

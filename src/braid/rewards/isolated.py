@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import re
 import resource
 import signal
-import socket
-import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from .programs import load_code
@@ -30,8 +29,6 @@ GRACE_S = 1.0
 
 MARKED_NUMBER = re.compile(r"####[ \t]*\$?([-+]?[\d,]*\.?\d+(?:/\d+)?)\.?[ \t]*$", re.MULTILINE)
 """An answer in the format of GSM8K, at the end of a line; does not match a heading such as `#### 1. Idea`."""
-HEADER = struct.Struct("!I")
-"""Prefix of each message: its length in bytes."""
 
 
 def load_math() -> Callable[[str, Sequence[str]], float]:
@@ -98,56 +95,32 @@ SCORERS: dict[str, Callable[[], Callable[..., float]]] = {
 def main() -> None:
     """Serve requests until the other end closes the socket."""
     logging.disable()
-    connection = socket.socket(fileno=0)
-    try:
-        score = SCORERS[sys.argv[1]]()
-    except Exception as error:
-        _send(connection, {"error": f"{type(error).__name__}: {error}"})
+    connection, name = Connection(0), sys.argv[1]
+    score, error = _tried(SCORERS[name])
+    connection.send_bytes(json.dumps([None, error]).encode())
+    if error is not None:
         return
-    _limit_resources(may_write=sys.argv[1] == "code")
-    _send(connection, {"ready": True})
-    while (request := _receive(connection)) is not None:
-        timeout_s, arguments = pickle.loads(request)
-        signal.setitimer(
-            signal.ITIMER_REAL, timeout_s + GRACE_S
-        )  # the signal's default action ends the process
-        try:
-            reply: dict[str, Any] = {"value": score(*arguments)}
-        except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(connection, reply)
-
-
-def _limit_resources(*, may_write: bool) -> None:
-    """Set the process's resource limits. A process that only starts sandboxes may write, because programs in
-    these have their own limits."""
     limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
-    if not may_write:
+    if name != "code":  # its sandboxes have their own limits
         limits[resource.RLIMIT_FSIZE] = 0
     for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
+        hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    with suppress(EOFError):
+        while True:
+            timeout_s, arguments = connection.recv()
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # the default action ends the process
+            reply = _tried(partial(score, *arguments))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.send_bytes(json.dumps(reply).encode())
 
 
-def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
-    data = json.dumps(reply).encode()
-    connection.sendall(HEADER.pack(len(data)) + data)
-
-
-def _receive(connection: socket.socket) -> bytes | None:
-    header = _read(connection, HEADER.size)
-    return None if header is None else _read(connection, HEADER.unpack(header)[0])
-
-
-def _read(connection: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        chunk = connection.recv(count - len(data))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
+def _tried(function: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The function's value, or None and its error."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -82,30 +82,21 @@ def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
     a process in it. Raises ConfigError if none works."""
     if asked == "process":
         return "process"
-    candidates: dict[str, tuple[Isolation, ...]] = {
-        "bubblewrap": ("bubblewrap", "bubblewrap, user namespace"),
-        "sandlock": ("sandlock",),
-    }
+    known: tuple[Isolation, ...] = ("bubblewrap", "bubblewrap, user namespace", "sandlock")
     reasons: list[str] = []
-    for name in candidates if asked == "auto" else (asked,):
-        for isolation in candidates[name]:
-            if isolation == "bubblewrap" and os.geteuid() != 0:
-                continue
+    for isolation in known if os.geteuid() == 0 else known[1:]:
+        if asked in ("auto", isolation.partition(",")[0]):
             try:
                 with Confined("program", isolation, Limits(10.0, 1 << 29)):
                     return isolation
             except SandboxError as error:
                 reasons.append(f"{isolation}: {error}")
-    raise ConfigError(
-        [
-            Problem(
-                key,
-                f"code rewards run programs written by the model, but no sandbox works on this machine ({'; '.join(reasons)}). "
-                f"Install bubblewrap (apt-get install bubblewrap; user namespaces must be allowed), or use Linux 6.12 or newer "
-                f"with the package sandlock; {key}=process runs programs with resource limits but no sandbox",
-            )
-        ]
+    problem = (
+        f"code rewards run programs written by the model, but no sandbox works on this machine ({'; '.join(reasons)}). "
+        "Install bubblewrap (apt-get install bubblewrap; user namespaces must be allowed), or use Linux 6.12 or newer "
+        f"with the package sandlock; {key}=process runs programs with resource limits but no sandbox"
     )
+    raise ConfigError([Problem(key, problem)])
 
 
 class Confined:
@@ -117,7 +108,7 @@ class Confined:
     def __init__(self, role: Role, isolation: Isolation, limits: Limits) -> None:
         self._limits = limits
         self._received, self._to_send = bytearray(), b""
-        self._closes_input = self._is_at_end = False
+        self._is_last = self._is_at_end = False
         self._next_count_s = math.inf
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(
@@ -142,7 +133,7 @@ class Confined:
         """Append to the standard input, which is written while output is read. `is_last` closes it
         afterwards."""
         self._to_send += data
-        self._closes_input = is_last
+        self._is_last = is_last
 
     def read_line(self, deadline: float, max_bytes: int) -> bytes | None:
         """The next output line; None at the deadline or the end of the output, for a longer line, or if the
@@ -157,49 +148,36 @@ class Confined:
     def read_all(self, deadline: float, max_bytes: int) -> bytes | None:
         """The whole output of a process that exits with status 0; None if it fails, prints more, misses the
         deadline, or exceeds its limits."""
-        while self._pump(deadline):
-            if len(self._received) > max_bytes:
-                return None
-        if not self._is_at_end:
-            return None
-        return bytes(self._received) if _exit_code(self._process, deadline) == 0 else None
+        while len(self._received) <= max_bytes and self._pump(deadline):
+            pass
+        is_whole = self._is_at_end and _exit_code(self._process, deadline) == 0
+        return bytes(self._received) if is_whole else None
 
     def _pump(self, deadline: float) -> bool:
-        """Transfer some data. False at the end of the output, at the deadline, or if the limits are
-        exceeded."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if self._closes_input and not self._to_send and not stdin.closed:
-            stdin.close()
-        is_readable = False
-        while not is_readable:
-            left = deadline - time.monotonic()
-            if left <= 0 or self._is_at_end or self._is_over():
+        """Wait up to _TICK_S, and transfer some data. False at the end of the output, at the deadline, or if
+        the test exceeds its limits, which are measured once per _TICK_S."""
+        stdin, stdout, now = self._process.stdin, self._process.stdout, time.monotonic()
+        if now >= self._next_count_s:
+            self._next_count_s = now + _TICK_S
+            if _is_over(self._limits, self._folder):
                 return False
-            poll = select.poll()  # unlike select, not limited to descriptors below 1024
-            poll.register(stdout, select.POLLIN)
-            if self._to_send:
-                poll.register(stdin, select.POLLOUT)
-            ready = {number for number, _ in poll.poll(min(left, _TICK_S) * 1000)}
-            is_readable = stdout.fileno() in ready
-            if self._to_send and stdin.fileno() in ready:
-                try:
-                    self._to_send = self._to_send[os.write(stdin.fileno(), self._to_send) :]
-                except OSError:  # the program closed its input
-                    self._to_send = b""
-                if not self._to_send:
-                    break
-        if is_readable:
-            data = stdout.read(1 << 16)
-            self._is_at_end = data == b""
-            self._received += data or b""
-        return not self._is_at_end
-
-    def _is_over(self) -> bool:
-        """Whether the test's processes together exceed their limits, measured at most once per _TICK_S."""
-        if (now := time.monotonic()) < self._next_count_s:
-            return False
-        self._next_count_s = now + _TICK_S
-        return _is_over(self._limits, self._folder)
+        poll = select.poll()  # unlike select, not limited to descriptors below 1024
+        poll.register(stdout, select.POLLIN)
+        if self._to_send:
+            poll.register(stdin, select.POLLOUT)
+        elif self._is_last:
+            stdin.close()
+        ready = [number for number, _ in poll.poll(max(0.0, min(deadline - now, _TICK_S)) * 1000)]
+        if self._to_send and stdin.fileno() in ready:
+            try:
+                self._to_send = self._to_send[os.write(stdin.fileno(), self._to_send) :]
+            except OSError:  # the program closed its input
+                self._to_send = b""
+        if stdout.fileno() in ready:
+            data = os.read(stdout.fileno(), 1 << 16)
+            self._is_at_end = not data
+            self._received += data
+        return not self._is_at_end and now < deadline
 
     def __enter__(self) -> Self:
         return self
@@ -225,22 +203,14 @@ def _start(role: Role, isolation: Isolation, limits: Limits, folder: str, errors
 
 
 def _popen(command: Sequence[str], errors: IO[bytes], **options: Any) -> Any:
-    return subprocess.Popen(
-        command,
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        start_new_session=True,
-        **options,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+    return subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes, **options)
 
 
 def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> list[str]:
     """Command line inside the sandbox: this Python with the text of confined.py."""
-    seconds = math.ceil(limits.timeout_s) + 1
     resources = {
-        "CPU": seconds,
+        "CPU": math.ceil(limits.timeout_s) + 1,
         "AS": limits.memory_bytes,
         "CORE": 0,
         "NOFILE": _OPEN_FILES,
@@ -248,13 +218,10 @@ def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> lis
     }
     if isolation.startswith("bubblewrap"):  # otherwise it would count this user's other processes
         resources["NPROC"] = MAX_PROCESSES
-    setting = {"resources": resources, "user": user, "path": _libraries(), "is_bare": isolation == "process"}
+    path = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    setting = {"resources": resources, "user": user, "path": path, "is_bare": isolation == "process"}
     source = Path(__file__).with_name("confined.py").read_text()
     return [sys.executable, "-S", "-s", "-P", "-B", "-c", source, role, json.dumps(setting)]
-
-
-def _libraries() -> list[str]:
-    return list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
 
 
 def _python_folders() -> list[str]:
@@ -271,19 +238,15 @@ def _bubblewrap(user: int, filter_fd: int | None) -> list[str]:
     path = shutil.which("bwrap")
     if path is None:
         raise SandboxError("bwrap is not installed")
-    command = [
-        path,
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
-    command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+    options = (
+        "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent "
+    )
+    options += "--new-session --cap-drop ALL --clearenv "
     if user:
-        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        options += "--cap-add CAP_SETUID --cap-add CAP_SETGID"
     else:
-        command += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--disable-userns"]
+        options += "--unshare-user --uid 65534 --gid 65534 --disable-userns"
+    command = [path, *options.split()]
     if filter_fd is not None:
         command += ["--seccomp", str(filter_fd)]
     for name, value in _ENVIRONMENT.items():
@@ -329,13 +292,13 @@ def _start_sandlock(command: Sequence[str], limits: Limits, folder: str) -> Any:
 
 def _exit_code(process: Any, deadline: float) -> int | None:
     """Wait for the process and return its exit code; None at the deadline."""
+    limit_s = max(1e-3, deadline - time.monotonic())
     if not isinstance(process, subprocess.Popen):
-        return process.wait(max(1e-3, deadline - time.monotonic())).exit_code
-    while process.poll() is None:  # Popen.wait polls at intervals up to 50 ms
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(1e-3)
-    return process.returncode
+        return process.wait(limit_s).exit_code
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _end(process: Any) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import weakref
-from typing import Any
+from functools import partial
+from multiprocessing import Pipe
 
 from braid.errors import RewardError
 from braid.processes import descendants, kill
 
-from .isolated import HEADER
+from .threads import start, within
 
 START_LIMIT_S = 120.0
 """Time limit for a new process to import its scorer."""
@@ -24,11 +23,10 @@ MAX_REPLY_BYTES = 1 << 20
 
 
 class _Process:
-    """A process that runs `scorer`, and the socket to it."""
+    """A process that runs `scorer`, and the connection to it."""
 
     def __init__(self, scorer: str) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
+        self._connection, theirs = Pipe()
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -45,36 +43,25 @@ class _Process:
                 start_new_session=True,
             )
 
-    async def reply(self) -> dict[str, Any]:
-        """The next message. Raises RewardError if the process ended or sent an invalid message."""
+    async def ask(self, request: bytes | None, timeout_s: float, limit: str | None) -> tuple[object, object]:
+        """Send the request, and return the value and error of the next reply. Without a reply in time, the
+        process is killed and RewardError raised."""
         try:
-            (length,) = HEADER.unpack(await self._read(HEADER.size))
-            if length > MAX_REPLY_BYTES:
-                raise ValueError("too long")
-            message = json.loads(await self._read(length))
-            if not isinstance(message, dict):
-                raise ValueError("no object")
-        except (OSError, EOFError, ValueError) as error:
+            return await within(start(partial(self._ask, request)), timeout_s, limit)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _ask(self, request: bytes | None) -> tuple[object, object]:
+        try:
+            if request is not None:
+                self._connection.send_bytes(request)
+            value, error = json.loads(self._connection.recv_bytes(MAX_REPLY_BYTES))
+        except (OSError, EOFError, TypeError, ValueError) as error:
             raise RewardError(
                 "the scoring process exited without a result (out of memory, or killed)"
             ) from error
-        return message
-
-    async def ask(self, request: bytes) -> dict[str, Any]:
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(request)) + request)
-        except OSError as error:
-            raise RewardError("the scoring process has exited") from error
-        return await self.reply()
-
-    async def _read(self, count: int) -> bytes:
-        loop, data = asyncio.get_running_loop(), bytearray()
-        while len(data) < count:
-            chunk = await loop.sock_recv(self._socket, count - len(data))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return bytes(data)
+        return value, error
 
     def kill(self) -> None:
         """Kill the process and all its descendants."""
@@ -82,7 +69,6 @@ class _Process:
         self._process.kill()
         kill(started)
         self._process.wait()
-        self._socket.close()
 
 
 class ScoringProcesses:
@@ -100,38 +86,20 @@ class ScoringProcesses:
             request = pickle.dumps((timeout_s, arguments))
         except Exception as error:  # a column's __reduce__ can raise anything
             raise RewardError(f"cannot send the prompt's fields to the scoring process: {error}") from error
-        process = self._idle.pop() if self._idle else await self._start()
-        is_well = False
-        try:
-            async with asyncio.timeout(timeout_s):
-                reply = await process.ask(request)
-            is_well = True
-        except TimeoutError as error:
-            raise RewardError(f"no result within {limit or f'reward.timeout_s={timeout_s:g}'}") from error
-        finally:
-            if is_well:
-                self._idle.append(process)
-            else:
-                process.kill()
-        if "error" in reply:
-            raise RewardError(str(reply["error"]))
-        value = reply.get("value")
+        process = self._idle.pop() if self._idle else await self._started()
+        value, error = await process.ask(request, timeout_s, limit)
+        self._idle.append(process)
+        if error is not None:
+            raise RewardError(str(error))
         return min(max(value, 0.0), 1.0) if isinstance(value, int | float) else value
 
-    async def _start(self) -> _Process:
+    async def _started(self) -> _Process:
         process = _Process(self._scorer)
-        is_well = False
-        try:
-            async with asyncio.timeout(START_LIMIT_S):
-                reply = await process.reply()
-            is_well = "error" not in reply
-        except TimeoutError as error:
-            raise RewardError(f"the scoring process did not start within {START_LIMIT_S:g} s") from error
-        finally:
-            if not is_well:
-                process.kill()
-        if not is_well:
-            raise RewardError(f"cannot start the scoring process: {reply['error']}")
+        limit = f"{START_LIMIT_S:g} s of starting the scoring process"
+        _, error = await process.ask(None, START_LIMIT_S, limit)
+        if error is not None:
+            process.kill()
+            raise RewardError(f"cannot start the scoring process: {error}")
         return process
 
     def close(self) -> None:

@@ -33,34 +33,30 @@ def read_tests(value: Any) -> list[Test]:
         case str() if value.strip():
             return [(value, "", "")]
         case {"inputs": inputs, "outputs": outputs} if len(inputs) == len(outputs) > 0:
-            return [_of_program(*pair) for pair in zip(inputs, outputs, strict=True)]
+            return [_test({"input": i, "output": o}) for i, o in zip(inputs, outputs, strict=True)]
         case [_, *_]:
-            return [_one(item) for item in value]
+            return [_test(item) for item in value]
     raise ValueError(
         f"{str(value)[:80]!r} are not tests; write a string with assertions, a list of such strings, a list of "
         "{input, output}, or {inputs, outputs} with two lists of equal length"
     )
 
 
-def _one(item: Any) -> Test:
+def _test(item: Any) -> Test:
+    """One test: assertions, or the input and output of a program, each text or a list of lines."""
     match item:
         case str():
             return item, "", ""
         case {"input": given, "output": expected}:
-            return _of_program(given, expected)
+            given, expected = (
+                "\n".join(map(str, x)) if isinstance(x, list) else x for x in (given, expected)
+            )
+            if isinstance(given, str) and isinstance(expected, str):
+                return "", given, expected
     raise ValueError(
-        f"{str(item)[:80]!r} is not a test; write a string with assertions, or {{input, output}}"
+        f"{str(item)[:80]!r} is not a test; write a string with assertions, or {{input, output}}, each a string or "
+        "a list of lines"
     )
-
-
-def _of_program(given: Any, expected: Any) -> Test:
-    """Test of a program that reads and prints. `given` and `expected` are text or lists of lines."""
-    given, expected = ("\n".join(x) if isinstance(x, list) else x for x in (given, expected))
-    if not isinstance(given, str) or not isinstance(expected, str):
-        raise ValueError(
-            f"input {given!r} and output {expected!r} of a test must be strings, or lists of lines"
-        )
-    return "", given, expected
 
 
 def load_code() -> Callable[[str, Sequence[Test], Isolation, float, int, bool], float]:
@@ -76,15 +72,14 @@ def load_code() -> Callable[[str, Sequence[Test], Isolation, float, int, bool], 
         memory_bytes: int,
         needs_all: bool,
     ) -> float:
-        limits, passed = Limits(timeout_s, memory_bytes), 0
-        for test in tests:
+        passed = 0
+        for number, test in enumerate(tests, 1):
             try:
-                is_passed = passes(code, test, isolation, limits)
+                passed += passes(code, test, isolation, Limits(timeout_s, memory_bytes))
             finally:
                 kill_children()
-            if needs_all and not is_passed:
+            if needs_all and passed < number:
                 return 0.0
-            passed += is_passed
         return passed / len(tests)
 
     return score

@@ -1,17 +1,16 @@
-"""Runs users' functions, which may hang, in daemon threads.
+"""Runs functions that may hang, each call in its own daemon thread or on an event loop in one.
 
-A thread cannot be killed, so a call that exceeds its time limit keeps its thread until it returns. A new
-thread replaces it, and process exit does not wait for it. When too many threads are stuck, further calls fail
-immediately.
+A thread cannot be killed, so a call that exceeds its time limit keeps its thread until it returns. Process
+exit does not wait for it. When too many calls of a function are stuck, further ones fail immediately.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
@@ -23,53 +22,61 @@ T = TypeVar("T")
 PING_S = 1.0
 """An event loop that does not respond within this time is considered blocked."""
 
-Outcome = tuple[object, BaseException | None]
-"""Return value and exception of a call. Exceptions are passed as values, so that none of them, SystemExit
-included, ends the thread or the run."""
+
+def start(function: Callable[[], T]) -> Future[T]:
+    """Call the function in a new thread. The future fails with RewardError if it raises."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def serve() -> None:
+        try:
+            with _as_reward_error():
+                future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=serve, name=REWARD_THREADS, daemon=True).start()
+    return future
 
 
-class _Worker:
-    """A daemon thread that runs jobs sequentially until it receives None."""
-
-    def __init__(self) -> None:
-        self.jobs: SimpleQueue[tuple[Callable[[], object], Future[Outcome]] | None] = SimpleQueue()
-        Thread(target=self._serve, name=REWARD_THREADS, daemon=True).start()
-
-    def _serve(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            function, future = job
-            if future.set_running_or_notify_cancel():
-                future.set_result(_outcome(function))
-
-
-def _outcome(function: Callable[[], object]) -> Outcome:
+async def within(future: Future[T], timeout_s: float, limit: str | None = None) -> T:
+    """Await the future's result. Cancels the future after `timeout_s`, or when the wait itself is cancelled.
+    `limit` describes the limit in the RewardError."""
+    wrapped = asyncio.wrap_future(future)
     try:
-        return function(), None
+        done, _ = await asyncio.wait({wrapped}, timeout=timeout_s)
+    finally:
+        wrapped.cancel()
+        future.cancel()  # wrapped does so only in the next iteration of the event loop
+    if not done:
+        raise RewardError(f"no result within {limit or f'reward.timeout_s={timeout_s:g}'}")
+    try:
+        return wrapped.result()
+    except asyncio.CancelledError:
+        raise RewardError("the call was cancelled") from None
+
+
+@contextmanager
+def _as_reward_error() -> Iterator[None]:
+    """Turn any exception, also one that would end the thread or the run, into a RewardError with the line that
+    raised it."""
+    try:
+        yield
+    except (RewardError, asyncio.CancelledError):
+        raise
     except BaseException as error:
-        return None, error
-
-
-def _value_of(outcome: Outcome) -> object:
-    """Value of the call. Raises RewardError with the call's exception and the line that raised it; a
-    RewardError is re-raised unchanged."""
-    value, error = outcome
-    if error is None:
-        return value
-    if isinstance(error, RewardError):
-        raise error
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
-    raise RewardError(f"{type(error).__name__}: {error}{where}") from error
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
+        raise RewardError(f"{type(error).__name__}: {error}{where}") from error
 
 
 class ReplaceableThreads:
-    """Runs synchronous functions with a time limit, each caller in its own thread."""
+    """Runs a synchronous function with a time limit, several calls at a time."""
 
     def __init__(self, *, max_stuck: int) -> None:
-        self._idle: list[_Worker] = []
-        self._late: list[Future[Outcome]] = []
+        self._late: list[Future[object]] = []
         self._max_stuck = max_stuck
 
     async def run(self, function: Callable[[], object], timeout_s: float) -> object:
@@ -81,22 +88,15 @@ class ReplaceableThreads:
                 f"{len(self._late)} earlier calls are still running after reward.timeout_s={timeout_s:g}; add a time limit to "
                 "the function, or raise reward.timeout_s"
             )
-        worker = self._idle.pop() if self._idle else _Worker()
-        future: Future[Outcome] = Future()
-        worker.jobs.put((function, future))
+        future = start(function)
         try:
-            return _value_of(await _within(future, timeout_s))
+            return await within(future, timeout_s)
         finally:
-            if future.done() and not future.cancelled():
-                self._idle.append(worker)
-            else:
-                worker.jobs.put(None)
+            if not future.done():
                 self._late.append(future)
 
     def close(self) -> None:
-        """Stop idle threads. Stuck ones end with the process."""
-        while self._idle:
-            self._idle.pop().jobs.put(None)
+        """Nothing to stop: stuck threads end with the process."""
 
 
 class LoopThread:
@@ -111,17 +111,17 @@ class LoopThread:
     async def run(self, function: Callable[[], Awaitable[object]], timeout_s: float) -> object:
         """Return `await function()`. Raises RewardError if it raises or takes longer than `timeout_s`."""
         loop = self._loop = self._loop or _started_loop()
-        future = asyncio.run_coroutine_threadsafe(_async_outcome(function), loop)
+        future = asyncio.run_coroutine_threadsafe(_call(function), loop)
         try:
-            outcome = await _within(future, timeout_s)
+            return await within(future, timeout_s)
         except RewardError:
-            await self._replace_if_blocked(loop)
+            if future.cancelled():
+                await self._replace_if_blocked(loop)
             raise
-        return _value_of(outcome)
 
     async def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            await _within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop), PING_S)
+            await within(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop), PING_S)
         except RewardError:
             if self._loop is loop:
                 self.close()
@@ -133,41 +133,18 @@ class LoopThread:
             self._loop = None
 
 
-async def _async_outcome(function: Callable[[], Awaitable[object]]) -> Outcome:
-    try:
-        return await function(), None
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:
-        return None, error
+async def _call(function: Callable[[], Awaitable[object]]) -> object:
+    with _as_reward_error():
+        return await function()
 
 
 def _started_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop = runner.get_loop()
 
     def serve() -> None:
-        loop.run_forever()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+        with runner:  # cancels what still runs at the end
+            loop.run_forever()
 
     Thread(target=serve, name=f"{REWARD_THREADS}-loop", daemon=True).start()
     return loop
-
-
-async def _within(future: Future[T], timeout_s: float) -> T:
-    """Await the future's result. Cancels the future after `timeout_s`, or when the wait itself is
-    cancelled."""
-    wrapped = asyncio.wrap_future(future)
-    try:
-        done, _ = await asyncio.wait({wrapped}, timeout=timeout_s)
-    except asyncio.CancelledError:
-        wrapped.cancel()
-        raise
-    if not done:
-        wrapped.cancel()
-        raise RewardError(f"no result within reward.timeout_s={timeout_s:g}")
-    if wrapped.cancelled():
-        raise RewardError("the call was cancelled")
-    return wrapped.result()
