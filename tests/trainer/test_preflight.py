@@ -135,3 +135,14 @@ def test_show_checks_only_when_asked(load_tiny: LoadTiny, capsys: pytest.Capture
     assert main(["show", "tiny.yaml", of("nothing")]) == 0
     assert main(["show", "tiny.yaml", "--check"]) == 0
     assert "trajectories per round" in capsys.readouterr().out
+
+
+def test_the_configured_isolation_is_the_one_that_is_checked(
+    load_tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "coded.jsonl").write_text('{"prompt": "a", "tests": "assert True"}\n')
+    settings = ("data.train=[{kind: file, path: coded.jsonl}]", "reward.parts=[{kind: code}]")
+    asked: list[str] = []
+    monkeypatch.setattr("braid.rewards.parts.find_isolation", lambda name: asked.append(name) or "process")
+    check(load_tiny(*settings, "reward.code.isolation=process"), "train")
+    assert asked == ["process"]

@@ -1,7 +1,6 @@
-"""Protocols of reward parts and of the models they use, and helpers that read a trajectory.
+"""Reward parts, protocols of the models they use, and helpers that read a trajectory.
 
-A part is called with a valid trajectory and returns its score or, for a slow computation, an async function
-that returns it. Every failure is a RewardError. Weights, retries and sums are in scorer.py.
+Every failure is a RewardError. Weights, retries and sums are in scorer.py.
 """
 
 from __future__ import annotations
@@ -15,25 +14,19 @@ from braid.types import Message, Trajectory
 
 Later = Callable[[], Awaitable[object]]
 """Async function that returns a score; called again for each retry."""
+Score = Callable[[Trajectory], float | Later]
+"""Score of a valid trajectory or, for a slow computation, an async function that returns it."""
 
 
-class Part(Protocol):
-    """Reward part protocol."""
-
-    def __call__(self, trajectory: Trajectory) -> float | Later: ...
-
-    def close(self) -> None:
-        """Release threads and processes."""
-        ...
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class BatchScores:
-    """A score or an error for each trajectory. `num_truncated` inputs were truncated to the maximum
-    length."""
+class Part:
+    """A reward part. `close` releases its threads and processes."""
 
-    scores: Sequence[float | RewardError]
-    num_truncated: int
+    score: Score
+    close: Callable[[], None] = _nothing
 
 
 class Classifier(Protocol):
@@ -71,9 +64,6 @@ class Services:
 
     classifiers: Mapping[int, Classifier]
     generate: Generate | None = None
-
-
-NO_SERVICES = Services({})
 
 
 def references_of(trajectory: Trajectory) -> list[str]:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from braid.errors import RewardError
 from braid.types import Message, Trajectory
 
-from .base import BatchScores, Classifier
+from .base import Classifier
 
 
 class ModelPart:
@@ -22,20 +22,20 @@ class ModelPart:
         self._classifier = classifier
         self._thread = ThreadPoolExecutor(1, "reward-model")
 
-    async def score_all(self, trajectories: Sequence[Trajectory]) -> BatchScores:
-        """Score the trajectories. Inputs that are too long, or that the model fails on, give a RewardError in
-        place of a score."""
-        scores: list[float | RewardError] = []
+    async def score_all(self, trajectories: Sequence[Trajectory]) -> tuple[list[float | RewardError], int]:
+        """Return the score of each trajectory, and the number of truncated inputs. Inputs that are too long,
+        or that the model fails on, give a RewardError in place of a score."""
+        scores: list[float | RewardError] = [0.0] * len(trajectories)
         rows: list[list[int]] = []
         places: list[int] = []
         num_truncated = 0
         for place, trajectory in enumerate(trajectories):
+            answer = Message(role="assistant", content=trajectory.answer_text)
             try:
-                ids, is_cut = self._classifier.encode(_conversation(trajectory))
+                ids, is_cut = self._classifier.encode([*trajectory.prompt.messages, answer])
             except RewardError as error:
-                scores.append(error)
+                scores[place] = error
                 continue
-            scores.append(0.0)
             rows.append(ids)
             places.append(place)
             num_truncated += is_cut
@@ -43,7 +43,7 @@ class ModelPart:
             found = await self._scores([rows[i] for i in batch])
             for i, score in zip(batch, found, strict=True):
                 scores[places[i]] = score
-        return BatchScores(scores, num_truncated)
+        return scores, num_truncated
 
     async def _scores(self, rows: Sequence[Sequence[int]]) -> Sequence[float | RewardError]:
         try:
@@ -55,7 +55,3 @@ class ModelPart:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-
-
-def _conversation(trajectory: Trajectory) -> list[Message]:
-    return [*trajectory.prompt.messages, {"role": "assistant", "content": trajectory.answer_text}]

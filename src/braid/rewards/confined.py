@@ -302,7 +302,7 @@ class Answer:
             return remote
 
         async def function(*args, **kwargs):
-            return remote(*args, **kwargs)
+            return _ask(remote, "call", *args, **kwargs)
 
         return function
 

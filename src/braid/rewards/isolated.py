@@ -70,19 +70,25 @@ def _readings(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
     return found
 
 
-def load_reasoning_gym() -> Callable[[str, dict[str, Any], str | None, Mapping[str, Any]], float]:
-    """Return `score(generator, params, answer, entry)`, which calls the generator's own scorer."""
+def load_reasoning_gym() -> Callable[..., float]:
+    import reasoning_gym  # noqa: F401  # now, so that no call's time limit includes it
+
+    return score_by_generator
+
+
+_DATASETS: dict[tuple[str, str], Any] = {}
+
+
+def score_by_generator(
+    generator: str, params: dict[str, Any], answer: str | None, entry: Mapping[str, Any]
+) -> float:
+    """Score of the answer by the own scorer of reasoning-gym's generator."""
     from reasoning_gym.factory import create_dataset
 
-    cache: dict[tuple[str, str], Any] = {}
-
-    def score(generator: str, params: dict[str, Any], answer: str | None, entry: Mapping[str, Any]) -> float:
-        key = (generator, repr(params))
-        if key not in cache:
-            cache[key] = create_dataset(generator, size=1, seed=0, **params)
-        return float(cache[key].score_answer(answer, entry))
-
-    return score
+    key = (generator, repr(params))
+    if key not in _DATASETS:
+        _DATASETS[key] = create_dataset(generator, size=1, seed=0, **params)
+    return float(_DATASETS[key].score_answer(answer, entry))
 
 
 SCORERS: dict[str, Callable[[], Callable[..., float]]] = {

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from random import Random
 from string import Formatter
-from typing import Any, Protocol
 
 import httpx2
 import regex
@@ -27,69 +26,54 @@ from braid.errors import ConfigError, Problem, RewardError, ServerError, suggest
 from braid.http import Client
 from braid.types import Message, Trajectory
 
-from .base import Generate, Later, references_of, task_of
-from .rules import Extraction
+from .base import Generate, Later, Score, references_of, task_of
+from .rules import extraction
 
 SHOWN_CHARACTERS = 200
 """Maximum length of a reply quoted in an error message."""
 NUMBER = r"(?<![\w./]|\d,)([-+]?\d+(?:\.\d+)?)(?!\w|[.,]\d)"
 """A standalone number; in 7/10 it is the 7."""
 
-
-class Chat(Protocol):
-    """Model that answers messages. Raises RewardError if there is no complete reply."""
-
-    async def __call__(self, messages: list[Message], attempt: int) -> str: ...
-
-    def close(self) -> None: ...
+Chat = Callable[[list[Message], int], Awaitable[str]]
+"""Model that answers messages, given the number of the attempt. Raises RewardError if there is no complete
+reply."""
 
 
-class JudgePart:
-    """Scores each response by a request to `chat`."""
+def judge(config: JudgeReward, chat: Chat, *, timeout_s: float, seed: int, base_dir: Path, key: str) -> Score:
+    """Score each response by a request to `chat`. `timeout_s` is reward.timeout_s, the default if the judge
+    sets none. Raises ConfigError for an invalid prompt or pattern."""
+    timeout_key = "reward.timeout_s" if config.timeout_s is None else f"{key}.timeout_s"
+    timeout_s = config.timeout_s or timeout_s
+    template = read_template(config.prompt, base_dir, key=f"{key}.prompt")
+    read = score_reader(config, timeout_s, key=key)
 
-    def __init__(
-        self, config: JudgeReward, chat: Chat, *, timeout_s: float, seed: int, base_dir: Path, key: str
-    ) -> None:
-        """`timeout_s` is reward.timeout_s, the default if the judge sets none. Raises ConfigError for an
-        invalid prompt or pattern."""
-        self._config, self._chat, self._seed, self._key = config, chat, seed, key
-        self._timeout_s = config.timeout_s or timeout_s
-        self._template = read_template(config.prompt, base_dir, key=f"{key}.prompt")
-        self._read = ScoreReader(config, self._timeout_s, key=key)
-
-    def __call__(self, trajectory: Trajectory) -> Later:
-        name = f"{trajectory.prompt.uid}:{trajectory.sample}"
-        return partial(self._judge, self._messages(trajectory), name, count())
-
-    def _messages(self, trajectory: Trajectory) -> list[Message]:
-        question = fill_template(self._template, trajectory, key=f"{self._key}.prompt")
-        system: list[Message] = (
-            [] if self._config.system is None else [{"role": "system", "content": self._config.system}]
-        )
-        return [*system, {"role": "user", "content": question}]
-
-    async def _judge(self, messages: list[Message], name: str, attempts: Iterator[int]) -> float:
+    async def ask(messages: list[Message], name: str, attempts: Iterator[int]) -> float:
         attempt = next(attempts)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await self._chat(messages, attempt)
-            return self._read(reply)
+            async with asyncio.timeout(timeout_s):
+                reply = await chat(messages, attempt)
+            return read(reply)
         except TimeoutError:
-            key = "reward.timeout_s" if self._config.timeout_s is None else f"{self._key}.timeout_s"
-            error = RewardError(f"no reply within {key}={self._timeout_s:g}")
+            error = RewardError(f"no reply within {timeout_key}={timeout_s:g}")
         except RewardError as failure:
             error = failure
-        error.wait_s = max(error.wait_s, backoff_s(self._config, self._seed, name, attempt))
-        if error.wait_s > self._config.max_backoff_s:
+        error.wait_s = max(error.wait_s, backoff_s(config, seed, name, attempt))
+        if error.wait_s > config.max_backoff_s:
             raise RewardError(
-                f"{error}; the server asks to wait {error.wait_s:g} s, above {self._key}.max_backoff_s="
-                f"{self._config.max_backoff_s:g}",
+                f"{error}; the server asks to wait {error.wait_s:g} s, above {key}.max_backoff_s="
+                f"{config.max_backoff_s:g}",
                 is_final=True,
             ) from error
         raise error
 
-    def close(self) -> None:
-        self._chat.close()
+    def score(trajectory: Trajectory) -> Later:
+        question = fill_template(template, trajectory, key=f"{key}.prompt")
+        messages = [Message(role="user", content=question)]
+        if config.system is not None:
+            messages.insert(0, Message(role="system", content=config.system))
+        return partial(ask, messages, f"{trajectory.prompt.uid}:{trajectory.sample}", count())
+
+    return score
 
 
 def backoff_s(config: JudgeReward, seed: int, name: str, attempt: int) -> float:
@@ -109,39 +93,36 @@ def read_template(prompt: str, base_dir: Path, *, key: str) -> str:
             raise ConfigError([Problem(key, f"{prompt!r}: no such file: {file}{near}", "config")])
         prompt = file.read_text(encoding="utf-8")
     try:
-        places = {name for _, name, _, _ in Formatter().parse(prompt) if name is not None}
+        names = _names(prompt)
     except ValueError as error:
         problem = f"invalid template {prompt!r}: {error}; double literal braces"
         raise ConfigError([Problem(key, problem, "config")]) from error
-    if "response" not in places:
+    if "response" not in names:
         raise ConfigError([Problem(key, "does not contain the response; add {response}", "config")])
     return prompt
 
 
-class _Columns(dict[str, Any]):
-    """Values for the placeholders of a template; the reference is looked up only if the template uses it."""
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        super().__init__(trajectory.prompt.fields)
-        self |= {"prompt": task_of(trajectory), "response": trajectory.answer_text}
-        self.pop("answer", None)
-        self._trajectory = trajectory
-
-    def __missing__(self, name: str) -> str:
-        if name == "answer":
-            return " or ".join(references_of(self._trajectory))
-        known = [*self, "answer"]
-        raise RewardError(
-            f"the prompt has no column {name!r}{suggest(name, known)}; available: {', '.join(known)}",
-            is_final=True,
-        )
+def _names(template: str) -> list[str]:
+    """The columns in the placeholders of a template."""
+    return [regex.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name]
 
 
 def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
     """Fill the template for one response. Raises RewardError if a column is missing or cannot be
     formatted."""
+    columns = {**trajectory.prompt.fields, "prompt": task_of(trajectory), "response": trajectory.answer_text}
+    columns.pop("answer", None)
+    for name in _names(template):
+        if name == "answer":
+            columns[name] = " or ".join(references_of(trajectory))
+        elif name not in columns:
+            known = [*(column for column in columns if column != "answer"), "answer"]
+            raise RewardError(
+                f"the prompt has no column {name!r}{suggest(name, known)}; available: {', '.join(known)}",
+                is_final=True,
+            )
     try:
-        return template.format_map(_Columns(trajectory))
+        return template.format_map(columns)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise RewardError(
             f"cannot fill {key}: {type(error).__name__}: {error}; double literal braces",
@@ -149,36 +130,27 @@ def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
         ) from error
 
 
-class ScoreReader:
-    """Parses the score from a judge's reply. A reply without a score raises RewardError and is never scored
-    0."""
+def score_reader(config: JudgeReward, timeout_s: float, *, key: str) -> Callable[[str], float]:
+    """Return a function that parses the score from a judge's reply. A reply without a score raises RewardError
+    and is never scored 0."""
+    scores = {word.casefold(): score for word, score in config.scores.items()}
+    words = "|".join(map(regex.escape, sorted(config.scores, key=len, reverse=True)))
+    pattern = config.pattern or (rf"(?<!\w)({words})(?!\w)" if words else NUMBER)
+    flags = regex.DOTALL | regex.IGNORECASE
+    extract = extraction(pattern, timeout_s, key=f"{key}.pattern", flags=flags)
 
-    def __init__(self, config: JudgeReward, timeout_s: float, *, key: str) -> None:
-        self._scores = {word.casefold(): score for word, score in config.scores.items()}
-        self._range = config.range
-        words = "|".join(map(regex.escape, sorted(config.scores, key=len, reverse=True)))
-        pattern = config.pattern or (rf"(?<!\w)({words})(?!\w)" if words else NUMBER)
-        self._extract = Extraction(
-            pattern, timeout_s, key=f"{key}.pattern", flags=regex.DOTALL | regex.IGNORECASE
-        )
-
-    def __call__(self, reply: str) -> float:
-        found = self._extract(reply)
-        score = None if found is None else self._number(found)
-        if score is None:
-            raise RewardError(f"the judge's reply has no score: {_shown(reply)}")
-        if self._range is None:
+    def read(reply: str) -> float:
+        found = extract(reply)
+        try:
+            score = scores[found.casefold()] if scores and found else float(found or "")
+        except (KeyError, ValueError):
+            raise RewardError(f"the judge's reply has no score: {_shown(reply)}") from None
+        if config.range is None:
             return score
-        low, high = self._range
+        low, high = config.range
         return (min(max(score, low), high) - low) / (high - low)
 
-    def _number(self, text: str) -> float | None:
-        if self._scores:
-            return self._scores.get(text.casefold())
-        try:
-            return float(text)
-        except ValueError:
-            return None
+    return read
 
 
 def _shown(text: str) -> str:
@@ -186,18 +158,16 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}")
 
 
-class PolicyChat:
+def policy_chat(config: JudgeReward, generate: Generate) -> Chat:
     """The policy's own engine as the judge. Sampling is seeded by messages and attempt number, so that a
     judgement neither depends on other requests nor affects them."""
 
-    def __init__(self, config: JudgeReward, generate: Generate) -> None:
-        self._ask = partial(generate, max_tokens=config.max_tokens, temperature=config.temperature)
-
-    async def __call__(self, messages: list[Message], attempt: int) -> str:
+    async def chat(messages: list[Message], attempt: int) -> str:
         digest = sha256(json.dumps(messages).encode()).digest()
-        return await self._ask(messages, key=(int.from_bytes(digest[:7]), attempt))
+        key = (int.from_bytes(digest[:7]), attempt)
+        return await generate(messages, max_tokens=config.max_tokens, temperature=config.temperature, key=key)
 
-    def close(self) -> None: ...
+    return chat
 
 
 class HttpChat:
@@ -216,6 +186,7 @@ class HttpChat:
         }
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._client = Client(self._url, timeout_s=None, secret=secret, uses_proxies=True)
+        self.close = self._client.close
 
     async def __call__(self, messages: list[Message], attempt: int) -> str:  # noqa: ARG002  # no seed is sent
         body = {**self._fields, "messages": messages}
@@ -225,22 +196,17 @@ class HttpChat:
         except ServerError as error:
             failure = f"the server failed: {error.why}"
             raise RewardError(failure, wait_s=error.wait_s, is_final=error.is_final) from None
+        shown = _shown(self._client.redacted(json.dumps(answer)))
         try:
             choice = answer["choices"][0]
             text, reason = choice["message"]["content"], choice.get("finish_reason")
         except (LookupError, TypeError, AttributeError):
-            shown = _shown(self._client.redacted(json.dumps(answer)))
             raise RewardError(f"the server's reply is not a chat completion: {shown}") from None
         if reason == "length":
             raise RewardError(f"the judge's reply was truncated; raise {self._max_tokens_key}")
         if not isinstance(text, str):
-            raise RewardError(
-                f"the judge's reply has no text: {_shown(self._client.redacted(json.dumps(answer)))}"
-            )
+            raise RewardError(f"the judge's reply has no text: {shown}")
         return self._client.redacted(text)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def _secret(variable: str, *, key: str) -> str:

@@ -1,11 +1,10 @@
-"""Builds reward parts from their config; defines those that need processes, threads or a generator."""
+"""Builds reward parts from their config; defines those that need processes or threads."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from braid.config.reward import (
     PatternReward,
     ReasoningGymReward,
     RepetitionReward,
-    RewardPart,
+    RewardConfig,
 )
 from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
@@ -31,10 +30,11 @@ from braid.types import Trajectory
 
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
+from .isolated import score_by_generator
 from .isolation import START_LIMIT_S, Isolation, find_isolation
 from .processes import ScoringProcesses
 from .programs import read_tests
-from .rules import ChoicePart, ExactPart, Extraction, LengthPart, PatternPart, RepetitionPart
+from .rules import Extract, choice, exact, extraction, length, matches, repetition
 from .threads import LoopThread, ReplaceableThreads
 
 OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
@@ -43,203 +43,129 @@ TEXT_COMPARING = frozenset({"chain_sum", "products"})
 """reasoning-gym generators whose own scorer only compares short texts (verified in its source)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Settings shared by all parts of a run."""
-
-    timeout_s: float
-    concurrency: int
-    base_dir: Path
-    seed: int
-    services: Services
-    isolation: str = "auto"
-
-
-def build_part(part: RewardPart, number: int, setting: Setting) -> Part | ModelPart:
+def build_part(  # noqa: C901  # one case per kind
+    config: RewardConfig, number: int, *, base_dir: Path, seed: int, services: Services
+) -> Part | ModelPart:
     """Build the part configured at reward.parts[number]. Raises ConfigError for invalid patterns, functions,
     templates, keys and URLs, and for a part that needs a model which the run lacks."""
-    key, timeout_s = f"reward.parts[{number}]", setting.timeout_s
+    part, key, timeout_s = config.parts[number], f"reward.parts[{number}]", config.timeout_s
+    pattern = partial(extraction, timeout_s=timeout_s, key=f"{key}.pattern")
     match part:
         case MathReward():
-            return MathPart(timeout_s)
+            processes = ScoringProcesses("math")
+            return Part(partial(_math, processes, timeout_s), processes.close)
         case ReasoningGymReward():
-            extract = Extraction(part.pattern, timeout_s, key=f"{key}.pattern")
-            return ReasoningGymPart(extract, timeout_s)
+            processes = ScoringProcesses("reasoning_gym")
+            return Part(partial(_reasoning_gym, processes, pattern(part.pattern), timeout_s), processes.close)
         case ExactReward():
-            extract = Extraction(part.pattern, timeout_s, key=f"{key}.pattern")
-            return ExactPart(extract, ignore_case=part.ignore_case, ignore=part.ignore)
+            return Part(exact(part, pattern(part.pattern)))
         case PatternReward():
-            return PatternPart(part.pattern, timeout_s, key=f"{key}.pattern")
-        case ChoiceReward() | LengthReward() | RepetitionReward():
-            return _build_rule(part)
-        case CodeReward():
-            extract = Extraction(part.pattern, timeout_s, key=f"{key}.pattern", flags=regex.DOTALL)
-            return CodePart(extract, part, find_isolation(setting.isolation), key=key)
-        case ModelReward():
-            if number not in setting.services.classifiers:
-                raise _without_service(key, "a reward model")
-            return ModelPart(setting.services.classifiers[number])
-        case JudgeReward():
-            return _build_judge(part, key, setting)
-        case FunctionReward():
-            function = load_function(part.path, base_dir=setting.base_dir, key=f"{key}.path")
-            names = offered_names(function, part.params, path=part.path, key=key)
-            return FunctionPart(function, names, part.params, timeout_s, max_stuck=setting.concurrency)
-
-
-def _build_rule(part: ChoiceReward | LengthReward | RepetitionReward) -> Part:
-    match part:
+            return Part(matches(part.pattern, timeout_s, key=f"{key}.pattern"))
         case ChoiceReward():
-            return ChoicePart(part.letters, part.scores)
+            return Part(choice(part))
         case LengthReward():
-            return LengthPart(part.start, part.end, counts_tokens=part.unit == "tokens")
+            return Part(partial(length, part))
         case RepetitionReward():
-            return RepetitionPart(part.ngram)
+            return Part(partial(repetition, part))
+        case CodeReward():
+            extract = pattern(part.pattern, flags=regex.DOTALL)
+            processes, isolation = ScoringProcesses("code"), find_isolation(config.code.isolation)
+            return Part(partial(_code, processes, extract, part, isolation, key), processes.close)
+        case ModelReward():
+            if number not in services.classifiers:
+                raise _without_service(key, "a reward model")
+            return ModelPart(services.classifiers[number])
+        case JudgeReward():
+            from .judge import HttpChat, judge, policy_chat  # needs httpx2
 
-
-def _build_judge(part: JudgeReward, key: str, setting: Setting) -> Part:
-    from .judge import HttpChat, JudgePart, PolicyChat  # needs httpx2
-
-    if part.url != "policy":
-        chat = HttpChat(part, key=key)
-    elif setting.services.generate is not None:
-        chat = PolicyChat(part, setting.services.generate)
-    else:
-        raise _without_service(f"{key}.url", "a text policy")
-    return JudgePart(
-        part, chat, timeout_s=setting.timeout_s, seed=setting.seed, base_dir=setting.base_dir, key=key
-    )
+            score = partial(judge, part, timeout_s=timeout_s, seed=seed, base_dir=base_dir, key=key)
+            if part.url != "policy":
+                chat = HttpChat(part, key=key)
+                return Part(score(chat), chat.close)
+            if services.generate is None:
+                raise _without_service(f"{key}.url", "a text policy")
+            return Part(score(policy_chat(part, services.generate)))
+        case FunctionReward():
+            function = load_function(part.path, base_dir=base_dir, key=f"{key}.path")
+            names = offered_names(function, part.params, path=part.path, key=key)
+            is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+            runner = LoopThread() if is_async else ReplaceableThreads(max_stuck=config.concurrency)
+            call = partial(function, **part.params)
+            return Part(
+                lambda t: partial(runner.run, partial(call, **_offered(t, names)), timeout_s), runner.close
+            )
 
 
 def _without_service(key: str, what: str) -> ConfigError:
     return ConfigError([Problem(key, f"needs {what}, which was not given to this scorer", "config")])
 
 
-class MathPart:
-    """1 if math-verify finds the answer equal to a reference. Always runs in a process that can be killed."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._processes = ScoringProcesses("math")
-        self._timeout_s = timeout_s
-
-    def __call__(self, trajectory: Trajectory) -> Later:
-        arguments = (trajectory.answer_text, references_of(trajectory))
-        return partial(self._processes.run, arguments, self._timeout_s)
-
-    def close(self) -> None:
-        self._processes.close()
+def _math(processes: ScoringProcesses, timeout_s: float, trajectory: Trajectory) -> Later:
+    """1 if math-verify finds the answer equal to a reference."""
+    return partial(processes.run, (trajectory.answer_text, references_of(trajectory)), timeout_s)
 
 
-class CodePart:
-    """Runs the code in the response against the row's tests; see programs.py. A response without code scores
-    0."""
-
-    def __init__(self, extract: Extraction, config: CodeReward, isolation: Isolation, *, key: str) -> None:
-        self._extract = extract
-        self._isolation = isolation
-        self._config = config
-        self._key = key
-        self._processes = ScoringProcesses("code")
-
-    def __call__(self, trajectory: Trajectory) -> float | Later:
-        config = self._config
-        try:
-            tests = read_tests(column_of(trajectory, config.tests_key, key=f"{self._key}.tests_key"))
-        except ValueError as error:
-            raise RewardError(f"column {config.tests_key!r}: {error}") from error
-        code = self._extract(trajectory.answer_text)
-        if code is None:
-            return 0.0
-        each_s, needs_all = config.test_timeout_s, config.score == "all"
-        arguments = (code, tests, self._isolation, each_s, config.memory_bytes, needs_all)
-        limit_s = len(tests) * (each_s + START_LIMIT_S)
-        limit = (
-            f"{limit_s:g} s: {each_s:g} s ({self._key}.test_timeout_s) and {START_LIMIT_S:g} s to start, for each of "
-            f"{len(tests)} tests"
-        )
-        return partial(self._processes.run, arguments, limit_s, limit)
-
-    def close(self) -> None:
-        self._processes.close()
+def _code(
+    processes: ScoringProcesses,
+    extract: Extract,
+    config: CodeReward,
+    isolation: Isolation,
+    key: str,
+    trajectory: Trajectory,
+) -> float | Later:
+    """Result of the code in the response on the row's tests; see programs.py. 0 without code."""
+    try:
+        tests = read_tests(column_of(trajectory, config.tests_key, key=f"{key}.tests_key"))
+    except ValueError as error:
+        raise RewardError(f"column {config.tests_key!r}: {error}") from error
+    code = extract(trajectory.answer_text)
+    if code is None:
+        return 0.0
+    each_s, needs_all = config.test_timeout_s, config.score == "all"
+    limit_s = len(tests) * (each_s + START_LIMIT_S)
+    limit = (
+        f"{limit_s:g} s: {each_s:g} s ({key}.test_timeout_s) and {START_LIMIT_S:g} s to start, for each of "
+        f"{len(tests)} tests"
+    )
+    arguments = (code, tests, isolation, each_s, config.memory_bytes, needs_all)
+    return partial(processes.run, arguments, limit_s, limit)
 
 
-class ReasoningGymPart:
+def _reasoning_gym(
+    processes: ScoringProcesses, extract: Extract, timeout_s: float, trajectory: Trajectory
+) -> float | Later:
     """The generator's own score. Scorers that only compare texts run inline; the others, some of which `eval`
     the answer, in a process that can be killed."""
-
-    def __init__(self, extract: Extraction, timeout_s: float) -> None:
-        self._extract = extract
-        self._timeout_s = timeout_s
-        self._processes = ScoringProcesses("reasoning_gym")
-        self._here: dict[tuple[str, str], Callable[[str | None, Any], float] | None] = {}
-
-    def __call__(self, trajectory: Trajectory) -> float | Later:
-        entry, answer = trajectory.prompt.fields, self._extract(trajectory.answer_text)
-        if "reasoning_gym" not in entry:
-            raise RewardError(
-                f"source {trajectory.prompt.source!r} is not procedural, so it has no scorer of reasoning-gym; use another "
-                "kind of reward for it"
-            )
-        generator, params = entry["reasoning_gym"]["generator"], entry["reasoning_gym"]["params"]
-        key = (generator, repr(params))
-        if key not in self._here:
-            self._here[key] = _text_comparing_scorer(generator, params)
-        score = self._here[key]
-        if score is None:
-            return partial(self._processes.run, (generator, params, answer, entry), self._timeout_s)
-        return float(score(answer, entry))
-
-    def close(self) -> None:
-        self._processes.close()
+    entry, answer = trajectory.prompt.fields, extract(trajectory.answer_text)
+    if "reasoning_gym" not in entry:
+        raise RewardError(
+            f"source {trajectory.prompt.source!r} is not procedural, so it has no scorer of reasoning-gym; use another "
+            "kind of reward for it"
+        )
+    generator, params = entry["reasoning_gym"]["generator"], entry["reasoning_gym"]["params"]
+    if _compares_text(generator):
+        return score_by_generator(generator, params, answer, entry)
+    return partial(processes.run, (generator, params, answer, entry), timeout_s)
 
 
-def _text_comparing_scorer(
-    generator: str, params: Mapping[str, Any]
-) -> Callable[[str | None, Any], float] | None:
+@cache
+def _compares_text(generator: str) -> bool:
     from reasoning_gym.dataset import ProceduralDataset
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from reasoning_gym.factory import DATASETS
 
     inherits = DATASETS[generator][0].score_answer is ProceduralDataset.score_answer
-    if not inherits and generator not in TEXT_COMPARING:
-        return None
-    return create_dataset(generator, size=1, seed=0, **params).score_answer
+    return inherits or generator in TEXT_COMPARING
 
 
-class FunctionPart:
-    """A user's function. Synchronous ones run in threads, async ones on a separate event loop; see
-    threads.py."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        names: frozenset[str],
-        params: Mapping[str, Any],
-        timeout_s: float,
-        *,
-        max_stuck: int,
-    ) -> None:
-        self._function = function
-        self._names = names
-        self._params = params
-        self._timeout_s = timeout_s
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(function).__call__
-        )
-        self._runner = LoopThread() if is_async else ReplaceableThreads(max_stuck=max_stuck)
-
-    def __call__(self, trajectory: Trajectory) -> Later:
-        offered = {
-            "text": trajectory.answer_text,
-            "answer": trajectory.prompt.fields.get("answer"),
-            "prompt": task_of(trajectory),
-            "fields": trajectory.prompt.fields,
-            "trajectory": trajectory,
-        }
-        chosen = {name: value for name, value in offered.items() if name in self._names}
-        return partial(self._runner.run, partial(self._function, **chosen, **self._params), self._timeout_s)
-
-    def close(self) -> None:
-        self._runner.close()
+def _offered(trajectory: Trajectory, names: frozenset[str]) -> dict[str, Any]:
+    offered = {
+        "text": trajectory.answer_text,
+        "answer": trajectory.prompt.fields.get("answer"),
+        "prompt": task_of(trajectory),
+        "fields": trajectory.prompt.fields,
+        "trajectory": trajectory,
+    }
+    return {name: value for name, value in offered.items() if name in names}
 
 
 def offered_names(
@@ -256,27 +182,21 @@ def offered_names(
     kinds = {p.kind for p in declared.values()}
     named = {n: p for n, p in declared.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-    problems = []
+    problems: list[tuple[str, str]] = []
     if inspect.Parameter.POSITIONAL_ONLY in kinds:
-        problems.append(
-            Problem(f"{key}.path", f"{path!r} has positional-only parameters; remove the '/'", "config")
-        )
+        problems.append(("path", f"{path!r} has positional-only parameters; remove the '/'"))
     for name in params:
         if name in OFFERED:
-            problems.append(
-                Problem(f"{key}.params", f"{name!r} is provided by braid; use another name", "config")
-            )
+            problems.append(("params", f"{name!r} is provided by braid; use another name"))
         elif name not in named and not takes_all:
-            problem = f"{path!r} has no parameter {name!r}{suggest(name, named)}"
-            problems.append(Problem(f"{key}.params", problem, "config"))
-    known = {*OFFERED, *params}
+            problems.append(("params", f"{path!r} has no parameter {name!r}{suggest(name, named)}"))
     for name, parameter in named.items():
-        if name not in known and parameter.default is parameter.empty:
+        if name not in {*OFFERED, *params} and parameter.default is parameter.empty:
             problem = (
                 f"{path!r} needs {name!r}{suggest(name, OFFERED)}; braid provides {', '.join(OFFERED)}; set other "
                 f"parameters in {key}.params"
             )
-            problems.append(Problem(f"{key}.path", problem, "config"))
+            problems.append(("path", problem))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([Problem(f"{key}.{of}", problem, "config") for of, problem in problems])
     return frozenset(OFFERED) if takes_all else frozenset(named) & frozenset(OFFERED)

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,9 @@ from braid.errors import ConfigError, Problem, RewardError
 from braid.report.metrics import Metrics
 from braid.types import Trajectory
 
-from .base import NO_SERVICES, Later, Part, Services
+from .base import Part, Services
 from .classifier import ModelPart
-from .parts import Setting, build_part
+from .parts import build_part
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +49,14 @@ class _Weighted:
     name: str
     weight: float
     sources: frozenset[str]
-    named: frozenset[str]
-    """Sources that any part names."""
     part: Part | ModelPart
     retries: int
     max_calls: int
     is_shared: bool = True
 
-    def covers(self, trajectory: Trajectory) -> bool:
-        return covers(self.sources, self.named, trajectory.prompt.source)
-
 
 def build_scorer(
-    config: RewardConfig, *, base_dir: Path, seed: int = 0, services: Services = NO_SERVICES
+    config: RewardConfig, *, base_dir: Path, seed: int = 0, services: Services | None = None
 ) -> Scorer:
     """Build the scorer for `config`. Paths of function files are relative to `base_dir` (the config's
     folder).
@@ -69,17 +64,14 @@ def build_scorer(
     `seed` is the run's seed, used for the jitter of retry delays. Raises ConfigError for duplicate part names
     and for the errors of parts.build_part.
     """
-    setting = Setting(config.timeout_s, config.concurrency, base_dir, seed, services, config.code.isolation)
-    named = frozenset(source for part in config.parts for source in part.sources)
     parts: list[_Weighted] = []
     for i, part in enumerate(config.parts):
         name = part_name(part)
         if any(name == other.name for other in parts):
             problem = f"another part is also named {name!r}; choose another name"
             raise ConfigError([Problem(f"reward.parts[{i}].name", problem, "config")])
-        built = build_part(part, i, setting)
-        sources = frozenset(part.sources)
-        parts.append(_Weighted(name, part.weight, sources, named, built, *_limits(part, config)))
+        built = build_part(config, i, base_dir=base_dir, seed=seed, services=services or Services({}))
+        parts.append(_Weighted(name, part.weight, frozenset(part.sources), built, *_limits(part, config)))
     return Scorer(parts, concurrency=config.concurrency)
 
 
@@ -103,12 +95,20 @@ def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
             return config.retries, config.concurrency, True
 
 
+Batch = asyncio.Task[Mapping[int, float | RewardError]]
+"""Running batches of a reward model: scores by the trajectory's `id()`."""
+
+
 class Scorer:
     """Scores trajectories in place. Built by `build_scorer`; `close` stops its threads and processes."""
 
     def __init__(self, parts: Sequence[_Weighted], *, concurrency: int) -> None:
         self._parts = tuple(parts)
-        self._limits = _Limits(concurrency)
+        self._named = frozenset(source for part in parts for source in part.sources)
+        self._concurrency = concurrency
+        self._limits: dict[str, asyncio.Semaphore] = {}
+        """Limits on concurrent calls: by the part's name, and "" for all parts together."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def score(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """Set `reward` and `reward_parts` of each valid trajectory, or invalidate it with the reason
@@ -117,26 +117,39 @@ class Scorer:
 
         Returns metrics of the parts: time per call, retries, truncated inputs.
         """
-        valid = [t for t in trajectories if t.is_valid]
-        scoring = _Scoring(self._limits)
+        if self._loop is not (loop := asyncio.get_running_loop()):  # a semaphore belongs to one loop
+            self._loop = loop
+            self._limits = {part.name: asyncio.Semaphore(part.max_calls) for part in self._parts}
+            self._limits[""] = asyncio.Semaphore(self._concurrency)
+        valid, metrics = [t for t in trajectories if t.is_valid], Metrics()
         async with asyncio.TaskGroup() as tasks:
+            batches: dict[str, Batch] = {}
             for part in self._parts:
                 if isinstance(part.part, ModelPart):
-                    covered = [t for t in valid if part.covers(t)]
-                    scoring.batches[part.name] = tasks.create_task(scoring.batch(part, part.part, covered))
+                    covered = [t for t in valid if self._covers(part, t)]
+                    batches[part.name] = tasks.create_task(_batch(part.name, part.part, covered, metrics))
             for trajectory in valid:
-                tasks.create_task(self._score(trajectory, scoring))
-        return scoring.metrics
+                tasks.create_task(self._score(trajectory, batches, metrics))
+        return metrics
 
-    async def _score(self, trajectory: Trajectory, scoring: _Scoring) -> None:
-        parts = [part for part in self._parts if part.covers(trajectory)]
+    def _covers(self, part: _Weighted, trajectory: Trajectory) -> bool:
+        return covers(part.sources, self._named, trajectory.prompt.source)
+
+    async def _score(self, trajectory: Trajectory, batches: Mapping[str, Batch], metrics: Metrics) -> None:
+        parts = [part for part in self._parts if self._covers(part, trajectory)]
         if self._parts and not parts:
             trajectory.invalidate(f"reward: no part scores the source {trajectory.prompt.source!r}")
             return
         scores: dict[str, float] = {}
         for part in parts:
             try:
-                scores[part.name] = await scoring.one(part, trajectory)
+                if part.name in batches:
+                    score = (await batches[part.name])[id(trajectory)]
+                    if isinstance(score, RewardError):
+                        raise score
+                    scores[part.name] = as_score(score)
+                else:
+                    scores[part.name] = await self._called(part, trajectory, metrics)
             except RewardError as error:
                 trajectory.invalidate(f"reward {part.name}: {error}")
                 return
@@ -147,85 +160,48 @@ class Scorer:
             return
         trajectory.reward_parts, trajectory.reward = scores, reward
 
+    async def _called(self, part: _Weighted, trajectory: Trajectory, metrics: Metrics) -> float:
+        """The part's score of a trajectory. A call is retried on failure as configured. Raises the RewardError
+        of the last attempt."""
+        assert isinstance(part.part, Part)
+        call = part.part.score(trajectory)
+        if isinstance(call, int | float):
+            return as_score(call)
+        metrics.add(f"reward/retries/{part.name}", 0)
+        attempts = 0
+        while True:
+            try:
+                async with self._limits[part.name], self._limits[""] if part.is_shared else nullcontext():
+                    start = time.perf_counter()
+                    score = as_score(await call())
+            except RewardError as error:
+                if error.is_final or attempts == part.retries:
+                    raise
+                attempts += 1
+                logger.debug("reward %s of %s failed, retrying: %s", part.name, trajectory.prompt.uid, error)
+                metrics.add(f"reward/retries/{part.name}", 1)
+                await asyncio.sleep(error.wait_s)
+            else:
+                metrics.mean(f"reward/time/{part.name}_s", time.perf_counter() - start)
+                return score
+
     def close(self) -> None:
         """Stop threads and processes. Calls that hang end with the process."""
         for part in self._parts:
             part.part.close()
 
 
-class _Limits:
-    """Limits on concurrent calls: of all parts together, and of each."""
-
-    def __init__(self, concurrency: int) -> None:
-        self._concurrency = concurrency
-        self._of: dict[str, asyncio.Semaphore] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def all(self) -> asyncio.Semaphore:
-        return self._limit("", self._concurrency)
-
-    def part(self, part: _Weighted) -> asyncio.Semaphore:
-        return self._limit(part.name, part.max_calls)
-
-    def _limit(self, name: str, size: int) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # a semaphore belongs to one loop
-            self._loop, self._of = loop, {}
-        return self._of.setdefault(name, asyncio.Semaphore(size))
-
-
-class _Scoring:
-    """State of one call of `Scorer.score`: running batches, and metrics."""
-
-    def __init__(self, limits: _Limits) -> None:
-        self.metrics = Metrics()
-        self.batches: dict[str, asyncio.Task[dict[int, float | RewardError]]] = {}
-        self._limits = limits
-
-    async def batch(
-        self, part: _Weighted, model: ModelPart, trajectories: Sequence[Trajectory]
-    ) -> dict[int, float | RewardError]:
-        """Score `trajectories` with a reward model. Returns scores by the trajectory's `id()`."""
-        if not trajectories:
-            return {}
-        start = time.perf_counter()
-        found = await model.score_all(trajectories)
-        self.metrics.mean(f"reward/time/{part.name}_s", time.perf_counter() - start, len(trajectories))
-        self.metrics.add(f"reward/truncated/{part.name}", found.num_truncated)
-        return {id(t): score for t, score in zip(trajectories, found.scores, strict=True)}
-
-    async def one(self, part: _Weighted, trajectory: Trajectory) -> float:
-        """The part's score of a trajectory. Raises RewardError if it cannot be scored."""
-        if isinstance(part.part, ModelPart):
-            score = (await self.batches[part.name])[id(trajectory)]
-            if isinstance(score, RewardError):
-                raise score
-            return as_score(score)
-        score = part.part(trajectory)
-        if isinstance(score, int | float):
-            return as_score(score)
-        return await self._called(part, score, trajectory.prompt.uid)
-
-    async def _called(self, part: _Weighted, call: Later, uid: str) -> float:
-        """Score of the call, retried on failure as configured. Raises the RewardError of the last attempt."""
-        self.metrics.add(f"reward/retries/{part.name}", 0)
-        for _ in range(part.retries):
-            try:
-                return await self._try(part, call)
-            except RewardError as error:
-                if error.is_final:
-                    raise
-                logger.debug("reward %s of %s failed, retrying: %s", part.name, uid, error)
-                self.metrics.add(f"reward/retries/{part.name}", 1)
-                await asyncio.sleep(error.wait_s)
-        return await self._try(part, call)
-
-    async def _try(self, part: _Weighted, call: Later) -> float:
-        async with self._limits.part(part), self._limits.all() if part.is_shared else nullcontext():
-            start = time.perf_counter()
-            score = as_score(await call())
-        self.metrics.mean(f"reward/time/{part.name}_s", time.perf_counter() - start)
-        return score
+async def _batch(
+    name: str, model: ModelPart, trajectories: Sequence[Trajectory], metrics: Metrics
+) -> Mapping[int, float | RewardError]:
+    """Score `trajectories` with a reward model."""
+    if not trajectories:
+        return {}
+    start = time.perf_counter()
+    scores, num_truncated = await model.score_all(trajectories)
+    metrics.mean(f"reward/time/{name}_s", time.perf_counter() - start, len(trajectories))
+    metrics.add(f"reward/truncated/{name}", num_truncated)
+    return {id(t): score for t, score in zip(trajectories, scores, strict=True)}
 
 
 def env_reward(trajectory: Trajectory) -> float:

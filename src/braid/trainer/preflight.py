@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,11 +20,11 @@ from braid.config.reward import (
     ChoiceReward,
     CodeReward,
     ExactReward,
+    FunctionReward,
     JudgeReward,
     MathReward,
     ModelReward,
     ReasoningGymReward,
-    RewardConfig,
     RewardPart,
 )
 from braid.config.schema import RunConfig
@@ -32,9 +33,9 @@ from braid.models.folders import check_folder, expand
 from braid.plan import Plan, Verb, resolve
 from braid.plan.available import missing_packages
 from braid.report.streams import reward_prints_in
-from braid.rewards.base import Generate, Later, Services, column_of, references_of
+from braid.rewards.base import Later, Part, Score, Services, column_of, references_of
 from braid.rewards.judge import fill_template, read_template
-from braid.rewards.parts import FunctionPart, Setting, build_part
+from braid.rewards.parts import build_part
 from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
@@ -73,9 +74,8 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
         for i, part in enumerate(config.reward.parts):
             covered = [p for p in prompts if covers(part.sources, named, p.source)]
             if covered:
-                setting = _setting(config.reward, loaded, config.run.seed)
                 with reward_prints_in(None):
-                    problems += _part_problems(part, i, covered, setting, inputs.tokenizer)
+                    problems += _part_problems(loaded, i, covered, inputs.tokenizer)
     if problems:
         raise ConfigError([loaded.placed(problem) for problem in problems])
 
@@ -100,39 +100,32 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
             yield Problem(key, str(error))
 
 
-def _setting(config: RewardConfig, loaded: Loaded, seed: int) -> Setting:
-    generate: Generate = _no_policy
-    return Setting(config.timeout_s, config.concurrency, loaded.base_dir, seed, Services({}, generate))
-
-
 async def _no_policy(*_: object, **__: object) -> str:
     raise AssertionError("judges are not called before a run")
 
 
 def _part_problems(
-    part: RewardPart,
-    number: int,
-    prompts: Sequence[Prompt],
-    setting: Setting,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: Loaded, number: int, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Problem]:
-    key = f"reward.parts[{number}]"
+    config, base_dir, key = loaded.config, loaded.base_dir, f"reward.parts[{number}]"
+    part, services = config.reward.parts[number], Services({}, _no_policy)
     if isinstance(part, ModelReward):
         return
     try:
-        built = build_part(part, number, setting)
+        built = build_part(config.reward, number, base_dir=base_dir, seed=config.run.seed, services=services)
     except ConfigError as error:
         yield from error.problems
         return
+    assert isinstance(built, Part)
     try:
-        yield from _unscorable(part, key, prompts, setting)
-        if isinstance(built, FunctionPart):
-            yield from _failed_call(built, f"{key}.path", prompts, tokenizer)
+        yield from _unscorable(part, key, prompts, base_dir)
+        if isinstance(part, FunctionReward):
+            yield from _failed_call(built.score, f"{key}.path", prompts, tokenizer)
     finally:
         built.close()
 
 
-def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: Setting) -> Iterator[Problem]:
+def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], base_dir: Path) -> Iterator[Problem]:
     """Prompts that lack the columns that the part reads, as one problem."""
 
     def read(prompt: Prompt) -> None:
@@ -148,7 +141,7 @@ def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: 
                         f"source {prompt.source!r} is not procedural; list only procedural sources in {key}.sources"
                     )
             case JudgeReward():
-                template = read_template(part.prompt, setting.base_dir, key=f"{key}.prompt")
+                template = read_template(part.prompt, base_dir, key=f"{key}.prompt")
                 fill_template(template, trajectory, key=f"{key}.prompt")
             case _:
                 pass
@@ -173,7 +166,7 @@ def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], setting: 
 
 
 def _failed_call(
-    part: FunctionPart,
+    score: Score,
     key: str,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
@@ -186,7 +179,7 @@ def _failed_call(
         for prompt in examples:
             trajectory = _example(prompt, tokenizer)
             try:
-                as_score(pool.submit(asyncio.run, _call(part(trajectory))).result())
+                as_score(pool.submit(asyncio.run, _call(score(trajectory))).result())
                 return
             except RewardError as error:
                 cause = error.__cause__
@@ -197,8 +190,8 @@ def _failed_call(
     yield Problem(key, f"{first}{tried}; it must return a number (an exception makes the trajectory invalid)")
 
 
-async def _call(later: Later) -> object:
-    return await later()
+async def _call(later: float | Later) -> object:
+    return await later() if callable(later) else later
 
 
 def _example(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
