@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest.mock import patch
 
 import pytest
@@ -31,7 +31,6 @@ from braid.config.load import Loaded, leaves, plain_data
 from braid.config.roles import TrainingRole, train_config
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
-from braid.config.shape import _members
 from braid.config.source import parse_path, path_text, place
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, ModelError
@@ -338,13 +337,12 @@ def _placed(config: Any, key: str) -> tuple[str, Any, Any]:
 
 def others(annotation: Any, value: Any) -> list[Any]:
     """Other values of the annotated type, as in a file; the schema may refuse some."""
-    members, is_nullable = _members(annotation)
     found: list[Any] = []
-    for member in members:
-        while get_origin(member) is Annotated:
-            member = get_args(member)[0]
+    for member in _members(annotation):
         inner = get_args(member)
         match get_origin(member) or member:
+            case kind if kind is NoneType:
+                found.append(None)
             case origin if origin is Literal:
                 found += inner
             case kind if kind is bool:
@@ -363,7 +361,16 @@ def others(annotation: Any, value: Any) -> list[Any]:
                 found.append([item / 2 if value else number for number, item in enumerate(value or inner)])
             case _:
                 found.append({})  # a section with its defaults
-    return [item for item in (*found, *[None] * is_nullable) if item != plain_data(value)]
+    return [item for item in found if item != plain_data(value)]
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The types of a union, without their constraints."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) not in (Union, UnionType):
+        return [annotation]
+    return [member for inner in get_args(annotation) for member in _members(inner)]
 
 
 def observed(config: RunConfig, reads: Collection[str]) -> str:

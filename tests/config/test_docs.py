@@ -11,7 +11,7 @@ from braid.config.json_schema import schema, schema_text
 from braid.config.load import load_config
 from braid.config.reference import reference_text
 from braid.config.schema import RunConfig
-from braid.config.shape import fields_of, shape_of
+from braid.config.shape import fields_of, sections_of
 from braid.plan import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def test_every_key_has_a_description() -> None:
 def test_every_key_is_on_the_reference_page() -> None:
     page = reference_text()
     for path, field in fields_of(RunConfig):
-        is_section = bool(shape_of(field).sections)
+        is_section = bool(sections_of(field))
         assert (
             f"## {path}" if is_section else f"| `{path.rpartition('.')[2]}` |"
         ) in page or path.startswith(

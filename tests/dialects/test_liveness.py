@@ -27,7 +27,7 @@ from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 from braid.config.load import load_config, validate
 from braid.config.rollout import GymnasiumEnv, LiberoEnv, ManiskillEnv, ToolEnv
 from braid.config.schema import RunConfig
-from braid.config.shape import fields_of, shape_of
+from braid.config.shape import fields_of, sections_of
 from braid.config.source import Written, parse_path, place
 from braid.config.train import OptimizerConfig
 from braid.errors import ConfigError
@@ -96,7 +96,7 @@ NEVER = {
             "record_memory", "shuffle", "steps_per_pass",
         )
     ),
-    *(path for path, field in fields_of(OptimizerConfig, "reference.train.optimizer.") if not shape_of(field).sections),
+    *(path for path, field in fields_of(OptimizerConfig, "reference.train.optimizer.") if not sections_of(field)),
     *(
         f"{train}.megatron.transformer.apply_rope_fusion"
         for train in _TRAINS
@@ -186,7 +186,7 @@ def test_each_key_of_the_schema_has_an_effect_somewhere_or_is_known_to_have_none
         for key, effect in effects.items():
             found[key].add(effect.partition(":")[0])
     read = _union(reads)
-    schema = {path for path, field in fields_of(RunConfig) if not shape_of(field).sections}
+    schema = {path for path, field in fields_of(RunConfig) if not sections_of(field)}
     schema = {key for key in schema if not key.startswith(MISSING) and key not in ELSEWHERE}
     is_refused = {key for key in read if "refused" in found[key]}
     without = {key for key in schema if not found[key] & {"changed", "read"} and key not in is_refused}

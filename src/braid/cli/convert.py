@@ -9,11 +9,17 @@ from typing import Any
 
 import yaml
 
-from braid.config.base import Section
-from braid.config.load import DEFAULT, Loaded, leaves, path_text, plain_data, with_references, yaml_text
-from braid.config.schema import RunConfig
-from braid.config.shape import shape_of
-from braid.config.source import KeyPath, child, place
+from braid.config.load import (
+    DEFAULT,
+    Loaded,
+    leaves,
+    path_text,
+    plain_data,
+    with_defaults,
+    with_references,
+    yaml_text,
+)
+from braid.config.source import child, place
 from braid_dialects.load import DIALECTS, Read
 from braid_dialects.translate import DEFAULT_OF, WHOLE
 
@@ -43,32 +49,15 @@ def native_text(read: Read, folder: Path | None) -> str:
 def _said(loaded: Loaded) -> dict[str, Any]:
     """The config without unset values and without foreign defaults that equal braid's."""
     tree: dict[str, Any] = {}
+    defaults = dict(leaves(with_defaults({"model": {}})))
     for path, value in leaves(with_references(plain_data(loaded.config), loaded.references)):
         origin = loaded.origins[path_text(path)]
         is_foreign = origin.endswith(WHOLE) or DEFAULT_OF in origin
-        if origin == DEFAULT or (is_foreign and _is_default(path, value)):
+        is_item = any(isinstance(key, int) for key in path)
+        if origin == DEFAULT or (is_foreign and not is_item and defaults.get(path, ...) == value):
             continue
         place(tree, path, value)
     return tree
-
-
-def _is_default(path: KeyPath, value: Any) -> bool:
-    """Whether omitting `path` gives `value`. False below sections that are null by default."""
-    section: type[Section] | None = RunConfig
-    for key in path[:-1]:
-        field = None if section is None else section.model_fields.get(str(key))
-        if field is None:
-            return False
-        shape = shape_of(field)
-        if shape.is_nullable or shape.is_list or len(shape.sections) != 1:
-            return False
-        section = shape.sections[0]
-    field = None if section is None else section.model_fields.get(str(path[-1]))
-    return (
-        field is not None
-        and not field.is_required()
-        and plain_data(field.get_default(call_default_factory=True)) == value
-    )
 
 
 def _comments(read: Read) -> dict[str, str]:

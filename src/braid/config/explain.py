@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from braid.errors import suggest
 
 from .base import Section
 from .habits import HABITS
 from .schema import RunConfig
-from .shape import allowed, allowed_item, fields_of, kind_of, shape_of
-from .source import ROOT, child
+from .shape import allowed, fields_of, is_list, kind_of, sections_of
+from .source import child, leaves, path_text
 
 _ABSENT = object()
 MAX_HINTS = 50
@@ -31,31 +33,26 @@ def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[s
         if spot.key in seen:
             continue
         seen.add(spot.key)
-        if detail["type"] == "extra_forbidden":
+        if spot.field is None:
             yield spot.key, "unknown key" + (_meant(spot, listed) if len(seen) <= MAX_HINTS else "")
         else:
-            yield spot.key or ROOT, _message(detail["type"], detail.get("ctx", {}), spot)
+            yield spot.key, _message(detail, spot, spot.field)
 
 
-def unlike_numbers(
-    tree: Any, section: type[Section] = RunConfig, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """(key, message) of each boolean where a number or text is expected. Python counts True as 1, and so does
-    the schema, but `group_size: true` is a mistake."""
-    for name, value in tree.items() if isinstance(tree, dict) else ():
-        field = section.model_fields.get(name)
-        if field is None:
+def unlike_numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, message) of each boolean in place of a number. Python counts True as 1, and so does pydantic, but
+    `group_size: true` is a mistake."""
+    fields = dict(fields_of(RunConfig))
+    for path, value in leaves(tree):
+        if not isinstance(value, bool):
             continue
-        key, shape = child(prefix, name), shape_of(field)
-        items = (
-            [(child(key, i), v) for i, v in enumerate(value)] if isinstance(value, list) else [(key, value)]
-        )
-        takes_bool = "true or false" in allowed(field) or get_origin(field.annotation) is dict
-        for at, item in items:
-            if isinstance(item, bool) and not shape.sections and not takes_bool:
-                yield at, _not_allowed(item, allowed(field) if at == key else allowed_item(field))
-            elif (member := shape.section_for(item)) is not None:
-                yield from unlike_numbers(item, member, f"{at}")
+        item = path[-1] if isinstance(path[-1], int) else None
+        name = path_text(path if item is None else path[:-1])
+        field = fields.get(re.sub(r"\[\d+\]", "[]", name))
+        if field is None or bool in (field.annotation, *get_args(field.annotation)):
+            continue
+        if item is None or is_list(field):
+            yield path_text(path), _not_allowed(value, allowed(field, item))
 
 
 def show_value(value: Any) -> str:
@@ -67,61 +64,52 @@ def show_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """Location of a schema error: key, value, the section that the key belongs to, and its field, if it has
-    one. `is_item`: the value is an item of the field's list. `kinds`: the alternatives to `section` in a
-    union."""
+    """A key with an error, the section that it belongs to, and its field, None if it is unknown. `item` is an
+    index in the field's list. `kinds` are the alternatives to `section` in a union."""
 
     key: str
     value: Any
-    section: type[Section]
-    field: FieldInfo | None
-    is_item: bool = False
+    section: type[Section] = RunConfig
+    field: FieldInfo | None = None
+    item: int | None = None
     kinds: tuple[type[Section], ...] = ()
 
 
 def _locate(loc: tuple[str | int, ...], tree: Any) -> _Spot:
     """Resolve a pydantic error location, which also contains the names of union members."""
-    spot = _Spot("", tree, RunConfig, None)
-    inner: type[Section] | None = RunConfig
+    spot = _Spot("", tree)
+    sections: tuple[type[Section], ...] = (RunConfig,)
     kinds: tuple[type[Section], ...] = ()
-    rest = list(loc)
-    while rest and inner is not None:
-        name = str(rest.pop(0))
-        value = spot.value.get(name, _ABSENT) if isinstance(spot.value, dict) else _ABSENT
-        spot = _Spot(child(spot.key, name), value, inner, inner.model_fields.get(name), kinds=kinds)
-        if spot.field is None:
-            return spot
-        shape = shape_of(spot.field)
-        inner = shape.sections[0] if len(shape.sections) == 1 else None
-        kinds = shape.sections
-        is_list = shape.is_list or (
-            get_origin(spot.field.annotation) is tuple and get_args(spot.field.annotation)[-1] is Ellipsis
-        )
-        if is_list and rest and isinstance(rest[0], int) and isinstance(spot.value, list):
-            index = rest.pop(0)
-            assert isinstance(index, int), "checked above"
-            item = spot.value[index] if index < len(spot.value) else _ABSENT
-            spot = _Spot(f"{spot.key}[{index}]", item, spot.section, spot.field, is_item=True)
-        if rest and len(shape.sections) > 1:
-            kind = rest.pop(0)
-            inner = next(s for s in shape.sections if kind_of(s) == kind)
+    for part in loc:
+        if isinstance(part, int):
+            if part >= len(spot.value):  # a list of fixed length is too short
+                break
+            spot = _Spot(child(spot.key, part), spot.value[part], spot.section, spot.field, part)
+        elif len(sections) > 1:
+            kinds, sections = sections, tuple(s for s in sections if kind_of(s) == part)
+        elif sections:
+            value = spot.value.get(part, _ABSENT)
+            field = sections[0].model_fields.get(part)
+            spot = _Spot(child(spot.key, part), value, sections[0], field, kinds=kinds)
+            sections, kinds = () if field is None else sections_of(field), ()
+        else:
+            break
     return spot
 
 
-def _message(kind: str, context: Mapping[str, Any], spot: _Spot) -> str:
+def _message(detail: ErrorDetails, spot: _Spot, field: FieldInfo) -> str:
+    kind, sections = detail["type"], sections_of(field)
     if kind == "value_error":
-        return str(context["error"])
-    if spot.field is None:
-        return _not_allowed(spot.value, "a mapping")
+        return str(detail["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if spot.value is _ABSENT:
-        return f"missing required key: {_first_sentence(spot.field.description or '')}"
-    words = allowed_item(spot.field) if spot.is_item else allowed(spot.field)
-    kinds = [k for s in shape_of(spot.field).sections if (k := kind_of(s)) is not None]
+        return f"missing required key: {_first_sentence(field.description or '')}"
+    kinds = f"one of {', '.join(str(kind_of(section)) for section in sections)}"
     if kind == "union_tag_not_found":
-        return f"missing `kind`; set it to one of {', '.join(kinds)}"
+        return f"missing `kind`; set it to {kinds}"
     if kind == "union_tag_invalid":
-        return f"kind: {_not_allowed(spot.value['kind'], 'one of ' + ', '.join(kinds))}"
-    if spot.value is None and shape_of(spot.field).sections:
+        return f"kind: {_not_allowed(spot.value['kind'], kinds)}"
+    words = allowed(field, spot.item)
+    if spot.value is None and sections:
         return f"is empty; remove it, or set it to {words}"
     return _not_allowed(spot.value, words)
 

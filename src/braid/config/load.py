@@ -9,7 +9,7 @@ braid.plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,12 +33,13 @@ from .explain import explain, unlike_numbers
 from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers
 from .schema import RunConfig
 from .secrets import Reference, distinct, environment_values, hidden, plain_secrets, reference_for
-from .shape import Shape, shape_of
+from .shape import section_for, sections_of
 from .source import (
     KeyPath,
     Written,
     apply_override,
     child,
+    leaves,
     parse_path,
     path_text,
     place,
@@ -123,7 +124,7 @@ def load_config(
     chosen = {"train.backend": backend, "rollout.engine": engine}
     for text in (*overrides, *(f"{key}={value}" for key, value in chosen.items() if value is not None)):
         apply_override(written, text)
-    written.tree = interpolate(written, lambda tree: _with_defaults(tree, RunConfig))
+    written.tree = interpolate(written, with_defaults)
     return validate(written, file)
 
 
@@ -192,18 +193,6 @@ def with_references(data: Any, references: Mapping[str, Any], path: str = "") ->
     if isinstance(data, list):
         return [with_references(item, references, child(path, i)) for i, item in enumerate(data)]
     return data
-
-
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """(key path, value) of every leaf, including empty mappings and lists."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from leaves(item, (*path, key))
-    elif isinstance(value, list) and value:
-        for i, item in enumerate(value):
-            yield from leaves(item, (*path, i))
-    else:
-        yield path, value
 
 
 def _line(problem: Problem) -> int:
@@ -304,26 +293,24 @@ def _resolve(context: Any, path: KeyPath) -> Any:
     return OmegaConf.to_container(context, resolve=True) if OmegaConf.is_config(context) else context
 
 
-def _with_defaults(tree: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+def with_defaults(tree: Mapping[str, Any], section: type[Section] = RunConfig) -> dict[str, Any]:
     """Merge the user's values over the schema's defaults, so that interpolations can refer to both."""
-    fields = section.model_fields
     filled = {
         name: plain_data(field.get_default(call_default_factory=True))
-        for name, field in fields.items()
+        for name, field in section.model_fields.items()
         if not field.is_required()
     }
     for key, value in tree.items():
-        shape = shape_of(fields[key]) if key in fields else None
-        if shape is not None and shape.is_list and isinstance(value, list):
-            filled[key] = [_filled(item, shape) for item in value]
-        else:
-            filled[key] = value if shape is None else _filled(value, shape)
+        field = section.model_fields.get(key)
+        filled[key] = value if field is None else _filled(value, sections_of(field))
     return filled
 
 
-def _filled(value: Any, shape: Shape) -> Any:
-    section = shape.section_for(value) if isinstance(value, dict) else None
-    return value if section is None else _with_defaults(value, section)
+def _filled(value: Any, sections: tuple[type[Section], ...]) -> Any:
+    if isinstance(value, list):
+        return [_filled(item, sections) for item in value]
+    section = section_for(value, sections) if isinstance(value, dict) else None
+    return value if section is None else with_defaults(value, section)
 
 
 def _interpolation_message(error: Exception, text: str, tree: Mapping[str, Any]) -> str:

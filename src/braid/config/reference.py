@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic.fields import FieldInfo
 
@@ -11,7 +10,7 @@ from .base import Section
 from .explain import show_value
 from .load import plain_data
 from .schema import RunConfig
-from .shape import allowed, kind_of, shape_of
+from .shape import allowed, is_list, kind_of, sections_of
 
 _HEAD = """\
 # Config reference
@@ -39,16 +38,15 @@ def reference_text() -> str:
 def _sections(section: type[Section], prefix: str) -> Iterator[str]:
     """A table for each section below `section`, those with plain keys first."""
     for name, field in section.model_fields.items():
-        shape = shape_of(field)
-        path = f"{prefix}{name}" + ("[]" if shape.is_list else "")
-        if not shape.sections:
+        members = sections_of(field)
+        if not members:
             continue
+        path = f"{prefix}{name}" + ("[]" if is_list(field) else "")
+        same = f" {_same_keys(_REPEATED[path], field)}" if path in _REPEATED else ""
         absent = " Not set by default." if field.default is None else ""
-        yield f"## {path}\n\n{_text(field.description)}{_repeated(path, field)}{absent}\n"
-        if path in _REPEATED:
-            continue
-        for member in shape.sections:
-            if len(shape.sections) > 1:
+        yield f"## {path}\n\n{_text(field.description)}{same}{absent}\n"
+        for member in () if same else members:
+            if len(members) > 1:
                 yield f"### kind: {kind_of(member)}\n\n{_text(member.__doc__)}\n"
             yield from _table(member)
             yield from _sections(member, f"{path}.")
@@ -64,43 +62,25 @@ _REPEATED = {
 """Section -> the section with the same keys, which is documented in full."""
 
 
-def _repeated(path: str, field: FieldInfo) -> str:
-    """Sentence that refers to the section where the keys of `path` are documented, with the defaults that
-    differ."""
-    if path not in _REPEATED:
-        return ""
+def _same_keys(other: str, field: FieldInfo) -> str:
+    """Refers to the section where the keys of `field` are documented, with the defaults that differ."""
     default = field.get_default(call_default_factory=True)
-    fields = type(default).model_fields if isinstance(default, Section) else {}
-    differing = [
-        f"{name}: {getattr(default, name)}"
-        for name in fields
-        if getattr(default, name) != fields[name].default
-    ]
-    return f" The keys are those of `{_REPEATED[path]}`" + (
-        f", by default with {', '.join(differing)}." if differing else "."
-    )
+    changed = default.model_dump(exclude_defaults=True) if isinstance(default, Section) else {}
+    differing = ", by default with " + ", ".join(f"{name}: {value}" for name, value in changed.items())
+    return f"The keys are those of `{other}`{differing if changed else ''}."
 
 
 def _table(section: type[Section]) -> Iterator[str]:
-    rows = [
-        _row(name, field) for name, field in section.model_fields.items() if not _is_documented_below(field)
-    ]
+    rows = [_row(name, field) for name, field in section.model_fields.items() if not sections_of(field)]
     if rows:
         yield "| key | takes | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def _is_documented_below(field: FieldInfo) -> bool:
-    return bool(shape_of(field).sections)
-
-
 def _row(name: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"`{show_value(_default(field))}`"
-    cells = (f"`{name}`", allowed(field), default, _text(field.description))
+    default = plain_data(field.get_default(call_default_factory=True))
+    shown = "required" if field.is_required() else f"`{show_value(default)}`"
+    cells = (f"`{name}`", allowed(field), shown, _text(field.description))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _default(field: FieldInfo) -> Any:
-    return plain_data(field.get_default(call_default_factory=True))
 
 
 def _text(text: str | None) -> str:

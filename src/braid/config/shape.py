@@ -1,4 +1,4 @@
-"""Describes the schema's fields, as types and in words.
+"""Describes the schema's fields, as section classes and in words.
 
 Loading, the reference page and the command line all use this module, so that error messages and the reference
 agree on the allowed values.
@@ -6,42 +6,34 @@ agree on the allowed values.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-import annotated_types as at
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from .base import Section
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Type of a field. `sections` are the section classes it may contain, directly or as a list (`is_list`);
-    none for plain values. Several are distinguished by their key `kind`. `is_nullable`: null is allowed."""
-
-    sections: tuple[type[Section], ...]
-    is_list: bool
-    is_nullable: bool
-
-    def section_for(self, value: Any) -> type[Section] | None:
-        """The section class of `value`: the only one, or the one named by its `kind`; None if unknown."""
-        if len(self.sections) == 1:
-            return self.sections[0]
-        kind = value.get("kind") if isinstance(value, dict) else None
-        return next((s for s in self.sections if kind_of(s) == kind), None)
+def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
+    """The section classes that a field may contain, directly or as a list; none for plain values. Several are
+    distinguished by their key `kind`."""
+    return tuple(_sections_in(field.annotation))
 
 
-def shape_of(field: FieldInfo) -> Shape:
-    """The shape of a schema field."""
-    members, is_nullable = _members(field.annotation)
-    is_list = len(members) == 1 and get_origin(members[0]) is tuple
-    if is_list:
-        members, _ = _members(get_args(members[0])[0])
-    sections = tuple(m for m in members if isinstance(m, type) and issubclass(m, Section))
-    return Shape(sections, is_list and bool(sections), is_nullable)
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections_in(inner)
+
+
+def section_for(value: Any, sections: tuple[type[Section], ...]) -> type[Section] | None:
+    """The one of `sections` that describes `value`: the only one, or the one named by its `kind`."""
+    if len(sections) == 1:
+        return sections[0]
+    kind = value.get("kind") if isinstance(value, dict) else None
+    return next((section for section in sections if kind_of(section) == kind), None)
 
 
 def kind_of(section: type[Section]) -> str | None:
@@ -50,96 +42,70 @@ def kind_of(section: type[Section]) -> str | None:
     return None if field is None else get_args(field.annotation)[0]
 
 
+def is_list(field: FieldInfo) -> bool:
+    """Whether a field takes a list of sections or values."""
+    return any(get_origin(member) is tuple for member in (field.annotation, *get_args(field.annotation)))
+
+
 def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """(key path, field) of every field below `section`, in order; list items as `key[]`. A union field is
     listed once, followed by the fields of each kind."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
-        shape = shape_of(field)
-        for member in shape.sections:
-            yield from fields_of(member, f"{prefix}{name}{'[]' if shape.is_list else ''}.")
+        for member in sections_of(field):
+            yield from fields_of(member, f"{prefix}{name}{'[]' if is_list(field) else ''}.")
 
 
-def allowed(field: FieldInfo) -> str:
-    """The allowed values of a field in words: "an integer > 0, or null"."""
-    return _words(field.annotation, field.metadata)
-
-
-def allowed_item(field: FieldInfo) -> str:
-    """The allowed values of an item of a list field, in words."""
-    members, _ = _members(field.annotation)
-    lists = [m for m in members if get_origin(m) is tuple]
-    return _words(get_args(lists[0])[0], []) if lists else allowed(field)
+def allowed(field: FieldInfo, item: int | None = None) -> str:
+    """The allowed values of a field, or of an item of its list, in words: "an integer > 0, or null"."""
+    schema = TypeAdapter(Annotated[field.annotation, field]).json_schema()
+    found = schema
+    if item is not None:
+        found = next(option for option in schema.get("anyOf", [schema]) if option["type"] == "array")
+        found = found["items"] if "items" in found else found["prefixItems"][item]
+    return _words(found, schema.get("$defs", {}))
 
 
 _PLAIN = {
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    bool: "true or false",
-    dict: "a mapping",
-    types.NoneType: "null",
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "object": "a mapping",
+    "null": "null",
+}
+_RULES = {
+    "exclusiveMinimum": "> {:g}",
+    "minimum": ">= {:g}",
+    "exclusiveMaximum": "< {:g}",
+    "maximum": "<= {:g}",
+    "pattern": "matching {}",
 }
 
 
-def _members(annotation: Any) -> tuple[list[Any], bool]:
-    """The members of a union except null, and whether null is a member."""
-    if get_origin(annotation) is Annotated:
-        inner = get_args(annotation)[0]
-        if get_origin(inner) in (Union, types.UnionType):
-            return _members(inner)
-        return [annotation], False
-    if get_origin(annotation) in (Union, types.UnionType):
-        found = [_members(a) for a in get_args(annotation)]
-        members = [m for members, _ in found for m in members if m is not types.NoneType]
-        return members, any(m is types.NoneType for members, _ in found for m in members) or any(
-            n for _, n in found
-        )
-    return [annotation], annotation is types.NoneType
-
-
-def _words(annotation: Any, metadata: list[Any]) -> str:
-    members, is_nullable = _members(annotation)
-    kinds = [kind_of(m) for m in members if isinstance(m, type) and issubclass(m, Section)]
-    if len(kinds) > 1:
-        parts = ["a mapping whose `kind` is one of " + ", ".join(str(k) for k in kinds)]
-    else:
-        parts = [_member_words(m, metadata) for m in members if m is not types.NoneType]
-    return ", or ".join(dict.fromkeys(parts + ["null"] * is_nullable))
-
-
-def _member_words(member: Any, metadata: list[Any]) -> str:
-    if get_origin(member) is Annotated:
-        inner, *extra = get_args(member)
-        own = [rule for e in extra for rule in (e.metadata if isinstance(e, FieldInfo) else [e])]
-        return _member_words(inner, [*own, *metadata])
-    if get_origin(member) is Literal:
-        choices: tuple[Any, ...] = get_args(member)
-        return f"one of {', '.join(map(str, choices))}" if len(choices) > 1 else repr(*choices)
-    if get_origin(member) is tuple:
-        items = get_args(member)
-        if items[-1] is Ellipsis:
-            return f"a list, each {_words(items[0], [])}"
-        return f"a list of {len(items)}, each {_words(items[0], [])}"
-    if isinstance(member, type) and issubclass(member, Section):
-        return "a mapping with keys " + ", ".join(member.model_fields)
-    return _PLAIN[get_origin(member) or member] + _range_words(metadata)
-
-
-def _range_words(metadata: list[Any]) -> str:
-    bounds = []
-    for rule in metadata:
-        match rule:
-            case at.Gt(gt=bound):
-                bounds.append(f"> {bound:g}")
-            case at.Ge(ge=bound):
-                bounds.append(f">= {bound:g}")
-            case at.Lt(lt=bound):
-                bounds.append(f"< {bound:g}")
-            case at.Le(le=bound):
-                bounds.append(f"<= {bound:g}")
-            case _ if pattern := getattr(rule, "pattern", None):
-                bounds.append(f"matching {pattern}")
-            case _:
-                pass
-    return " " + " and ".join(bounds) if bounds else ""
+def _words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A JSON schema in words; `definitions` are the sections that it refers to."""
+    match schema:
+        case {"$ref": name}:
+            return _words(definitions[name.rpartition("/")[2]], definitions)
+        case {"anyOf": options}:
+            return ", or ".join(_words(option, definitions) for option in options)
+        case {"oneOf": options}:
+            kinds = [
+                definitions[option["$ref"].rpartition("/")[2]]["properties"]["kind"]["const"]
+                for option in options
+            ]
+            return f"a mapping whose `kind` is one of {', '.join(kinds)}"
+        case {"properties": keys}:
+            return f"a mapping with keys {', '.join(keys)}"
+        case {"const": value}:
+            return repr(value)
+        case {"enum": values}:
+            return f"one of {', '.join(map(str, values))}"
+        case {"prefixItems": items}:
+            return f"a list of {len(items)}, each {_words(items[0], definitions)}"
+        case {"items": item}:
+            return f"a list, each {_words(item, definitions)}"
+        case _:
+            rules = [words.format(schema[rule]) for rule, words in _RULES.items() if rule in schema]
+            return " ".join([_PLAIN[schema["type"]], " and ".join(rules)]).rstrip()

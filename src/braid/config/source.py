@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,18 @@ def path_text(path: KeyPath) -> str:
     for key in path:
         out = child(out, key)
     return out
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """(key path, value) of every leaf, including empty mappings and lists."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, list) and value:
+        for i, item in enumerate(value):
+            yield from leaves(item, (*path, i))
+    else:
+        yield path, value
 
 
 def plain_scalar(text: str) -> Any:

@@ -20,7 +20,7 @@ from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
 from braid.config.schema import RunConfig
-from braid.config.shape import fields_of, shape_of
+from braid.config.shape import fields_of, sections_of
 from braid.config.train import TrainConfig
 
 from .parallel import served_engine
@@ -65,7 +65,7 @@ def set_keys(section: Any, key: str, at: str = "") -> Iterator[str]:
         yield from set_keys(value, rest, f"{at}{name}.")
 
 
-_ALL = tuple(path for path, field in fields_of(RunConfig) if not shape_of(field).sections)
+_ALL = tuple(path for path, field in fields_of(RunConfig) if not sections_of(field))
 
 
 @cache
