@@ -12,7 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from braid.config.load import Loaded, leaves, load_config, path_text, plain_data, to_yaml
+from braid.config.load import Loaded, load_config, plain_data, to_yaml
+from braid.config.source import leaves, path_text
 from braid.errors import ConfigError
 
 BASE = """\

@@ -9,17 +9,8 @@ from typing import Any
 
 import yaml
 
-from braid.config.load import (
-    DEFAULT,
-    Loaded,
-    leaves,
-    path_text,
-    plain_data,
-    with_defaults,
-    with_references,
-    yaml_text,
-)
-from braid.config.source import child, place
+from braid.config.load import Loaded, plain_data, with_defaults, with_references, yaml_text
+from braid.config.source import DEFAULT, child, leaves, path_text, place
 from braid_dialects.load import DIALECTS, Read
 from braid_dialects.translate import DEFAULT_OF, WHOLE
 

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from braid.algorithms.recipes import RECIPES
 from braid.config.explain import show_value
-from braid.config.load import DEFAULT, Loaded, leaves, path_text
+from braid.config.load import Loaded
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
-from braid.config.source import OVERRIDE, KeyPath
+from braid.config.source import DEFAULT, OVERRIDE, KeyPath, leaves, path_text
 from braid.plan import Plan, merge_recipe, unused_keys, why_unused
 
 from .figures import figures, human_bytes, human_count

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .load import leaves
-from .source import path_text
+from .source import leaves, path_text
 
 GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft", "pipeline")
 """Sections that determine what is trained, and on what."""

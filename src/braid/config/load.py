@@ -25,6 +25,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from braid.errors import ConfigError, Problem, suggest
 
@@ -35,11 +36,13 @@ from .schema import RunConfig
 from .secrets import Reference, distinct, environment_values, hidden, plain_secrets, reference_for
 from .shape import section_for, sections_of
 from .source import (
+    DEFAULT,
     KeyPath,
     Written,
     apply_override,
-    child,
+    is_within,
     leaves,
+    map_values,
     parse_path,
     path_text,
     place,
@@ -47,8 +50,6 @@ from .source import (
     read_file,
 )
 
-DEFAULT = "default"
-"""Origin of values that the user did not set."""
 _MAX_SHOWN = 200
 """Maximum length of an interpolation in messages, in characters."""
 _REFERRED = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
@@ -92,11 +93,7 @@ class Loaded:
         path = parse_path(key)
         for end in range(len(path), 0, -1):
             near = path_text(path[:end])
-            found = [
-                o
-                for name, o in self.origins.items()
-                if name == near or name.startswith((f"{near}.", f"{near}["))
-            ]
+            found = [origin for name, origin in self.origins.items() if is_within(name, near)]
             if found:
                 return next((origin for origin in found if origin != DEFAULT), DEFAULT)
         return DEFAULT
@@ -130,35 +127,35 @@ def load_config(
 
 def validate(written: Written, file: Path | None) -> Loaded:
     """Build the config from a tree without interpolations. Raises ConfigError with the problems in `written`
-    and all others found.
+    and all others found, at most one of each key.
 
     Relative paths start from the folder of `file`, or from the working directory without one.
     """
-    tree = written.tree
-    config = _validate(tree, written)
-    if config is not None:
-        written.problems += [
-            Problem(key, message, _origin_of(written.origins, parse_path(key)))
-            for key, message in plain_secrets(config, written.references)
-        ]
+    tree, config = written.tree, None
+    required = "required; set it on the command line: {0}=VALUE"
+    names = [path_text(path) for path, value in leaves(tree) if value == MANDATORY]
+    complaints = [(name, required.format(name)) for name in names]
+    complaints += unlike_numbers(tree)
+    try:
+        config = RunConfig.model_validate(tree)
+        complaints += plain_secrets(config, written.references)
+    except ValidationError as error:
+        complaints += explain(error, tree)
+    known = {problem.key for problem in written.problems}
+    for key, message in complaints:
+        if key not in known:
+            known.add(key)
+            written.problems.append(Problem(key, message, written.origin_of(parse_path(key))))
     if written.problems or config is None:
-        problems = [
-            replace(problem, message=hidden(problem.message, distinct(written.secrets)))
-            for problem in sorted(written.problems, key=_line)
-        ]
-        raise ConfigError(problems)
+        secrets = distinct(written.secrets)
+        problems = sorted(written.problems, key=_line)
+        raise ConfigError([replace(p, message=hidden(p.message, secrets)) for p in problems])
     folder = Path.cwd() if file is None else file.resolve().parent
-    given = {path_text(path): _origin_of(written.origins, path) for path, _ in leaves(tree)}
+    given = {path_text(path): written.origin_of(path) for path, _ in leaves(tree)}
     names = [path_text(path) for path, _ in leaves(plain_data(config))]
     origins = {name: given.get(name, DEFAULT) for name in names}
-    return Loaded(
-        config,
-        origins,
-        folder / (config.run.base_dir or ""),
-        file,
-        references=written.references,
-        secrets=written.secrets,
-    )
+    base_dir = folder / (config.run.base_dir or "")
+    return Loaded(config, origins, base_dir, file, references=written.references, secrets=written.secrets)
 
 
 def to_yaml(loaded: Loaded) -> str:
@@ -170,29 +167,19 @@ def to_yaml(loaded: Loaded) -> str:
 
 def yaml_text(data: Mapping[str, Any]) -> str:
     """Plain data as YAML text that reads back as the same data."""
-    return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(
+        map_values(data, _escaped), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
+    )
 
 
 def plain_data(value: Any) -> Any:
     """Convert a config or a section to mappings, lists and plain values."""
-    if isinstance(value, Section):
-        return {name: plain_data(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, Mapping):
-        return {str(k): plain_data(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(v) for v in value]
-    return value
+    return to_jsonable_python(value)
 
 
-def with_references(data: Any, references: Mapping[str, Any], path: str = "") -> Any:
+def with_references(data: Any, references: Mapping[str, Any]) -> Any:
     """Replace the values at the key paths of `references` by their references."""
-    if path in references:
-        return references[path]
-    if isinstance(data, dict):
-        return {key: with_references(item, references, child(path, key)) for key, item in data.items()}
-    if isinstance(data, list):
-        return [with_references(item, references, child(path, i)) for i, item in enumerate(data)]
-    return data
+    return map_values(data, references.get)
 
 
 def _line(problem: Problem) -> int:
@@ -201,57 +188,41 @@ def _line(problem: Problem) -> int:
     return int(found[1]) if found else 0
 
 
-def _origin_of(origins: Mapping[str, str], path: KeyPath) -> str:
-    """The origin of `path`, or of the nearest enclosing section that has one."""
-    for end in range(len(path), 0, -1):
-        if (origin := origins.get(path_text(path[:end]))) is not None:
-            return origin
-    return DEFAULT
-
-
 def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """The tree with every `${...}` resolved; problems are added to `written`.
 
     `context_of` returns the tree that interpolations may refer to: the given tree merged over its defaults.
     """
-    pending = [(path, text) for path, text in leaves(written.tree) if isinstance(text, str) and "${" in text]
-    if not pending:
-        return written.tree
-    register_resolvers()
     tree = written.tree
+    pending = [(path, text) for path, text in leaves(tree) if isinstance(text, str) and "${" in text]
+    if not pending:
+        return tree
+    register_resolvers()
     secrets = environment_values(text for _, text in pending)
     written.secrets |= secrets
     written.variables |= {name for _, text in pending for name in _REFERRED.findall(text)}
-    problems = {}
+    whole = deepcopy(context_of(tree))
+    malformed = {path: why for path, text in leaves(whole) if (why := _malformed(text))}
+    for path in malformed:
+        place(whole, path, None)
+    context = OmegaConf.create(_mentioned(whole, pending))
     for path, text in pending:
-        if what := _malformed(text):
-            problems[path] = (
-                f"{text!r} is not a valid interpolation: {what}; write ${{key}}, or \\${{ for a literal ${{"
-            )
-            place(tree, path, None)
-    whole = context_of(tree)
-    context = _context(_mentioned(whole, pending))
-    for path, text in pending:
-        if path in problems:
+        value, problem = None, None
+        if path in malformed:
+            problem = f"{text!r} is not a valid interpolation: {malformed[path]}; write ${{key}}, or \\${{ for a literal ${{"
+        else:
+            try:
+                value = _resolve(context, path)
+            except (OmegaConfBaseException, RecursionError) as error:
+                problem = _interpolation_message(error, text, whole)
+        if any(isinstance(item, int) and abs(item) > MAX_NUMBER for _, item in leaves(value)):
+            problem = f"{text} is an integer above the maximum of {MAX_NUMBER:.0e}"
+        if problem:
+            written.problems.append(Problem(path_text(path), problem, written.origin_of(path)))
             continue
-        try:
-            value = _resolve(context, path)
-            if any(isinstance(item, int) and abs(item) > MAX_NUMBER for _, item in leaves(value)):
-                problems[path] = f"{text} is an integer above the maximum of {MAX_NUMBER:.0e}"
-                continue
-            place(tree, path, value)
-            if (kept := reference_for(text, value, secrets)) != value or isinstance(kept, Reference):
-                written.references |= {
-                    path_text((*path, *below)): item
-                    for below, item in leaves(kept)
-                    if isinstance(item, Reference)
-                }
-        except (OmegaConfBaseException, RecursionError) as error:
-            problems[path] = _interpolation_message(error, text, whole)
-    written.problems += [
-        Problem(path_text(path), message, _origin_of(written.origins, path))
-        for path, message in problems.items()
-    ]
+        place(tree, path, value)
+        kept = leaves(reference_for(text, value, secrets), path)
+        written.references |= {path_text(key): item for key, item in kept if isinstance(item, Reference)}
     return tree
 
 
@@ -262,24 +233,17 @@ _COMPUTED_NAME = re.compile(r"\$\{[^:}]*\$\{|oc\.(select|dict|decode|deprecated)
 def _mentioned(tree: dict[str, Any], pending: Sequence[tuple[KeyPath, str]]) -> dict[str, Any]:
     """The top-level sections that interpolations are in or may refer to: OmegaConf takes long to wrap all
     defaults."""
-    if any(_COMPUTED_NAME.search(text) for _, text in pending):
+    texts = " ".join(text for _, text in pending)
+    own = {path[0] for path, _ in pending}
+    if _COMPUTED_NAME.search(texts):
         return tree
-    words = {word for _, text in pending for word in re.findall(r"\w+", text)}
-    words |= {str(path[0]) for path, _ in pending}
-    return {key: value for key, value in tree.items() if key in words or not re.fullmatch(r"\w+", str(key))}
+    return {key: value for key, value in tree.items() if key in own or key in texts}
 
 
-def _context(tree: dict[str, Any]) -> Any:
-    """The tree in which interpolations are resolved, without malformed interpolations."""
-    tree = deepcopy(tree)
-    for path, text in list(leaves(tree)):
-        if isinstance(text, str) and "${" in text and _malformed(text):
-            place(tree, path, None)
-    return OmegaConf.create(tree)
-
-
-def _malformed(text: str) -> str:
+def _malformed(text: Any) -> str:
     """Why a text is not a valid interpolation; empty if it is one."""
+    if not isinstance(text, str) or "${" not in text:
+        return ""
     try:
         OmegaConf.create({"value": text})
     except GrammarParseError as error:
@@ -339,37 +303,11 @@ def _interpolation_message(error: Exception, text: str, tree: Mapping[str, Any])
     return f"cannot evaluate {text}: {reason}"
 
 
-def _validate(tree: dict[str, Any], written: Written) -> RunConfig | None:
-    """Build the config from `tree`, or return None; problems are added to `written`, except for keys that
-    already have one."""
-    config = None
-    complaints = list(unlike_numbers(tree))
-    try:
-        config = RunConfig.model_validate(tree)
-    except ValidationError as error:
-        complaints += explain(error, tree)
-    for path, value in leaves(tree):
-        if value == MANDATORY:
-            complaints.insert(
-                0, (path_text(path), f"required; set it on the command line: {path_text(path)}=VALUE")
-            )
-    known = {problem.key for problem in written.problems}
-    for key, message in complaints:
-        if key not in known:
-            known.add(key)
-            written.problems.append(Problem(key, message, _origin_of(written.origins, parse_path(key))))
-    return config
-
-
-def _escape(value: Any) -> Any:
+def _escaped(_: str, value: Any) -> Any:
     """Escape `${` in texts, so that loading returns the same text."""
-    if isinstance(value, dict):
-        return {k: _escape(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_escape(v) for v in value]
-    if isinstance(value, Reference):
-        return str(value)
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    if isinstance(value, Reference) or not isinstance(value, str):
+        return str(value) if isinstance(value, Reference) else value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
 class _Dumper(yaml.SafeDumper):

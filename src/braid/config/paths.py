@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .load import Loaded, leaves, plain_data
+from .load import Loaded, plain_data
 from .schema import RunConfig
-from .source import OVERRIDE, KeyPath, path_text, place
+from .source import OVERRIDE, KeyPath, leaves, path_text, place
 
 _FOLDERS = re.compile(
     r"run\.output_dir|checkpoint\.(export_)?dir|report\.dir|rollout\.check_weights_dir"

@@ -77,9 +77,10 @@ def _table(section: type[Section]) -> Iterator[str]:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    default = plain_data(field.get_default(call_default_factory=True))
-    shown = "required" if field.is_required() else f"`{show_value(default)}`"
-    cells = (f"`{name}`", allowed(field), shown, _text(field.description))
+    default = "required"
+    if not field.is_required():
+        default = f"`{show_value(plain_data(field.get_default(call_default_factory=True)))}`"
+    cells = (f"`{name}`", allowed(field), default, _text(field.description))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -25,10 +25,7 @@ def _over(operation: Callable[[Number, Number], Number]) -> Callable[..., Number
     def compute(*values: object) -> Number:
         if len(values) < 2:
             raise ValueError(f"needs two or more numbers, got {len(values)}")
-        return reduce(bounded, [_number(v) for v in values])
-
-    def bounded(first: Number, second: Number) -> Number:
-        result = operation(first, second)
+        result = reduce(operation, map(_number, values))
         if abs(result) > MAX_NUMBER:
             raise ValueError(f"the result exceeds {MAX_NUMBER:.0e}")
         return result

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 
 from .reward import JudgeReward
 from .schema import RunConfig
+from .source import map_values
 
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
 _NAMED = re.compile(
@@ -48,16 +49,16 @@ def distinct(secrets: Mapping[str, str]) -> dict[str, str]:
 
 def hidden(value: Any, secrets: Mapping[str, str]) -> Any:
     """Replace the secrets in the texts of `value` by their references."""
-    if isinstance(value, dict):
-        return {key: hidden(item, secrets) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [hidden(item, secrets) for item in value]
-    if not isinstance(value, str) or isinstance(value, Reference):
-        return value
-    text = value
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, secrets[secret])
-    return value if text == value else Reference(text)
+
+    def replaced(_: str, text: Any) -> Any:
+        if not isinstance(text, str) or isinstance(text, Reference):
+            return text
+        kept = text
+        for secret in sorted(secrets, key=len, reverse=True):
+            kept = kept.replace(secret, secrets[secret])
+        return text if kept == text else Reference(kept)
+
+    return map_values(value, replaced)
 
 
 def plain_secrets(config: RunConfig, references: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from braid.errors import ConfigError, Problem, suggest
 
 ROOT = "config"
 """Key of problems that concern the whole file."""
+DEFAULT = "default"
+"""Origin of values that the user did not set."""
 OVERRIDE = "override"
 """Origin of values given on the command line."""
 MAX_DEPTH = 50
@@ -49,6 +51,11 @@ class Written:
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     variables: set[str] = field(default_factory=set)
 
+    def origin_of(self, path: KeyPath) -> str:
+        """The origin of `path`, or of the nearest enclosing section that has one."""
+        names = (path_text(path[:end]) for end in range(len(path), 0, -1))
+        return next((self.origins[name] for name in names if name in self.origins), DEFAULT)
+
 
 def child(path: str, key: str | int) -> str:
     """The path of entry `key` below `path`."""
@@ -57,68 +64,26 @@ def child(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else key
 
 
-def read_file(path: Path) -> Written:
-    """Read the mapping in a YAML file. Raises ConfigError if the file cannot be read or is not valid YAML;
-    duplicate keys and unusable values are collected in `problems`."""
-    text = _text_of(path)
-    try:
-        root = yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError([_syntax_problem(error, path.name, text)]) from None
-    except RecursionError:
-        raise ConfigError([Problem(ROOT, _TOO_DEEP, path.name)]) from None
-    except ValueError as error:  # raised by PyYAML for invalid characters
-        raise ConfigError([Problem(ROOT, f"not valid YAML: {error}", path.name)]) from None
-    written = Written()
-    if root is None:
-        return written
-    if not isinstance(root, yaml.MappingNode):
-        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        raise ConfigError(
-            [Problem(ROOT, f"the file contains {kind}; a config must be a mapping", f"{path.name}:1")]
-        )
-    written.tree = _Builder(path.name, written).value(root, "", ())
-    return written
-
-
-def apply_override(written: Written, text: str) -> None:
-    """Set one value from `key=value`. The value is YAML; nothing after the `=` is the empty text. A mapping
-    or list replaces the previous value; an index one past the end of a list appends."""
-    key, equals, value = text.partition("=")
-    path = parse_path(key.strip())
-    if not equals or not path:
-        hint = "; only one config file is allowed" if text.endswith((".yaml", ".yml")) else ""
-        message = f"{text!r} is not an override; write key=value, for example run.seed=1{hint}"
-        written.problems.append(Problem(ROOT, message, OVERRIDE))
-        return
-    name = path_text(path)
-    try:
-        parsed = _parse_value(value, written, name)
-    except RecursionError:
-        written.problems.append(Problem(name, _TOO_DEEP, OVERRIDE))
-        return
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        message = f"cannot parse the value {value!r} ({problem}); quote strings: '{key}=\"...\"'"
-        written.problems.append(Problem(name, message, OVERRIDE))
-        return
-    if problem := place(written.tree, path, parsed):
-        written.problems.append(Problem(name, problem, OVERRIDE))
-        return
-    below = [k for k in written.origins if k.startswith((f"{name}.", f"{name}["))]
-    for stale in below:
-        del written.origins[stale]
-    for i in range(1, len(path) + 1):
-        written.origins.setdefault(path_text(path[:i]), OVERRIDE)
-    written.origins[name] = OVERRIDE
-
-
 def path_text(path: KeyPath) -> str:
     """`("data", "train", 0)` as "data.train[0]"."""
     out = ""
     for key in path:
         out = child(out, key)
     return out
+
+
+def parse_path(text: str) -> KeyPath:
+    """Split `data.train.0.size` or `data.train[0].size` into keys; empty if it is not a valid path."""
+    dotted = re.sub(r"\[(\d+)\]", r".\1", text)
+    parts = dotted.split(".")
+    if not all(parts) or re.search(r"[\s\[\]{}]", dotted):
+        return ()
+    return tuple(int(part) if part.isdecimal() and i else part for i, part in enumerate(parts))
+
+
+def is_within(path: str, section: str) -> bool:
+    """Whether a key is `section` itself or below it."""
+    return path == section or path.startswith((f"{section}.", f"{section}["))
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -133,17 +98,101 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
+def map_values(data: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Replace each value in mappings and lists by `change(key path, value)`."""
+    if isinstance(data, dict):
+        return {key: map_values(item, change, child(path, key)) for key, item in data.items()}
+    if isinstance(data, list | tuple):
+        return [map_values(item, change, child(path, i)) for i, item in enumerate(data)]
+    return change(path, data)
+
+
+def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
+    """Set `value` at `path`, creating mappings and lists as needed. Returns an error message if that is
+    impossible."""
+    at: Any = tree
+    for i, key in enumerate(path):
+        is_last = i == len(path) - 1
+        below: Any = value if is_last else ([] if isinstance(path[i + 1], int) else {})
+        if isinstance(at, dict):
+            key = str(key)
+            at.setdefault(key)
+        elif isinstance(at, list) and isinstance(key, int) and key <= len(at):
+            at += [None] * (key == len(at))
+        elif isinstance(at, list):
+            return f"{path_text(path[:i])} is a list of length {len(at)}; {key!r} is not an index from 0 to {len(at)}"
+        else:
+            return f"{path_text(path[:i])} is {at!r}, which has no keys"
+        if is_last or at[key] is None:
+            at[key] = below
+        at = at[key]
+    return None
+
+
+def read_file(path: Path) -> Written:
+    """Read the mapping in a YAML file. Raises ConfigError if the file cannot be read or is not valid YAML;
+    duplicate keys and unusable values are collected in `problems`."""
+    text = _text_of(path)
+    try:
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, path.name, text) from None
+    except RecursionError:
+        raise _error(_TOO_DEEP, path.name) from None
+    except ValueError as error:  # raised by PyYAML for invalid characters
+        raise _error(f"not valid YAML: {error}", path.name) from None
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise _error(f"the file contains {kind}; a config must be a mapping", f"{path.name}:1")
+    written = Written()
+    if root is not None:
+        written.tree = _Builder(path.name, written).value(root, "", ())
+    return written
+
+
+def apply_override(written: Written, text: str) -> None:
+    """Set one value from `key=value`. The value is YAML; nothing after the `=` is the empty text. A mapping
+    or list replaces the previous value; an index one past the end of a list appends."""
+    key, equals, value = text.partition("=")
+    path = parse_path(key.strip())
+    name, problem = path_text(path), None
+    if not equals or not path:
+        hint = "; only one config file is allowed" if text.endswith((".yaml", ".yml")) else ""
+        problem = f"{text!r} is not an override; write key=value, for example run.seed=1{hint}"
+        name = ROOT
+    else:
+        try:
+            problem = place(written.tree, path, _parse_value(value, written, name))
+        except RecursionError:
+            problem = _TOO_DEEP
+        except yaml.YAMLError as error:
+            why = getattr(error, "problem", None) or "not valid YAML"
+            problem = f"cannot parse the value {value!r} ({why}); quote strings: '{key}=\"...\"'"
+    if problem:
+        written.problems.append(Problem(name, problem, OVERRIDE))
+        return
+    for stale in [known for known in written.origins if is_within(known, name)]:
+        del written.origins[stale]
+    for i in range(1, len(path) + 1):
+        written.origins.setdefault(path_text(path[:i]), OVERRIDE)
+
+
+def _parse_value(text: str, written: Written, name: str) -> Any:
+    if not text:
+        return ""
+    node = yaml.compose(text, Loader=yaml.BaseLoader)
+    if node is None:
+        return plain_scalar(text.strip())
+    return _Builder(OVERRIDE, written).value(node, name, ())
+
+
 def plain_scalar(text: str) -> Any:
     """Parse an unquoted YAML scalar: null, a boolean, a number, or the text itself."""
     if text in _WORDS:
         return _WORDS[text]
-    if len(text) > MAX_DIGITS and _DIGITS.fullmatch(text):
-        return text  # rejected by YAML source files
-    if _INT.fullmatch(text):
-        return int(text.replace("_", ""))
-    if _BASED_INT.fullmatch(text):
-        return int(text, 0)
-    if _FLOAT.fullmatch(text):
+    if _INT.fullmatch(text) and len(text) <= MAX_DIGITS:  # longer ones are rejected in files
+        return int(text.replace("_", ""), 0 if text[:2] in ("0x", "0o") else 10)
+    if _FLOAT.fullmatch(text) and not _INT.fullmatch(text):
         return float(text.replace("_", ""))
     return text
 
@@ -156,13 +205,10 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), -math.inf),
     **dict.fromkeys((".nan", ".NaN", ".NAN"), math.nan),
 }
-_INT = re.compile(r"[-+]?[0-9][0-9_]*")
-_DIGITS = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
-_BASED_INT = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")
+_INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-
-_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "map")}
 _TEXT = "tag:yaml.org,2002:str"
+_TAGS = (_TEXT, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 
 
 class _Builder:
@@ -173,47 +219,34 @@ class _Builder:
         self._written = written
         self._num_values = 0
 
-    def _count(self, node: yaml.Node, path: str) -> None:
-        """Raise ConfigError if the expanded aliases exceed MAX_VALUES."""
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            message = f"more than {MAX_VALUES:,} keys and values after expanding aliases (*name)"
-            raise ConfigError([Problem(path or ROOT, message, self._where(node))])
-
-    def value(self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...]) -> Any:
-        """Convert `node`, which is at key `path` below `parents`."""
+    def value(
+        self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...], at: yaml.Node | None = None
+    ) -> Any:
+        """Convert `node`, which is at key `path` below `parents`. Its origin is the line of `at`, or its own."""
+        if path:
+            self._written.origins[path] = self._where(at or node)
         self._count(node, path)
-        if any(node is parent for parent in parents):
-            return self._problem(
-                path, node, "an alias (*name) must not refer to a node that contains it; remove it"
-            )
-        if node.tag not in _TAGS:
-            return self._problem(path, node, f"the YAML tag {node.tag!r} is not supported; remove it")
-        if len(parents) == MAX_DEPTH:
-            return self._problem(path, node, _TOO_DEEP)
-        parents = (*parents, node)
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path, parents)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._entry(item, child(path, i), item, parents) for i, item in enumerate(node.value)]
         is_plain = isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _TEXT
-        if is_plain and len(node.value) > MAX_DIGITS and _DIGITS.fullmatch(node.value):
-            return self._problem(
-                path,
-                node,
-                f"an integer of {len(node.value):,} digits; at most {MAX_DIGITS} are allowed",
-            )
-        return plain_scalar(node.value) if is_plain else node.value
-
-    def _entry(self, node: yaml.Node, path: str, at: yaml.Node, parents: tuple[yaml.Node, ...]) -> Any:
-        self._written.origins[path] = self._where(at)
-        return self.value(node, path, parents)
-
-    def _mapping(self, node: yaml.MappingNode, path: str, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
-        pairs = self._pairs(node, path, parents)
-        return {
-            name: self._entry(item, child(path, name), key, parents) for name, (key, item) in pairs.items()
-        }
+        if node in parents:
+            problem = "an alias (*name) must not refer to a node that contains it; remove it"
+        elif node.tag not in _TAGS:
+            problem = f"the YAML tag {node.tag!r} is not supported; remove it"
+        elif len(parents) == MAX_DEPTH:
+            problem = _TOO_DEEP
+        elif is_plain and len(node.value) > MAX_DIGITS and _INT.fullmatch(node.value):
+            problem = f"an integer of {len(node.value):,} digits; at most {MAX_DIGITS} are allowed"
+        else:
+            parents = (*parents, node)
+            if isinstance(node, yaml.MappingNode):
+                pairs = self._pairs(node, path, parents).items()
+                return {
+                    name: self.value(item, child(path, name), parents, key) for name, (key, item) in pairs
+                }
+            if isinstance(node, yaml.SequenceNode):
+                return [self.value(item, child(path, i), parents) for i, item in enumerate(node.value)]
+            return plain_scalar(node.value) if is_plain else node.value
+        self._problem(path, node, problem)
+        return None
 
     def _pairs(
         self, node: yaml.MappingNode, path: str, parents: tuple[yaml.Node, ...]
@@ -225,19 +258,14 @@ class _Builder:
         for key, item in node.value:
             self._count(key, path)
             if not isinstance(key, yaml.ScalarNode):
-                self._problem(path or ROOT, key, "a key must be a plain scalar")
+                self._problem(path, key, "a key must be a plain scalar")
             elif key.value == "<<" and key.style is None:
                 for source in item.value if isinstance(item, yaml.SequenceNode) else [item]:
-                    if not isinstance(source, yaml.MappingNode) or any(
-                        source is parent for parent in parents
-                    ):
-                        self._problem(
-                            path or ROOT,
-                            key,
-                            "<< needs a mapping, or a list of mappings, that does not contain it",
-                        )
-                    else:
+                    if isinstance(source, yaml.MappingNode) and source not in parents:
                         merged = self._pairs(source, path, (*parents, source)) | merged
+                    else:
+                        needs = "a mapping, or a list of mappings, that does not contain it"
+                        self._problem(path, key, f"<< needs {needs}")
             elif key.value in own:
                 first = self._where(own[key.value][0])
                 self._problem(child(path, key.value), key, f"duplicate key, first set at {first}; remove one")
@@ -245,87 +273,52 @@ class _Builder:
                 own[key.value] = (key, item)
         return merged | own
 
+    def _count(self, node: yaml.Node, path: str) -> None:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            message = f"more than {MAX_VALUES:,} keys and values after expanding aliases (*name)"
+            raise ConfigError([Problem(path or ROOT, message, self._where(node))])
+
     def _where(self, node: yaml.Node) -> str:
         return OVERRIDE if self._file == OVERRIDE else f"{self._file}:{node.start_mark.line + 1}"
 
     def _problem(self, path: str, node: yaml.Node, message: str) -> None:
-        self._written.problems.append(Problem(path, message, self._where(node)))
+        self._written.problems.append(Problem(path or ROOT, message, self._where(node)))
 
 
 def _text_of(path: Path) -> str:
+    here = "command line"
     if path.is_dir():
         names = sorted(p.name for p in path.glob("*.y*ml"))
         have = f", such as {', '.join(names[:5])}" if names else ""
-        raise ConfigError([Problem(ROOT, f"{path} is a folder; pass a .yaml file{have}", "command line")])
+        raise _error(f"{path} is a folder; pass a .yaml file{have}", here)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            message = f"the file has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are allowed"
-            raise ConfigError([Problem(ROOT, message, path.name)])
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise _error(f"the file has {size:,} bytes; at most {MAX_BYTES:,} are allowed", path.name)
         return path.read_text("utf-8")
     except FileNotFoundError:
         near = suggest(path.name, [p.name for p in path.parent.glob("*.y*ml")])
-        raise ConfigError([Problem(ROOT, f"no such file: {path}{near}", "command line")]) from None
+        raise _error(f"no such file: {path}{near}", here) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            [Problem(ROOT, f"the file is not UTF-8 text ({error.reason})", path.name)]
-        ) from None
+        raise _error(f"the file is not UTF-8 text ({error.reason})", path.name) from None
     except OSError as error:
-        raise ConfigError([Problem(ROOT, f"cannot read {path}: {error.strerror}", "command line")]) from None
+        raise _error(f"cannot read {path}: {error.strerror}", here) from None
 
 
-def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
+def _syntax_error(error: yaml.YAMLError, file: str, text: str) -> ConfigError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     context = getattr(error, "context", None)
     message = f"not valid YAML: {what}" + (f" ({context})" if context else "")
-    line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+    line = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
     if "'\\t'" in message:
         message += "; indent YAML with spaces, not tabs"
     elif "but found another document" in message:
         message += "; a config is a single document, remove the line ---"
     elif "${" in line and "flow" in message:
         message += "; quote ${...} inside { } and [ ]"
-    return Problem(ROOT, message, place)
+    return _error(message, f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file)
 
 
-def parse_path(text: str) -> KeyPath:
-    """Split `data.train.0.size` or `data.train[0].size` into keys; empty if it is not a valid path."""
-    dotted = re.sub(r"\[(\d+)\]", r".\1", text)
-    parts = dotted.split(".")
-    if not all(parts) or re.search(r"[\s\[\]{}]", dotted):
-        return ()
-    return tuple(int(part) if part.isdecimal() and i else part for i, part in enumerate(parts))
-
-
-def _parse_value(text: str, written: Written, name: str) -> Any:
-    if not text:
-        return ""
-    node = yaml.compose(text, Loader=yaml.BaseLoader)
-    if node is None:
-        return plain_scalar(text.strip())
-    return _Builder(OVERRIDE, written).value(node, name, ())
-
-
-def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
-    """Set `value` at `path`, creating mappings and lists as needed. Returns an error message if that is
-    impossible."""
-    at: Any = tree
-    for i, key in enumerate(path):
-        is_last = i == len(path) - 1
-        below: Any = value if is_last else ([] if isinstance(path[i + 1], int) else {})
-        if isinstance(at, dict):
-            key = str(key)
-            if is_last or at.get(key) is None:
-                at[key] = below
-        elif isinstance(at, list) and isinstance(key, int) and key <= len(at):
-            if key == len(at):
-                at.append(below)
-            elif is_last or at[key] is None:
-                at[key] = below
-        elif isinstance(at, list):
-            return f"{path_text(path[:i])} is a list of length {len(at)}; {key!r} is not an index from 0 to {len(at)}"
-        else:
-            return f"{path_text(path[:i])} is {at!r}, which has no keys"
-        at = at[key]  # pyright: ignore[reportArgumentType, reportCallIssue]  # a list has been given an index
-    return None
+def _error(message: str, origin: str) -> ConfigError:
+    return ConfigError([Problem(ROOT, message, origin)])

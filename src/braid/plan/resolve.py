@@ -15,11 +15,11 @@ from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recip
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
-from braid.config.load import DEFAULT
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
 from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
+from braid.config.source import DEFAULT
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, Problem
 
