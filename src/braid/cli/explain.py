@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
 
 from braid.config.schema import RunConfig
@@ -26,25 +28,34 @@ _STYLES = {
     "unsupported": "red",
     "refused": "bold red",
 }
-_MAX_KEY, _MAX_VALUE, _GAP = 36, 24, 2
+_MAX_KEY, _MAX_VALUE, _MIN_ROOM = 36, 24, 50
+"""Column widths of keys and values, and the least width of a translation beside them, in characters."""
 
 
 def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None = None) -> None:
     """Print one line per key, grouped by section of the file, then the number of keys per disposition.
 
-    Long lines are truncated or wrapped to the console's width; notes are dimmed, after or below the
-    translation.
+    Long lines are truncated or wrapped to the console's width; on a narrow console the translation is below
+    its key.
     """
     console = console or Console(highlight=False)
-    for section, group in groupby(ledger, key=lambda entry: _split(entry.path)[0]):
-        entries = list(group)
+    for section, group in groupby(ledger, key=lambda entry: entry.path.rpartition(".")[0]):
+        rows = [(entry.path.rpartition(".")[2], shown(entry.value), entry) for entry in group]
         if section:
             console.print(Text(section, style="bold"))
-        key_width = min(max(len(_split(entry.path)[1]) for entry in entries), _MAX_KEY)
-        value_width = min(max(len(shown(entry.value)) for entry in entries), _MAX_VALUE)
-        for entry in entries:
-            for line in _lines(entry, key_width, value_width, console):
-                console.print(line, no_wrap=True, overflow="ignore", crop=False)
+        key_width = min(max(len(name) for name, *_ in rows), _MAX_KEY)
+        value_width = min(max(len(value) for _, value, _ in rows), _MAX_VALUE)
+        for name, value, entry in rows:
+            head = Text(f"  {name:<{key_width}}  ")
+            head.append(f"{_cut(value, value_width):<{value_width}}  ", style="bold")
+            if console.width - len(head) >= _MIN_ROOM:
+                row = Table.grid(Column(no_wrap=True), Column())
+                row.add_row(head, _became(entry))
+                console.print(row)
+            else:
+                head.rstrip()
+                console.print(head, no_wrap=True, overflow="ignore", crop=False)
+                console.print(Padding(_became(entry), (0, 0, 0, 6)))
     counts = Counter(entry.disposition for entry in ledger)
     words = [
         Text.assemble(f"{counts[name]} ", (name, style)) for name, style in _STYLES.items() if counts[name]
@@ -71,47 +82,18 @@ def print_key(key: str, console: Console | None = None) -> None:
         raise ConfigError([Problem(key, f"unknown key in every config format{_near(key)}")])
 
 
-def _split(path: str) -> tuple[str, str]:
-    """(section, name) of a key."""
-    section, _, name = path.rpartition(".")
-    return section, name
-
-
 def _cut(text: str, width: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _lines(entry: Entry, key_width: int, value_width: int, console: Console) -> Iterator[Text]:
-    """The lines of one entry: key and value, then what became of it, with the note dimmed."""
-    head = Text(f"  {_split(entry.path)[1]:<{key_width + _GAP}}")
-    head += Text(f"{_cut(shown(entry.value), value_width):<{value_width + _GAP}}", style="bold")
-    said = Text(_became(entry), style=_STYLES[entry.disposition])
-    if _is_set(entry) and entry.note:
-        said += Text(f"  {entry.note}", style="dim")
-    is_wide = console.width - len(head) >= 50
-    indent = len(head) if is_wide else 6
-    lines = said.wrap(console, max(console.width - indent, 20))
-    for line in lines:
-        line.rstrip()
-    if is_wide:
-        yield head + lines.pop(0)
-    else:
-        head.rstrip()
-        yield head
-    yield from (Text(" " * indent) + line for line in lines)
-
-
-def _is_set(entry: Entry) -> bool:
-    """Whether this run depends on the entry's native values."""
-    return entry.disposition == "applied"
-
-
-def _became(entry: Entry) -> str:
-    """The native keys and values, or the disposition with its reason."""
-    if _is_set(entry):
-        return ", ".join(f"{path}={shown(value)}" for path, value in entry.native.items())
-    return f"{entry.disposition}: {entry.note}" if entry.note else entry.disposition
+def _became(entry: Entry) -> Text:
+    """The native keys and values with the note, or the disposition with its reason."""
+    style = _STYLES[entry.disposition]
+    if entry.disposition != "applied":
+        return Text(f"{entry.disposition}: {entry.note}" if entry.note else entry.disposition, style=style)
+    said = Text(", ".join(f"{path}={shown(value)}" for path, value in entry.native.items()), style=style)
+    return said.append(f"  {entry.note}", style="dim") if entry.note else said
 
 
 def _print_facts(console: Console, language: str, key: str, facts: Sequence[tuple[str, str]]) -> None:

@@ -55,22 +55,18 @@ def human_count(count: int) -> str:
 def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if plan.max_trajectory_tokens is None:
         return
-    total = f"at most {plan.max_trajectory_tokens:,}"
+    longest = f"at most {plan.max_trajectory_tokens:,}"
     if isinstance(config.env, ToolEnv):
-        yield Figure("tokens per trajectory", total, "env.max_context_tokens: prompt, turns and tool replies")
+        how = "env.max_context_tokens: prompt, turns and tool replies"
+        yield Figure("tokens per trajectory", longest, how)
         return
-    prompt = f"{config.data.max_prompt_tokens} prompt"
+    prompt, sampling = f"{config.data.max_prompt_tokens} prompt", config.rollout.sampling
     if plan.verb != "eval":
-        yield Figure(
-            "tokens per trajectory", total, f"{prompt} + {config.rollout.sampling.max_new_tokens} new"
-        )
+        yield Figure("tokens per trajectory", longest, f"{prompt} + {sampling.max_new_tokens} new")
     if plan.eval_max_trajectory_tokens is not None and (config.data.eval or plan.verb == "eval"):
-        sampling = config.eval.sampling or config.rollout.sampling
-        yield Figure(
-            "tokens per evaluation answer",
-            f"at most {plan.eval_max_trajectory_tokens:,}",
-            f"{prompt} + {sampling.max_new_tokens} new",
-        )
+        longest = f"at most {plan.eval_max_trajectory_tokens:,}"
+        sampling = config.eval.sampling or sampling
+        yield Figure("tokens per evaluation answer", longest, f"{prompt} + {sampling.max_new_tokens} new")
 
 
 def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
@@ -83,64 +79,40 @@ def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 
 def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
-    rollout = config.rollout
+    rollout, longest = config.rollout, plan.max_trajectory_tokens
     kv_budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
-    yield Figure(
-        "trajectories per round",
-        f"{plan.trajectories_per_round:,}",
-        f"{rollout.prompts_per_round} prompts x {rollout.group_size} per group",
-    )
+    count = f"{plan.trajectories_per_round:,}"
+    how = f"{rollout.prompts_per_round} prompts x {rollout.group_size} per group"
+    yield Figure("trajectories per round", count, how)
     if plan.max_tokens_per_round is not None:
-        yield Figure(
-            "tokens per round",
-            f"at most {plan.max_tokens_per_round:,}",
-            f"{plan.trajectories_per_round:,} trajectories x {plan.max_trajectory_tokens:,}",
-        )
+        most = f"at most {plan.max_tokens_per_round:,}"
+        yield Figure("tokens per round", most, f"{count} trajectories x {longest:,}")
     if plan.max_concurrent is not None:
-        cache = "" if kv_budget is None else f", {kv_budget:,} cached tokens / {plan.max_trajectory_tokens:,}"
-        yield Figure(
-            "concurrent trajectories",
-            f"{plan.max_concurrent:,} at full length",
-            f"minimum of {plan.trajectories_per_round:,} trajectories, max_running {rollout.native.max_running:,}"
-            f"{cache}",
-        )
+        how = f"minimum of {count} trajectories, max_running {rollout.native.max_running:,}"
+        how += "" if kv_budget is None else f", {kv_budget:,} cached tokens / {longest:,}"
+        yield Figure("concurrent trajectories", f"{plan.max_concurrent:,} at full length", how)
     if plan.kv_budget_bytes is not None:
-        yield Figure(
-            "KV cache",
-            f"at most {human_bytes(plan.kv_budget_bytes)}",
-            f"{kv_budget:,} tokens x {human_bytes(plan.kv_bytes_per_token or 0)}",
-        )
+        how = f"{kv_budget:,} tokens x {human_bytes(plan.kv_bytes_per_token or 0)}"
+        yield Figure("KV cache", f"at most {human_bytes(plan.kv_budget_bytes)}", how)
 
 
 def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
-    train, rollout = config.train, config.rollout
-    yield Figure(
-        "optimizer steps per round",
-        f"{plan.steps_per_round}",
-        f"{train.steps_per_pass} per pass x {train.passes_per_round} {_plural('pass', train.passes_per_round)}",
-    )
-    prompts, is_even = (
-        plan.rows_per_step // rollout.group_size,
-        rollout.prompts_per_round % train.steps_per_pass == 0,
-    )
-    upto = "" if is_even else "up to "
-    yield Figure(
-        "rows per step",
-        f"{upto}{plan.rows_per_step:,}",
-        f"{rollout.prompts_per_round} prompts / {train.steps_per_pass} = {upto}{prompts} prompts x {rollout.group_size}",
-    )
+    train, group_size, prompts = config.train, config.rollout.group_size, config.rollout.prompts_per_round
+    passes = f"{train.passes_per_round} pass" + ("es" if train.passes_per_round != 1 else "")
+    how = f"{train.steps_per_pass} per pass x {passes}"
+    yield Figure("optimizer steps per round", f"{plan.steps_per_round}", how)
+    upto = "up to " if prompts % train.steps_per_pass else ""
+    how = f"{prompts} prompts / {train.steps_per_pass} = {upto}{plan.rows_per_step // group_size} prompts"
+    yield Figure("rows per step", f"{upto}{plan.rows_per_step:,}", f"{how} x {group_size}")
     if plan.max_tokens_per_step is not None:
-        yield Figure(
-            "tokens per step",
-            f"at most {plan.max_tokens_per_step:,}",
-            f"{plan.rows_per_step:,} rows x {plan.max_trajectory_tokens:,}, "
-            f"in micro-batches of {train.micro_batch_tokens:,}",
-        )
+        how = f"{plan.rows_per_step:,} rows x {plan.max_trajectory_tokens:,}"
+        how += f", in micro-batches of {train.micro_batch_tokens:,}"
+        yield Figure("tokens per step", f"at most {plan.max_tokens_per_step:,}", how)
     yield Figure("old log-probs", plan.old_logprobs, _why_old_logprobs(config, plan))
     if plan.aggregation_constant is not None:
         given = config.algorithm.aggregation_constant is not None
-        why = "algorithm.aggregation_constant" if given else "longest possible response"
-        yield Figure("aggregation constant", f"{plan.aggregation_constant:g}", why)
+        how = "algorithm.aggregation_constant" if given else "longest possible response"
+        yield Figure("aggregation constant", f"{plan.aggregation_constant:g}", how)
     critic = ("yes", "GAE needs values") if plan.needs_critic else ("no", "the advantage does not use values")
     yield Figure("critic", *critic)
     kl = f"algorithm.kl_coef is {plan.recipe.kl_coef:g}"
@@ -148,24 +120,17 @@ def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 
 def _rewards(config: RunConfig, _: Plan) -> Iterator[Figure]:
-    if any(isinstance(part, CodeReward) for part in config.reward.parts):
-        asked = config.reward.code.isolation
-        try:
-            found = find_isolation(asked)
-        except ConfigError:
-            yield Figure(
-                "sandbox of code rewards",
-                "none",
-                "no sandbox works on this machine; the run would be refused",
-            )
-            return
-        is_sandbox = (
-            ""
-            if found != "process"
-            else "resource limits only: programs can read files and use the network; "
-        )
-        how = "auto: the first that works on this machine" if asked == "auto" else "reward.code.isolation"
-        yield Figure("sandbox of code rewards", found, is_sandbox + how)
+    if not any(isinstance(part, CodeReward) for part in config.reward.parts):
+        return
+    asked = config.reward.code.isolation
+    how = "auto: the first that works on this machine" if asked == "auto" else "reward.code.isolation"
+    try:
+        found: str = find_isolation(asked)
+    except ConfigError:
+        found, how = "none", "no sandbox works on this machine; the run would be refused"
+    if found == "process":
+        how = f"resource limits only: programs can read files and use the network; {how}"
+    yield Figure("sandbox of code rewards", found, how)
 
 
 def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:
@@ -180,53 +145,38 @@ def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:
 
 def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if config.sft is not None:
-        rows = plan.sft_steps * config.sft.rows_per_step
-        yield Figure(
-            "supervised steps",
-            f"{plan.sft_steps:,}",
-            f"sft.steps; {rows:,} examples, {config.sft.rows_per_step} per step",
-        )
+        size = config.sft.rows_per_step
+        how = f"sft.steps; {plan.sft_steps * size:,} examples, {size} per step"
+        yield Figure("supervised steps", f"{plan.sft_steps:,}", how)
     if plan.verb == "sft":
         return
     if plan.num_prompts is not None:
-        yield Figure(
-            "training prompts",
-            f"{plan.num_prompts:,}",
-            "size of data.train, before prompts that are too long are dropped",
-        )
+        how = "size of data.train, before prompts that are too long are dropped"
+        yield Figure("training prompts", f"{plan.num_prompts:,}", how)
     yield Figure("rounds", *_rounds(config, plan))
-    if plan.planned_rounds is None or plan.planned_steps is None:
+    rounds = plan.planned_rounds
+    if rounds is None or plan.planned_steps is None:
         yield Figure("optimizer steps", UNKNOWN, f"rounds x {plan.steps_per_round}")
         return
     warmup = config.critic.warmup_rounds if plan.needs_critic else 0
-    arithmetic = f"{plan.planned_rounds - warmup:,} rounds x {plan.steps_per_round}"
+    how = f"{rounds - warmup:,} rounds x {plan.steps_per_round}"
     if warmup:
-        arithmetic += f" ({warmup} rounds of critic warm-up; {plan.planned_critic_steps:,} critic steps)"
+        how += f" ({warmup} rounds of critic warm-up; {plan.planned_critic_steps:,} critic steps)"
     elif plan.needs_critic and plan.planned_critic_steps != plan.planned_steps:
-        arithmetic += f" ({plan.planned_critic_steps:,} critic steps)"
-    yield Figure("optimizer steps", f"{plan.planned_steps:,}", arithmetic)
-    total = plan.planned_rounds * plan.trajectories_per_round
-    yield Figure(
-        "total trajectories",
-        f"{total:,}",
-        f"{plan.planned_rounds:,} rounds x {plan.trajectories_per_round:,}",
-    )
+        how += f" ({plan.planned_critic_steps:,} critic steps)"
+    yield Figure("optimizer steps", f"{plan.planned_steps:,}", how)
+    count = plan.trajectories_per_round
+    yield Figure("total trajectories", f"{rounds * count:,}", f"{rounds:,} rounds x {count:,}")
 
 
 def _rounds(config: RunConfig, plan: Plan) -> tuple[str, str]:
     run, per_round = config.run, config.rollout.prompts_per_round
     if plan.planned_rounds is None:
-        return (
-            UNKNOWN,
-            f"run.max_epochs={run.max_epochs} x training prompts / {per_round}, known once the data is read",
-        )
+        how = f"run.max_epochs={run.max_epochs} x training prompts / {per_round}, known once the data is read"
+        return UNKNOWN, how
     parts = [] if run.max_rounds is None else [f"run.max_rounds={run.max_rounds:,}"]
     if run.max_epochs is not None:
         parts.append(f"run.max_epochs={run.max_epochs} x {plan.num_prompts:,} prompts / {per_round}")
     elif plan.num_prompts:
         parts[-1] += f", {plan.planned_rounds * per_round / plan.num_prompts:.2g} passes over the prompts"
     return f"{plan.planned_rounds:,}", ("minimum of " if len(parts) > 1 else "") + " and ".join(parts)
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else f"{noun}es"

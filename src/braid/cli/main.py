@@ -33,9 +33,7 @@ from braid.report.streams import forgiven
 if TYPE_CHECKING:
     from braid.config.load import Loaded
     from braid.plan import Verb
-    from braid.trainer.commands import Outcome
     from braid_dialects.load import Read
-    from braid_dialects.table import Entry
 
 OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -108,79 +106,63 @@ def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     """Run `action` and return its exit code. Errors are printed to stderr, with a traceback under --debug;
     SIGTERM and SIGHUP act like Ctrl-C; unexpected exceptions propagate."""
     with stop_signals():
-        return _guarded(action, args)
-
-
-def _guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
-    try:
-        return action()
-    except KeyboardInterrupt:
-        return _say(INTERRUPTED, _BEFORE, args)
-    except RunInterrupted as stop:
-        return _say(INTERRUPTED, f"{stop}\nto resume: {_resume_command(args, stop)}", args)
-    except ConfigError as error:
-        loaded: Loaded | None = getattr(args, "loaded", None)
-        placed = (
-            error if loaded is None else ConfigError([loaded.placed(problem) for problem in error.problems])
-        )
-        return _say(USAGE, str(placed), args)
-    except (DataError, ModelError) as error:
-        return _say(USAGE, str(error), args)
-    except WorkerError as error:
-        is_config = isinstance(error.raised, ConfigError | DataError | ModelError)
-        return _say(USAGE if is_config else FAILED, f"{type(error).__name__}: {error}", args)
-    except BraidError as error:
-        return _say(FAILED, f"{type(error).__name__}: {error}", args)
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except OSError as error:
-        if args.verb_name in _RUNS or error.filename is not None or error.errno not in (ENOSPC, EIO):
-            raise
-        return _say(FAILED, f"cannot write to standard output: {error.strerror}", args)
-    except RuntimeError as error:  # Python 3.11 wraps exceptions raised during class creation
-        if isinstance(error.__cause__, KeyboardInterrupt):
+        try:
+            return action()
+        except KeyboardInterrupt:
             return _say(INTERRUPTED, _BEFORE, args)
-        raise
+        except RunInterrupted as stop:
+            return _say(INTERRUPTED, f"{stop}\nto resume: {_resume_command(args, stop)}", args)
+        except ConfigError as error:
+            loaded: Loaded | None = getattr(args, "loaded", None)
+            placed = error if loaded is None else ConfigError([loaded.placed(p) for p in error.problems])
+            return _say(USAGE, str(placed), args)
+        except (DataError, ModelError) as error:
+            return _say(USAGE, str(error), args)
+        except BraidError as error:
+            raised = error.raised if isinstance(error, WorkerError) else None
+            code = USAGE if isinstance(raised, ConfigError | DataError | ModelError) else FAILED
+            return _say(code, f"{type(error).__name__}: {error}", args)
+        except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except OSError as error:
+            if args.verb_name in _RUNS or error.filename is not None or error.errno not in (ENOSPC, EIO):
+                raise
+            return _say(FAILED, f"cannot write to standard output: {error.strerror}", args)
+        except RuntimeError as error:  # Python 3.11 wraps exceptions raised during class creation
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                return _say(INTERRUPTED, _BEFORE, args)
+            raise
 
 
-def _train(args: argparse.Namespace) -> int:
-    loaded = _load(args, "train")
+def _run(args: argparse.Namespace) -> int:
+    """Train, fine-tune or evaluate."""
+    loaded, verb = _load(args)
     from braid.trainer.cluster import launched
 
-    with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
+    with launched(loaded, verb) as cluster:
         from braid.trainer import commands  # heavy imports, which overlap with those of the workers
 
-        return _verdict(commands.train(loaded, cluster))
-
-
-def _sft(args: argparse.Namespace) -> int:
-    loaded = _load(args, "sft")
-    from braid.trainer import commands
-
-    return _verdict(commands.sft(loaded))
-
-
-def _eval(args: argparse.Namespace) -> int:
-    loaded = _load(args, "eval")
-    from braid.trainer.cluster import launched
-
-    with launched(loaded, "eval") as cluster:
-        from braid.trainer import commands
-
-        run_dir = Path(args.config) if Path(args.config).is_dir() else None
-        return _verdict(commands.evaluate(loaded, cluster, run_dir=run_dir))
+        if args.verb_name == "eval":
+            run_dir = Path(args.config) if Path(args.config).is_dir() else None
+            outcome = commands.evaluate(loaded, cluster, run_dir=run_dir)
+        else:
+            outcome = (commands.sft if verb == "sft" else commands.train)(loaded, cluster)
+    if outcome.is_target_reached:
+        return OK
+    sys.stderr.write(f"braid: eval.target was not reached; see {outcome.run_dir / 'summary.json'}\n")
+    return MISSED
 
 
 def _export(args: argparse.Namespace) -> int:
     run_dir = Path(args.run_dir)
-    _run_config(run_dir)
+    if not (run_dir / "config.yaml").is_file():
+        what = "has no config.yaml, so it is not a run" if run_dir.is_dir() else "is not a folder"
+        raise ConfigError(f"{run_dir} {what}; pass the folder of a run, such as runs/quickstart")
     from braid.trainer import commands
 
-    folder = commands.export(
-        run_dir, output=None if args.output is None else Path(args.output), step=args.step
-    )
-    sys.stdout.write(f"{folder}\n")
+    output = None if args.output is None else Path(args.output)
+    sys.stdout.write(f"{commands.export(run_dir, output=output, step=args.step)}\n")
     return OK
 
 
@@ -204,34 +186,29 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from braid.cli import explain
-    from braid_dialects.load import Refused
+    from braid.cli.explain import print_key, print_ledger
+    from braid_dialects.load import DIALECTS, Refused, ledger_text
 
     if args.key is not None:
-        explain.print_key(args.key)
+        print_key(args.key)
         return OK
     if args.config is None:
         raise ConfigError("pass a config to explain, or --key KEY for a single key")
     args.allow_unsupported = ["*"]
+    refusal = None
     try:
-        _, read = _read(args)
-    except Refused as refusal:
-        _write_ledger(args, refusal.language, refusal.ledger)
-        raise
-    if read is None:
+        _, found = _read(args)
+    except Refused as error:
+        found = refusal = error
+    if found is None:
         raise ConfigError(f"{args.config} is a native config; use: braid show {args.config}")
-    _write_ledger(args, read.language, read.ledger)
-    return OK
-
-
-def _write_ledger(args: argparse.Namespace, language: str, ledger: Sequence[Entry]) -> None:
-    from braid.cli.explain import print_ledger
-    from braid_dialects.load import DIALECTS, ledger_text
-
     if args.json:
-        sys.stdout.write(ledger_text(ledger))
+        sys.stdout.write(ledger_text(found.ledger))
     else:
-        print_ledger(ledger, title=f"{Path(args.config).name} ({DIALECTS[language].title})")
+        print_ledger(found.ledger, title=f"{Path(args.config).name} ({DIALECTS[found.language].title})")
+    if refusal is not None:
+        raise refusal
+    return OK
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -260,26 +237,18 @@ def _schema(args: argparse.Namespace) -> int:
     return OK
 
 
-def _verdict(outcome: Outcome) -> int:
-    if outcome.is_target_reached:
-        return OK
-    sys.stderr.write(f"braid: eval.target was not reached; see {outcome.run_dir / 'summary.json'}\n")
-    return MISSED
-
-
-def _load(args: argparse.Namespace, verb: Verb) -> Loaded:
-    """Load and check the config of a verb, and print its warnings. Also stores it in `args`, so that problems
-    found later can be reported with their origin."""
+def _load(args: argparse.Namespace) -> tuple[Loaded, Verb]:
+    """Load and check the config of a verb that runs something, and print its warnings. Also stores it in
+    `args`, so that problems found later can be reported with their origin."""
     from braid.plan import resolve
 
     loaded, read = _read(args)
     args.loaded, args.language = loaded, "native" if read is None else read.language
-    if verb == "train" and loaded.config.run.eval_only:
-        verb = "eval"
+    verb = "eval" if args.verb_name == "train" and loaded.config.run.eval_only else args.verb_name
     os.environ.update(loaded.config.cluster.variables)  # before the import of torch, which reads some of them
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
-    return loaded
+    return loaded, verb
 
 
 def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
@@ -289,28 +258,16 @@ def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
     from braid.config.schema import RunConfig
     from braid.config.source import read_file
 
-    path, chosen = _config_path(args.config), {"backend": args.backend, "engine": args.engine}
-    dialect = args.dialect
+    path, dialect = Path(args.config), args.dialect
+    chosen = {"backend": args.backend, "engine": args.engine}
+    if (path / "config.yaml").exists():  # the folder of a run
+        path /= "config.yaml"
     if dialect == "native" or (dialect is None and set(read_file(path).tree) <= set(RunConfig.model_fields)):
         return load_config(path, args.overrides, **chosen), None
     from braid_dialects.load import read_config
 
     read = read_config(path, args.overrides, dialect=dialect, allowed=args.allow_unsupported, **chosen)
     return read.loaded, None if read.language == "native" else read
-
-
-def _config_path(text: str) -> Path:
-    """The path itself, or the config file of a run if it is a run's folder."""
-    path = Path(text)
-    return _run_config(path) if path.is_dir() and (path / "config.yaml").exists() else path
-
-
-def _run_config(run_dir: Path) -> Path:
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        what = "has no config.yaml, so it is not a run" if run_dir.is_dir() else "is not a folder"
-        raise ConfigError(f"{run_dir} {what}; pass the folder of a run, such as runs/quickstart")
-    return path
 
 
 class _Parser(argparse.ArgumentParser):
@@ -329,7 +286,19 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(USAGE)
 
 
-_VERBS = ("train", "sft", "eval", "show", "explain", "convert", "export", "schema")
+_VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+    "train": (_run, "Reinforcement learning, after supervised fine-tuning if `sft` is set."),
+    "sft": (_run, "Supervised fine-tuning on the examples of `sft.data`."),
+    "eval": (_run, "Evaluate a model, or the newest checkpoint of a run, on `data.eval`."),
+    "show": (
+        _show,
+        "Print the resolved config with the origin of each value, derived values, memory and warnings.",
+    ),
+    "explain": (_explain, "Show how each key of an RLinf, ROLL or SkyRL config is translated."),
+    "convert": (_convert, "Convert an RLinf, ROLL or SkyRL config to a native one."),
+    "export": (_export, "Export a checkpoint as a folder that transformers can load."),
+    "schema": (_schema, "Print the JSON schema of the config."),
+}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -337,50 +306,28 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="version", version=f"braid {braid.__version__}")
     verbs = parser.add_subparsers(dest="verb_name", metavar="VERB")
-    _add_run_verb(
-        verbs,
-        "train",
-        _train,
-        "Reinforcement learning, after supervised fine-tuning if `sft` is set.",
-    )
-    _add_run_verb(verbs, "sft", _sft, "Supervised fine-tuning on the examples of `sft.data`.")
-    _add_run_verb(
-        verbs, "eval", _eval, "Evaluate a model, or the newest checkpoint of a run, on `data.eval`."
-    )
-    show = _add_run_verb(
-        verbs,
-        "show",
-        _show,
-        "Print the resolved config with the origin of each value, derived values, memory and warnings.",
-    )
+    for name, (run, text) in _VERBS.items():
+        verb = verbs.add_parser(name, prog=f"braid {name}", description=text, allow_abbrev=False)
+        verb.add_argument("--debug", action="store_true", help="print tracebacks of errors")
+        verb.set_defaults(run=run)
+        if name not in ("export", "schema"):
+            _add_config(verb, is_optional=name == "explain")
+    show, explain, convert, export, schema = (verbs.choices[name] for name in list(_VERBS)[3:])
     show.add_argument("--all", action="store_true", help="also show default values")
     show.add_argument(
         "--check",
         action="store_true",
-        help="also read the data, call each reward on an example, and check that models and packages exist, as train does before it starts",
+        help="also read the data, call each reward on an example, and check that models and packages exist, as train "
+        "does before it starts",
     )
-    show.add_argument("--json", action="store_true", help="print JSON")
-    show.add_argument("--for", dest="verb", choices=("train", "sft", "eval"), help="plan for this command")
-    explain = _add_run_verb(
-        verbs,
-        "explain",
-        _explain,
-        "Show how each key of an RLinf, ROLL or SkyRL config is translated.",
-        is_optional=True,
-    )
-    explain.add_argument("--json", action="store_true", help="print JSON")
+    show.add_argument("--for", dest="verb", choices=_RUNS, help="plan for this command")
+    for verb in (show, explain):
+        verb.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument("--key", metavar="KEY", help="explain one key in each config format that has it")
-    convert = _add_run_verb(
-        verbs, "convert", _convert, "Convert an RLinf, ROLL or SkyRL config to a native one."
-    )
     convert.add_argument("--output", metavar="FILE", help="output file; standard output by default")
-    export = _add_verb(
-        verbs, "export", _export, "Export a checkpoint as a folder that transformers can load."
-    )
     export.add_argument("run_dir", metavar="RUN", help="folder of a run")
     export.add_argument("--output", metavar="DIR", help="output folder; RUN/export by default")
     export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; the newest by default")
-    schema = _add_verb(verbs, "schema", _schema, "Print the JSON schema of the config.")
     schema.add_argument("--markdown", action="store_true", help="print the Markdown reference instead")
     args, extra = parser.parse_known_args(argv)
     if args.verb_name is None:
@@ -401,19 +348,8 @@ def _take_extra(args: argparse.Namespace, extra: Sequence[str], parser: argparse
             parser.error(f"unknown option {text!r}")
 
 
-def _add_verb(
-    verbs: argparse._SubParsersAction, name: str, run: object, text: str
-) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, prog=f"braid {name}", description=text, allow_abbrev=False)
-    verb.add_argument("--debug", action="store_true", help="print tracebacks of errors")
-    verb.set_defaults(run=run)
-    return verb
-
-
-def _add_run_verb(
-    verbs: argparse._SubParsersAction, name: str, run: object, text: str, *, is_optional: bool = False
-) -> argparse.ArgumentParser:
-    verb = _add_verb(verbs, name, run, text)
+def _add_config(verb: argparse.ArgumentParser, *, is_optional: bool) -> None:
+    """Add the arguments of the verbs that read a config."""
     verb.add_argument(
         "config",
         metavar="CONFIG.yaml",
@@ -441,7 +377,6 @@ def _add_run_verb(
         metavar="KEY",
         help="ignore this unsupported key or section of the config; may be repeated",
     )
-    return verb
 
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:

@@ -24,8 +24,8 @@ from braid.plan import Plan, merge_recipe, unused_keys, why_unused
 from .figures import figures, human_bytes, human_count
 from .placement_table import placement_table, placement_title
 
-_VALUE_WIDTH, _ORIGIN_WIDTH = 28, 20
-"""Column widths of values and origins on narrow terminals, in characters."""
+_WIDE = 120
+"""Console width from which origins are printed in full, in characters."""
 
 
 def as_json(loaded: Loaded, plan: Plan) -> str:
@@ -43,12 +43,9 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
     """Print the config (only values that the user set, unless `show_defaults`), derived numbers, the
     placement table, the algorithm's components, memory and warnings."""
     console = console or Console(highlight=False, soft_wrap=False)
+    hint = "" if show_defaults else "values that you set; --all also shows defaults"
     parts = [
-        (
-            "config",
-            "" if show_defaults else "values that you set; --all also shows defaults",
-            _config(loaded, plan, show_defaults, console.width - 2),
-        ),
+        ("config", hint, _config(loaded, plan, show_defaults, console.width)),
         ("derived", f"braid {plan.verb}", _figures(loaded.config, plan)),
     ]
     if plan.verb == "train":
@@ -56,81 +53,62 @@ def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Cons
         parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
     parts.append(("memory", "persistent state, without activations", _memory(loaded.config, plan)))
     if plan.warnings:
-        parts.append(("warnings", "", _warnings(plan)))
+        found = [Text(f"{w.key}: {w.message} [{w.origin}]", style="yellow") for w in plan.warnings]
+        parts.append(("warnings", "", Group(*found)))
     for title, note, body in parts:
         console.print(Text.assemble((title, "bold cyan"), "  ", (note, "dim")))
         console.print(Padding(body, (0, 0, 1, 2), expand=False))
 
 
-def _table(*justify: Any) -> Table:
+def _table() -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for side in justify:
-        table.add_column(justify=side, overflow="fold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     return table
 
 
 def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> RenderableType:
     """The config as an indented tree of key, value and origin; defaults and unused keys are dimmed."""
     unused = unused_keys(loaded.config, plan)
-    rows: list[tuple[Text, Text, Text, bool]] = []
+    table = _table()
     above: KeyPath = ()
     for path, value, origin in _lines(loaded):
         if origin == DEFAULT and not show_defaults:
             continue
-        common = len(
-            list(takewhile(lambda pair: pair[0] == pair[1], zip(above[:-1], path[:-1], strict=False)))
-        )
-        rows += [
-            (Text(f"{'  ' * depth}{_key(path[depth])}", style="bold"), Text(), Text(), False)
-            for depth in range(common, len(path) - 1)
-        ]
+        pairs = zip(above[:-1], path[:-1], strict=False)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        for depth in range(common, len(path) - 1):
+            table.add_row(Text(_key(path[: depth + 1]), style="bold"))
         is_unused = bool(why_unused(unused, path_text(path)))
         dim = "dim" if origin == DEFAULT or is_unused else ""
-        key = Text(f"{'  ' * (len(path) - 1)}{_key(path[-1])}", style=dim)
-        style = "yellow" if origin == OVERRIDE else "dim"
-        rows.append((key, Text(value, style=dim), Text(origin, style=style), is_unused))
+        if width < _WIDE:  # only the key of a foreign config, without its position in the file
+            origin = origin.rpartition(" ")[2]
+        note = Text(origin + ", unused" * is_unused, style="yellow" if origin == OVERRIDE else "dim")
+        table.add_row(Text(_key(path), style=dim), Text(value, style=dim), note)
         above = path
-    table = _table("left", "left", "left")
-    keys = max((len(key) for key, *_ in rows), default=0)
-    values = max((len(value) for _, value, *_ in rows), default=0)
-    room = max(width - keys - min(values, _VALUE_WIDTH) - 4, _ORIGIN_WIDTH)
-    for key, value, origin, is_unused in rows:
-        note = ", unused" if is_unused else ""
-        shown_origin = short_origin(origin.plain, room - len(note)) + note
-        table.add_row(key, value, Text(shown_origin, style=origin.style))
     return table
-
-
-def short_origin(origin: str, room: int) -> str:
-    """Shorten an origin to `room` characters: first drop the file position of a foreign key, then truncate on
-    the left."""
-    if len(origin) > room and " " in origin:
-        origin = origin.rpartition(" ")[2]
-    return origin if len(origin) <= room else f"…{origin[-(room - 1) :]}"
 
 
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
     """(key path, value, origin) of every leaf; a list of plain values counts as one leaf."""
-    entries = ((path, value, loaded.origins[path_text(path)]) for path, value in leaves(loaded.to_show()))
-    for (path, is_item), group in groupby(entries, key=_line_of):
+    for (path, is_item), group in groupby(leaves(loaded.to_show()), key=_line_of):
         found = list(group)
-        values = [shown(value) for _, value, _ in found]
-        yield (
-            path,
-            f"[{', '.join(values)}]" if is_item else values[0],
-            ", ".join(dict.fromkeys(o for *_, o in found)),
-        )
+        values = [shown(value) for _, value in found]
+        origins = dict.fromkeys(loaded.origins[path_text(leaf)] for leaf, _ in found)
+        yield path, f"[{', '.join(values)}]" if is_item else values[0], ", ".join(origins)
 
 
-def _line_of(entry: tuple[KeyPath, Any, str]) -> tuple[KeyPath, bool]:
-    """The path of the line that shows an entry, and whether the entry is a list item on it."""
-    path = entry[0]
+def _line_of(leaf: tuple[KeyPath, Any]) -> tuple[KeyPath, bool]:
+    """The path of the line that shows a leaf, and whether the leaf is a list item on it."""
+    path = leaf[0]
     is_item = isinstance(path[-1], int)
     return (path[:-1] if is_item else path), is_item
 
 
-def _key(key: str | int) -> str:
-    return f"- {key}" if isinstance(key, int) else key
+def _key(path: KeyPath) -> str:
+    """The last component of a path, indented by its depth."""
+    return "  " * (len(path) - 1) + ("- " if isinstance(path[-1], int) else "") + str(path[-1])
 
 
 def shown(value: Any) -> str:
@@ -139,7 +117,7 @@ def shown(value: Any) -> str:
 
 
 def _figures(config: RunConfig, plan: Plan) -> RenderableType:
-    table = _table("left", "left", "left")
+    table = _table()
     for figure in figures(config, plan):
         table.add_row(figure.name, Text(figure.value, style="bold"), Text(figure.how, style="dim"))
     return table
@@ -149,7 +127,7 @@ def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
     """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
     recipe, config = merge_recipe(loaded.config), loaded.config.algorithm
     idle = unused_keys(loaded.config, plan)
-    table = _table("left", "left", "left")
+    table = _table()
     for field in fields(recipe):
         key, value = f"algorithm.{field.name}", getattr(recipe, field.name)
         is_set = getattr(config, field.name) is not None
@@ -179,7 +157,3 @@ def _memory(config: RunConfig, plan: Plan) -> RenderableType:
     if len(plan.memory) > 1:
         table.add_row("all", "", "", "", "", Text(human_bytes(total), style="bold"))
     return Group(table, Text(f"weights in {config.model.dtype}", style="dim"))
-
-
-def _warnings(plan: Plan) -> RenderableType:
-    return Group(*[Text(f"{w.key}: {w.message} [{w.origin}]", style="yellow") for w in plan.warnings])

@@ -58,7 +58,8 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, F
 
 def allowed(field: FieldInfo, item: int | None = None) -> str:
     """The allowed values of a field, or of an item of its list, in words: "an integer > 0, or null"."""
-    schema = TypeAdapter(Annotated[field.annotation, field]).json_schema()
+    annotation: Any = Annotated[field.annotation, field]  # pyright: ignore[reportInvalidTypeForm]
+    schema = TypeAdapter(annotation).json_schema()
     found = schema
     if item is not None:
         found = next(option for option in schema.get("anyOf", [schema]) if option["type"] == "array")

@@ -86,9 +86,9 @@ def train(loaded: Loaded, cluster: Cluster | None = None, *, sinks: Sequence[Sin
     return _evaluate(loaded, cluster, _weights_in(own, run.resume))
 
 
-def sft(loaded: Loaded) -> Outcome:
-    """`braid sft`: supervised learning only."""
-    return _run(with_absolute_paths(loaded), "sft", imitation.run)
+def sft(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
+    """`braid sft`: supervised learning only; `cluster` as in `train`."""
+    return _run(with_absolute_paths(loaded), "sft", imitation.run, cluster)
 
 
 def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | None = None) -> Outcome:
