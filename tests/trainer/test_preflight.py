@@ -141,7 +141,10 @@ def test_the_configured_isolation_is_the_one_that_is_checked(
     load_tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "coded.jsonl").write_text('{"prompt": "a", "tests": "assert True"}\n')
-    settings = ("data.train=[{kind: file, path: coded.jsonl}]", "reward.parts=[{kind: code}]")
+    settings = (
+        "data.train=[{kind: file, name: coded, path: coded.jsonl, answer_key: null}]",
+        "reward.parts=[{kind: code, sources: [coded]}, {kind: exact, sources: ['*']}]",
+    )
     asked: list[str] = []
     monkeypatch.setattr("braid.rewards.parts.find_isolation", lambda name: asked.append(name) or "process")
     check(load_tiny(*settings, "reward.code.isolation=process"), "train")
