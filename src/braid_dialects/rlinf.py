@@ -48,9 +48,9 @@ def _base(source: Source) -> dict[str, Any]:
     """Derive the number of engine replicas, the maximum response length if the file does not set it, and the
     critic's settings."""
     native: dict[str, Any] = {}
-    engine, devices = facts.engine(source), facts.devices_of(source, "rollout")
-    if engine != "native" and devices is not None:
-        native[f"rollout.{engine}.replicas"] = max(1, len(devices.numbers) // facts.engine_parallel(source))
+    engine = facts.engine(source)
+    if engine != "native" and facts.devices_of(source, "rollout") is not None:
+        native[f"rollout.{engine}.replicas"] = facts.replicas(source)
     whole, prompt = source["runner.seq_length"], source["data.max_prompt_length"]
     if not facts.is_robots(source) and whole is not None and prompt is not None and whole > prompt:
         native["rollout.sampling.max_new_tokens"] = whole - prompt

@@ -22,23 +22,15 @@ from .rlinf_facts import (
 from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source
-from .values import Takes, choice, nullable
+from .values import choice, nullable
 
 _SHARDINGS = {"full_shard": "full", "shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "no_shard": "none"}
-_STRATEGIES = Takes(
-    "one of fsdp, fsdp2 (case-insensitive)",
-    lambda v: isinstance(v, str) and v.lower() in ("fsdp", "fsdp2"),
-    ("fsdp", "fsdp2"),
-)
 
 
 def _precision(source: Source) -> Became:
-    """Map the precision to the compute dtype. Trained weights are kept in fp32; the frozen base of an adapter
-    is kept in the given precision."""
-    kind, is_frozen = facts.precision(source), facts.is_lora(source)
+    """The compute dtype. Trained weights are kept in fp32, the frozen base of an adapter in this precision."""
+    kind, is_frozen = facts.precision(source), source["actor.model.is_lora"]
     native = {"model.dtype": kind if is_frozen else "fp32", "train.autocast": _autocast(source)}
-    if facts.file_backend(source) == "megatron" and kind == "fp16":
-        native["train.grad_scaler.growth_interval"] = source["actor.optim.loss_scale_window"]
     if facts.engine(source) != "native" and source["rollout.model.precision"] is None:
         native[f"rollout.{facts.engine(source)}.dtype"] = kind
     return Became(native, note="dtype of the frozen weights below the adapter" if is_frozen else "")
@@ -67,22 +59,10 @@ def _ratio(value: float, source: Source) -> float:
     return value / lr
 
 
-def _split_sequence(value: bool, source: Source) -> Became:
-    tp = source["actor.model.tensor_model_parallel_size"] or 1
-    note = "off: tensor_model_parallel_size is 1" if value and tp == 1 else ""
-    return Became({"train.megatron.sequence_parallel": value and tp > 1}, note=note)
-
-
 def _granularity(value: str | None, source: Source) -> Any:
     if facts.backend(source) == "single" and facts.file_backend(source) == "megatron":
         return Became({"train.gradient_checkpointing": value == "full"})
     return MEGATRON(value or "off", source)
-
-
-def _is_lora(value: bool, source: Source) -> Became:
-    adapter = {f"model.lora.{name}": source[f"actor.model.lora_{name}"] for name in ("rank", "path")}
-    note = "alpha = rank, no dropout, all linear layers"
-    return Became(adapter, note=note) if value else Became({"model.lora": None})
 
 
 def _is_shared(source: Source) -> bool:
@@ -105,13 +85,6 @@ _HYBRID = unless(
     "for sharding_strategy=hybrid_shard only",
 )
 _LAYER = "remove it: the models supported with megatron (llama, qwen2, qwen3, qwen3_moe, mixtral) have "
-_DECAY_STYLES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse-square-root": "inverse_sqrt",
-    "WSD": "wsd",
-}
 
 # One rule per line.
 # fmt: off
@@ -150,7 +123,9 @@ _MODEL = section("actor.model", "model")(
     ignored("{encoder_seq_length,seq_length,variable_seq_lengths}", "rows are packed without padding"),
     ignored("{persist_layer_norm,attention_softmax_in_fp32}", "norms and softmaxes are always in float32"),
     ignored("use_cpu_initialization", "weights are read from the model folder"),
-    to("is_lora", "", "bool", _is_lora, note="model.lora"),
+    to("is_lora", ".lora", "bool",
+       lambda v, s: {name: s[f".lora_{name}"] for name in ("rank", "path")} if v else None,
+       note="alpha = rank, no dropout, all linear layers"),
     to("lora_rank", ".lora.rank", "count", _IS_LORA, default=32),
     to("lora_path", ".lora.path", "path?", _IS_LORA),
     to("attn_implementation", ".attention", "flash_attention_2|sdpa|eager"),
@@ -164,7 +139,8 @@ _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
     to("expert_model_parallel_size", ".expert_parallel", "count"),
     to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count"),
     to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?"),
-    to("sequence_parallel", ".*", "bool", _split_sequence, note="needs tensor parallelism; off without it"),
+    to("sequence_parallel", ".*", "bool", lambda v, s: v and (s[".tensor_model_parallel_size"] or 1) > 1,
+       note="needs tensor parallelism; off without it"),
     to("recompute_method", ".*", "block|uniform?"),
     to("recompute_num_layers", ".*", "count?"),
     to("moe_token_dispatcher_type", ".moe_token_dispatcher", "allgather|alltoall|flex"),
@@ -210,7 +186,9 @@ _SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
     to("lr_warmup_iters", ".warmup_steps", "natural", note="optimizer steps"),
     ignored("max_lr", "the peak learning rate is actor.optim.lr"),
     to("min_lr", ".min_ratio", "non-negative", DECAYS, _ratio),
-    to("lr_decay_style", ".decay", _DECAY_STYLES),
+    to("lr_decay_style", ".decay",
+       {name: name for name in ("constant", "linear", "cosine")} | {"inverse-square-root": "inverse_sqrt",
+                                                                    "WSD": "wsd"}),
     to("lr_decay_iters", ".decay_steps", "count", DECAYS, note="optimizer steps"),
     missing("{start_weight_decay,end_weight_decay}", "set it to the value of actor.optim.weight_decay",
             unless(lambda s: s[s.at] == s["actor.optim.weight_decay"], "it is actor.optim.weight_decay")))
@@ -237,7 +215,7 @@ _MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
     ignored("profiler.*", "for actor.megatron.use_profiler only"))
 
 _FSDP = section("actor.fsdp_config", "train.fsdp")(
-    to("strategy", "train.backend", _STRATEGIES, FSDP_FILE, BY_BACKEND, lambda _, s: facts.file_backend(s)),
+    to("strategy", "train.backend", "fsdp|fsdp2|FSDP|FSDP2", FSDP_FILE, BY_BACKEND, lambda _, s: facts.file_backend(s)),
     to("sharding_strategy", ".sharding", _SHARDINGS, FSDP),
     to("cpu_offload", ".cpu_offload", "bool", FSDP2),
     to("offload_pin_memory", ".pin_memory", "bool", FSDP2, note="with cpu_offload"),

@@ -13,12 +13,14 @@ from .rows import always, ignored, missing, section, to
 from .table import Became, Source, no_effect, unsupported
 from .values import choice
 
-_RECIPES = {
-    "grpo": "grpo",
-    "grpo_dynamic": "grpo",
-    "gae": "ppo",
-    "reinpp": "reinforce_pp",
-    "raw": "reinforce",
+_GRPO = {"recipe": "grpo", "advantage": "grpo", "normalize_by_std": True}
+_PLAIN = {"advantage": "reinforce", "reward_mean": "none"}
+_ADVANTAGES: dict[str, dict[str, Any]] = {
+    "grpo": _GRPO,
+    "grpo_dynamic": _GRPO,
+    "gae": {"recipe": "ppo", "advantage": "gae", "reward_mean": "none"},
+    "reinpp": {"recipe": "reinforce_pp", "whiten_advantages": True, **_PLAIN},
+    "raw": {"recipe": "reinforce", **_PLAIN},
 }
 _ESTIMATORS = {
     "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"
@@ -41,20 +43,16 @@ NO_TOP_K = 1_000_000
 
 
 def _advantage(_: str, source: Source) -> Became:
-    kind, has_critic = facts.advantage(source), facts.has_critic(source)
-    if kind not in _RECIPES:
+    kind, note = facts.advantage(source), ""
+    if kind not in _ADVANTAGES:
         return unsupported("use grpo, gae or reinpp")
-    made: dict[str, Any] = {"recipe": _RECIPES[kind], "advantage": "gae" if has_critic else "reinforce"}
-    if kind in ("grpo", "grpo_dynamic"):
-        made |= {"advantage": "grpo", "normalize_by_std": True}
-    else:
-        is_by_group = kind == "reinpp" and source["algorithm.use_reinpp_baseline"] is True
-        made["reward_mean"] = "group" if is_by_group else "none"
-    made |= {"whiten_advantages": True} if kind == "reinpp" else {}
-    is_return = kind == "gae" and not has_critic
-    made |= {"gamma": 1.0} if is_return else {}
-    note = "without a critic (critic.use_critic_model), the undiscounted return of each token"
-    return Became({f"algorithm.{name}": v for name, v in made.items()}, note=note if is_return else "")
+    made = dict(_ADVANTAGES[kind])
+    if kind == "reinpp" and source["algorithm.use_reinpp_baseline"]:
+        made["reward_mean"] = "group"
+    if kind == "gae" and not facts.has_critic(source):
+        made |= {"advantage": "reinforce", "gamma": 1.0}
+        note = "without a critic (critic.use_critic_model), the undiscounted return of each token"
+    return Became({f"algorithm.{name}": part for name, part in made.items()}, note=note)
 
 
 def _loss(value: str, source: Source) -> Became:
@@ -151,7 +149,7 @@ RULES = section("algorithm", "algorithm")(
     to("shuffle_rollout", "train.shuffle", "bool", note="by whole groups"),
     to("training_batch_size_per_gpu", "train.micro_batch_rows", "count", TEXT_ONLY, BY_ROWS, default=1),
     to("rollout_batch_size_per_gpu", "rollout.request_batch", "count?", TEXT_ONLY,
-       lambda v, s: None if v is None else v * facts.rollout_devices(s),
+       lambda v, s: None if v is None else v * facts.size_of(s, "rollout"),
        note="times the rollout devices; null: the round"),
     to("logprob_forward_micro_batch_size",
        {"train.infer_batch_rows": as_is, "train.infer_batch_tokens": lambda v, s: v * seq_length(s)}, "count",

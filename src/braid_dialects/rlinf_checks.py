@@ -1,4 +1,4 @@
-"""Constraints between RLinf keys, each a generator of (key, error)."""
+"""Constraints between RLinf keys that the native config does not have, each a generator of (key, error)."""
 
 from __future__ import annotations
 
@@ -11,59 +11,25 @@ from .table import Check, Source
 Findings = Iterator[tuple[str, str]]
 
 
-def _lengths(source: Source) -> Findings:
-    whole, prompt = source["runner.seq_length"], source["data.max_prompt_length"]
-    if not facts.is_robots(source) and whole is not None and prompt is not None and whole <= prompt:
-        why = f"{whole} leaves no room for an answer with data.max_prompt_length={prompt}"
-        yield "runner.seq_length", f"{why}; raise it above {prompt}"
-    budget = source["runner.max_tokens_per_mbs"]
-    is_dynamic = source["runner.enable_dynamic_batch_size"]
-    if is_dynamic and budget is not None and whole is not None and budget < whole:
-        why = f"{budget} is below runner.seq_length={whole}, the length of the longest row"
-        yield "runner.max_tokens_per_mbs", f"{why}; raise it to at least {whole}"
-
-
 def _batches(source: Source) -> Findings:
-    whole, ranks, is_robots = facts.global_batch(source), facts.dp_size(source), facts.is_robots(source)
-    key = "actor.global_batch_size" if is_robots else "algorithm.n_minibatches"
-    if whole is not None and not is_robots:
-        rows = source["data.rollout_batch_size"] * source["algorithm.group_size"]
-        if whole < 1 or rows % source[key]:
-            why = f"{rows} rows per round cannot be split into {source[key]} equal mini-batches"
-            yield key, f"{why}; set it to a divisor of {rows}"
-            return
-    micro = source["actor.micro_batch_size" if is_robots else "algorithm.training_batch_size_per_gpu"]
-    if whole is not None and micro is not None and whole % (micro * ranks):
+    budget, longest = source["runner.max_tokens_per_mbs"], source["runner.seq_length"] or 0
+    if source["runner.enable_dynamic_batch_size"] and budget is not None and budget < longest:
+        why = f"{budget} is below runner.seq_length={longest}, the length of the longest row"
+        yield "runner.max_tokens_per_mbs", f"{why}; raise it to at least {longest}"
+    prompts, group = source["data.rollout_batch_size"], source["algorithm.group_size"]
+    if facts.is_robots(source) or prompts is None or group is None:
+        return
+    key, num, micro = (
+        "algorithm.n_minibatches", source["algorithm.n_minibatches"], source["algorithm.training_batch_size_per_gpu"]
+    )  # fmt: skip
+    whole, left = divmod(prompts * group, num)
+    ranks = facts.dp_size(source)
+    if left or not whole:
+        why = f"{prompts * group} rows per round cannot be split into {num} equal mini-batches"
+        yield key, f"{why}; set it to a divisor of {prompts * group}"
+    elif micro is not None and whole % (micro * ranks):
         why = f"the {whole} rows of an optimizer step are not a multiple of {micro} rows per micro-batch"
         yield key, f"{why} * {ranks} data-parallel ranks = {micro * ranks}"
-
-
-def _robots(source: Source) -> Findings:
-    if not facts.is_robots(source):
-        return
-    group, stages = source["algorithm.group_size"] or 1, source["rollout.pipeline_stage_num"] or 1
-    for role, unit in (("train", stages * group), ("eval", stages)):
-        key = f"env.{role}.total_num_envs"
-        if source[key] is not None and source[key] % unit:
-            why = f"{source[key]} simulators are not a multiple of rollout.pipeline_stage_num={stages}"
-            yield key, why + (f" * algorithm.group_size={group}" if role == "train" else "")
-    steps, chunk = source["env.train.max_episode_steps"], source["actor.model.num_action_chunks"]
-    if steps is not None and chunk is not None and steps < chunk:
-        why = f"{steps} env steps are fewer than an action chunk, actor.model.num_action_chunks={chunk}"
-        yield "env.train.max_episode_steps", why
-    if not source.has("env.train.env_type"):
-        why = "an embodied task needs a simulator: mount a preset, such as env/libero_10@env.train"
-        yield "env.train.env_type", f"{why}, or set this key"
-    if (source["runner.val_check_interval"] or 0) > 0 and not source.has("env.eval"):
-        yield "runner.val_check_interval", "validation needs env.eval; add it, or set this to -1"
-
-
-def _groups(source: Source) -> Findings:
-    kind = source["algorithm.adv_type"]
-    is_of_groups = kind in ("grpo", "grpo_dynamic") or source["algorithm.use_reinpp_baseline"]
-    if is_of_groups and source["algorithm.group_size"] == 1:
-        why = f"algorithm.adv_type={kind} compares the answers of a group; raise it above 1"
-        yield "algorithm.group_size", why
 
 
 def _logprobs(source: Source) -> Findings:
@@ -84,43 +50,24 @@ def _cadences(source: Source) -> Findings:
 
 
 def _devices(source: Source) -> Findings:
-    actor, rollout = facts.devices_of(source, "actor"), facts.devices_of(source, "rollout")
-    if actor is None or rollout is None or facts.is_robots(source):
-        return
-    shared = sorted(set(actor.numbers) & set(rollout.numbers))
-    is_same = actor.numbers == rollout.numbers
-    if shared and not is_same:
-        why = f"actor and rollout share only the devices {', '.join(map(str, shared))}"
-        yield "cluster.component_placement", f"{why}; place them on the same devices, or on disjoint ones"
-    per_engine, num_engines = facts.engine_parallel(source), len(rollout.numbers)
-    sampled, trained = "rollout.tensor_parallel_size", "actor.model.tensor_model_parallel_size"
-    if num_engines % per_engine:
-        why = f"{num_engines} rollout devices are not a multiple of the {per_engine} devices per engine"
-        yield sampled, why
-    elif facts.file_backend(source) == "megatron":
-        num, per_copy = len(actor.numbers), facts.model_parallel(source)
-        if num % per_copy:
-            why = f"{num} actor devices are not a multiple of the {per_copy} devices per model replica"
-            yield trained, why
-        if is_same and (size := source[trained] or 1) % source[sampled]:
-            why = f"{source[sampled]} does not divide {trained}={size}, as required on shared devices"
-            yield sampled, why
-
-
-def _pipelined(source: Source) -> Findings:
-    """Check files with actor and rollout on different devices, where rows arrive during training."""
     actor, rollout, inference = (facts.devices_of(source, of) for of in ("actor", "rollout", "inference"))
-    if actor is not None and rollout is not None and not set(actor.numbers) & set(rollout.numbers):
-        for key in ("runner.enable_dynamic_batch_size", "actor.enable_dp_load_balance"):
-            if source[key]:
-                why = "needs all rows of a round at once, but with actor and rollout on different devices"
-                yield key, f"{why} rows arrive one by one; set it to false"
-    lines = source["cluster.component_placement"] or {}
-    is_apart = actor is not None and inference is not None and actor.numbers != inference.numbers
-    is_placed = any("inference" in line.split(",") for line in lines)
-    if is_apart and is_placed and source["rollout.recompute_logprobs"] is False:
+    if actor is None or rollout is None or inference is None or facts.is_robots(source):
+        return
+    key, shared = "cluster.component_placement", sorted(set(actor.numbers) & set(rollout.numbers))
+    if shared and actor.numbers != rollout.numbers:
+        why = f"actor and rollout share only the devices {', '.join(map(str, shared))}"
+        yield key, f"{why}; place them on the same devices, or on disjoint ones"
+    sampled, trained = "rollout.tensor_parallel_size", "actor.model.tensor_model_parallel_size"
+    if shared and facts.file_backend(source) == "megatron" and (source[trained] or 1) % source[sampled]:
+        why = f"{source[sampled]} does not divide {trained}={source[trained] or 1}"
+        yield sampled, f"{why}, as required on shared devices"
+    for flag in ("runner.enable_dynamic_batch_size", "actor.enable_dp_load_balance"):
+        if source[flag] and not shared:
+            why = "needs all rows of a round at once, but with actor and rollout on different devices"
+            yield flag, f"{why} rows arrive one by one; set it to false"
+    if actor.numbers != inference.numbers and source["rollout.recompute_logprobs"] is False:
         why = "inference has devices but nothing to compute; set rollout.recompute_logprobs=true"
-        yield "cluster.component_placement", f"{why}, or remove inference"
+        yield key, f"{why}, or remove inference"
 
 
 def _megatron(source: Source) -> Findings:
@@ -136,6 +83,5 @@ def _megatron(source: Source) -> Findings:
 
 
 CHECKS: tuple[Check, ...] = (
-    _lengths, _batches, _robots, _groups, _logprobs, _cadences, _devices, _pipelined, _megatron,
-    lambda source: iter(critic_settings(source)[1]),
+    _batches, _logprobs, _cadences, _devices, _megatron, lambda source: iter(critic_settings(source)[1]),
 )  # fmt: skip

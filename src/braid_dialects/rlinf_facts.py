@@ -1,5 +1,4 @@
-"""Properties of an RLinf file as a whole, for conversions and checks: task, backend, engine, devices,
-batches; and conditions on them."""
+"""Properties of an RLinf file as a whole: task, backend, engine, devices, batches; and conditions on them."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from .table import Source
 ROLES = {"actor": "policy"} | {name: name for name in ("rollout", "inference", "critic", "reward", "env")}
 """RLinf component -> role."""
 DTYPES = {
-    "fp16": "fp16", "16": "fp16", "16-mixed": "fp16",
-    "bf16": "bf16", "bf16-mixed": "bf16",
+    "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16",
     "fp32": "fp32", "32": "fp32", "32-true": "fp32",
 }  # fmt: skip
 """Spelling of a precision -> native type."""
@@ -34,19 +32,19 @@ def file_backend(source: Source) -> str:
 
 
 def backend(source: Source) -> str:
-    """Training backend under its native name; the command line takes precedence."""
+    """Training backend; the command line takes precedence."""
     return source.backend or file_backend(source)
 
 
 def engine(source: Source) -> str:
-    """Rollout engine: native, vllm or sglang; the command line takes precedence. Text tasks default to
-    SGLang, as in RLinf's documented pipeline."""
+    """Rollout engine; the command line takes precedence. Text tasks default to SGLang, as in RLinf's
+    documented pipeline."""
     newer, named = (source.values.get(f"rollout.{name}") for name in ("rollout_backend", "backend"))
     if (chosen := source.engine or newer) is not None:
         return chosen
-    if named is not None:
-        return "vllm" if named == "vllm" else "native"
-    return "native" if is_robots(source) else "sglang"
+    if named is None:
+        return "native" if is_robots(source) else "sglang"
+    return "vllm" if named == "vllm" else "native"
 
 
 def precision(source: Source) -> str:
@@ -84,36 +82,22 @@ def devices_of(source: Source, component: str) -> Devices | None:
     return placed.get(component, placed.get("actor"))
 
 
-def model_parallel(source: Source) -> int:
-    """Number of devices of one Megatron replica of the actor."""
-    kinds = ("tensor_model", "pipeline_model", "context")
-    return math.prod(source[f"actor.model.{kind}_parallel_size"] or 1 for kind in kinds)
+def size_of(source: Source, component: str) -> int:
+    """Number of devices of a component; 1 if unknown."""
+    return 1 if (devices := devices_of(source, component)) is None else len(devices.numbers)
 
 
 def dp_size(source: Source) -> int:
-    """Data-parallel size of the actor: its devices divided by the model-parallel size; 1 if their number is
-    unknown. Computed from the file, regardless of the backend in use."""
-    shared = model_parallel(source) if file_backend(source) == "megatron" else 1
-    return 1 if (devices := devices_of(source, "actor")) is None else max(1, len(devices.numbers) // shared)
+    """Data-parallel size of the actor in the file, regardless of the backend in use."""
+    kinds = ("tensor_model", "pipeline_model", "context") if file_backend(source) == "megatron" else ()
+    shared = math.prod(source[f"actor.model.{kind}_parallel_size"] or 1 for kind in kinds)
+    return max(1, size_of(source, "actor") // shared)
 
 
-def engine_parallel(source: Source) -> int:
-    """Number of devices of one rollout engine replica."""
-    return math.prod(source[f"rollout.{kind}_parallel_size"] or 1 for kind in ("tensor", "pipeline"))
-
-
-def rollout_devices(source: Source) -> int:
-    """Number of rollout devices; 1 if unknown."""
-    return 1 if (devices := devices_of(source, "rollout")) is None else len(devices.numbers)
-
-
-def global_batch(source: Source) -> int | None:
-    """Rows per optimizer step: `rollout_batch_size * group_size // n_minibatches`; for robots,
-    actor.global_batch_size."""
-    if is_robots(source):
-        return source["actor.global_batch_size"]
-    prompts, group = source["data.rollout_batch_size"], source["algorithm.group_size"]
-    return None if prompts is None or group is None else prompts * group // source["algorithm.n_minibatches"]
+def replicas(source: Source) -> int:
+    """Number of rollout engines; 1 if unknown."""
+    per_engine = math.prod(source[f"rollout.{kind}_parallel_size"] or 1 for kind in ("tensor", "pipeline"))
+    return max(1, size_of(source, "rollout") // per_engine)
 
 
 def chunks_per_episode(source: Source) -> int:
@@ -133,13 +117,11 @@ def episodes(source: Source) -> int:
     return given * epochs
 
 
-def decay(source: Source) -> str:
-    """The learning rate's decay in the file."""
-    return source["actor.lr_sched.lr_decay_style"] or source["actor.optim.lr_scheduler"] or "constant"
-
-
-def is_lora(source: Source) -> bool:
-    return source["actor.model.is_lora"] is True
+def _has_constant_rate(source: Source) -> bool:
+    return (source["actor.lr_sched.lr_decay_style"] or source["actor.optim.lr_scheduler"]) in (
+        None,
+        "constant",
+    )
 
 
 TEXT_ONLY = unless(is_robots, "for language models only; runner.task_type is embodied")
@@ -156,7 +138,7 @@ MEGATRON_FILE = unless(
 )
 FP16 = unless(lambda s: precision(s) != "fp16", "for fp16 only; actor.model.precision is not fp16")
 WORKERS = unless(lambda s: s.backend == "single", "a single process has no workers (--backend single)")
-DECAYS = unless(lambda s: decay(s) == "constant", "the learning rate is constant")
+DECAYS = unless(_has_constant_rate, "the learning rate is constant")
 BY_ROWS = unless(
     lambda s: s["runner.enable_dynamic_batch_size"],
     "with runner.enable_dynamic_batch_size, micro-batches are formed by tokens",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.errors import suggest
-from braid.plan.placement import parse_devices, split_roles
+from braid.plan.placement import parse_placement, split_roles
 
 from . import rlinf_facts as facts
 from .conditions import needs, unless
@@ -18,31 +18,19 @@ from .rows import always, ignored, missing, rows, section, to
 from .table import ABSENT, Became, Source, no_effect, unsupported
 from .values import Takes, choice
 
-PLACEMENT = Takes(
-    "a mapping of components to devices, such as actor,rollout: 0-3",
-    lambda v: isinstance(v, dict) and bool(v),
-)
-
-
-# Run and cluster
-
 
 def _placement(value: Mapping[str, Any], source: Source) -> Any:
-    native, seen = {}, set[str]()
-    for line, text in value.items():
-        if isinstance(text, dict):
-            return unsupported("remove node groups and number the devices across nodes, such as actor: 0-7")
-        parse_devices(str(text), facts.num_devices(source))
-        names = split_roles(line)
-        for name in names:
-            if name not in facts.ROLES:
-                known, near = ", ".join(facts.ROLES), suggest(name, facts.ROLES)
-                raise ValueError(f"unknown component {name!r}{near}; the components are {known}")
-            if name in seen:
-                raise ValueError(f"{name} is placed twice; remove one of them")
-            seen.add(name)
-        native["cluster.placement." + ",".join(facts.ROLES[name] for name in names)] = str(text)
-    return WORKERS(Became(native), source)
+    if any(isinstance(devices, dict) for devices in value.values()):
+        return unsupported("remove node groups and number the devices across nodes, such as actor: 0-7")
+    lines = {line: str(devices) for line, devices in value.items()}
+    for name in parse_placement(lines, facts.num_devices(source)):
+        if name not in facts.ROLES:
+            known, near = ", ".join(facts.ROLES), suggest(name, facts.ROLES)
+            raise ValueError(f"unknown component {name!r}{near}; the components are {known}")
+    roles = {",".join(facts.ROLES[name] for name in split_roles(line)): lines[line] for line in lines}
+    return WORKERS(
+        Became({f"cluster.placement.{names}": devices for names, devices in roles.items()}), source
+    )
 
 
 def _task(value: str, source: Source) -> Became:
@@ -109,9 +97,6 @@ def _dynamic(value: bool, source: Source) -> Became:
     return Became({"train.micro_batch_rows": rows_of, "train.micro_batch_tokens": tokens})
 
 
-# Data and rewards
-
-
 def given_sources(source: Source) -> list[str]:
     """Native paths of the data sources in the file."""
     keys = {"data.train[0]": "data.train_data_paths", "data.eval[0]": "data.val_data_paths"}
@@ -130,7 +115,7 @@ def eval_prompts(source: Source) -> int | None:
     limits."""
     whole = source["data.val_rollout_batch_size"] or source["data.rollout_batch_size"]
     per_device = source["algorithm.val_rollout_batch_size_per_gpu"]
-    limits = [whole, per_device and per_device * facts.rollout_devices(source)]
+    limits = [whole, per_device and per_device * facts.size_of(source, "rollout")]
     return min((limit for limit in limits if limit), default=None)
 
 
@@ -140,20 +125,12 @@ def _reward_model(value: bool, source: Source) -> str:
     return "model" if value else source["reward.reward_type"]
 
 
-def _reward_type(value: str, _: Source) -> Any:
-    why = "use math, or a custom function: braid.reward.parts=[{kind: function, path: file.py:score}]"
-    return value if value == "math" else unsupported(why)
-
-
 def _reward_scale(_: Any, source: Source) -> Became:
     """Map a score s in [0, 1] to scale * (low + (high - low) * s)."""
     low, high, scale = (source[f"reward.reward_{name}"] for name in ("min_val", "max_val", "scale"))
     if source["reward.use_reward_model"]:
         return Became({"reward.scale": float(scale)}, note="a reward model's score times reward_scale")
     return Became({"reward.scale": float(scale * (high - low)), "reward.shift": float(scale * low)})
-
-
-# The critic
 
 
 def _critic(value: bool, source: Source) -> Any:
@@ -165,30 +142,34 @@ def _critic(value: bool, source: Source) -> Any:
     return no_effect("algorithm.adv_type does not use values")
 
 
-def critic_view(source: Source) -> Source:
-    """Return a view of the file in which the `critic` keys replace those of `actor`."""
-    own = {key: value for key, value in source.values.items() if key.startswith("critic.")}
-    names = {f"actor{key.removeprefix('critic')}": value for key, value in own.items()}
-    known = {source.dialect.aliases.get(key, key): value for key, value in names.items()}
-    return replace(source, values={**source.values, **known})
+def _critic_view(source: Source) -> Source:
+    """The file with the `critic` keys in place of those of `actor`."""
+    own = {f"actor{key.removeprefix('critic')}": source[key] for key in source.values if _is_critic(key)}
+    aliases = source.dialect.aliases
+    return replace(source, values={**source.values, **{aliases.get(key, key): own[key] for key in own}})
+
+
+def _is_critic(key: str) -> bool:
+    return key.startswith("critic.")
 
 
 def _of_critic(native: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training settings among native values, moved to the critic's section."""
+    """The training settings among native values, as those of the critic."""
     return {f"critic.{key}": value for key, value in native.items() if key.startswith("train.")}
 
 
 def critic_settings(source: Source) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return all training settings of a critic with its own settings, for which the actor's are the defaults,
-    and (actor's key, error) where such a default does not suit the critic."""
-    sections = ("critic.optim.", "critic.model.", "critic.lr_sched.")
-    known = {key for key in source.values if key.startswith(sections)}
-    if not facts.has_critic(source) or not known - {"critic.model.model_path"}:
+    """All training settings of a critic with its own settings, for which the actor's are the defaults, and
+    (actor's key, error) where such a default does not suit the critic."""
+    own = {
+        key for key in source.values if key.startswith(("critic.optim.", "critic.model.", "critic.lr_sched."))
+    }
+    if not facts.has_critic(source) or not own - {"critic.model.model_path"}:
         return {}, []
-    view, native, errors = critic_view(source), dict[str, Any](), list[tuple[str, str]]()
+    view, native, errors = _critic_view(source), dict[str, Any](), list[tuple[str, str]]()
     for path, rule in source.dialect.rules.items():
         has_value = path in view.values or rule.default is not ABSENT
-        if rule.disposition == "applied" and has_value and "*" not in path and not path.startswith("critic."):
+        if rule.disposition == "applied" and has_value and "*" not in path and not _is_critic(path):
             try:
                 native |= rule.become(view[path], replace(view, at=path)).native
             except ValueError as error:
@@ -205,15 +186,17 @@ def _as_actor(value: Any, source: Source) -> Became:
         raise ValueError(f"the critic has the same keys as the actor, and {key} does not exist")
     if not rule.takes.accepts(value):
         raise ValueError(f"{value!r} is not {rule.takes.words}")
-    made = rule.become(value, replace(critic_view(source), at=name))
+    made = rule.become(value, replace(_critic_view(source), at=name))
     if made.disposition != "applied":
         return made
     native = _of_critic(made.native)
     return Became(native) if native else no_effect("the actor's value applies to both models")
 
 
-_TASKS = choice(
-    "math", "reasoning", "embodied", "reasoning_eval", "embodied_eval", "coding_online_rl", "sft", "offline"
+_TASKS = "math|reasoning|embodied|reasoning_eval|embodied_eval|coding_online_rl|sft|offline"
+_PLACEMENT = Takes(
+    "a mapping of components to devices, such as actor,rollout: 0-3",
+    lambda v: isinstance(v, dict) and bool(v),
 )
 _HAS_SINKS = unless(lambda s: not sinks(s), "runner.logger.logger_backends has neither wandb nor swanlab")
 _HAS_SWANLAB = unless(
@@ -226,7 +209,7 @@ _HAS_DATA = unless(lambda s: not given_sources(s), "data.train_data_paths is not
 _CLUSTER = section("cluster")(
     to("num_nodes", "cluster.num_nodes", "count", WORKERS),
     to("num_gpus_per_node", "cluster.devices_per_node", "count", WORKERS),
-    to("component_placement", "", PLACEMENT, _placement, note="roles on the same devices take turns"),
+    to("component_placement", "", _PLACEMENT, _placement, note="roles on the same devices take turns"),
     missing("node_groups", "number the devices across nodes in cluster.component_placement"),
     missing("auto_scheduler", "set cluster.component_placement", default=False),
     ignored("assign_policy use_pre_process_policy rollout_use_all_gpus monitor_interval preprocess_threshold "
@@ -300,7 +283,9 @@ _REWARD = section("reward", "reward.parts[0]")(
     to("use_reward_model", ".kind", "bool", TEXT_ONLY, _reward_model, default=False),
     to("model.model_path", ".path", "path", needs("reward.use_reward_model")),
     to("reward_type", ".kind", "math|vqa|code_offline|searchr1|rstar2", TEXT_ONLY,
-       unless(lambda s: s["reward.use_reward_model"], "overridden by reward.use_reward_model"), _reward_type,
+       unless(lambda s: s["reward.use_reward_model"], "overridden by reward.use_reward_model"),
+       lambda v, _: v if v == "math" else unsupported(
+           "use math, or a custom function: braid.reward.parts=[{kind: function, path: file.py:score}]"),
        default="math",
        note="1 if math-verify finds the answer equal to a solution, else 0; see reward_scale"),
     to("reward_scale", "", "positive", TEXT_ONLY, _reward_scale, default=1.0,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from braid.errors import ConfigError
+from braid.plan import resolve
 from braid_dialects.load import read_config
 
 SEED = Path(__file__).parent / "seeds" / "rlinf-math-003.yaml"
@@ -23,10 +24,6 @@ def problems(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            ["runner.seq_length=1024", "algorithm.sampling_params.max_new_tokens=8"],
-            "runner.seq_length: 1024 leaves no room for an answer with data.max_prompt_length=1024; raise it above 1024",
-        ),
         (
             ["runner.enable_dynamic_batch_size=true", "runner.max_tokens_per_mbs=1000"],
             "runner.max_tokens_per_mbs: 1000 is below runner.seq_length=2048, the length of the longest row; raise it to at least 2048",
@@ -50,10 +47,6 @@ def problems(*overrides: str) -> list[str]:
             ),
         ),
         (
-            ["algorithm.group_size=1"],
-            "algorithm.group_size: algorithm.adv_type=grpo compares the answers of a group; raise it above 1",
-        ),
-        (
             ["rollout.recompute_logprobs=false", "rollout.return_logprobs=false"],
             "rollout.return_logprobs: false, like rollout.recompute_logprobs, so there are no log-probs; set one of them to true",
         ),
@@ -71,14 +64,6 @@ def problems(*overrides: str) -> list[str]:
                 "cluster.component_placement: actor and rollout share only the devices 2, 3; place them on "
                 "the same devices, or on disjoint ones"
             ),
-        ),
-        (
-            [EIGHT, "rollout.tensor_parallel_size=3", "actor.model.tensor_model_parallel_size=1"],
-            "rollout.tensor_parallel_size: 8 rollout devices are not a multiple of the 3 devices per engine",
-        ),
-        (
-            [EIGHT, "actor.model.tensor_model_parallel_size=3"],
-            "actor.model.tensor_model_parallel_size: 8 actor devices are not a multiple of the 3 devices per model replica",
         ),
         (
             [EIGHT, "rollout.tensor_parallel_size=2"],
@@ -125,6 +110,37 @@ def problems(*overrides: str) -> list[str]:
 def test_keys_that_do_not_fit_each_other_are_refused(overrides: list[str], expected: str) -> None:
     (found,) = problems(*overrides)
     assert found.partition(" [")[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["runner.seq_length=1024", "algorithm.sampling_params.max_new_tokens=8"],
+            "leaves no room for an answer in 1024 tokens; raise it above 1024 [override runner.seq_length]",
+        ),
+        (["algorithm.group_size=1"], "[override algorithm.group_size]"),
+        (
+            ["algorithm.adv_type=reinpp", "algorithm.use_reinpp_baseline=true", "algorithm.group_size=1"],
+            "[override algorithm.group_size]",
+        ),
+        (
+            [EIGHT, "rollout.tensor_parallel_size=3", "actor.model.tensor_model_parallel_size=3"],
+            "[override rollout.tensor_parallel_size]",
+        ),
+        (
+            [EIGHT, "actor.model.tensor_model_parallel_size=3"],
+            "[override actor.model.tensor_model_parallel_size]",
+        ),
+    ],
+)
+def test_a_size_that_cannot_work_is_refused_by_the_plan_with_its_key(
+    overrides: list[str], expected: str
+) -> None:
+    loaded = read_config(SEED, overrides).loaded
+    with pytest.raises(ConfigError) as error:
+        resolve(loaded.config)
+    assert any(str(loaded.placed(problem)).endswith(expected) for problem in error.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -166,19 +166,6 @@ def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (
-            ["env.train.total_num_envs=63"],
-            "63 simulators are not a multiple of rollout.pipeline_stage_num=2 * algorithm.group_size=2",
-        ),
-        (["env.eval.total_num_envs=3"], "3 simulators are not a multiple of rollout.pipeline_stage_num=2"),
-        (
-            ["env.train.max_episode_steps=5"],
-            "5 env steps are fewer than an action chunk, actor.model.num_action_chunks=8",
-        ),
-        (
-            ["actor.micro_batch_size=7"],
-            "the 160 rows of an optimizer step are not a multiple of 7 rows per micro-batch * 1",
-        ),
-        (
             ["env@env.eval=libero_10"],
             "evaluation must use the simulator of training, env.train.env_type=maniskill",
         ),
@@ -194,6 +181,8 @@ def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
         (["actor.model.image_size=[224]"], "is not a list of 2, each an integer >= 1"),
     ],
 )
-def test_inconsistent_sizes_are_refused_with_the_numbers(overrides: list[str], message: str) -> None:
+def test_settings_that_differ_from_training_or_are_missing_are_refused(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(*overrides)
