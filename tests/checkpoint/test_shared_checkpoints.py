@@ -140,7 +140,7 @@ KILLS = textwrap.dedent(
     import torch.distributed as dist
     from pathlib import Path
     from braid.checkpoint.store import CheckpointStore
-    from braid.training.shards import Boxes, read_whole, write_state
+    from braid.training.shards import Boxes, read_weights, write_state
 
     folder = Path(sys.argv[1])
 
@@ -190,7 +190,7 @@ KILLS = textwrap.dedent(
             reported = [int(line) for line in pipe if line.endswith("\\n")]
         leftovers += any(name.startswith(".") for name in os.listdir(folder))
         path, step, back = CheckpointStore(folder).locate()
-        weights = read_whole(path / "policy")["weights"]
+        weights = read_weights(path / "policy")
         assert back["count"] == step
         assert {float(x) for w in weights.values() for x in w.unique()} == {float(step)}
         assert {w.shape for w in weights.values()} == {torch.Size([20_001])}

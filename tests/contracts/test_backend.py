@@ -335,6 +335,15 @@ def test_a_loaded_backend_resumes_bit_exactly(case: Case) -> None:
             backend.train(_poisoned(case.rows), case.weights, loss)
 
 
+def test_an_optimizer_without_moments_is_resumed_too(case: Case) -> None:
+    sgd = OptimizerConfig(kind="sgd", lr=0.01)
+    unbroken, resumed = case.make(optimizer=sgd), case.make(seed=1, optimizer=sgd)
+    case.step(unbroken)
+    assert unbroken.state()["optimizer"] == {}
+    resumed.load(_frozen(unbroken))
+    assert case.step(resumed) == case.step(unbroken)
+
+
 def test_loading_copies(case: Case) -> None:
     source, other = case.make(), case.make(seed=1)
     case.step(source)
@@ -358,7 +367,7 @@ def test_the_state_of_another_model_is_refused(case: Case) -> None:
     name = next(iter(state["weights"]))
     del state["weights"][name]
     with pytest.raises(
-        CheckpointError, match=f"{name} is .* and absent in the checkpoint \\(1 weights differ\\)"
+        CheckpointError, match=f"{name} is .* and absent in the checkpoint \\(1 tensors differ\\)"
     ):
         case.make().load(state)
 

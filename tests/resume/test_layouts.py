@@ -30,7 +30,7 @@ from braid.models.loading import load_policy
 from braid.training.backend import StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss
-from braid.training.shards import read_whole
+from braid.training.shards import read_weights
 from braid.training.worker import _WRAPS
 from braid.types import Row
 
@@ -188,7 +188,7 @@ def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
         counters = _save(backend, folder / name)
         assert counters == {"num_steps": 3, "skipped_in_row": 0, "loss_scale": None}
         if rank == 0:
-            _assert_close(read_whole(folder / name)["weights"], course.third)
+            _assert_close(read_weights(folder / name), course.third)
         backend.to_host()
         backend.to_device()
         last = _step(backend)
@@ -311,7 +311,7 @@ def _go_on_in_megatron(rank: int, folder: Path, name: str, course: Course) -> No
         written = [path.stat().st_size for path in (folder / name).glob("__*")]
         assert len(written) == 2
         assert max(written) < 0.75 * sum(written)  # each its part
-        _assert_close(read_whole(folder / name)["weights"], course.third)
+        _assert_close(read_weights(folder / name), course.third)
     last = _step(backend)
     unbroken = {n: tensor.clone() for n, tensor in backend.full_weights().items()}
     backend.restore(THIRD, str(folder / name))

@@ -46,7 +46,7 @@ def _backend(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Any:
             yield "w", [start], values
 
     backend: Any = MegatronBackend.__new__(MegatronBackend)
-    backend._megatron = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)])
+    backend._optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)])
     backend._names, backend._config = Names(), TrainConfig()
     return backend
 

@@ -9,9 +9,7 @@ from torch import nn
 from braid.config.train import OptimizerConfig, ScheduleConfig
 from braid.training.optimizer import (
     build_optimizer,
-    load_optimizer_state,
     lr_factor,
-    optimizer_state,
     set_rate,
 )
 
@@ -91,38 +89,6 @@ def _stepped(config: OptimizerConfig) -> tuple[nn.Linear, torch.optim.AdamW]:
     return module, optimizer
 
 
-def test_state_is_kept_by_name_and_taken_over_as_a_copy() -> None:
-    module, optimizer = _stepped(OptimizerConfig())
-    state = optimizer_state(optimizer, dict(module.named_parameters()))
-    assert state.keys() == {"weight", "bias"}
-    other = nn.Linear(2, 2)
-    fresh = build_optimizer(other, OptimizerConfig())
-    load_optimizer_state(fresh, dict(other.named_parameters()), state)
-    taken = optimizer_state(fresh, dict(other.named_parameters()))
-    for name, tensors in state.items():
-        for key, tensor in tensors.items():
-            torch.testing.assert_close(taken[name][key], tensor, rtol=0, atol=0)
-            assert taken[name][key].data_ptr() != tensor.data_ptr()
-
-
-def test_loading_keeps_the_settings_of_the_config() -> None:
-    module, optimizer = _stepped(OptimizerConfig(weight_decay=0.5, betas=(0.8, 0.9)))
-    fresh = build_optimizer(module, OptimizerConfig(weight_decay=0.25, betas=(0.7, 0.95)))
-    load_optimizer_state(
-        fresh, dict(module.named_parameters()), optimizer_state(optimizer, dict(module.named_parameters()))
-    )
-    assert [group["weight_decay"] for group in fresh.param_groups] == [0.25, 0.0]
-    assert all(group["betas"] == (0.7, 0.95) for group in fresh.param_groups)
-
-
-def test_an_optimizer_that_never_stepped_has_an_empty_state() -> None:
-    module = nn.Linear(2, 2)
-    optimizer = build_optimizer(module, OptimizerConfig())
-    assert optimizer_state(optimizer, dict(module.named_parameters())) == {}
-    load_optimizer_state(optimizer, dict(module.named_parameters()), {})
-    assert not optimizer.state
-
-
 def test_a_warmup_may_begin_above_zero() -> None:
     # from 0.4 to 1 in four equal parts, the first taken in step 0
     assert _factors(4, warmup_steps=3, start_ratio=0.4) == pytest.approx([0.55, 0.7, 0.85, 1])
@@ -164,12 +130,6 @@ def test_sgd_uses_the_plain_gradient() -> None:
     build_optimizer(module, OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.5)).step()
     assert module.weight.item() == pytest.approx(2 - 0.1 * (3 + 0.5 * 2))  # a matrix decays
     assert module.bias.item() == pytest.approx(1 - 0.1 * 3)
-
-
-def test_sgd_has_no_state() -> None:
-    module, optimizer = _stepped(OptimizerConfig(kind="sgd"))
-    assert optimizer_state(optimizer, dict(module.named_parameters())) == {}
-    load_optimizer_state(optimizer, dict(module.named_parameters()), {})
 
 
 def test_a_value_head_has_its_own_rate_at_every_point_of_the_schedule() -> None:

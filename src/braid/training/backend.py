@@ -5,13 +5,11 @@ Backends differ only in speed and memory, not in results.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,13 +28,6 @@ class Diagnostics:
 
     means: dict[str, tuple[Tensor, Tensor]]
     maxima: dict[str, Tensor] = field(default_factory=dict)
-
-    def emptied(self) -> Diagnostics:
-        """The same metrics over no tokens."""
-        return Diagnostics(
-            {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in self.means.items()},
-            {name: torch.full_like(x, -math.inf) for name, x in self.maxima.items()},
-        )
 
 
 @dataclass(frozen=True, slots=True)

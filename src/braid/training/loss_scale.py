@@ -3,11 +3,8 @@ arXiv 1710.03740)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from braid.config.backends import GradScalerConfig
 
@@ -31,10 +28,6 @@ class LossScale:
     def can_shrink(self) -> bool:
         """Whether the scale can be lowered; an overflow at its minimum is the model's fault."""
         return self.value > self._floor
-
-    def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Unscale gradients in place."""
-        torch._foreach_mul_(list(gradients), 1.0 / self.value)
 
     def update(self, *, is_overflow: bool) -> None:
         """Update the scale after a step."""

@@ -98,26 +98,3 @@ _FALLING: dict[str, Callable[[float], float]] = {
     "wsd": lambda progress: 1.0 - progress,
 }
 """Decay factor between the peak (1) and min_ratio (0) as a function of the decay's progress in [0, 1]."""
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor]
-) -> dict[str, dict[str, Tensor]]:
-    """Moments and step count of each tensor in `trained` that has been updated, by name. Live tensors."""
-    return {name: dict(optimizer.state[p]) for name, p in trained.items() if p in optimizer.state}
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], state: dict[str, dict[str, Tensor]]
-) -> None:
-    """Load copies of a state returned by `optimizer_state`. Learning rate, betas and weight decay stay as
-    configured."""
-    names = {p: name for name, p in trained.items()}
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    saved: dict[str, Any] = optimizer.state_dict()
-    saved["state"] = {
-        index: {key: tensor.clone() for key, tensor in state[name].items()}
-        for index, name in enumerate(order)
-        if name in state
-    }
-    optimizer.load_state_dict(saved)

@@ -11,6 +11,7 @@ and stored elsewhere.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import pickle
@@ -47,6 +48,8 @@ from braid.errors import CheckpointError
 
 from .backend import Written
 
+WholeMoments = Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]
+"""Parameter -> moment -> (full shape, type)."""
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 _FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """Names are already flat."""
@@ -265,43 +268,25 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> Written:
     return Written({k: v for k, v in state.items() if k not in ("weights", "optimizer")}, files)
 
 
-def read_whole(folder: Path) -> dict[str, Any]:
-    """Read weights and optimizer state in the format of SingleBackend.state, written with any layout. Not
-    collective."""
-    return _unflattened(_read(folder, ""))
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the whole weights, without optimizer state."""
-    return _unflattened(_read(folder, _WEIGHTS))["weights"]
-
-
-def _read(folder: Path, prefix: str) -> dict[str, Tensor]:
-    tensors: dict[str, Any] = {
+    """Read the whole weights, without optimizer state. Not collective."""
+    weights: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _metadata_of(folder).items()
-        if name.startswith(prefix)
+        if name.startswith(_WEIGHTS)
     }
     with _quiet():
-        dcp.load(tensors, storage_reader=_Reader(folder), no_dist=True)
-    return tensors
+        dcp.load(weights, storage_reader=_Reader(folder), no_dist=True)
+    return _unflattened(weights)["weights"]
 
 
 def read_into(folder: Path, state: Mapping[str, Any]) -> None:
     """Read into the state's `Boxes` in place. Collective: each rank passes its boxes under the same names.
     Raises CheckpointError if the folder belongs to another model."""
-    stored = _metadata_of(folder)
     boxes: dict[str, Any] = _flattened(state)
-    wrong = [n for n, box in boxes.items() if n not in stored or stored[n].size != box.shape]
-    wrong += [n for n in stored if n.startswith(_WEIGHTS) and n not in boxes]
-    if wrong:
-        name = wrong[0]
-        here = tuple(boxes[name].shape) if name in boxes else "absent"
-        there = tuple(stored[name].size) if name in stored else "absent"
-        raise CheckpointError(
-            f"the checkpoint {folder} is of a different model: {name} is {here} in this run and {there} in the checkpoint "
-            f"({len(wrong)} tensors differ); resume with the model of the checkpoint, or start a new run"
-        )
+    stored = {name: entry.size for name, entry in _metadata_of(folder).items()}
+    used = {name: size for name, size in stored.items() if name.startswith(_WEIGHTS) or name in boxes}
+    check_same_model(boxes, used, f" {folder}")
     with _quiet():
         dcp.load(
             boxes,
@@ -310,22 +295,35 @@ def read_into(folder: Path, state: Mapping[str, Any]) -> None:
         )
 
 
+def check_same_model(own: Mapping[str, Boxes], stored: Mapping[str, Sequence[int]], where: str = "") -> None:
+    """Raise CheckpointError unless the `stored` shapes are those of this model's tensors."""
+    shapes = {name: boxes.shape for name, boxes in own.items()}
+    wrong = sorted({name for name, _ in shapes.items() ^ stored.items()})
+    if wrong:
+        here, there = (tuple(of[wrong[0]]) if wrong[0] in of else "absent" for of in (shapes, stored))
+        raise CheckpointError(
+            f"the checkpoint{where} is of a different model: {wrong[0]} is {here} in this run and {there} in the checkpoint "
+            f"({len(wrong)} tensors differ); resume with the model of the checkpoint, or start a new run"
+        )
+
+
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the ranks' states, whose tensors are `Boxes`, into one state of whole tensors."""
-    pieces: dict[str, list[Boxes]] = {}
-    for part in parts:
-        for name, boxes in _flattened(part).items():
-            pieces.setdefault(name, []).append(boxes)
+    """Join the ranks' states, whose tensors are `Boxes`, into one state of whole tensors: the live ones of a
+    rank that has a tensor whole."""
     whole: dict[str, Tensor] = {}
-    for name, of_ranks in pieces.items():
-        whole[name] = torch.empty(of_ranks[0].shape, dtype=of_ranks[0].dtype)
-        for boxes in of_ranks:
-            boxes.put(whole[name])
-    return {**parts[0], **_unflattened(whole)}
+    for name, boxes in itertools.chain.from_iterable(_flattened(part).items() for part in parts):
+        if len(boxes.parts) == 1 and boxes.parts[0][1].shape == boxes.shape:
+            whole[name] = boxes.parts[0][1]
+            continue
+        if name not in whole:
+            whole[name] = torch.empty(boxes.shape, dtype=boxes.dtype)
+        boxes.put(whole[name])
+    state = _unflattened(whole)
+    return {**parts[0], **state, "optimizer": None if parts[0]["optimizer"] is None else state["optimizer"]}
 
 
-def stored_moments(folder: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """Parameter -> moment -> (shape, type) of the stored optimizer state."""
+def stored_moments(folder: Path) -> WholeMoments:
+    """The moments of the stored optimizer state."""
     entries = _metadata_of(folder).items()
     return _unflattened({name: (entry.size, entry.properties.dtype) for name, entry in entries})["optimizer"]
 

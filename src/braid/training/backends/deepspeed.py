@@ -33,9 +33,9 @@ from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
 from braid.training.offload import HOST, moved, num_bytes, release_memory
 from braid.training.optimizer import build_optimizer
-from braid.training.shards import Boxes
+from braid.training.shards import Boxes, WholeMoments
 
-from .ranks import Pass, RankBackend, WholeMoments
+from .ranks import Pass, RankBackend
 
 _BUCKET = 2**26
 """Number of gradient elements reduced together."""
@@ -81,12 +81,12 @@ class DeepSpeedBackend(RankBackend):
         return nullcontext()
 
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """See RankBackend. Gradients are reduced in every pass because each rank keeps only its parts."""
+        """See SingleBackend. Gradients are reduced in every pass because each rank keeps only its parts."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
 
     def _go_back(self, loss: Tensor) -> None:
-        self._engine.backward(loss)
+        self._engine.backward(loss * dist.get_world_size())
 
     def _gradients(self) -> list[Tensor]:
         groups: Mapping[int, Mapping[int, Tensor]] = self._zero.get_fp32_grad_partitions()
@@ -95,7 +95,7 @@ class DeepSpeedBackend(RankBackend):
     def _grad_norm(self) -> Tensor:
         return self._norm_over(dist.group.WORLD, self._gradients())
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002  # ZeRO calls it for each group
+    def _step(self) -> None:
         self._engine.step()
 
     def _drop_gradients(self) -> None:
@@ -117,11 +117,6 @@ class DeepSpeedBackend(RankBackend):
             p.data = data
         self.load_weights(changed)
 
-    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """See ShardedBackend."""
-        is_first = dist.get_rank() == 0
-        return {name: whole.cpu().clone() for name, whole in self.iter_weights(merged=merged) if is_first}
-
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend. Gathers one tensor at a time."""
         with self._awake():
@@ -136,46 +131,37 @@ class DeepSpeedBackend(RankBackend):
     def _gathered(self, tensor: Any) -> Tensor:
         return self._whole(tensor, tensor.ds_tensor) if _is_shared_out(tensor) else tensor.detach()
 
-    def _sharded_state(self) -> dict[str, Any]:
-        optimizer: dict[str, dict[str, Boxes]] | None = None
-        if self._optimizer is not None:
-            states = self._optimizer.state
-            optimizer = {
-                self._names[p]: self._moments_of(p, states[flat], start)
-                for p, flat, start in self._in_groups()
-                if flat in states
-            }
-        return {"weights": self._weight_boxes(), "optimizer": optimizer, **self._counters()}
-
     def _weight_boxes(self) -> dict[str, Boxes]:
         return {
-            name: self._boxes_of(tensor, self._part(tensor)) if _is_shared_out(tensor) else Boxes.of(tensor)
+            name: self._range_of(tensor, self._part(tensor)) if _is_shared_out(tensor) else Boxes.of(tensor)
             for name, tensor in self._model.named_weights()
         }
 
+    def _moments(self) -> dict[str, dict[str, Boxes]]:
+        states = self._optimizer.state
+        return {
+            self._names[p]: self._moments_of(p, states[flat], start)
+            for p, flat, start in self._in_groups()
+            if flat in states
+        }
+
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
-        assert self._optimizer is not None, "a model that is not trained has none"
-        states, boxes = self._optimizer.state, {}
+        states = self._optimizer.state
         states.clear()
-        for p, flat, start in self._in_groups():
-            if (moments := like.get(self._names[p])) is None:
-                continue
-            if flat not in states:
+        for p, flat, _ in self._in_groups():
+            if flat not in states and self._names[p] in like:
                 states[flat] = {
-                    key: torch.zeros(
-                        flat.shape if size == p.ds_shape else size, dtype=dtype, device=flat.device
-                    )
-                    for key, (size, dtype) in moments.items()
+                    key: torch.zeros(flat.shape if shape else (), dtype=dtype, device=flat.device)
+                    for key, (shape, dtype) in like[self._names[p]].items()
                 }
-            boxes[self._names[p]] = self._moments_of(p, states[flat], start)
-        return boxes
+        return {name: boxes for name, boxes in self._moments().items() if name in like}
 
     def _moments_of(self, p: Any, state: Mapping[str, Tensor], start: int) -> dict[str, Boxes]:
         """Boxes of a parameter's moments; the parameter starts at offset `start` in its group's flat tensor.
         Scalars of the group, such as the step count, are repeated for each parameter."""
         size = p.partition_numel()
         return {
-            key: self._boxes_of(p, value[start : start + size]) if value.ndim else Boxes.of(value)
+            key: self._range_of(p, value[start : start + size]) if value.ndim else Boxes.of(value)
             for key, value in state.items()
         }
 
@@ -193,7 +179,7 @@ class DeepSpeedBackend(RankBackend):
         group, start, size = self._zero.grad_position[self._zero.get_param_id(p)]
         return self._zero.fp32_partitioned_groups_flat[group].detach()[start : start + size]
 
-    def _boxes_of(self, p: Any, part: Tensor) -> Boxes:
+    def _range_of(self, p: Any, part: Tensor) -> Boxes:
         start = dist.get_rank() * p.partition_numel()
         return Boxes.of_range(part[: max(0, p.ds_numel - start)], p.ds_shape, start)
 

@@ -41,11 +41,11 @@ from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.lora import Recipe, recipes
 from braid.models.value_head import ValueHead
-from braid.training.offload import HOST, moved, release_memory
+from braid.training.offload import moved
 from braid.training.optimizer import HALF
 from braid.training.shards import Boxes
 
-from .ranks import Pass, RankBackend, WholeMoments
+from .ranks import Pass, RankBackend
 from .single import autocast_dtype
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -106,7 +106,7 @@ class FsdpBackend(RankBackend):
         self._starts = self._flat_starts() if kind == "fsdp" and self._is_sharded else {}
         self._syncs_last_only = config.fsdp.sync_last_micro_batch_only
         super().__init__(model, config, total_steps=total_steps, device=device)
-        boxes = {name: self._boxes_of(name, tensor, like=tensor) for name, tensor in self._own_tensors()}
+        boxes = {name: self._boxes_of(name, tensor) for name, tensor in self._own_tensors()}
         self._take_from_first(whole, boxes)
 
     def _flat_starts(self) -> dict[str, int]:
@@ -117,13 +117,6 @@ class FsdpBackend(RankBackend):
         dist.all_gather_object(sizes, mine, group=self._shard_group)
         before = sizes[: dist.get_rank(self._shard_group)]
         return {name: sum(size[name] for size in before) for name in mine}
-
-    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """See ShardedBackend."""
-        is_first = dist.get_rank() == 0
-        whole = {name: tensor.cpu() for name, tensor in self.iter_weights(merged=merged) if is_first}
-        names = self._recipes if merged else self._weights.values()
-        return {name: whole[name] for name in names} if is_first else {}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend. FSDP2 gathers one tensor at a time, FSDP one layer."""
@@ -164,18 +157,7 @@ class FsdpBackend(RankBackend):
             else:
                 yield FullyShardedDataParallel.summon_full_params(layer, recurse=False, writeback=False), of
 
-    def to_host(self) -> None:
-        """See TrainingBackend."""
-        if self._leaves_weights:
-            self._move(HOST)
-        release_memory()
-
-    def to_device(self) -> None:
-        """See TrainingBackend."""
-        if self._leaves_weights:
-            self._move(self._device)
-
-    def _move(self, device: torch.device) -> None:
+    def _move_weights(self, device: torch.device) -> None:
         """Move the shards to `device`, keeping the views that each FSDP version has of them valid."""
         self._let_go()
         for module in self._net.modules():
@@ -186,48 +168,15 @@ class FsdpBackend(RankBackend):
         if not isinstance(self._net, FullyShardedDataParallel):
             self._net._apply(partial(moved, device=device))
 
-    def _sharded_state(self) -> dict[str, Any]:
-        """See PartBackend."""
-        optimizer: dict[str, dict[str, Boxes]] | None = None
-        if self._optimizer is not None:
-            states = self._optimizer.state
-            optimizer = {
-                name: {key: self._boxes_of(name, value, like=p) for key, value in states[p].items()}
-                for name, p in self._own_tensors()
-                if p in states
-            }
-        return {"weights": self._weight_boxes(), "optimizer": optimizer, **self._counters()}
-
     def _weight_boxes(self) -> dict[str, Boxes]:
-        """See PartBackend."""
-        return {
-            self._weights[name]: self._boxes_of(name, tensor, like=tensor)
-            for name, tensor in self._own_tensors()
-            if name in self._weights
-        }
+        own = self._own_tensors()
+        return {self._weights[name]: self._boxes_of(name, x) for name, x in own if name in self._weights}
 
-    def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
-        """See PartBackend."""
-        assert self._optimizer is not None, "a model that is not trained has none"
-        states, boxes = self._optimizer.state, {}
-        states.clear()
-        for name, p in self._own_tensors():
-            if name not in like or (name in self._starts and not p.numel()):
-                continue
-            shape = self._shapes[name]
-            states[p] = {
-                key: torch.zeros_like(p, dtype=dtype)
-                if size == shape
-                else torch.zeros(size, dtype=dtype, device=p.device)
-                for key, (size, dtype) in like[name].items()
-            }
-            boxes[name] = {key: self._boxes_of(name, value, like=p) for key, value in states[p].items()}
-        return boxes
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        return ((n, x) for n, x in self._own_tensors() if x.numel() or n not in self._starts)
 
-    def _boxes_of(self, name: str, tensor: Tensor, *, like: Tensor) -> Boxes:
-        """This rank's parts of `tensor`: the parameter or buffer `like`, a tensor sharded like it, or an
-        unsharded one."""
-        if name in self._starts and tensor.shape == like.shape:
+    def _boxes_of(self, name: str, tensor: Tensor) -> Boxes:
+        if name in self._starts and tensor.ndim == 1:
             return Boxes.of_range(tensor, self._shapes[name], self._starts[name])
         return Boxes.of(tensor)
 
@@ -254,7 +203,7 @@ class FsdpBackend(RankBackend):
         return self._net(batch, outputs)
 
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """See RankBackend. Earlier passes skip the reduction if `sync_last_micro_batch_only` is set."""
+        """See SingleBackend. Earlier passes skip the reduction if `sync_last_micro_batch_only` is set."""
         travels = is_last or not self._syncs_last_only
         if isinstance(self._net, FullyShardedDataParallel):
             return nullcontext() if travels else self._net.no_sync()

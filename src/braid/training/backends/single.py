@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.config.train import TrainConfig
-from braid.errors import CheckpointError, TrainingError
-from braid.models.base import Output, TrainableModel, copy_weights
+from braid.errors import TrainingError
+from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
 from braid.models.logprobs import TiledLogits
@@ -28,26 +29,29 @@ from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
 from braid.training.loss_scale import LossScale
 from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes, release_memory
-from braid.training.optimizer import (
-    build_optimizer,
-    load_optimizer_state,
-    lr_factor,
-    master_weights,
-    optimizer_state,
-    set_rate,
-)
+from braid.training.optimizer import build_optimizer, lr_factor, master_weights, set_rate
 from braid.training.packing import grouped_micro_batches, pack, unpack
-from braid.training.shards import Written, read_whole, write_state
+from braid.training.shards import (
+    Boxes,
+    WholeMoments,
+    Written,
+    check_same_model,
+    joined,
+    read_into,
+    stored_moments,
+    write_state,
+)
 from braid.types import Row
 
 if TYPE_CHECKING:  # imports transformers
     from braid.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class SingleBackend:
-    """A model, its optimizer and its learning rate schedule. See training.backend.TrainingBackend.
+    """A model, its optimizer and its learning rate schedule. See training.group.ShardedBackend.
 
     A step whose loss or gradient is not finite, or that exceeds a limit of its loss, changes neither weights
     nor optimizer state (moments and step count), but still advances the schedule, which follows the run's
@@ -57,6 +61,9 @@ class SingleBackend:
     state holds them in place of the weights (see optimizer.master_weights). They are offloaded together with
     the optimizer's moments.
     """
+
+    _num_sharers = 1
+    """Number of ranks that share each row."""
 
     def __init__(
         self,
@@ -76,38 +83,46 @@ class SingleBackend:
         self._device = device
         self._leaves_weights = config.offload.weights and not keeps_weights
         self._masters: dict[Tensor, Tensor] = {}
-        self._optimizer = self._build_optimizer() if total_steps else None
+        self._optimizer: Any = self._build_optimizer() if total_steps else None
         is_fp16 = config.autocast == "fp16" or any(
             p.dtype == torch.float16 for p in model.module.parameters()
         )
         self._scale = LossScale(config.grad_scaler) if config.grad_scaler and is_fp16 else None
+        self._spare: PackedBatch | None = None
         self._work = Work()
-        self._num_steps = 0
-        self._skipped_in_row = 0
+        self._num_steps = self._skipped_in_row = 0
 
     def data_place(self) -> tuple[int, int]:
         """See ShardedBackend: a single share of all rows."""
         return 0, 1
 
     def infer(
-        self,
-        rows: Sequence[Row],
-        outputs: frozenset[Output],
-        spare: Row | None = None,  # noqa: ARG002
+        self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row | None = None
     ) -> list[dict[str, NDArray[np.float32]]]:
-        """See TrainingBackend. `spare` is unused on a single rank."""
-        start = time.perf_counter()
+        """See ShardedBackend."""
+        start, config = time.perf_counter(), self._config
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
-        with torch.no_grad(), self._autocast():
-            for indices in self._infer_batches(rows):
-                batch = self._pack([rows[i] for i in indices], with_fields=False)
-                for name, flat in self._forward(batch, outputs).items():
-                    for index, array in zip(indices, unpack(flat, batch), strict=True):
+        max_tokens = config.infer_batch_tokens or config.micro_batch_tokens
+        cuts = grouped_micro_batches(rows, max_tokens, config.infer_batch_rows)
+        batches = self._batches(rows, cuts, self._num_passes(len(cuts)), spare)
+        with torch.no_grad():
+            for number, (batch, flat) in enumerate(self._outputs(batches, outputs)):
+                for name, values in flat.items() if number < len(cuts) else ():
+                    for index, array in zip(cuts[number], unpack(values, batch), strict=True):
                         results[index][name] = array
-        if self._config.count_flops:
+        if config.count_flops:
             self._work.infer_flops += self._flops_of(rows).forward
             self._work.infer_s += time.perf_counter() - start
         return results
+
+    def _outputs(
+        self, batches: Iterable[PackedBatch], outputs: frozenset[Output]
+    ) -> Iterator[tuple[PackedBatch, dict[str, Tensor]]]:
+        """Forward passes over `batches`."""
+        for batch in batches:
+            with self._autocast():
+                flat = self._forward(batch, outputs)
+            yield batch, flat
 
     def use_reference(self, logits: Callable[[PackedBatch], TiledLogits]) -> None:
         """See ShardedBackend."""
@@ -125,21 +140,23 @@ class SingleBackend:
             return cast("Any", self._forward(batch, frozenset({"logits"}))["logits"])
 
     def train(
-        self,
-        rows: Sequence[Row],
-        weights: Sequence[float],
-        loss: Loss,
-        spare: Row | None = None,  # noqa: ARG002
+        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row | None = None
     ) -> StepReport:
-        """See TrainingBackend. Raises TrainingError after `max_skipped_steps` consecutive skipped steps."""
+        """See ShardedBackend. All ranks return the same report. Raises TrainingError after
+        `max_skipped_steps` consecutive skipped steps."""
         start = time.perf_counter()
         if (head := self._model.value_head) is not None and head.normalizes:
-            self._observe(head, self._returns(rows))
+            own = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
+            returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *own]))
+            self._observe(head, np.concatenate(returns))
         running = Running(self._device)
+        cuts = self._micro_batches(rows, loss)
+        num_passes = self._num_passes(len(cuts))
         try:
-            self._accumulate(rows, weights, loss, running)
-            num_tokens = sum(row.num_tokens for row in rows)
-            report = self._report(running, num_tokens, loss.limits)
+            self._accumulate(self._batches(rows, cuts, num_passes, spare, weights), num_passes, loss, running)
+            if self._scale is not None:
+                self._scale_gradients(1.0 / self._scale.value)
+            report = self._report(running, sum(row.num_tokens for row in rows), loss.limits)
             if not (report.is_skipped or report.is_stopped):
                 self._update(report)
         finally:
@@ -151,31 +168,61 @@ class SingleBackend:
         self._count(report, loss.limits)
         return report
 
-    def _build_optimizer(self) -> torch.optim.Optimizer | None:
+    def _build_optimizer(self) -> torch.optim.Optimizer:
         self._masters = master_weights(self._model.module)
         return build_optimizer(
             self._model.module, self._config.optimizer, self._model.value_head, self._masters
         )
 
-    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
-        if head.weight not in self._masters:
-            head.observe(returns)
-            return
-        head.observe(returns, [(self._masters[head.weight], self._masters[head.bias])])
-        self._spread_masters(head.parameters())
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether this rank counts its rows, among the ranks that share them."""
+        return True
 
-    def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
-        """Returns at all positions of a step that the policy wrote."""
-        return np.concatenate([row.fields["returns"][row.mask] for row in rows])
+    def _over_ranks(self, value: T) -> list[T]:
+        """`value` of every rank."""
+        return [value]
+
+    def _num_passes(self, own: int) -> int:
+        """Passes that every rank runs: the most micro-batches of any of them."""
+        return max(self._over_ranks(own))
+
+    @torch.no_grad()
+    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
+        """Update the head's statistics with the returns of a step at the positions that the policy wrote."""
+        masters = {p: self._masters[p] for p in (head.weight, head.bias) if p in self._masters}
+        head.observe(returns, [(masters[head.weight], masters[head.bias])] if masters else [])
+        for p, master in masters.items():
+            p.copy_(master)
 
     def _accumulate(
-        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
+        self, batches: Iterable[PackedBatch], num_passes: int, loss: Loss, running: Running
     ) -> None:
-        """Run forward and backward passes over all rows of a step."""
-        for batch in self._batches(rows, weights, loss):
-            self._learn(batch, loss, running)
-        if self._scale is not None:
-            self._scale.unscale(self._gradients())
+        """Run the forward and backward passes of a step."""
+        for number, batch in enumerate(batches, start=1):
+            with self._synced(is_last=number == num_passes):
+                with self._autocast():
+                    outputs = self._forward(batch, loss.outputs)
+                self._go_back(self._loss_of(loss, running, batch, outputs))
+
+    def _loss_of(
+        self, loss: Loss, running: Running, batch: PackedBatch, outputs: dict[str, Tensor]
+    ) -> Tensor:
+        """The scaled loss of a micro-batch, which is counted in `running`."""
+        share, diagnostics = loss.compute(outputs, batch)
+        if batch is self._spare:
+            share = share * 0.0
+        elif self._counts_rows:
+            running.add(share.detach(), diagnostics)
+        return share if self._scale is None else share * self._scale.value
+
+    def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Context for one forward and backward pass. Gradients must be synchronized in the last pass at the
+        latest."""
+        return nullcontext()
+
+    def _go_back(self, loss: Tensor) -> None:
+        loss.backward()
 
     def _drop_gradients(self) -> None:
         self._model.module.zero_grad(set_to_none=True)
@@ -183,28 +230,56 @@ class SingleBackend:
             master.grad = None
 
     def _flops_of(self, rows: Sequence[Row]) -> Flops:
-        return self._model.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
+        """This rank's part of the FLOPs of `rows`."""
+        whole = self._model.flops([len(row) for row in rows], sum(row.num_tokens for row in rows))
+        return Flops(whole.forward // self._num_sharers, whole.training // self._num_sharers)
 
-    def _batches(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> Iterator[PackedBatch]:
-        """The micro-batches of a step."""
-        for indices in self._micro_batches(rows, loss):
-            yield self._pack([rows[i] for i in indices], [weights[i] for i in indices])
+    def _batches(
+        self,
+        rows: Sequence[Row],
+        cuts: Sequence[Sequence[int]],
+        num_passes: int,
+        spare: Row | None,
+        weights: Sequence[float] | None = None,
+    ) -> Iterator[PackedBatch]:
+        """The micro-batches `cuts` of `rows`, then the spare row until there are `num_passes`. For training
+        with `weights`."""
+        for indices in cuts:
+            of_cut = None if weights is None else [weights[i] for i in indices]
+            yield self._pack([rows[i] for i in indices], of_cut)
+        if num_passes > len(cuts):
+            assert spare is not None, "ranks have a spare row"
+            self._spare = self._pack([spare], None if weights is None else [0.0])
+            yield from itertools.repeat(self._spare, num_passes - len(cuts))
 
-    def _pack(
-        self, rows: Sequence[Row], weights: Sequence[float] | None = None, *, with_fields: bool = True
-    ) -> PackedBatch:
-        return pack(rows, self._device, weights=weights, with_fields=with_fields)
+    def _pack(self, rows: Sequence[Row], weights: Sequence[float] | None) -> PackedBatch:
+        return pack(rows, self._device, weights=weights, with_fields=weights is not None)
 
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
-        return running.report(self._grad_norm(), self._lr(), num_tokens, limits)
-
-    def _learn(self, batch: PackedBatch, loss: Loss, running: Running) -> None:
-        """Forward and backward pass of one micro-batch."""
-        with self._autocast():
-            outputs = self._forward(batch, loss.outputs)
-        share, diagnostics = loss.compute(outputs, batch)
-        (share if self._scale is None else share * self._scale.value).backward()
-        running.add(share.detach(), diagnostics)
+        """Report of the step over the rows of all ranks, the same on each."""
+        own = num_tokens if self._counts_rows else 0
+        parts = self._over_ranks((*running.numbers(self._grad_norm()), own))
+        metrics: dict[str, tuple[float, float]] = {}
+        maxima: dict[str, float] = {}
+        for _, _, means, greatest, _ in parts:
+            for name, (total, count) in means.items():
+                before = metrics.get(name, (0.0, 0.0))
+                metrics[name] = (before[0] + total, before[1] + count)
+            for name, value in greatest.items():
+                maxima[name] = max(value, maxima.get(name, -math.inf))
+        loss, norm = sum(part[0] for part in parts), parts[0][1]
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            lr=self._lr(),
+            is_skipped=not is_finite,
+            is_stopped=is_finite
+            and any(metrics[name][0] > metrics[name][1] * limits[name] for name in limits),
+            num_tokens=sum(part[-1] for part in parts),
+            metrics=metrics,
+            maxima=maxima,
+        )
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._model.forward(batch, outputs)
@@ -214,11 +289,6 @@ class SingleBackend:
         return grouped_micro_batches(
             rows, config.micro_batch_tokens, config.micro_batch_rows, whole_trajectories=is_whole
         )
-
-    def _infer_batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        config = self._config
-        max_tokens = config.infer_batch_tokens or config.micro_batch_tokens
-        return grouped_micro_batches(rows, max_tokens, config.infer_batch_rows)
 
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = autocast_dtype(self._config, self._device)
@@ -237,28 +307,31 @@ class SingleBackend:
         """Global L2 norm of the gradients."""
         return torch.nn.utils.get_total_norm(self._gradients())
 
+    def _scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_(self._gradients(), factor)
+
     def _update(self, report: StepReport) -> None:
         assert self._optimizer is not None, "the model was built without an optimizer"
         limit = self._config.max_grad_norm
         if limit is not None and report.grad_norm > limit:
-            torch._foreach_mul_(self._gradients(), limit / report.grad_norm)
+            self._scale_gradients(limit / report.grad_norm)
         set_rate(self._optimizer, report.lr)
         if self._config.offload.optimizer:
             self._move_optimizer(self._device)
-        self._step(self._optimizer)
+        self._step()
         self._rest_optimizer()
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self) -> None:
         for p, master in self._masters.items():
             master.grad = p.grad
-        optimizer.step()
-        self._spread_masters(self._masters)
+        self._optimizer.step()
+        self._spread()
 
     @torch.no_grad()
-    def _spread_masters(self, parameters: Iterable[Tensor]) -> None:
+    def _spread(self) -> None:
         """Set parameters to their master weights, rounded."""
-        for p in parameters:
-            p.copy_(self._masters[p])
+        for p, master in self._masters.items():
+            p.copy_(master)
 
     def _rest_optimizer(self) -> None:
         """Offload the optimizer state between steps if the config says so."""
@@ -266,7 +339,6 @@ class SingleBackend:
             self._move_optimizer(HOST)
 
     def _move_optimizer(self, device: torch.device) -> None:
-        assert self._optimizer is not None, "the model was built without an optimizer"
         move_states(self._optimizer, device)
         for master in self._masters.values():
             master.data = moved(master.data, device)
@@ -329,30 +401,29 @@ class SingleBackend:
         weights = merged_weights(self._model.module) if merged else self.named_weights()
         return ((name, tensor.detach()) for name, tensor in weights)
 
+    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See ShardedBackend."""
-        copy_weights(weights, self.named_weights())
-        copy_weights(weights, self._trained_weights())
-
-    def _trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights in the precision in which they are trained."""
-        return ((name, self._masters.get(tensor, tensor).detach()) for name, tensor in self.named_weights())
-
-    def _trained_parameters(self) -> dict[str, Tensor]:
-        """The tensors that the optimizer updates, by the parameter's name in the module."""
-        return {name: self._masters.get(p, p) for name, p in self._model.module.named_parameters()}
+        with self._awake():
+            for name, boxes in self._weight_boxes().items():
+                if name in weights:
+                    boxes.take(weights[name])
+            self._spread()
 
     def to_host(self) -> None:
         """See TrainingBackend. Moves only weights: gradients are allocated only during a step, and optimizer
         states are offloaded after each step."""
         if self._leaves_weights:
-            move_weights(self._model.module, HOST)
+            self._move_weights(HOST)
         release_memory()
 
     def to_device(self) -> None:
         """See TrainingBackend."""
         if self._leaves_weights:
-            move_weights(self._model.module, self._device)
+            self._move_weights(self._device)
+
+    def _move_weights(self, device: torch.device) -> None:
+        move_weights(self._model.module, device)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
         """See TrainingBackend."""
@@ -375,45 +446,100 @@ class SingleBackend:
         )
 
     def state(self) -> dict[str, Any]:
-        """See TrainingBackend."""
-        optimizer = self._optimizer
-        return {
-            "weights": dict(self._trained_weights()),
-            "optimizer": None
-            if optimizer is None
-            else optimizer_state(optimizer, self._trained_parameters()),
-            **self._counters(),
-        }
+        """See ShardedBackend."""
+        with self._awake():
+            return joined([self._sharded_state()])
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See ShardedBackend."""
+        with self._awake():
+            shapes = {name: x.shape for name, x in state["weights"].items()}
+            check_same_model(self._weight_boxes(), shapes)
+            self.load_weights(state["weights"])
+            if self._optimizer is not None:
+                saved: dict[str, dict[str, Tensor]] = state["optimizer"] or {}
+                like = {n: {key: (x.shape, x.dtype) for key, x in of.items()} for n, of in saved.items()}
+                for name, moments in self._moment_boxes(like).items():
+                    for key, boxes in moments.items():
+                        boxes.take(saved[name][key])
+        self._load_counters(state)
 
     def save(self, folder: str) -> Written:
         """See ShardedBackend. Without a process group the state is returned for the caller to write."""
-        state = self.state()
-        return write_state(Path(folder), state) if dist.is_initialized() else Written(state)
+        if not dist.is_initialized():
+            return Written(self.state())
+        with self._awake():
+            return write_state(Path(folder), self._sharded_state())
 
     def restore(self, saved: dict[str, Any], folder: str) -> None:
         """See ShardedBackend."""
-        self.load(saved if "weights" in saved else {**saved, **read_whole(Path(folder))})
+        if "weights" in saved:
+            self.load(saved)
+            return
+        with self._awake():
+            moments = (
+                self._moment_boxes(stored_moments(Path(folder))) if self._optimizer is not None else None
+            )
+            read_into(Path(folder), {"weights": self._weight_boxes(), "optimizer": moments})
+            self._spread()
+        self._load_counters(saved)
 
-    def _counters(self) -> dict[str, Any]:
+    def _sharded_state(self) -> dict[str, Any]:
+        """`state` with this rank's boxes in place of whole tensors."""
         return {
+            "weights": self._weight_boxes(),
+            "optimizer": self._moments() if self._optimizer is not None else None,
             "num_steps": self._num_steps,
             "skipped_in_row": self._skipped_in_row,
             "loss_scale": None if self._scale is None else self._scale.state(),
         }
 
     def _load_counters(self, state: Mapping[str, Any]) -> None:
+        self._rest_optimizer()
         if self._scale is not None and state.get("loss_scale") is not None:
             self._scale.load(state["loss_scale"])
         self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
 
-    def load(self, state: dict[str, Any]) -> None:
-        """See TrainingBackend."""
-        _check_same_model(dict(self.named_weights()), state["weights"])
-        self.load_weights(state["weights"])
-        if self._optimizer is not None:
-            load_optimizer_state(self._optimizer, self._trained_parameters(), state["optimizer"])
-            self._rest_optimizer()
-        self._load_counters(state)
+    def _awake(self) -> AbstractContextManager[None]:
+        """Context in which the boxes can be read and written, even after `to_host`."""
+        return nullcontext()
+
+    def _weight_boxes(self) -> dict[str, Boxes]:
+        """This rank's boxes of the weights by checkpoint name, in the precision in which they are trained.
+        Covers all weights, including those with no part on this rank."""
+        return {name: Boxes.of(self._masters.get(tensor, tensor)) for name, tensor in self.named_weights()}
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of the tensors that the optimizer updates, by the parameter's name in the module."""
+        return ((name, self._masters.get(p, p)) for name, p in self._model.module.named_parameters())
+
+    def _boxes_of(self, name: str, tensor: Tensor) -> Boxes:  # noqa: ARG002
+        """This rank's boxes of a tensor that is sharded like the parameter `name`, or not sharded."""
+        return Boxes.of(tensor)
+
+    def _moments(self) -> dict[str, dict[str, Boxes]]:
+        """This rank's boxes of the moments and step counts, by parameter."""
+        states = self._optimizer.state
+        return {
+            name: {key: self._boxes_of(name, value) for key, value in states[p].items()}
+            for name, p in self._trained()
+            if p in states
+        }
+
+    def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
+        """Replace the optimizer state by zeros for this rank's parts of the moments in `like`, and return
+        their boxes."""
+        states = self._optimizer.state
+        states.clear()
+        for name, p in self._trained():
+            if name in like:
+                states[p] = {
+                    key: torch.zeros_like(p, dtype=dtype)
+                    if shape
+                    else torch.zeros((), dtype=dtype, device=p.device)
+                    for key, (shape, dtype) in like[name].items()
+                }
+        return self._moments()
 
 
 class Running:
@@ -433,39 +559,17 @@ class Running:
         for name, value in diagnostics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def merge(self, add: Callable[[Tensor], Tensor], greatest: Callable[[Tensor], Tensor]) -> None:
-        """Reduce over ranks: `add` and `greatest` all-reduce a tensor to its sum and maximum."""
-        add(self._loss)
-        for name in sorted(self._means):
-            self._means[name] = add(self._means[name])
-        for name in sorted(self._maxima):
-            self._maxima[name] = greatest(self._maxima[name])
-
-    def report(
-        self, grad_norm: Tensor, lr: float, num_tokens: int, limits: Mapping[str, float]
-    ) -> StepReport:
-        """Copy the numbers to the host and decide whether the step is skipped or stopped."""
-        parts = [
-            self._loss[None],
-            grad_norm[None],
-            *self._means.values(),
-            *(x[None] for x in self._maxima.values()),
-        ]
+    def numbers(
+        self, grad_norm: Tensor
+    ) -> tuple[float, float, dict[str, tuple[float, float]], dict[str, float]]:
+        """Loss, `grad_norm`, means and maxima, copied to the host."""
+        scalars = (self._loss, grad_norm, *self._maxima.values())
+        parts = [*(x[None] for x in scalars), *self._means.values()]
         loss, norm, *rest = torch.cat([part.double() for part in parts]).tolist()
-        pairs, greatest = rest[: 2 * len(self._means)], rest[2 * len(self._means) :]
-        metrics = dict(zip(self._means, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-        is_finite = math.isfinite(loss) and math.isfinite(norm)
-        return StepReport(
-            loss=loss,
-            grad_norm=norm,
-            lr=lr,
-            is_skipped=not is_finite,
-            is_stopped=is_finite
-            and any(metrics[name][0] > metrics[name][1] * limits[name] for name in limits),
-            num_tokens=num_tokens,
-            metrics=metrics,
-            maxima=dict(zip(self._maxima, greatest, strict=True)),
-        )
+        maxima = dict(zip(self._maxima, rest, strict=False))
+        sums = rest[len(maxima) :]
+        means = dict(zip(self._means, zip(sums[::2], sums[1::2], strict=True), strict=True))
+        return loss, norm, means, maxima
 
 
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
@@ -474,14 +578,3 @@ def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | N
     if kind == "none" or (kind == "auto" and device.type != "cuda"):
         return None
     return torch.float16 if kind == "fp16" else torch.bfloat16
-
-
-def _check_same_model(mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    wrong = sorted(mine.keys() ^ saved.keys()) or [n for n in mine if mine[n].shape != saved[n].shape]
-    if wrong:
-        name = wrong[0]
-        here, there = (f"{tuple(of[name].shape)}" if name in of else "absent" for of in (mine, saved))
-        raise CheckpointError(
-            f"the checkpoint is of a different model: {name} is {here} in this run and {there} in the checkpoint "
-            f"({len(wrong)} weights differ); resume with the model of the checkpoint, or start a new run"
-        )

@@ -9,8 +9,7 @@ weight.
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,17 +42,14 @@ from braid.errors import ModelError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
-from braid.models.flops import Flops
 from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
-from braid.training.backend import HeldBytes, Loss, StepReport
-from braid.training.backends.ranks import PartBackend, WholeMoments
+from braid.training.backend import HeldBytes, Loss
+from braid.training.backends.ranks import RankBackend
 from braid.training.backends.single import Running, autocast_dtype
 from braid.training.loss_scale import LossScale
-from braid.training.offload import HOST, move_states, move_weights, moved, release_memory
-from braid.training.packing import pack, unpack
-from braid.training.shards import Boxes
-from braid.types import Row
+from braid.training.offload import HOST, move_states, move_weights, moved
+from braid.training.shards import Boxes, WholeMoments
 
 from .checks import check_model
 from .model import Decoder, layer_options, padded_vocab, text_config
@@ -61,7 +57,7 @@ from .names import Names, Shard, bridge_of
 from .ranks import Ranks, groups, join
 
 
-class MegatronBackend(PartBackend):
+class MegatronBackend(RankBackend):
     """See training.group.ShardedBackend; all calls are collective."""
 
     def __init__(
@@ -91,8 +87,8 @@ class MegatronBackend(PartBackend):
         self._names = Names(bridge, stages, weights, _head_names(model))
         self._stages = [_wrapped(stage, index, config, self._layers) for index, stage in enumerate(stages)]
         self._dtype, self._is_offloaded = dtype, False
-        self._megatron: Any = None
         super().__init__(model, config, total_steps=total_steps, device=device)
+        self._num_sharers = dist.get_world_size() // self._ranks.data_size
         self._take_from_first(weights, self._weight_boxes())
         model.module.to("meta")
         self._layers.finalize_model_grads_func = _finalize
@@ -101,7 +97,7 @@ class MegatronBackend(PartBackend):
             self._layers.grad_sync_func = _of_stages([stage.start_grad_sync for stage in self._stages])
         self._scale = _loss_scale(config, dtype)
 
-    def _build_optimizer(self) -> None:
+    def _build_optimizer(self) -> Any:
         """Build Megatron's optimizer instead of torch's."""
         config, own = self._config.optimizer, self._config.megatron
         settings = OptimizerConfig(
@@ -121,69 +117,40 @@ class MegatronBackend(PartBackend):
         overrides: dict[Any, Any] = dict(get_standard_config_overrides(settings))
         if config.value_lr is not None:
             overrides[ParamKey(name="*value_head.*")] = {"max_lr": config.value_lr}
-        self._megatron = get_megatron_optimizer(
-            settings,
-            self._stages,
-            overrides,
-            use_gloo_process_groups=False,
-        )
-        for group in self._megatron.param_groups:
+        optimizer = get_megatron_optimizer(settings, self._stages, overrides, use_gloo_process_groups=False)
+        for group in optimizer.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["scale"] = group["max_lr"] / config.lr
+        return optimizer
 
     def data_place(self) -> tuple[int, int]:
         """See ShardedBackend: all ranks of a model replica have the same rows."""
         return self._ranks.data, self._ranks.data_size
 
-    def infer(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
-        self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
-    ) -> list[dict[str, NDArray[np.float32]]]:
-        """See ShardedBackend."""
-        start = time.perf_counter()
-        cuts = self._infer_batches(rows) if rows else []
-        batches = [pack([rows[i] for i in indices], self._device, with_fields=False) for indices in cuts]
-        num_spare = self._num_passes(len(batches)) - len(batches)
-        batches += [pack([spare], self._device, with_fields=False)] * num_spare
-        names = sorted(outputs)
-        results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
-        with torch.no_grad():
-            passed = self._run(batches, outputs, partial(_outputs_of, names), forward_only=True)
-        for index, (indices, batch) in enumerate(zip(cuts, batches, strict=False)):
-            flat = self._from_last(passed[index] if passed else None, (len(names), batch.num_positions))
-            for name, values in zip(names, flat, strict=True):
-                for row, array in zip(indices, unpack(values, batch), strict=True):
-                    results[row][name] = array
-        if self._config.count_flops:
-            self._work.infer_flops += self._flops_of(rows).forward
-            self._work.infer_s += time.perf_counter() - start
-        return results
+    @property
+    def _counts_rows(self) -> bool:
+        return self._ranks.tensor == self._ranks.context == 0 and groups.is_pipeline_last_stage()
 
-    def train(  # pyright: ignore[reportIncompatibleMethodOverride]  # ranks need a spare row
-        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row
-    ) -> StepReport:
-        """See ShardedBackend. All ranks return the same report."""
-        self._spare = pack([spare], self._device, weights=[0.0])
-        return super().train(rows, weights, loss)
+    def _outputs(
+        self, batches: Iterable[PackedBatch], outputs: frozenset[Output]
+    ) -> Iterator[tuple[PackedBatch, dict[str, Tensor]]]:
+        names, batches = sorted(outputs), list(batches)
+        passed = self._run(batches, outputs, partial(_outputs_of, names), forward_only=True)
+        for index, batch in enumerate(batches):
+            flat = self._from_last(passed[index] if passed else None, (len(names), batch.num_positions))
+            yield batch, dict(zip(names, flat, strict=True))
 
     def _accumulate(
-        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, running: Running
+        self,
+        batches: Iterable[PackedBatch],
+        num_passes: int,  # noqa: ARG002  # Megatron synchronizes gradients by itself
+        loss: Loss,
+        running: Running,
     ) -> None:
-        batches = list(self._batches(rows, weights, loss)) if rows else []
-        batches += [self._spare] * (self._num_passes(len(batches)) - len(batches))
-        self._run(batches, loss.outputs, partial(self._loss_of, loss, running), forward_only=False)
-        if self._scale is not None:
-            self._multiply_gradients(1.0 / self._scale.value)
+        def scheduled(batch: PackedBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+            return self._loss_of(loss, running, batch, outputs), _no_tokens(), None
 
-    def _loss_of(
-        self, loss: Loss, running: Running, batch: PackedBatch, outputs: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor, None]:
-        """Loss function of the last stage as Megatron's schedule expects it: (loss for the backward pass,
-        number of tokens to average over, data to keep). The number of tokens is unused here."""
-        share, diagnostics = loss.compute(outputs, batch)
-        if batch is self._spare:
-            share, diagnostics = share * 0.0, diagnostics.emptied()
-        running.add(share.detach(), diagnostics)
-        scale = 1.0 if self._scale is None else self._scale.value
-        return share * scale, _no_tokens(), None
+        self._run(list(batches), loss.outputs, scheduled, forward_only=False)
 
     def _run(
         self,
@@ -193,7 +160,8 @@ class MegatronBackend(PartBackend):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Run all passes with Megatron's schedule. Returns the data that `loss` keeps per batch on the last
+        """Run all passes with Megatron's schedule. `loss` returns (loss for the backward pass, number of
+        tokens to average over, which is unused here, data to keep). Returns the data of each batch on the last
         stage, and an empty list on the others."""
 
         def step(data: Iterator[PackedBatch], stage: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -218,12 +186,9 @@ class MegatronBackend(PartBackend):
         )
 
     def _num_passes(self, own: int) -> int:
-        """Maximum number of passes over all ranks; with the interleaved schedule, rounded up to a multiple of
-        the pipeline-parallel size."""
-        most = torch.tensor(max(own, 1), dtype=torch.int64, device=self._device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        """See SingleBackend. With the interleaved schedule, a multiple of the pipeline-parallel size."""
         multiple = self._ranks.pipeline_size if len(self._stages) > 1 else 1
-        return -(-int(most) // multiple) * multiple
+        return -(-max(super()._num_passes(own), 1) // multiple) * multiple
 
     def _from_last(self, values: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Broadcast `values` of the last pipeline stage to all stages."""
@@ -237,83 +202,45 @@ class MegatronBackend(PartBackend):
         dist.broadcast(values, last, groups.get_pipeline_model_parallel_group())
         return values
 
-    def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
-        self._megatron.prepare_grads()
-        norm = torch.tensor(float(self._megatron.get_grad_norm()), device=self._device)
-        count = self._sum(torch.tensor(num_tokens, dtype=torch.int64, device=self._device))
-        report: list[StepReport | None] = [None]
-        if groups.is_pipeline_last_stage():
-            running.merge(self._sum, self._greatest)
-            report[0] = running.report(norm, self._lr(), int(count), limits)
-        dist.broadcast_object_list(report, self._ranks.report_from, device=self._device)
-        assert report[0] is not None, "only the last stage sends"
-        return report[0]
+    def _grad_norm(self) -> Tensor:
+        self._optimizer.prepare_grads()
+        return torch.tensor(float(self._optimizer.get_grad_norm()), device=self._device)
 
-    def _sum(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=groups.get_data_parallel_group())
-        return tensor
-
-    def _greatest(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, groups.get_data_parallel_group())
-        return tensor
-
-    def _multiply_gradients(self, factor: float) -> None:
+    def _scale_gradients(self, factor: float) -> None:
         for stage in self._stages:
             stage.scale_gradients(factor)
 
-    def _update(self, report: StepReport) -> None:
-        limit = self._config.max_grad_norm
-        if limit is not None and report.grad_norm > limit:
-            self._multiply_gradients(limit / report.grad_norm)
-            self._megatron.prepare_grads()
-        for group in self._megatron.param_groups:
-            group["lr"] = report.lr * (group["max_lr"] / self._config.optimizer.lr)
-        for optimizer in self._inner():
-            move_states(optimizer, self._device)
-        self._megatron.step_with_ready_grads()
-        self._rest_optimizer()
+    def _step(self) -> None:
+        self._optimizer.prepare_grads()
+        self._optimizer.step_with_ready_grads()
 
     def _rest_optimizer(self) -> None:
         for optimizer in self._inner():
             if not isinstance(optimizer, torch.optim.AdamW):
                 _count_in_groups(optimizer)
-            if self._config.offload.optimizer:
-                move_states(optimizer, HOST)
+        super()._rest_optimizer()
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        for optimizer in self._inner():
+            move_states(optimizer, device)
 
     def _drop_gradients(self) -> None:
         for stage in self._stages:
             stage.zero_grad_buffer()
-        self._megatron.zero_grad()
+        self._optimizer.zero_grad()
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers inside Megatron's chained optimizer; a part without weights on this rank has
         none."""
-        if self._megatron is None:
+        if self._optimizer is None:
             return []
-        return [part.optimizer for part in self._megatron.chained_optimizers if part.optimizer is not None]
-
-    def _flops_of(self, rows: Sequence[Row]) -> Flops:
-        """FLOPs of `rows` divided by the number of ranks that share them."""
-        whole, sharers = super()._flops_of(rows), dist.get_world_size() // self._ranks.data_size
-        return Flops(whole.forward // sharers, whole.training // sharers)
-
-    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """See ShardedBackend."""
-        is_first = dist.get_rank() == 0
-        return {name: whole.cpu() for name, whole in self.iter_weights(merged=merged) if is_first}
+        return [part.optimizer for part in self._optimizer.chained_optimizers if part.optimizer is not None]
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # no adapters here
         """See ShardedBackend. Gathers one tensor at a time, on rank 0 only."""
         with self._awake():
             self._gather_parameters()
             yield from self._names.gathered()
-
-    def _returns(self, rows: Sequence[Row]) -> NDArray[np.floating]:
-        """Returns of the rows of all ranks, each row once."""
-        mine = super()._returns(rows) if rows else np.zeros(0, np.float32)
-        parts: list[NDArray[np.floating]] = [mine] * self._ranks.data_size
-        dist.all_gather_object(parts, mine, groups.get_data_parallel_group())
-        return np.concatenate(parts)
 
     def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:  # noqa: ARG002  # uses the last stage's head
         """Update the head's statistics and rescale its weights: the model's weights, and their float32 master
@@ -326,14 +253,9 @@ class MegatronBackend(PartBackend):
             own.observe(returns, [] if self._dtype == torch.float32 else [(weight, bias)])
 
     def _sharded_state(self) -> dict[str, Any]:
-        moments = self._moments(with_copies=False) if self._trains else None
-        return {"weights": self._weights(with_copies=False), "optimizer": moments, **self._counters()}
+        return {**super()._sharded_state(), "weights": self._weight_boxes(with_copies=False)}
 
-    def _weight_boxes(self) -> dict[str, Boxes]:
-        return self._weights(with_copies=True)
-
-    def _weights(self, *, with_copies: bool) -> dict[str, Boxes]:
-        """This rank's weights in the precision in which they are trained."""
+    def _weight_boxes(self, *, with_copies: bool = True) -> dict[str, Boxes]:
         parts: dict[str, list[tuple[list[int], Tensor]]] = {name: [] for name in self._names.shapes}
         for shard, part in self._parts(with_copies=with_copies):
             for name, offsets, box in self._names.boxes(shard, part.values, part.start):
@@ -341,7 +263,8 @@ class MegatronBackend(PartBackend):
         for name, buffer in self._names.buffers.items():
             parts[name].append(([0] * buffer.ndim, buffer))
         stored = self._names.dtypes
-        dtypes = {n: torch.float32 if self._trains and stored[n] == self._dtype else stored[n] for n in parts}
+        trained = self._dtype if self._optimizer is not None else None
+        dtypes = {n: torch.float32 if stored[n] == trained else stored[n] for n in parts}
         return {name: Boxes(self._names.shapes[name], dtypes[name], boxes) for name, boxes in parts.items()}
 
     def _moment_boxes(self, like: WholeMoments) -> dict[str, dict[str, Boxes]]:
@@ -351,15 +274,12 @@ class MegatronBackend(PartBackend):
                 group.pop("step", None)
         for shard, part in self._parts(with_copies=True):
             name = shard.pieces[0].name
-            for key, (size, dtype) in like.get(name, {}).items():
-                part.state[key] = (
-                    torch.zeros_like(part.values, dtype=dtype)
-                    if size == self._names.shapes[name]
-                    else torch.zeros(size, dtype=dtype)
-                )
+            for key, (shape, dtype) in like.get(name, {}).items():
+                values = part.values if shape else part.values.new_zeros(())
+                part.state[key] = torch.zeros_like(values, dtype=dtype)
         return self._moments(with_copies=True)
 
-    def _moments(self, *, with_copies: bool) -> dict[str, dict[str, Boxes]]:
+    def _moments(self, *, with_copies: bool = False) -> dict[str, dict[str, Boxes]]:
         """Optimizer moments per weight. A scalar of a fused parameter, such as its step count, is repeated
         for each of the weights that are fused into it."""
         parts: dict[tuple[str, str], list[tuple[list[int], Tensor]]] = {}
@@ -383,14 +303,16 @@ class MegatronBackend(PartBackend):
         trained. Copies of tied weights on other stages are sharded differently over data-parallel ranks, and
         are never saved."""
         for shard in self._names.shards:
-            if with_copies or not shard.is_copy:
-                part = _Part.of(self._optimizer_of(shard), shard) if self._trains else _Part.all_of(shard)
-                if part is not None:
-                    yield shard, part
+            if shard.is_copy and not with_copies:
+                continue
+            if self._optimizer is None:
+                yield shard, _Part(shard.parameter.detach(), 0, {})
+            elif part := _Part.of(self._optimizer.chained_optimizers[-1 if shard.is_expert else 0], shard):
+                yield shard, part
 
     def _spread(self) -> None:
-        if self._trains:
-            for part in self._megatron.chained_optimizers:
+        if self._optimizer is not None:
+            for part in self._optimizer.chained_optimizers:
                 if not isinstance(part, FP32Optimizer):  # FP32Optimizer updates the parameters in place
                     part._copy_main_params_to_model_params()
             self._gather_parameters()
@@ -401,27 +323,15 @@ class MegatronBackend(PartBackend):
             if stage.ddp_config.use_distributed_optimizer:
                 stage.start_param_sync(force_sync=True)
 
-    @property
-    def _trains(self) -> bool:
-        return self._megatron is not None
-
-    def _optimizer_of(self, shard: Shard) -> Any:
-        """The chained optimizer that owns the parameter."""
-        parts = self._megatron.chained_optimizers
-        return parts[-1] if shard.is_expert else parts[0]
-
     def to_host(self) -> None:
-        """See ShardedBackend. Optimizer states are offloaded after each step already."""
+        """See ShardedBackend."""
         if self._device.type == "cpu":
             return
-        offload = self._config.offload
-        if offload.gradients:
+        if self._config.offload.gradients:
             for stage in self._stages:
                 stage.offload_grad_buffers()
-        if self._leaves_weights:
-            self._move_weights(to_host=True)
-            self._is_offloaded = True
-        release_memory()
+        super().to_host()
+        self._is_offloaded = self._leaves_weights
 
     def to_device(self) -> None:
         """See ShardedBackend."""
@@ -430,24 +340,23 @@ class MegatronBackend(PartBackend):
         if self._config.offload.gradients:
             for stage in self._stages:
                 stage.restore_grad_buffers()
-        if self._is_offloaded:
-            self._move_weights(to_host=False)
-            self._is_offloaded = False
+        super().to_device()
+        self._is_offloaded = False
 
-    def _move_weights(self, *, to_host: bool) -> None:
+    def _move_weights(self, device: torch.device) -> None:
         for stage in self._stages:
             if not (stage.ddp_config.use_distributed_optimizer and stage.buffers):
-                move_weights(stage.module, HOST if to_host else self._device)
+                move_weights(stage.module, device)
                 continue
             for buffer in itertools.chain(stage.buffers, stage.expert_parallel_buffers):
-                move = buffer.offload_to_cpu if to_host else buffer.reload_from_cpu
+                move = buffer.offload_to_cpu if device == HOST else buffer.reload_from_cpu
                 move(move_params=True, move_grads=False)
         for master in self._float32_copies():
-            master.data = moved(master.data, HOST if to_host else self._device)
+            master.data = moved(master.data, device)
 
     def _float32_copies(self) -> Iterator[Tensor]:
         """This rank's parts of Megatron's float32 master weights."""
-        for part in self._megatron.chained_optimizers if self._trains else ():
+        for part in self._optimizer.chained_optimizers if self._optimizer is not None else ():
             of_shards = getattr(part, "shard_fp32_from_float16_groups", None)
             groups_of = getattr(part, "fp32_from_float16_groups", ()) if of_shards is None else of_shards
             yield from (master for group in groups_of for master in group if master is not None)
@@ -456,10 +365,10 @@ class MegatronBackend(PartBackend):
     def _awake(self) -> Iterator[None]:
         is_away = self._is_offloaded
         if is_away:
-            self._move_weights(to_host=False)
+            self._move_weights(self._device)
         yield
         if is_away:
-            self._move_weights(to_host=True)
+            self._move_weights(HOST)
 
     def held_bytes(self) -> HeldBytes:
         """See ShardedBackend."""
@@ -489,11 +398,6 @@ class _Part:
     start: int
     state: dict[str, Tensor]
     num_steps: int | None = None
-
-    @classmethod
-    def all_of(cls, shard: Shard) -> _Part:
-        """The whole parameter, without optimizer state."""
-        return cls(shard.parameter.detach(), 0, {})
 
     @classmethod
     def of(cls, optimizer: Any, shard: Shard) -> _Part | None:

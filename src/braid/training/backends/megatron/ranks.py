@@ -30,11 +30,6 @@ class Ranks:
     data: int
     data_size: int
 
-    @property
-    def report_from(self) -> int:
-        """Global rank that computes the step report: the first rank of the last pipeline stage."""
-        return (self.pipeline_size - 1) * (dist.get_world_size() // self.pipeline_size)
-
 
 def join(config: MegatronConfig) -> Ranks:
     """Create the groups within the default process group, which must be initialized. Raises TrainingError if
