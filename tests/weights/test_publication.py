@@ -161,9 +161,8 @@ def test_a_folder_holds_the_weights_of_the_last_versions(
     sender = make_sender((), _options("files", tmp_path / "out", beside=str(model)))
     receiver = make_receiver(sender.ticket, "a", 5.0)
     for version in range(3):
-        receipt = sender.send(version, _weights(version).items())
+        sender.send(version, _weights(version).items())
         _assert_equal(_take(receiver, version), _weights(version))
-        assert receiver.receipt == receipt
         _assert_equal(_take_into(receiver, version), _weights(version))
     newest = tmp_path / "out" / "version_000002"
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["version_000001", "version_000002"]

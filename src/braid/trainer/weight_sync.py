@@ -63,7 +63,6 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
         reads_folders=config.rollout.engine == "sglang",
     )
     transport = choose_transport(sync, meeting)
-    assert transport is not None, "engines have processes of their own"
     return SendOptions(
         transport,
         bucket_bytes=sync.bucket_bytes,

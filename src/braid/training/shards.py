@@ -271,8 +271,8 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> Written:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the whole weights, without optimizer state. Not collective."""
     weights: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _metadata_of(folder).items()
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in _described(folder).items()
         if name.startswith(_WEIGHTS)
     }
     with _quiet():
@@ -280,31 +280,28 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return _unflattened(weights)["weights"]
 
 
-def read_into(folder: Path, state: Mapping[str, Any]) -> None:
-    """Read into the state's `Boxes` in place. Collective: each rank passes its boxes under the same names.
-    Raises CheckpointError if the folder belongs to another model."""
+def read_into(source: Path | Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Read into the `state`'s Boxes in place, from the files in a folder or from a state of whole tensors.
+    Collective: each rank passes its boxes under the same names. Raises CheckpointError if the source belongs to
+    another model."""
     boxes: dict[str, Any] = _flattened(state)
-    stored = {name: entry.size for name, entry in _metadata_of(folder).items()}
-    used = {name: size for name, size in stored.items() if name.startswith(_WEIGHTS) or name in boxes}
-    check_same_model(boxes, used, f" {folder}")
-    with _quiet():
-        dcp.load(
-            boxes,
-            storage_reader=_Reader(folder),
-            planner=_LoadPlanner(**_FLAT),
-        )
-
-
-def check_same_model(own: Mapping[str, Boxes], stored: Mapping[str, Sequence[int]], where: str = "") -> None:
-    """Raise CheckpointError unless the `stored` shapes are those of this model's tensors."""
-    shapes = {name: boxes.shape for name, boxes in own.items()}
-    wrong = sorted({name for name, _ in shapes.items() ^ stored.items()})
-    if wrong:
-        here, there = (tuple(of[wrong[0]]) if wrong[0] in of else "absent" for of in (shapes, stored))
+    own = {name: box.shape for name, box in boxes.items()}
+    described = {name: shape for name, (shape, _) in _described(source).items()}
+    stored = {name: shape for name, shape in described.items() if name in own or name.startswith(_WEIGHTS)}
+    if wrong := sorted({name for name, _ in own.items() ^ stored.items()}):
+        here, there = (tuple(of[wrong[0]]) if wrong[0] in of else "absent" for of in (own, stored))
         raise CheckpointError(
-            f"the checkpoint{where} is of a different model: {wrong[0]} is {here} in this run and {there} in the checkpoint "
-            f"({len(wrong)} tensors differ); resume with the model of the checkpoint, or start a new run"
+            f"the checkpoint{f' {source}' if isinstance(source, Path) else ''} is of a different model: {wrong[0]} is {here} in "
+            f"this run and {there} in the checkpoint ({len(wrong)} tensors differ); resume with the model of the checkpoint, or "
+            "start a new run"
         )
+    if isinstance(source, Path):
+        with _quiet():
+            dcp.load(boxes, storage_reader=_Reader(source), planner=_LoadPlanner(**_FLAT))
+    else:
+        whole = _flattened(source)
+        for name, box in boxes.items():
+            box.take(whole[name])
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -322,10 +319,9 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**parts[0], **state, "optimizer": None if parts[0]["optimizer"] is None else state["optimizer"]}
 
 
-def stored_moments(folder: Path) -> WholeMoments:
-    """The moments of the stored optimizer state."""
-    entries = _metadata_of(folder).items()
-    return _unflattened({name: (entry.size, entry.properties.dtype) for name, entry in entries})["optimizer"]
+def stored_moments(source: Path | Mapping[str, Any]) -> WholeMoments:
+    """The moments of the optimizer state in a folder, or in a state of whole tensors."""
+    return _unflattened(_described(source))["optimizer"]
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,9 +342,16 @@ def _unflattened(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {"weights": weights, "optimizer": optimizer}
 
 
-def _metadata_of(folder: Path) -> dict[str, TensorStorageMetadata]:
-    entries = _Reader(folder).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+def _described(source: Path | Mapping[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and type of each tensor."""
+    if not isinstance(source, Path):
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in _flattened(source).items()}
+    entries = _Reader(source).read_metadata().state_dict_metadata
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _line_of(file: Path) -> dict[str, Any]:

@@ -15,19 +15,8 @@ time:
     engine.load_weights(version, receiver.receive(version))          # (name, tensor) pairs, or
     receiver.receive_into(version, dict(model.named_weights()))      # into tensors of the same names
 
-Both yield or write a tensor only after its whole bucket has been verified against the sender's fingerprints
-(weights.fingerprint). Both raise EngineError for a corrupted, missing, swapped or stale tensor, and for a trainer that died
-or timed out; `send` raises an EngineError that names the failed engine. After an error both sides start over:
-the next `send` waits for all its engines to reconnect, which receivers do by themselves.
-
-An engine in the trainer's own process shares its tensors: nothing is sent (`choose_transport` returns None).
-
-The receiving side needs only torch and the standard library, and neither side needs Ray:
-
-    transports.py    chooses the cheapest transport for a placement
-    wire.py          tickets, and the connection for control messages
-    links.py         byte transports: a ring in shared memory or on a shared GPU, torch.distributed
-    sender.py, receiver.py, sending.py (shared by all senders)
-    files.py         a folder of safetensors per version, for servers that read weights from disk
-    fingerprint.py   tensor fingerprints for verification
+Both yield or write a tensor only after its whole bucket has been verified (weights.fingerprint). Each side
+raises an EngineError that names the fault or the peer that failed. Then both start over: the next `send` waits
+for all its engines to reconnect, which receivers do by themselves. The receiving side needs only torch and the
+standard library, and neither side needs Ray.
 """

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from braid.errors import EngineError
 
-from .fingerprint import Weights, fingerprint
+from .fingerprint import Weights, fingerprint, save_tensors
 from .receiver import Receiver
 from .sending import Bucket, SendOptions, buckets_of
 from .wire import Receipt, Tally, TensorSpec, Ticket
@@ -33,15 +33,7 @@ from .wire import Receipt, Tally, TensorSpec, Ticket
 _RECORD = "weights.json"
 _KEPT = 2
 _POLL_S = 0.05
-_WEIGHTS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-)
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth", "*.gguf")
 
 
 class FileSender:
@@ -55,17 +47,11 @@ class FileSender:
 
     @property
     def ticket(self) -> Ticket:
-        """See Sender."""
         return Ticket("files", secret=self._secret, folder=str(self._folder))
 
-    def folder_of(self, version: int) -> Path:
-        """Folder of a version, which exists once the version has been sent."""
-        return folder_of(self._folder, version)
-
     def send(self, version: int, weights: Weights) -> Receipt:
-        """See Sender."""
         rest = iter(weights)
-        final = self.folder_of(version)
+        final = folder_of(self._folder, version)
         partial = final.with_name(f"{final.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -94,8 +80,8 @@ class FileSender:
                 self._options.beside, folder, ignore=shutil.ignore_patterns(*_WEIGHTS), dirs_exist_ok=True
             )
         tally, buckets, places = Tally(version), list[list[Any]](), dict[str, str]()
-        for bucket in buckets_of(weights, self._options.bucket_bytes, self._options.dtype):
-            file = f"bucket_{bucket.index:05d}.safetensors"
+        for number, bucket in enumerate(buckets_of(weights, self._options.bucket_bytes, self._options.dtype)):
+            file = f"bucket_{number:05d}.safetensors"
             found = _store(folder / file, bucket)
             for spec, value in found:
                 tally.add(spec, value)
@@ -103,20 +89,15 @@ class FileSender:
             buckets.append([[s.name, s.dtype, s.shape, value] for s, value in found])
         receipt = tally.receipt()
         index = {"metadata": {"total_size": receipt.num_bytes}, "weight_map": places}
-        record = {
-            "sender": self._secret,
-            "version": version,
-            "fingerprint": receipt.fingerprint,
-            "buckets": buckets,
-        }
+        record = {"sender": self._secret, "version": version, "buckets": buckets}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         (folder / _RECORD).write_text(json.dumps(record))
         return receipt
 
     def _remove_older(self, version: int) -> None:
-        own = sorted(p for p in self._folder.glob("version_[0-9]*") if p.name.partition("_")[2].isdigit())
         newest = folder_of(self._folder, version)
-        for path in [p for p in own if p != newest][: -(_KEPT - 1)]:
+        own = (path for path in self._folder.glob("version_*") if path.name[8:].isdigit() and path != newest)
+        for path in sorted(own)[: -(_KEPT - 1)]:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -128,29 +109,20 @@ class FileReceiver(Receiver):
         self._folder, self._sender, self._timeout_s = Path(ticket.folder), ticket.secret, timeout_s
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """See Receiver."""
         folder, record = self._await(version)
-        tally = Tally(version)
         for index, entries in enumerate(record["buckets"]):
             tensors = self._read(folder / f"bucket_{index:05d}.safetensors")
-            wrong = [
-                name
-                for name, *_, value in entries
-                if name not in tensors or fingerprint(tensors[name]) != value
-            ]
-            if wrong or len(tensors) != len(entries):
-                shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-                raise EngineError(
-                    f"{len(wrong)} of {len(entries)} tensors in bucket {index} of the weights ({shown}) differ from what the "
-                    f"trainer wrote to {folder} for engine {self._engine}: the disk is faulty, or another process writes there"
-                )
-            for name, dtype, shape, value in entries:
-                tally.add(TensorSpec(name, dtype, tuple(shape)), value)
+            self._verify(
+                {name: value for name, *_, value in entries},
+                tensors,
+                f"bucket {index} of the weights",
+                f"wrote to {folder} for engine {self._engine}: the disk is faulty, or another process writes there",
+            )
+            for name, *_ in entries:
                 yield name, tensors.pop(name)
-        self._receipt = tally.receipt()
 
     def _drop(self, why: str) -> None:
-        """See Receiver. Nothing is connected."""
+        """Nothing is connected."""
 
     def _await(self, version: int) -> tuple[Path, dict[str, Any]]:
         """Wait until this sender has written the version; return its folder and record."""
@@ -190,10 +162,7 @@ def folder_of(folder: Path, version: int) -> Path:
 
 def _store(file: Path, bucket: Bucket) -> list[tuple[TensorSpec, str]]:
     """Write a bucket to `file` and return its tensors' fingerprints."""
-    from safetensors.torch import save_file
-
-    plain = {spec.name: tensor.cpu().contiguous().clone() for spec, tensor in bucket.tensors}
-    save_file(plain, file, metadata={"format": "pt"})
+    save_tensors(file, {spec.name: tensor for spec, tensor in bucket})
     with file.open("rb") as written:
         os.fsync(written.fileno())
-    return [(spec, fingerprint(plain[spec.name])) for spec, _ in bucket.tensors]
+    return [(spec, fingerprint(tensor)) for spec, tensor in bucket]

@@ -17,7 +17,7 @@ KiB are hashed by BLAKE2b directly. The sums are exact, so CPU and GPU agree.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -89,20 +89,26 @@ def check_synced(trainer: Weights, engine: Weights, *, version: int, folder: Pat
     if not wrong:
         return
     files = [
-        _store(folder / f"version_{version}_{who}.safetensors", of)
+        save_tensors(folder / f"version_{version}_{who}.safetensors", of)
         for who, of in (("trainer", ours), ("engine", theirs))
     ]
-    shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
     raise TrainingError(
         f"after syncing version {version} the engine's weights differ from the trainer's: {len(wrong)} of "
-        f"{len(ours | theirs)} tensors ({shown}). Both sets are stored in {files[0]} and {files[1]}. This is a bug in the "
+        f"{len(ours | theirs)} tensors ({first_few(wrong)}). Both sets are stored in {files[0]} and {files[1]}. This is a bug in the "
         "engine or its transport; please report it with these files (rollout.check_weights=false disables the check)"
     )
 
 
-def _store(path: Path, weights: Mapping[str, Tensor]) -> Path:
+def first_few(names: Sequence[str]) -> str:
+    """At most three of the names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def save_tensors(path: Path, weights: Mapping[str, Tensor]) -> Path:
+    """Write a safetensors file."""
     from safetensors.torch import save_file  # imported here, because receivers must not need it
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, path)
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+    save_file(plain, path, metadata={"format": "pt"})
     return path

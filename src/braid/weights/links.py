@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,6 @@ _NAP_S = 5e-4
 """Seconds between two looks at a broadcast."""
 
 
-class Group(Protocol):
-    """The interface of torch.distributed process groups used here, which their type stubs omit."""
-
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
-
-    def abort(self) -> None: ...
-
-
 class Link(Protocol):
     """One end of a link. `device` is the one on which parts must be."""
 
@@ -49,50 +41,39 @@ class Link(Protocol):
         EngineError if a peer fails or time is up."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what peers that have failed would hold on to."""
 
 
-class RingSender:
+class RingSender(Link):
     """See Link. `slots` is uint8 [num_slots, slot_bytes], in memory shared with all receivers."""
 
     def __init__(self, slots: Tensor, wires: Sequence[Wire]) -> None:
         self._slots, self._wires, self.device = slots, wires, slots.device
 
     def transfer(self, parts: Sequence[Tensor], deadline: float) -> None:
-        """See Link."""
         num_filled = 0
         for pieces in _fills(parts, self._slots.shape[1]):
             if num_filled >= len(self._slots):
-                self._await_slot(deadline)
+                hear(self._wires, "free", deadline, "receiving weights")
             _copy(pieces, _rooms(self._slots[num_filled % len(self._slots)], pieces))
             num_filled += 1
             tell(self._wires, {"kind": "filled"}, deadline, "receiving weights")
         for _ in range(min(num_filled, len(self._slots))):
-            self._await_slot(deadline)
-
-    def close(self) -> None:
-        """See Link."""
-
-    def _await_slot(self, deadline: float) -> None:
-        for _ in hear(self._wires, "free", deadline, "receiving weights"):
-            pass
+            hear(self._wires, "free", deadline, "receiving weights")
 
 
-class RingReceiver:
+class RingReceiver(Link):
     """See Link."""
 
     def __init__(self, slots: Tensor, wire: Wire) -> None:
         self._slots, self._wire, self.device = slots, wire, slots.device
 
     def transfer(self, parts: Sequence[Tensor], deadline: float) -> None:
-        """See Link."""
         for number, pieces in enumerate(_fills(parts, self._slots.shape[1])):
             self._wire.receive("filled", deadline, "sending weights")
             _copy(_rooms(self._slots[number % len(self._slots)], pieces), pieces)
             self._wire.send({"kind": "free"}, deadline, "sending weights")
-
-    def close(self) -> None:
-        """See Link."""
 
 
 def _fills(parts: Sequence[Tensor], slot_bytes: int) -> Iterator[list[Tensor]]:
@@ -122,10 +103,10 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-class GroupLink:
+class GroupLink(Link):
     """See Link. Either end; `wires` connect to the processes at the others, which are `doing` that."""
 
-    def __init__(self, group: Group, device: torch.device, wires: Sequence[Wire], doing: str) -> None:
+    def __init__(self, group: Any, device: torch.device, wires: Sequence[Wire], doing: str) -> None:
         self._group, self.device, self._wires, self._doing = group, device, wires, doing
         self._is_broken = False
 
@@ -188,7 +169,7 @@ def open_link(
             wire.send({**how, "rank": rank}, deadline, "linking")
         group, device = _join_group(way, store, 0, size, timeout_s, device, wires, deadline)
         link = GroupLink(group, device, wires, "receiving weights")
-        _await_ready(wires, deadline)
+        hear(wires, "ready", deadline, "linking")
     return link
 
 
@@ -208,16 +189,11 @@ def join_link(message: Message, wire: Wire, *, device: torch.device, deadline: f
     return link
 
 
-def _await_ready(wires: Sequence[Wire], deadline: float) -> None:
-    for _ in hear(wires, "ready", deadline, "linking"):
-        pass
-
-
 def _open_ring(how: Message, wires: Sequence[Wire], device: torch.device, deadline: float) -> RingSender:
     if how["way"] == "cuda_ipc":
         slots = torch.empty(_RING, dtype=torch.uint8, device=device)
         tell(wires, {**how, **_cuda_handle(slots)}, deadline, "linking")
-        _await_ready(wires, deadline)
+        hear(wires, "ready", deadline, "linking")
         return RingSender(slots, wires)
     # A file without a name: it is gone with the last process that maps it, however that ends.
     file = os.memfd_create("braid-weights")
@@ -225,7 +201,7 @@ def _open_ring(how: Message, wires: Sequence[Wire], device: torch.device, deadli
         os.truncate(file, _RING[0] * _RING[1])
         path = f"/proc/{os.getpid()}/fd/{file}"
         tell(wires, {**how, "path": path}, deadline, "linking")
-        _await_ready(wires, deadline)
+        hear(wires, "ready", deadline, "linking")
         return RingSender(_map(path).view(_RING), wires)
     finally:
         os.close(file)
@@ -267,7 +243,7 @@ def _join_group(
     device: torch.device,
     wires: Sequence[Wire],
     deadline: float,
-) -> tuple[Group, torch.device]:
+) -> tuple[Any, torch.device]:
     """Join a process group that is independent of the default one; return it with the device of its tensors.
     gloo listens at this end of the `wires` to the other processes unless GLOO_SOCKET_IFNAME names an
     interface other than loopback. NCCL connects at the first collective, and would wait for ever for a peer
@@ -282,7 +258,7 @@ def _join_group(
             is_named = interface and not interface.startswith("lo")  # loopback: for groups on one machine
             where = {"interface": interface} if is_named else {"hostname": own_end(wires)}
             settings._devices = [gloo.create_device(**where)]
-            return cast("Group", gloo(store, rank, size, settings)), torch.device("cpu")
+            return gloo(store, rank, size, settings), torch.device("cpu")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -293,7 +269,7 @@ def _join_group(
                 wire.look_ahead(deadline, "connecting by NCCL")
 
         call_until(lambda: group.allreduce([first]), deadline, watch)
-        return cast("Group", group), device
+        return group, device
     except EngineError:
         raise
     except (RuntimeError, TimeoutError) as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from braid.errors import EngineError
 
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, first_few
 from .links import Link, join_link
 from .wire import Message, Receipt, Tally, TensorSpec, Ticket, Wire, call
 
@@ -30,12 +30,6 @@ class Receiver(ABC):
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._receipt: Receipt | None = None
-
-    @property
-    def receipt(self) -> Receipt | None:
-        """Receipt of the last version received completely; None before the first."""
-        return self._receipt
 
     @abstractmethod
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
@@ -43,7 +37,7 @@ class Receiver(ABC):
         verified. A tensor stays valid while the caller holds a reference to it; memory without references is
         reused. The version is confirmed to the trainer when the iterator is exhausted. Raises EngineError."""
 
-    def receive_into(self, version: int, targets: Mapping[str, Tensor]) -> Receipt:
+    def receive_into(self, version: int, targets: Mapping[str, Tensor]) -> None:
         """Write the tensors of `version` into the targets of the same names, converted to their dtypes.
         Raises EngineError, also if names or shapes differ; the targets then may hold a mixture of versions."""
         missing = dict.fromkeys(targets)
@@ -65,12 +59,19 @@ class Receiver(ABC):
         except BaseException as error:
             self._drop(str(error))
             raise
-        assert self._receipt is not None, "received completely"
-        return self._receipt
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
         self._drop(f"engine {self._engine} was closed")
+
+    def _verify(self, sent: Mapping[str, str], tensors: Mapping[str, Tensor], what: str, where: str) -> None:
+        """Raise EngineError unless `tensors` have the names and fingerprints `sent`."""
+        strange = [name for name in tensors if name not in sent]
+        wrong = [n for n, value in sent.items() if n not in tensors or fingerprint(tensors[n]) != value]
+        if wrong or strange:
+            raise EngineError(
+                f"{len(wrong)} of {len(sent)} tensors in {what} ({first_few(wrong or strange)}) differ from what the trainer {where}"
+            )
 
     @abstractmethod
     def _drop(self, why: str) -> None:
@@ -100,7 +101,6 @@ class LinkedReceiver(Receiver):
         self._wire: Wire | None = call(ticket, engine, time.monotonic() + timeout_s)
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """See Receiver."""
         deadline = time.monotonic() + self._timeout_s
         try:
             if self._wire is None:
@@ -138,24 +138,21 @@ class LinkedReceiver(Receiver):
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _ in message["tensors"]]
         parts = self._memory([spec.num_bytes for spec in specs], link.device)
         link.transfer(parts, deadline)
-        tensors = [
-            part.view(spec.torch_dtype).view(spec.shape) for spec, part in zip(specs, parts, strict=True)
-        ]
+        tensors = {
+            spec.name: part.view(spec.torch_dtype).view(spec.shape)
+            for spec, part in zip(specs, parts, strict=True)
+        }
         del parts  # only the caller's references keep the memory
-        sent = [value for *_, value in message["tensors"]]
-        wrong = [s.name for s, t, value in zip(specs, tensors, sent, strict=True) if fingerprint(t) != value]
-        if wrong:
-            shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-            raise EngineError(
-                f"{len(wrong)} of {len(specs)} tensors in bucket {message['index']} of the weights ({shown}) differ from what the "
-                f"trainer sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is "
-                "faulty"
-            )
-        for spec, value in zip(specs, sent, strict=True):
-            tally.add(spec, value)
-        tensors.reverse()
+        sent = {name: value for name, *_, value in message["tensors"]}
+        self._verify(
+            sent,
+            tensors,
+            f"bucket {message['index']} of the weights",
+            f"sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is faulty",
+        )
         for spec in specs:
-            yield spec.name, tensors.pop()
+            tally.add(spec, sent[spec.name])
+            yield spec.name, tensors.pop(spec.name)
 
     def _end(self, wire: Wire, message: Message, receipt: Receipt, deadline: float) -> None:
         if message["kind"] != "end" or message["fingerprint"] != receipt.fingerprint:
@@ -164,7 +161,6 @@ class LinkedReceiver(Receiver):
                 f"{message.get('num_tensors')}, or in a different order"
             )
         wire.send({"kind": "done", "fingerprint": receipt.fingerprint}, deadline, _DOING)
-        self._receipt = receipt
 
     def _memory(self, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
         """Uninitialised memory of these numbers of bytes. On the CPU that of an earlier bucket to which no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -52,20 +52,25 @@ class LinkedSender:
 
     @property
     def ticket(self) -> Ticket:
-        """See Sender."""
         return Ticket(self._options.transport, self._host, self._listener.port, self._listener.secret)
 
     def send(self, version: int, weights: Weights) -> Receipt:
-        """See Sender."""
         deadline = time.monotonic() + self._options.timeout_s
         rest = iter(weights)
         try:
             link = self._linked(version, deadline)
             tell(self._wires.values(), {"kind": "begin", "version": version}, deadline, "receiving weights")
             tally = Tally(version)
-            self._send_buckets(
-                buckets_of(rest, self._options.bucket_bytes, self._options.dtype), link, tally, deadline
-            )
+            # Gathered in this thread, since that may be a collective, and sent from another one meanwhile.
+            with ThreadPoolExecutor(1, "braid-weights") as thread:
+                sending: Future[None] | None = None
+                buckets = buckets_of(rest, self._options.bucket_bytes, self._options.dtype)
+                for index, bucket in enumerate(buckets):
+                    if sending is not None:
+                        sending.result()
+                    sending = thread.submit(self._send_bucket, index, bucket, link, tally, deadline)
+                if sending is not None:
+                    sending.result()
             return self._finish(tally.receipt(), deadline)
         except BaseException as error:
             named = self._named(error, version)
@@ -75,7 +80,6 @@ class LinkedSender:
             raise named from error
 
     def close(self) -> None:
-        """See Sender."""
         self._drop("the trainer has closed its sender")
         self._listener.close()
 
@@ -105,49 +109,31 @@ class LinkedSender:
     def _admit(self, wait_s: float) -> None:
         """Take in the engines that have connected, waiting at most `wait_s` for the first."""
         for name, wire in self._listener.accept(wait_s):
-            self._take_in(name, wire)
+            # Engines send nothing between two versions: a readable connection means that the old engine died.
+            old = self._wires.get(name)
+            if name not in self._engines:
+                wire.close(f"unknown engine {name}; this sender serves {', '.join(self._engines)}")
+                continue
+            if old is not None and self._options.existing == "refuse" and not old.is_readable():
+                wire.close(
+                    f"engine {name} is already connected; stop the other one first, or set "
+                    "rollout.weight_sync.existing_group=replace"
+                )
+                continue
+            if old is not None:
+                old.close("replaced by another engine of the same name")
+            self._wires[name] = wire
+            self._unlink()
 
-    def _take_in(self, name: str, wire: Wire) -> None:
-        refusal = self._refusal(name)
-        if refusal is not None:
-            wire.close(refusal)
-            return
-        if name in self._wires:
-            self._wires.pop(name).close("replaced by another engine of the same name")
-        self._wires[name] = wire
-        self._unlink()
-
-    def _refusal(self, name: str) -> str | None:
-        """Reason to refuse an engine of this name, or None."""
-        if name not in self._engines:
-            return f"unknown engine {name}; this sender serves {', '.join(self._engines)}"
-        old = self._wires.get(name)
-        # Engines send nothing between two versions: a readable connection means that the old engine died.
-        if old is not None and self._options.existing == "refuse" and not old.is_readable():
-            return f"engine {name} is already connected; stop the other one first, or set rollout.weight_sync.existing_group=replace"
-        return None
-
-    def _send_buckets(self, buckets: Iterator[Bucket], link: Link, tally: Tally, deadline: float) -> None:
-        """Gather buckets in this thread, since that may be a collective, and send each from another one while
-        the next is gathered."""
-        with ThreadPoolExecutor(1, "braid-weights") as thread:
-            sending: Future[None] | None = None
-            for bucket in buckets:
-                if sending is not None:
-                    sending.result()
-                sending = thread.submit(self._send_bucket, bucket, link, tally, deadline)
-            if sending is not None:
-                sending.result()
-
-    def _send_bucket(self, bucket: Bucket, link: Link, tally: Tally, deadline: float) -> None:
-        rows = [(spec, fingerprint(tensor)) for spec, tensor in bucket.tensors]
+    def _send_bucket(self, index: int, bucket: Bucket, link: Link, tally: Tally, deadline: float) -> None:
+        rows = [(spec, fingerprint(tensor)) for spec, tensor in bucket]
         message = {
             "kind": "bucket",
-            "index": bucket.index,
+            "index": index,
             "tensors": [[spec.name, spec.dtype, spec.shape, value] for spec, value in rows],
         }
         tell(self._wires.values(), message, deadline, "receiving weights")
-        link.transfer([bytes_of(tensor).to(link.device) for _, tensor in bucket.tensors], deadline)
+        link.transfer([bytes_of(tensor).to(link.device) for _, tensor in bucket], deadline)
         for spec, value in rows:
             tally.add(spec, value)
 

@@ -55,27 +55,23 @@ class SendOptions:
     beside: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors that are sent and verified together."""
-
-    index: int
-    tensors: list[tuple[TensorSpec, Tensor]]
+Bucket = list[tuple[TensorSpec, Tensor]]
+"""Tensors that are sent and verified together."""
 
 
 def buckets_of(weights: Weights, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
     """Split `weights` in order into buckets of at most `bucket_bytes`; a larger tensor gets its own
     bucket."""
-    index, held, tensors = 0, 0, list[tuple[TensorSpec, Tensor]]()
+    held, tensors = 0, Bucket()
     for name, tensor in weights:
         value = tensor.detach()
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
         spec = TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
         if tensors and held + spec.num_bytes > bucket_bytes:
-            yield Bucket(index, tensors)
-            index, held, tensors = index + 1, 0, []
+            yield tensors
+            held, tensors = 0, []
         tensors.append((spec, value))
         held += spec.num_bytes
     if tensors:
-        yield Bucket(index, tensors)
+        yield tensors

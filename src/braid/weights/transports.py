@@ -19,43 +19,32 @@ _KEY = "rollout.weight_sync.transport"
 class Meeting:
     """Placement of an engine relative to the sending trainer rank.
 
-    `shares_tensors`: it samples with the trainer's own tensors. `is_one_machine`, `is_one_device`: it shares
-    host memory, or the GPU. `is_cuda`: both have their weights on GPUs. `reads_folders`: it is a server that
-    loads weights from disk."""
+    `is_one_machine`, `is_one_device`: it shares host memory, or the GPU. `is_cuda`: both have their weights on
+    GPUs. `reads_folders`: it is a server that loads weights from disk."""
 
-    shares_tensors: bool = False
     is_one_machine: bool = True
     is_one_device: bool = False
     is_cuda: bool = False
     reads_folders: bool = False
 
 
-def choose_transport(config: WeightSyncConfig, meeting: Meeting) -> Transport | None:
-    """The configured transport, or for `auto` the cheapest that works; None if the engine shares the tensors.
-
-    Raises ConfigError if the configured one cannot work for this placement."""
-    if meeting.shares_tensors:
-        return None
+def choose_transport(config: WeightSyncConfig, meeting: Meeting) -> Transport:
+    """The configured transport, or for `auto` the cheapest that works. Raises ConfigError if the configured one
+    cannot work for this placement."""
     asked = config.transport
     if meeting.reads_folders or asked == "files":
         return "files"
-    if asked == "auto":
-        return _cheapest(meeting)
+    if asked == "auto" and not meeting.is_cuda:
+        return "shared_memory" if meeting.is_one_machine else "gloo"
     if asked == "shared_memory" and not meeting.is_one_machine:
         raise _impossible(
             "shared_memory works only within a machine, but an engine is on another one than the trainer"
         )
     if asked == "nccl" and not meeting.is_cuda:
         raise _impossible("NCCL needs GPUs, but the trainer or an engine has none")
-    if asked == "nccl" and meeting.is_one_device:
-        return "cuda_ipc"  # NCCL refuses two ranks on one GPU
+    if asked in ("auto", "nccl"):
+        return "cuda_ipc" if meeting.is_one_device else "nccl"  # NCCL refuses two ranks on one GPU
     return asked
-
-
-def _cheapest(meeting: Meeting) -> Transport:
-    if not meeting.is_cuda:
-        return "shared_memory" if meeting.is_one_machine else "gloo"
-    return "cuda_ipc" if meeting.is_one_device else "nccl"
 
 
 def _impossible(why: str) -> ConfigError:

@@ -23,7 +23,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -304,17 +304,18 @@ def tell(wires: Iterable[Wire], message: Message, deadline: float, doing: str) -
         wire.send(message, deadline, doing)
 
 
-def hear(wires: Iterable[Wire], kind: str, deadline: float, doing: str) -> Iterator[Message]:
+def hear(wires: Iterable[Wire], kind: str, deadline: float, doing: str) -> list[Message]:
     """Receive a message of `kind` from each peer, in the order of arrival. Raises EngineError as soon as one
     of those that have not answered yet fails."""
-    silent = list(wires)
+    silent, heard = list(wires), list[Message]()
     while silent:
         ready = [wire for wire in silent if wire.is_readable()] or readable(silent, _left(deadline))
         if not ready:
             raise silent[0].late(doing)
         for wire in ready:
             silent.remove(wire)
-            yield wire.receive(kind, deadline, doing)
+            heard.append(wire.receive(kind, deadline, doing))
+    return heard
 
 
 def own_end(wires: Iterable[Wire]) -> str:

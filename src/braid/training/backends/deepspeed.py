@@ -230,7 +230,6 @@ class DeepSpeedBackend(RankBackend):
         storage.resize_(0)
 
     def to_device(self) -> None:
-        """See TrainingBackend."""
         for storage, size, copy in self._parked:
             storage.resize_(size)
             if copy is not None:
@@ -250,7 +249,6 @@ class DeepSpeedBackend(RankBackend):
             self.to_host()
 
     def held_bytes(self) -> HeldBytes:
-        """See TrainingBackend."""
         weights = [p.ds_tensor for p in self._names]
         gradients = 0
         if self._optimizer is not None:

@@ -71,12 +71,10 @@ class RankBackend(SingleBackend):
         return square.sqrt().float()
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """See ShardedBackend."""
         weights = self.iter_weights(merged=merged)
         return {name: x.to("cpu", copy=True) for name, x in weights if dist.get_rank() == 0}
 
     def state(self) -> dict[str, Any]:
-        """See ShardedBackend."""
         with self._awake():
             mine = self._sharded_state()
             parts: list[Any] = [None] * dist.get_world_size()

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -35,7 +34,6 @@ from braid.training.shards import (
     Boxes,
     WholeMoments,
     Written,
-    check_same_model,
     joined,
     read_into,
     stored_moments,
@@ -99,7 +97,6 @@ class SingleBackend:
     def infer(
         self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row | None = None
     ) -> list[dict[str, NDArray[np.float32]]]:
-        """See ShardedBackend."""
         start, config = time.perf_counter(), self._config
         results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
         max_tokens = config.infer_batch_tokens or config.micro_batch_tokens
@@ -125,11 +122,9 @@ class SingleBackend:
             yield batch, flat
 
     def use_reference(self, logits: Callable[[PackedBatch], TiledLogits]) -> None:
-        """See ShardedBackend."""
         cast("CausalLM", self._model).reference = logits
 
     def logits(self, batch: PackedBatch) -> TiledLogits:
-        """See ShardedBackend."""
         dtype = autocast_dtype(self._config, self._device)
         # Called within the policy's pass: not in its autocast type, nor with its cache of converted weights,
         # which knows adapters by the tensors that AdapterReference lends to the reference.
@@ -150,7 +145,10 @@ class SingleBackend:
             returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *own]))
             self._observe(head, np.concatenate(returns))
         running = Running(self._device)
-        cuts = self._micro_batches(rows, loss)
+        config, is_whole = self._config, loss.whole_trajectories
+        cuts = grouped_micro_batches(
+            rows, config.micro_batch_tokens, config.micro_batch_rows, whole_trajectories=is_whole
+        )
         num_passes = self._num_passes(len(cuts))
         try:
             self._accumulate(self._batches(rows, cuts, num_passes, spare, weights), num_passes, loss, running)
@@ -161,8 +159,7 @@ class SingleBackend:
                 self._update(report)
         finally:
             self._drop_gradients()
-        report = self._scaled(report)
-        if self._config.count_flops:
+        if config.count_flops:
             self._work.train_flops += self._flops_of(rows).training
             self._work.train_s += time.perf_counter() - start
         self._count(report, loss.limits)
@@ -269,14 +266,18 @@ class SingleBackend:
                 maxima[name] = max(value, maxima.get(name, -math.inf))
         loss, norm = sum(part[0] for part in parts), parts[0][1]
         is_finite = math.isfinite(loss) and math.isfinite(norm)
+        optimizer, scale = self._config.optimizer, self._scale
         return StepReport(
             loss=loss,
             grad_norm=norm,
-            lr=self._lr(),
+            lr=optimizer.lr * lr_factor(self._num_steps, self._total_steps, optimizer.schedule),
             is_skipped=not is_finite,
             is_stopped=is_finite
             and any(metrics[name][0] > metrics[name][1] * limits[name] for name in limits),
             num_tokens=sum(part[-1] for part in parts),
+            # A gradient that is not finite at the lowest scale is the model's fault.
+            is_overflow=scale is not None and scale.can_shrink and not is_finite and math.isfinite(loss),
+            loss_scale=None if scale is None else scale.value,
             metrics=metrics,
             maxima=maxima,
         )
@@ -284,21 +285,11 @@ class SingleBackend:
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._model.forward(batch, outputs)
 
-    def _micro_batches(self, rows: Sequence[Row], loss: Loss) -> list[list[int]]:
-        config, is_whole = self._config, loss.whole_trajectories
-        return grouped_micro_batches(
-            rows, config.micro_batch_tokens, config.micro_batch_rows, whole_trajectories=is_whole
-        )
-
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = autocast_dtype(self._config, self._device)
         if dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype)  # pyright: ignore[reportReturnType]
-
-    def _lr(self) -> float:
-        optimizer = self._config.optimizer
-        return optimizer.lr * lr_factor(self._num_steps, self._total_steps, optimizer.schedule)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._model.module.parameters() if p.grad is not None]
@@ -343,20 +334,10 @@ class SingleBackend:
         for master in self._masters.values():
             master.data = moved(master.data, device)
 
-    def _scaled(self, report: StepReport) -> StepReport:
-        """Add the loss scale and overflow flag to the report, and update the scale. A loss that is not finite
-        before scaling, or a gradient that is not finite at the minimum scale, is not an overflow."""
-        scale = self._scale
-        if scale is None:
-            return report
-        is_overflow = report.is_skipped and math.isfinite(report.loss) and scale.can_shrink
-        report = replace(report, is_overflow=is_overflow, loss_scale=scale.value)
-        if is_overflow or not report.is_skipped:
-            scale.update(is_overflow=is_overflow)
-        return report
-
     def _count(self, report: StepReport, limits: Mapping[str, float]) -> None:
         self._num_steps += 1
+        if self._scale is not None and (report.is_overflow or not report.is_skipped):
+            self._scale.update(is_overflow=report.is_overflow)
         if report.is_overflow:
             logger.info(
                 "step %d of %d: gradient overflow at a loss scale of %g; halving it",
@@ -366,11 +347,11 @@ class SingleBackend:
             )
             return
         if report.is_stopped:
-            means = {name: report.metrics[name] for name in limits}
             what = ", ".join(
-                f"{name} {total / count:g} is above {limits[name]:g}"
-                for name, (total, count) in means.items()
-                if total > count * limits[name]
+                f"{name} {total / count:g} is above {limit:g}"
+                for name, limit in limits.items()
+                for total, count in [report.metrics[name]]
+                if total > count * limit
             )
             logger.warning("step %d of %d not taken: %s", self._num_steps, self._total_steps, what)
         if not report.is_skipped:
@@ -389,7 +370,6 @@ class SingleBackend:
             )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainingBackend."""
         return self._model.named_weights()
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
@@ -397,13 +377,11 @@ class SingleBackend:
         return dict(self.iter_weights(merged=merged))
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ShardedBackend."""
         weights = merged_weights(self._model.module) if merged else self.named_weights()
         return ((name, tensor.detach()) for name, tensor in weights)
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """See ShardedBackend."""
         with self._awake():
             for name, boxes in self._weight_boxes().items():
                 if name in weights:
@@ -418,7 +396,6 @@ class SingleBackend:
         release_memory()
 
     def to_device(self) -> None:
-        """See TrainingBackend."""
         if self._leaves_weights:
             self._move_weights(self._device)
 
@@ -426,16 +403,13 @@ class SingleBackend:
         move_weights(self._model.module, device)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
-        """See TrainingBackend."""
         return self._model.flops(lengths, num_outputs)
 
     def take_work(self) -> Work:
-        """See TrainingBackend."""
         work, self._work = self._work, Work()
         return work
 
     def held_bytes(self) -> HeldBytes:
-        """See TrainingBackend."""
         weights = list(self._model.module.parameters())
         trained = [self._masters.get(p, p) for p in weights if p.requires_grad] if self._optimizer else []
         return HeldBytes(
@@ -446,23 +420,11 @@ class SingleBackend:
         )
 
     def state(self) -> dict[str, Any]:
-        """See ShardedBackend."""
         with self._awake():
             return joined([self._sharded_state()])
 
     def load(self, state: dict[str, Any]) -> None:
-        """See ShardedBackend."""
-        with self._awake():
-            shapes = {name: x.shape for name, x in state["weights"].items()}
-            check_same_model(self._weight_boxes(), shapes)
-            self.load_weights(state["weights"])
-            if self._optimizer is not None:
-                saved: dict[str, dict[str, Tensor]] = state["optimizer"] or {}
-                like = {n: {key: (x.shape, x.dtype) for key, x in of.items()} for n, of in saved.items()}
-                for name, moments in self._moment_boxes(like).items():
-                    for key, boxes in moments.items():
-                        boxes.take(saved[name][key])
-        self._load_counters(state)
+        self.restore(state, "")
 
     def save(self, folder: str) -> Written:
         """See ShardedBackend. Without a process group the state is returned for the caller to write."""
@@ -472,17 +434,15 @@ class SingleBackend:
             return write_state(Path(folder), self._sharded_state())
 
     def restore(self, saved: dict[str, Any], folder: str) -> None:
-        """See ShardedBackend."""
-        if "weights" in saved:
-            self.load(saved)
-            return
+        source = saved if "weights" in saved else Path(folder)
         with self._awake():
-            moments = (
-                self._moment_boxes(stored_moments(Path(folder))) if self._optimizer is not None else None
-            )
-            read_into(Path(folder), {"weights": self._weight_boxes(), "optimizer": moments})
+            moments = None if self._optimizer is None else self._moment_boxes(stored_moments(source))
+            read_into(source, {"weights": self._weight_boxes(), "optimizer": moments})
             self._spread()
-        self._load_counters(saved)
+        self._rest_optimizer()
+        if self._scale is not None and saved.get("loss_scale") is not None:
+            self._scale.load(saved["loss_scale"])
+        self._num_steps, self._skipped_in_row = saved["num_steps"], saved["skipped_in_row"]
 
     def _sharded_state(self) -> dict[str, Any]:
         """`state` with this rank's boxes in place of whole tensors."""
@@ -493,12 +453,6 @@ class SingleBackend:
             "skipped_in_row": self._skipped_in_row,
             "loss_scale": None if self._scale is None else self._scale.state(),
         }
-
-    def _load_counters(self, state: Mapping[str, Any]) -> None:
-        self._rest_optimizer()
-        if self._scale is not None and state.get("loss_scale") is not None:
-            self._scale.load(state["loss_scale"])
-        self._num_steps, self._skipped_in_row = state["num_steps"], state["skipped_in_row"]
 
     def _awake(self) -> AbstractContextManager[None]:
         """Context in which the boxes can be read and written, even after `to_host`."""

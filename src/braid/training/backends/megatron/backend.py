@@ -324,7 +324,6 @@ class MegatronBackend(RankBackend):
                 stage.start_param_sync(force_sync=True)
 
     def to_host(self) -> None:
-        """See ShardedBackend."""
         if self._device.type == "cpu":
             return
         if self._config.offload.gradients:
@@ -334,7 +333,6 @@ class MegatronBackend(RankBackend):
         self._is_offloaded = self._leaves_weights
 
     def to_device(self) -> None:
-        """See ShardedBackend."""
         if self._device.type == "cpu":
             return
         if self._config.offload.gradients:
@@ -371,7 +369,6 @@ class MegatronBackend(RankBackend):
             self._move_weights(HOST)
 
     def held_bytes(self) -> HeldBytes:
-        """See ShardedBackend."""
         weights = [shard.parameter for shard in self._names.shards]
         gradients = (
             buffer.grad_data.numel() * buffer.grad_data.itemsize
