@@ -1,4 +1,4 @@
-"""Conditions: the steps of a conversion without which a key has no effect."""
+"""Conditions: the steps of a conversion without which a key has no effect, or is refused."""
 
 from __future__ import annotations
 
@@ -17,13 +17,24 @@ def unless(test: Callable[[Source], Any], why: str | Callable[[Source], str]) ->
     return convert
 
 
+def refused(why: Callable[[Any, Source], Any]) -> Convert:
+    """Reject a value for which `why` returns the reason."""
+
+    def convert(value: Any, source: Source) -> Any:
+        if found := why(value, source):
+            raise ValueError(found)
+        return value
+
+    return convert
+
+
 def needs(key: str, *values: Any) -> Convert:
     """No effect unless another key is on, or has one of `values`."""
     name = key.lstrip(".")
 
     def why(source: Source) -> str:
-        now = "not set" if source[key] is None else source[key]
-        return f"for {name}={' or '.join(values)} only; it is {now}" if values else f"{name} is off"
+        now = {"None": "not set", "False": "off"}.get(str(source[key]), source[key])
+        return f"for {name}={' or '.join(values)} only; it is {now}" if values else f"{name} is {now}"
 
     return unless(lambda s: s[key] not in values if values else not s[key], why)
 

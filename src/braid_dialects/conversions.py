@@ -41,8 +41,18 @@ def positive(value: Any, _: Source) -> bool:
 
 
 def mapped(values: Mapping[Any, Any]) -> Convert:
-    """Look up the native value in a table."""
-    return lambda value, _: values[value]
+    """Look up the native value, the result or the next step in a table."""
+
+    def convert(value: Any, source: Source) -> Any:
+        found = values[value]
+        return found(value, source) if callable(found) else found
+
+    return convert
+
+
+def algorithm(note: str = "", **parts: Any) -> Became:
+    """Native keys of `algorithm`."""
+    return Became({f"algorithm.{name}": value for name, value in parts.items()}, note=note)
 
 
 def as_int(value: Any, _: Source) -> int:
@@ -62,6 +72,12 @@ def or_null(value: Any, _: Source) -> Any:
 def at_least_0(value: Any, _: Source) -> Any:
     """0 for negative values, which mean never."""
     return max(value, 0)
+
+
+def greedy_at_0(value: float, source: Source) -> Any:
+    """A temperature; 0 asks for greedy decoding."""
+    greedy = {path.replace("temperature", "greedy"): True for path in source.native}
+    return float(value) if value else Became(greedy, note="greedy decoding")
 
 
 def null_as(native: Any) -> Convert:

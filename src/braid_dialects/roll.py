@@ -1,19 +1,11 @@
-"""The config language of ROLL's RLVR pipeline.
-
-roll_facts.py       values derived from several keys, and the batch arithmetic
-roll_pipeline.py    the run, sizes, rollouts, evaluation, advantages and loss; keys of other pipelines
-roll_workers.py     actor_train, critic, reference, actor_infer, and their strategies
-roll_data.py        data_args, generating_args, validation, rewards
-roll_checks.py      rules across keys
-"""
+"""The config language of ROLL's RLVR pipeline."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from . import roll_facts as facts
-from .roll_checks import CHECKS
-from .roll_data import DATA, REWARDS, part
+from .roll_data import DATA, REWARDS, missing_keys, reward_parts
 from .roll_facts import SEATS, TRAIN, role_of
 from .roll_pipeline import ALGORITHM, ALIASES, OTHER_PIPELINES, PIPELINE
 from .roll_workers import WORKERS
@@ -22,27 +14,25 @@ from .table import Dialect, Source, table
 
 NO_MODEL = "(none: set pretrain)"
 """Placeholder for the model folder in a file that names none: the file can be explained, but not run."""
+_MARKS = frozenset([
+    "rollout_batch_size", "prompt_length", "response_length", "sequence_length", "adv_estimator", "pretrain",
+    "num_return_sequences_in_group", "actor_train", "actor_infer", "reference", "rewards", "hydra", "defaults",
+])  # fmt: skip
 _DATA = {"actor_train": "data.train[0]", "validation": "data.eval[0]"}
 _SAMPLING = {"actor_infer": "rollout.sampling", "validation": "eval.sampling"}
 
 
 def _base(source: Source) -> dict[str, Any]:
     """Native settings that depend on several keys: data, rewards, evaluation, micro-batches, offloading."""
-    made: dict[str, Any] = {"model.path": NO_MODEL}
-    names = facts.domains(source)
+    made: dict[str, Any] = {"model.path": NO_MODEL, "reward.parts": reward_parts(source)}
     for role, native in _DATA.items():
         if source[f"{role}.data_args.file_name"]:
             made |= {f"{native}.kind": "file", f"{native}.answer_key": "ground_truth"}
             made[f"{native}.prompt_key"] = facts.column_of(source, role)
-            if len(names) > 1:
+            if len(facts.domains(source)) > 1:
                 made[f"{native}.source_key"] = source[f"{role}.data_args.tag"] or "tag"
-    made |= {path: value for name in names for path, value in part(source, name).items()}
-    made |= {} if names else {"reward.parts[0].kind": "math"}
-    if facts.samples_for_itself(source):  # what the file omits equals the settings of training
-        role = "validation" if source.has("validation.generating_args") else "actor_infer"
-        values = facts.sampling(source, role) | {"max_new_tokens": facts.eval_max_new_tokens(source)}
-        made |= {f"eval.sampling.{name}": value for name, value in values.items()}
-    if not facts.is_one_process(source) and facts.is_colocated(source):
+    is_colocated = set(facts.devices(source, "actor_train")) & set(facts.devices(source, "actor_infer"))
+    if is_colocated and not facts.is_one_process(source):
         made |= {f"train.offload.{what}": True for what in ("weights", "gradients", "optimizer")}
     return made | _micro_batches(source)
 
@@ -65,23 +55,7 @@ def _micro_batches(source: Source) -> dict[str, Any]:
 ROLL = Dialect(
     name="roll",
     title="ROLL",
-    marks=frozenset(
-        [
-            "rollout_batch_size",
-            "prompt_length",
-            "response_length",
-            "sequence_length",
-            "num_return_sequences_in_group",
-            "adv_estimator",
-            "actor_train",
-            "actor_infer",
-            "reference",
-            "rewards",
-            "pretrain",
-            "hydra",
-            "defaults",
-        ]
-    ),
+    marks=_MARKS,
     rules=table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, OTHER_PIPELINES)),
     base=_base,
     places={
@@ -95,6 +69,6 @@ ROLL = Dialect(
         "limit": lambda s: ["rollout.sampling.max_new_tokens"] if s["sequence_length"] else [],
         "sampling": lambda s: _SAMPLING[role_of(s)],
     },
-    checks=CHECKS,
+    checks=(missing_keys,),
     aliases=ALIASES,
 )

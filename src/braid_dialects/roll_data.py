@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from braid.config.data import REST
 
 from . import roll_facts as facts
-from .conditions import unless
-from .conversions import computed, unless_null
-from .roll_facts import CHOICE, JUDGE, role_of
-from .roll_pipeline import NO_VALIDATION
+from .conditions import refused, unless
+from .conversions import at_least_0, computed, greedy_at_0, null_as, unless_null
+from .roll_facts import NO_VALIDATION, role_of
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, implied, no_effect, unsupported
+from .table import Became, Source, implied, unsupported
 from .values import choice
 
 CHATML = (
@@ -20,219 +20,202 @@ CHATML = (
     "+ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-OWN_TEMPLATES = ("native", "qwen2_5", "qwen3")
+_OWN_TEMPLATES = ("native", "qwen2_5", "qwen3")
 """ROLL's names for the tokenizer's own template."""
-_TEMPLATES = (
-    "native|qwen2_5|qwen3|chatml|empty|native_nonthinking|base|longCOT_qwen2.5|longcot_V3|qwen3_coder|"
-    "qwen3_nothink|qwen2-vl"
-)
-JUDGE_PROMPT = (
+_TEMPLATES = {
+    **dict.fromkeys(_OWN_TEMPLATES, "auto"),
+    **dict.fromkeys(
+        ("chatml", "empty"), Became({"data.use_chat_template": "always", "model.chat_template": CHATML})
+    ),
+    **dict.fromkeys(
+        ("native_nonthinking", "base", "longCOT_qwen2.5", "longcot_V3", "qwen3_coder", "qwen3_nothink",
+         "qwen2-vl"),
+        unsupported("set the template as Jinja: braid.model.chat_template=file.jinja"),
+    ),
+}  # fmt: skip
+_CHOICE, _JUDGE = "CrossThinkQARuleRewardWorker", "LLMJudgeRewardWorker"
+_JUDGE_PROMPT = (
     "Task:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n{response}\n\n"
     "Does the answer agree with the reference? Reply with YES or NO."
 )
-PARTS: dict[str, dict[str, Any]] = {
+_PARTS: dict[str, dict[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "MultipleChoiceBoxedRuleRewardWorker": {"kind": "choice"},
-    CHOICE: {"kind": "choice"},
+    _CHOICE: {"kind": "choice"},
     "CodeSandboxRewardWorker": {"kind": "code", "tests_key": "test_cases"},
-    JUDGE: {"kind": "judge", "prompt": JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
+    _JUDGE: {"kind": "judge", "prompt": _JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
 """Reward worker -> its first reward part."""
-CHOICE_SCORES = {
+_WORKERS = dict(
+    zip(
+        ("math_rule", "multiple_choice_boxed", "crossthinkqa", "code_sandbox", "llm_judge"),
+        _PARTS,
+        strict=True,
+    )
+)
+"""Domain -> its default reward worker."""
+_CHOICE_SCORES = {
     "loose": [1.0, 1.0, -1.0, -1.0],
     "soft": [1.0, 0.5, -0.5, -1.0],
     "strict": [1.0, -1.0, -1.0, -1.0],
 }
 """reward_type of crossthinkqa -> scores of the choice part."""
-REPETITION = {"kind": "repetition", "ngram": 3, "weight": 0.5}
-"""Second part of crossthinkqa."""
-_BY_NAME = {
-    "math_rule": "MathRuleRewardWorker",
-    "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
-    "crossthinkqa": CHOICE,
-    "code_sandbox": "CodeSandboxRewardWorker",
-    "llm_judge": JUDGE,
-}
-"""Domain -> its default reward worker."""
-
-
-def _template(value: str, _: Source) -> Became:
-    if value in OWN_TEMPLATES:
-        return Became({"data.use_chat_template": "auto"})
-    if value in ("chatml", "empty"):
-        return Became({"data.use_chat_template": "always", "model.chat_template": CHATML})
-    return unsupported("set the template as Jinja: braid.model.chat_template=file.jinja")
 
 
 def _same_template(value: str, source: Source) -> Became:
     trained = source["actor_train.data_args.template"]
-    if value == trained or {value, trained} <= set(OWN_TEMPLATES):
+    if value == trained or {value, trained} <= set(_OWN_TEMPLATES):
         return implied("same as in training")
     return unsupported(f"use the template of training, {trained}")
 
 
 def _interleave(value: dict[str, float] | None, source: Source) -> Became:
-    if role_of(source) == "validation":
-        return no_effect("evaluation uses all prompts")
-    if len(shares := value or {}) <= 1:
+    if len(given := value or {}) <= 1:
         return implied("one domain")
-    trained, rest = scored(source), [name for name in facts.domains(source) if name not in shares]
-    mix = [
-        {"sources": sources_of(source, name), "share": float(share) if name in trained else 0.0}
-        for name, share in shares.items()
-    ]
-    if rest:
-        mix.append({"sources": [tag for name in rest for tag in sources_of(source, name)], "share": 0.0})
-    if not any(REST in of["sources"] for of in mix):
+    trained, names = _scored(source), dict.fromkeys((*given, *facts.domains(source)))
+    shares = {name: float(given.get(name, 0.0)) if name in trained else 0.0 for name in names}
+    mix = [{"sources": _sources(source, name), "share": share} for name, share in shares.items()]
+    if "math_rule" not in shares:
         mix.append({"sources": [REST], "share": 0.0})
     return Became({"data.mix": mix})
 
 
-def _sampled(_: Any, source: Source) -> Became:
-    made, (native,) = facts.sampling(source, role_of(source)), source.native
-    into, name = native.rpartition(".")[::2]
-    names = ("temperature", "greedy") if name == "temperature" else (name,)
-    return Became({f"{into}.{of}": made[of] for of in names if of in made})
-
-
-def worker_of(source: Source, domain: str) -> str:
+def _worker(source: Source, domain: str) -> str:
     """Class name of a domain's reward worker."""
     given = source[f"rewards.{domain}.worker_cls"]
-    return given.rpartition(".")[2] if given else _BY_NAME.get(domain, "")
+    return given.rpartition(".")[2] if given else _WORKERS.get(domain, "")
 
 
-def scored(source: Source) -> list[str]:
+def _scored(source: Source) -> list[str]:
     """Domains with native reward parts, in the file's order; the workers of the others are unsupported."""
-
-    def has_part(domain: str) -> bool:
-        is_server = (source[f"rewards.{domain}.judge_model_type"] or "api") == "api"
-        worker = worker_of(source, domain)
-        return worker in PARTS and (is_server or worker != JUDGE)
-
-    return [domain for domain in facts.domains(source) if has_part(domain)]
-
-
-def parts_of(source: Source) -> dict[str, dict[str, dict[str, Any]]]:
-    """Domain -> native path -> reward part, of the domains that are scored."""
-    out, num = {}, 0
-    for domain in scored(source):
-        parts = [{"name": domain} | PARTS[worker_of(source, domain)]]
-        if worker_of(source, domain) == CHOICE:
-            if (kind := source[f"rewards.{domain}.reward_type"]) in CHOICE_SCORES:
-                parts[0]["scores"] = CHOICE_SCORES[kind]
-            parts.append({"name": f"{domain}_repetition"} | REPETITION)
-        out[domain] = {f"reward.parts[{num + i}]": part for i, part in enumerate(parts)}
-        num += len(parts)
-    return out
+    workers = {domain: _worker(source, domain) for domain in facts.domains(source)}
+    local = {
+        domain for domain in workers if source[f"rewards.{domain}.judge_model_type"] not in (None, "api")
+    }
+    return [
+        of for of, worker in workers.items() if worker in _PARTS and (worker != _JUDGE or of not in local)
+    ]
 
 
-def part(source: Source, domain: str) -> dict[str, Any]:
-    """Native path -> value of a domain's reward parts; empty for an unsupported domain."""
-    parts = parts_of(source).get(domain, {})
-    return {f"{path}.{name}": value for path, of in parts.items() for name, value in of.items()}
-
-
-def sources_of(source: Source, domain: str) -> list[str]:
+def _sources(source: Source, domain: str) -> list[str]:
     """Native names of a domain's rows. Rows with a tag of no domain belong to math_rule, as in ROLL."""
     tags = source[f"rewards.{domain}.tag_included"] or [domain]
     return [*tags, REST] if domain == "math_rule" else list(tags)
+
+
+def reward_parts(source: Source) -> list[dict[str, Any]]:
+    """The parts of the domains that are scored. A single domain scores all rows."""
+    out = []
+    for domain in _scored(source):
+        worker, at = _worker(source, domain), f"rewards.{domain}"
+        tags = {"sources": _sources(source, domain)} if len(facts.domains(source)) > 1 else {}
+        part = {"name": domain, **_PARTS[worker], **tags}
+        out.append(part)
+        if worker == _JUDGE:
+            part |= {"url": source[f"{at}.judge_api_url"], "model": source[f"{at}.judge_model_name"]}
+        elif worker == _CHOICE:
+            part["scores"] = _CHOICE_SCORES.get(source[f"{at}.reward_type"])
+            repeated = {"kind": "repetition", "name": f"{domain}_repetition", "ngram": 3, "weight": 0.5}
+            out.append(repeated | tags)
+    return out if facts.domains(source) else [{"kind": "math"}]
+
+
+def missing_keys(source: Source) -> Iterator[tuple[str, str]]:
+    """Keys that a domain needs."""
+    for domain in facts.domains(source):
+        at, worker = f"rewards.{domain}", _worker(source, domain)
+        needed = {
+            "worker_cls": (not worker, "set it to the reward worker of the domain"),
+            "reward_type": (worker == _CHOICE, f"set it to one of {', '.join(_CHOICE_SCORES)}"),
+            "tag_included": (
+                len(facts.domains(source)) > 1,
+                "with several domains, each must list the tags of its rows",
+            ),
+        }
+        for name in ("judge_api_url", "judge_model_name"):
+            is_needed = worker == _JUDGE and domain in _scored(source)
+            needed[name] = (is_needed, "required for a judge: a model on an OpenAI-compatible server")
+        for name, (is_needed, why) in needed.items():
+            if is_needed and not source[f"{at}.{name}"]:
+                yield f"{at}.{name}", why
+
+
+def _query_filter(_: Any, source: Source) -> Became:
+    first, *others = facts.query_filters(source)
+    if any(other != first for other in others):
+        raise ValueError("the domains have different filters, but braid has a single filter; make them equal")
+    bounds = {f"rollout.filter.{name}": value for name, value in first.items()}
+    return Became({"rollout.filter.then": "resample"} | bounds) if bounds else implied("all groups are used")
 
 
 def _domain(source: Source) -> str:
     return source.at.split(".")[1]
 
 
-def _worker_class(value: str, source: Source) -> Became:
-    if value.rpartition(".")[2] not in PARTS:
-        return unsupported("use a function (braid.reward.parts, kind function); if ignored, rows are dropped")
-    native = part(source, _domain(source))
-    why = "judge_model_type is unsupported, so the domain has no reward"
-    return Became(native) if native else no_effect(why)
-
-
-def _tags(_: list[str], source: Source) -> Became:
-    names = sources_of(source, _domain(source))
-    return Became({f"{path}.sources": names for path in parts_of(source)[_domain(source)]})
-
-
-def _of_judge(value: str, source: Source) -> Became:
-    domain, name = _domain(source), {"judge_api_url": "url", "judge_model_name": "model"}
-    if worker_of(source, domain) != JUDGE or domain not in scored(source):
-        return no_effect("for judges on a server only (judge_model_type: api)")
-    (path,) = parts_of(source)[domain]
-    return Became({f"{path}.{name[source.at.rpartition('.')[2]]}": value})
-
-
-def _reward_type(value: str, source: Source) -> Became:
-    domain = _domain(source)
-    if worker_of(source, domain) != CHOICE:
-        return unsupported("use a function: braid.reward.parts (kind function)")
-    if value not in CHOICE_SCORES:
-        raise ValueError(f"{value!r} is not one of {', '.join(CHOICE_SCORES)}")
-    return Became({f"{next(iter(parts_of(source)[domain]))}.scores": CHOICE_SCORES[value]})
-
-
-def _query_filter(_: Any, source: Source) -> Became:
-    filters = [facts.query_filter(source, domain) for domain in facts.domains(source)]
-    if any(other != filters[0] for other in filters):
-        raise ValueError("the domains have different filters, but braid has a single filter; make them equal")
-    if not facts.filters_groups(source):
-        return implied("all groups are used")
-    bounds = {f"rollout.filter.{name}": value for name, value in filters[0].items()}
-    return Became({"rollout.filter.then": "resample"} | bounds)
-
-
 _LOCAL_JUDGE = (
     "start a server for the judge, and set judge_model_type: api, judge_api_url and judge_model_name"
-)
-_EVALUATES = unless(
-    lambda s: role_of(s) == "validation" and not facts.validates(s),
-    "there is no validation.data_args.file_name",
 )
 _SAMPLES = unless(
     lambda s: role_of(s) == "validation" and not facts.samples_for_itself(s),
     "evaluation uses the sampling settings of training",
 )
+_EVALUATES = unless(
+    lambda s: role_of(s) == "validation" and not facts.validates(s),
+    "there is no validation.data_args.file_name",
+)
+_SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain")
 _IS_SCORED = unless(
-    lambda s: _domain(s) not in scored(s), "the domain's worker is unsupported, so its rows are dropped"
+    lambda s: _domain(s) not in _scored(s), "the domain's worker is unsupported, so its rows are dropped"
 )
-_COLUMN = (
-    unless_null("the other one of prompt and messages is used", implied),
-    computed(lambda s: facts.column_of(s, role_of(s))),
+_IS_JUDGE = unless(
+    lambda s: _worker(s, _domain(s)) != _JUDGE or _domain(s) not in _scored(s),
+    "for judges on a server only (judge_model_type: api)",
 )
-_FILES = "text or [text]"
-_BOUNDS = "{number}"
+_HAS_COLUMN = refused(
+    lambda _, s: (
+        facts.column_of(s, role_of(s)) is None
+        and "set its column: data_args.prompt for plain text, or data_args.messages for chat messages"
+    )
+)
+_ONE_COLUMN = refused(
+    lambda v, s: (
+        v and s[".prompt"] and "conflicts with data_args.prompt; set one of them, and the other to null"
+    )
+)
+_OTHER_COLUMN = unless_null("the other one of prompt and messages is used", implied)
+_PARTS_OF_ALL = computed(reward_parts)
 
 # One rule per line.
 # fmt: off
 DATA = rows(
-    to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES, _template, default="native",
+    to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES, default="native",
        note="native, qwen2_5, qwen3: the tokenizer's own; without one, plain text is unchanged"),
     section("{actor_train,validation}.data_args", "{data}", _EVALUATES)(
-        to("file_name", ".path", _FILES, note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
-        to("prompt", ".prompt_key", "text?", *_COLUMN,
+        to("file_name", ".path", "text or [text]", _HAS_COLUMN,
+           note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
+        to("prompt", ".prompt_key", "text?", _OTHER_COLUMN,
            note="plain text, to which the chat template is applied, unlike in ROLL's code"),
-        to("messages", ".prompt_key", "text?", *_COLUMN, note="column of chat messages"),
-        to("tag", ".source_key", "text?",
-           unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain")),
-        to("domain_interleave_probs", "", "{non-negative}?", _interleave,
+        to("messages", ".prompt_key", "text?", _ONE_COLUMN, _OTHER_COLUMN, note="column of chat messages"),
+        to("tag", ".source_key", "text?", _SEVERAL),
+        to("domain_interleave_probs", "", "{non-negative}?",
+           unless(lambda s: role_of(s) == "validation", "evaluation uses all prompts"), _interleave,
            note="share of each domain's tags in any sequence of prompts; other rows are dropped"),
-        always("dataset_type", "determined by the file extension", _FILES),
+        always("dataset_type", "determined by the file extension", "text or [text]"),
         ignored("id response preprocessing_num_workers", "rows are identified by source and number"),
         ignored("{dataset_dir,interleave_probs,eval_file_name}", "not read by ROLL"),
         missing("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_total_pixels "
                 "video_fps video_max_frames video_resize_chunk_frames image_folder video_folder audio_folder "
                 "custom_data_kwargs_func", "remove it; only text prompts are supported")),
     section("{actor_infer,validation}.generating_args", "{sampling}", _EVALUATES, _SAMPLES)(
-        to("temperature", ".temperature", "non-negative", _sampled, default=0.95,
+        to("temperature", ".temperature", "non-negative", greedy_at_0, default=0.95,
            note="also in training, unlike in ROLL, whose ratios compare two distributions. 0: greedy"),
-        to("top_p", ".top_p", "fraction", _sampled, default=0.7,
+        to("top_p", ".top_p", "fraction", default=0.7,
            note="0.7 if absent, which differs from the trained distribution; 1 disables it"),
-        to("top_k", ".top_k", "integer >= -1", _sampled, default=50,
+        to("top_k", ".top_k", "integer >= -1", at_least_0, default=50,
            note="50 if absent, which differs from the trained distribution; 0 or -1 disables it"),
-        to("do_sample", ".greedy", "bool", _sampled, default=True),
-        to("repetition_penalty", ".*", "positive", _sampled, default=1.0),
-        to("stop_strings", ".*", "[text]?", _sampled, default=None),
+        to("do_sample", ".greedy", "bool", lambda v, s: not v or s[".temperature"] == 0, default=True),
+        to("repetition_penalty", ".*", "positive", default=1.0),
+        to("stop_strings", ".*", "[text]?", null_as([]), default=None),
         always("include_stop_str_in_output", "the stop string is always kept", "bool?")),
     section("{actor_infer,validation}.generating_args")(
         missing("num_beams", "set it to 1; beam search is not supported", default=1),
@@ -245,8 +228,8 @@ DATA = rows(
             "overridden by num_return_sequences_in_group, as in ROLL"),
     section("validation")(
         to("data_args.template", "", "text", NO_VALIDATION, _same_template),
-        to("generating_args.max_new_tokens", "eval.sampling.max_new_tokens", "count", NO_VALIDATION,
-           computed(facts.eval_max_new_tokens)),
+        to("generating_args.max_new_tokens", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION, _SAMPLES,
+           computed(facts.eval_max_new_tokens), default=None),
         to("generating_args.num_return_sequences", "eval.samples_per_prompt", "count", NO_VALIDATION,
            default=1),
         ignored("worker_cls strategy_args.* model_args.* device_mapping world_size num_gpus_per_worker "
@@ -255,22 +238,27 @@ DATA = rows(
 )
 
 REWARDS = rows(
-    section("rewards.*")(
-        to("worker_cls", "", "text", _worker_class, note="reward part of this domain's rows"),
-        to("tag_included", "", "[text]",
+    section("rewards.*", "reward")(
+        to("worker_cls", ".parts", "text",
+           lambda v, _: v if v.rpartition(".")[2] in _PARTS else unsupported(
+               "use a function (braid.reward.parts, kind function); if ignored, rows are dropped"),
+           _IS_SCORED, _PARTS_OF_ALL, note="reward part of this domain's rows"),
+        to("tag_included", ".parts", "[text]",
            unless(lambda s: len(facts.domains(s)) == 1, "a single domain scores all rows"), _IS_SCORED,
-           _tags),
-        to("reward_type", "", "text", _IS_SCORED, _reward_type,
+           _PARTS_OF_ALL),
+        to("reward_type", ".parts", "text", _IS_SCORED,
+           lambda v, s: v if _worker(s, _domain(s)) == _CHOICE else unsupported(
+               "use a function: braid.reward.parts (kind function)"),
+           refused(lambda v, _: v not in _CHOICE_SCORES and f"{v!r} is not one of {', '.join(_CHOICE_SCORES)}"), _PARTS_OF_ALL,
            note="scores of a right letter in a box and elsewhere, and of a wrong one in a box and elsewhere"),
-        to("query_filter_config.type", "rollout.filter.then", "no_filter|mean_filter|std_filter",
-           _query_filter,
+        to("query_filter_config.type", "rollout.filter.then", "no_filter|mean_filter|std_filter", _query_filter,
            note="drops groups with mean <= threshold_down, mean >= threshold_up or deviation <= "
            "std_threshold"),
-        to("query_filter_config.filter_args", "rollout.filter.min_mean", _BOUNDS, _query_filter),
+        to("query_filter_config.filter_args", "rollout.filter.min_mean", "{number}", _query_filter),
         always("response_filter_config.type", "all answers are used", choice("no_filter")),
         missing("response_length_penalty_coef", "use braid.reward.overlong.buffer_tokens", default=0),
-        to("judge_api_url", "", "text", _of_judge, note="base URL of an OpenAI-compatible server"),
-        to("judge_model_name", "", "text", _of_judge),
+        to("judge_api_url judge_model_name", ".parts", "text", _IS_JUDGE, _PARTS_OF_ALL,
+           note="of an OpenAI-compatible server"),
         missing("judge_model_type", f"{_LOCAL_JUDGE}; if ignored, its rows are dropped", default="api"),
         ignored("judge_prompt", "the judge is asked whether the answer agrees with the reference"),
         missing("judge_api_key", "remove it; name its environment variable in reward.parts (api_key_env)"),

@@ -1,4 +1,4 @@
-"""Values that follow from several keys of a ROLL file: backends, devices, sizes, batches, loss terms.
+"""Values that follow from several keys of a ROLL file.
 
 The batch arithmetic is ROLL's, with the file's own device counts regardless of the chosen backend:
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .conditions import unless
 from .devices import parse_devices
-from .table import Source
+from .table import Source, no_effect
 
 TRAIN = {"actor_train": "train", "critic": "critic.train", "reference": "reference.train"}
 """Role -> native path of its worker settings."""
@@ -26,14 +27,14 @@ BACKENDS = {
 }  # fmt: skip
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "hf_infer": "native"}
 CONFIG = "strategy_args.strategy_config"
-CHOICE = "CrossThinkQARuleRewardWorker"
-"""The reward worker that has a reward_type."""
-JUDGE = "LLMJudgeRewardWorker"
 
 
 def role_of(source: Source) -> str:
     """The role whose key is being converted."""
     return source.at.partition(".")[0]
+
+
+# Backends and devices
 
 
 def file_backend(source: Source, role: str) -> str:
@@ -68,17 +69,33 @@ def world(source: Source, role: str) -> int:
     return len(devices(source, role)) or source[f"{role}.world_size"] or 1
 
 
-def model_parallel(source: Source, role: str) -> int:
-    """Ranks that process a row together: TP * PP * CP, or the Ulysses size."""
+def replica_size(source: Source, role: str) -> int:
+    """Devices per engine, or per replica of a trained model: TP * PP * CP, or the Ulysses size."""
+    if role == "actor_infer":
+        sizes = engine_sizes(source)
+        return sizes["tensor_parallel"] * sizes["pipeline_parallel"]
     if file_backend(source, role) != "megatron":
         return source[f"{role}.model_args.ulysses_size"] or 1
     kinds = ("tensor_model", "pipeline_model", "context")
     return math.prod(source[f"{role}.{CONFIG}.{kind}_parallel_size"] or 1 for kind in kinds)
 
 
+def engine_sizes(source: Source) -> dict[str, int]:
+    """Native sizes of the engines. num_gpus_per_worker counts if the engine's own key is absent."""
+    config, per_worker = f"actor_infer.{CONFIG}", source["actor_infer.num_gpus_per_worker"]
+    pipeline = source[f"{config}.pipeline_parallel_size"] or source[f"{config}.pp_size"] or 1
+    own = source[f"{config}.tensor_parallel_size"] or source[f"{config}.tp_size"]
+    tensor = own or max(1, per_worker // pipeline)
+    replicas = max(1, len(devices(source, "actor_infer")) // (tensor * pipeline))
+    return {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "replicas": replicas}
+
+
+# Batches and lengths
+
+
 def data_parallel(source: Source, role: str) -> int:
     """Data-parallel size (dp)."""
-    return max(1, world(source, role) // model_parallel(source, role))
+    return max(1, world(source, role) // replica_size(source, role))
 
 
 def samples(source: Source) -> int:
@@ -88,83 +105,50 @@ def samples(source: Source) -> int:
 
 def global_batch(source: Source, role: str) -> int:
     """Rows of one optimizer step."""
-    sizes = (source[f"{role}.training_args.{name}"] for name in
-             ("per_device_train_batch_size", "gradient_accumulation_steps"))  # fmt: skip
-    return math.prod(sizes) * data_parallel(source, role)
-
-
-def trained_roles(source: Source) -> list[str]:
-    """The roles that are trained with settings of their own."""
-    return ["actor_train", "critic"] if has_own_critic(source) else ["actor_train"]
+    at = f"{role}.training_args"
+    rows_of, num = source[f"{at}.per_device_train_batch_size"], source[f"{at}.gradient_accumulation_steps"]
+    return rows_of * num * data_parallel(source, role)
 
 
 def batches(source: Source) -> dict[str, int]:
-    """Native path -> optimizer steps per pass, at least 1: a separate check reports sizes that do not fit."""
-    total = samples(source)
-    return {
-        f"{TRAIN[role]}.steps_per_pass": max(1, total // global_batch(source, role))
-        for role in trained_roles(source)
-    }
-
-
-def sequence_length(source: Source) -> int | None:
-    """Maximum length of prompt plus response, in tokens; None if the file sets neither sequence_length nor
-    response_length."""
-    response, whole = source["response_length"], source["sequence_length"]
-    return whole or (None if response is None else source["prompt_length"] + response)
+    """Native path -> optimizer steps per pass, at least 1: gradient_accumulation_steps is refused if sizes do
+    not fit."""
+    steps = {role: samples(source) // global_batch(source, role) for role in trained_roles(source)}
+    return {f"{TRAIN[role]}.steps_per_pass": max(1, num) for role, num in steps.items()}
 
 
 def max_new_tokens(source: Source) -> int:
-    """Maximum response length in tokens: sequence length minus prompt length, or less if generating_args
-    limit it further."""
-    whole, own = sequence_length(source), source["actor_infer.generating_args.max_new_tokens"]
-    limits = (own, None if whole is None else whole - source["prompt_length"])
-    return max(1, min((limit for limit in limits if limit is not None), default=1))
+    """Maximum response length in tokens: what the prompt leaves of sequence_length, or less if
+    generating_args limit it further."""
+    prompt, own = source["prompt_length"], source["actor_infer.generating_args.max_new_tokens"]
+    whole = source["sequence_length"] or prompt + (source["response_length"] or 1)
+    return max(1, min(own or whole, whole - prompt))
 
 
 def eval_max_new_tokens(source: Source) -> int:
     """Maximum response length of evaluation, in tokens."""
-    prompt, whole = source["val_prompt_length"] or source["prompt_length"], source["val_sequence_length"]
-    longest = max_new_tokens(source) if whole is None else whole - prompt
-    own = source["validation.generating_args.max_new_tokens"]
-    return max(1, longest if own is None else min(own, longest))
+    prompt, whole = source["val_prompt_length"], source["val_sequence_length"]
+    longest = whole - prompt if whole and prompt else max_new_tokens(source)
+    return max(1, min(source["validation.generating_args.max_new_tokens"] or longest, longest))
 
 
-def engine_size(source: Source, kind: str) -> int:
-    """A size of the engines under its name in vLLM or SGLang; 0 if the file does not set it."""
-    short = {"tensor": "tp", "pipeline": "pp"}[kind]
-    names = (f"actor_infer.{CONFIG}.{name}_size" for name in (f"{kind}_parallel", short))
-    return next((size for name in names if (size := source[name]) is not None), 0)
+# Roles and the algorithm
 
 
-def engine_tensor_parallel(source: Source) -> int:
-    """Tensor-parallel size of an engine; derived from num_gpus_per_worker if the engine's own key is
-    absent."""
-    per_worker = source["actor_infer.num_gpus_per_worker"]
-    return engine_size(source, "tensor") or max(1, per_worker // (engine_size(source, "pipeline") or 1))
+def trained_roles(source: Source) -> list[str]:
+    """The roles that are trained with settings of their own."""
+    has_own_critic = source["adv_estimator"] == "gae" and source.has("critic")
+    return ["actor_train", "critic"] if has_own_critic else ["actor_train"]
 
 
-def devices_per_engine(source: Source) -> int:
-    return engine_tensor_parallel(source) * (engine_size(source, "pipeline") or 1)
-
-
-def replicas(source: Source) -> int:
-    """Number of engines."""
-    return max(1, len(devices(source, "actor_infer")) // devices_per_engine(source))
-
-
-def is_colocated(source: Source) -> bool:
-    """Whether training and sampling of the policy share a device."""
-    return bool(set(devices(source, "actor_train")) & set(devices(source, "actor_infer")))
-
-
-def has_critic(source: Source) -> bool:
-    return source["adv_estimator"] == "gae"
-
-
-def has_own_critic(source: Source) -> bool:
-    """Whether there is a critic with settings of its own."""
-    return has_critic(source) and source.has("critic")
+def used(value: Any, source: Source) -> Any:
+    """No effect for keys of a critic or reference that is not used, or has no settings of its own."""
+    role = role_of(source)
+    if role == "reference" and kl_place(source) is None:
+        return no_effect("there is no KL term, so no reference")
+    if role == "critic" and role not in trained_roles(source):
+        return no_effect(f"adv_estimator={source['adv_estimator']} uses no critic")
+    return value
 
 
 def kl_place(source: Source) -> str | None:
@@ -175,21 +159,10 @@ def kl_place(source: Source) -> str | None:
 
 
 def is_plain_grpo(source: Source) -> bool:
-    """Whether ROLL's `grpo` equals the native one.
-
-    ROLL's is the return of rewards that are normalised in their group. The two agree for one reward at the
-    end, gamma 1, no KL in the reward, no whitening and no clipping of it.
-    """
+    """Whether ROLL's `grpo`, the return of rewards that are normalized in their group, equals the native one:
+    for one reward at the end, gamma 1, no KL in the reward, no whitening and no clipping of it."""
     is_plain = source["gamma"] == 1 and not source["whiten_rewards"] and source["reward_clip"] is None
     return source["adv_estimator"] == "grpo" and is_plain and kl_place(source) != "reward"
-
-
-def normalisation(source: Source) -> tuple[str, str]:
-    """(mean, deviation) for normalising rewards before advantages are computed. `grpo` uses the group's."""
-    if source["adv_estimator"] == "grpo":
-        return ("none", "none") if is_plain_grpo(source) else ("group", "group")
-    mean, deviation = ((source[f"norm_{name}_type"] or "none").lower() for name in ("mean", "std"))
-    return mean, deviation
 
 
 def variant(source: Source) -> str:
@@ -198,12 +171,7 @@ def variant(source: Source) -> str:
     return (source["actor_train.pg_variant"] or "vanilla") if worker.endswith("ActorPGWorker") else "ppo"
 
 
-def clip_range(source: Source) -> tuple[float, float]:
-    """(low, high) clip range of the ratio."""
-    if (fixed := {"tis": (1.0, 0.0), "cispo": (0.1, 0.1)}.get(variant(source))) is not None:
-        return fixed
-    names = ("pg_clip_low", "pg_clip_high") if source["use_pg_clip_range"] else ("pg_clip", "pg_clip")
-    return float(source[names[0]]), float(source[names[1]])
+# Data and rewards
 
 
 def domains(source: Source) -> list[str]:
@@ -211,23 +179,19 @@ def domains(source: Source) -> list[str]:
     return list(dict.fromkeys(name.split(".")[1] for name in source.values if name.startswith("rewards.")))
 
 
-def query_filter(source: Source, domain: str) -> dict[str, float]:
-    """Bounds of a domain's query filter, under native names; empty without a filter."""
-    where = f"rewards.{domain}.query_filter_config"
-    given, threshold = source[f"{where}.filter_args"] or {}, None
-    if source[f"{where}.type"] == "mean_filter":
-        bounds = {"min_mean": given.get("threshold_down"), "max_mean": given.get("threshold_up")}
-    elif source[f"{where}.type"] == "std_filter" and (threshold := given.get("std_threshold", -1)) >= 0:
-        bounds = {"min_std": threshold}
-    else:
+def query_filters(source: Source) -> list[dict[str, float]]:
+    """Bounds of each domain's query filter, under native names; empty without a filter."""
+    out = []
+    for domain in domains(source):
+        where = f"rewards.{domain}.query_filter_config"
+        given, kind = source[f"{where}.filter_args"] or {}, source[f"{where}.type"]
         bounds = {}
-    return {name: bound for name, bound in bounds.items() if bound is not None}
-
-
-def filters_groups(source: Source) -> bool:
-    """Whether the domains have a query filter."""
-    kinds = (source[f"rewards.{name}.query_filter_config.type"] for name in domains(source))
-    return any(kind not in (None, "no_filter") for kind in kinds)
+        if kind == "mean_filter":
+            bounds = {"min_mean": given.get("threshold_down"), "max_mean": given.get("threshold_up")}
+        elif kind == "std_filter" and given.get("std_threshold", -1) >= 0:
+            bounds = {"min_std": given["std_threshold"]}
+        out.append({name: bound for name, bound in bounds.items() if bound is not None})
+    return out
 
 
 def validates(source: Source) -> bool:
@@ -240,22 +204,12 @@ def samples_for_itself(source: Source) -> bool:
     return validates(source) and own
 
 
-def sampling(source: Source, role: str) -> dict[str, Any]:
-    """The generating_args of a role, under native names."""
-    names = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "stop_strings")
-    sample, temperature, top_p, top_k, penalty, stop = (source[f"{role}.generating_args.{n}"] for n in names)
-    made = {
-        "greedy": not sample or temperature == 0,
-        "top_p": float(top_p),
-        "top_k": max(0, top_k),
-        "repetition_penalty": float(penalty),
-        "stop_strings": stop or [],
-    }
-    return made | ({"temperature": float(temperature)} if temperature else {})
-
-
 def column_of(source: Source, role: str) -> str | None:
     """The prompt column; for evaluation, the one of training by default."""
     roles = dict.fromkeys((role, "actor_train"))
     names = (f"{of}.data_args.{key}" for of in roles for key in ("messages", "prompt"))
     return next((found for name in names if (found := source[name])), None)
+
+
+ONE_PROCESS = unless(is_one_process, "the run has a single process (--backend single)")
+NO_VALIDATION = unless(lambda s: not validates(s), "there is no validation.data_args.file_name")

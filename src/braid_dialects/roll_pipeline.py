@@ -6,23 +6,31 @@ from math import ceil, inf
 from typing import Any
 
 from . import roll_facts as facts
-from .conditions import needs, unless
-from .conversions import as_is, computed, folder_name, null_as, or_null, sets, unless_null
-from .roll_facts import has_critic, is_one_process, kl_place, variant
+from .conditions import needs, refused, unless
+from .conversions import algorithm, as_is, computed, folder_name, null_as, or_null, sets, unless_null
+from .roll_facts import NO_VALIDATION, ONE_PROCESS, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, implied, unsupported
-from .values import choice, takes
+from .table import Became, Source, implied, no_effect, unsupported
+from .values import Takes, choice, takes
 
-ONE_PROCESS = unless(is_one_process, "the run has a single process (--backend single)")
-NO_VALIDATION = unless(lambda s: not facts.validates(s), "there is no validation.data_args.file_name")
 NO_VALUES = unless(
-    lambda s: not has_critic(s), lambda s: f"adv_estimator={s['adv_estimator']} uses no values"
+    lambda s: s["adv_estimator"] != "gae", lambda s: f"adv_estimator={s['adv_estimator']} uses no values"
 )
-NOT_IN_LOSS = unless(
+_NOT_IN_LOSS = unless(
     lambda s: kl_place(s) != "loss", "there is no KL in the loss (use_kl_loss, kl_loss_coef)"
 )
-NOT_IN_REWARD = unless(lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)")
-PPO_ONLY = unless(lambda s: variant(s) != "ppo", lambda s: f"pg_variant={variant(s)} has fixed bounds")
+_NOT_IN_REWARD = unless(
+    lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)"
+)
+_PPO_ONLY = unless(lambda s: variant(s) != "ppo", lambda s: f"pg_variant={variant(s)} has fixed bounds")
+_TRACKERS = {
+    "tensorboard": Became({"report.tensorboard": True}),
+    "wandb": Became({"report.tensorboard": False, "report.wandb.mode": "online"}),
+    "swanlab": Became({"report.tensorboard": False, "report.swanlab.mode": "cloud"}),
+    "trackio": unsupported("use tensorboard, wandb or swanlab"),
+    "stdout": Became({"report.tensorboard": False}),
+    "ml_tracker": unsupported("use tensorboard, wandb or swanlab"),
+}
 
 
 def with_batches(value: Any, source: Source) -> Became:
@@ -30,25 +38,29 @@ def with_batches(value: Any, source: Source) -> Became:
     return Became(dict.fromkeys(source.native, value) | facts.batches(source))
 
 
-def _tracker(value: str, _: Source) -> Became:
-    if value in ("trackio", "ml_tracker"):
-        return unsupported("use tensorboard, wandb or swanlab")
-    online = {"wandb": {"report.wandb.mode": "online"}, "swanlab": {"report.swanlab.mode": "cloud"}}
-    return Became({"report.tensorboard": value == "tensorboard", **online.get(value, {})})
-
-
-def _dump(value: str | None, _: Source) -> Became:
-    note = "trajectories are stored in samples/ of the run folder"
-    return Became({} if value is None else {"report.samples_every_rounds": 1}, "implied", note)
+def _divided(value: int, source: Source) -> int:
+    dp = facts.data_parallel(source, "actor_train")
+    if facts.backend(source, "actor_train") == "megatron" and value % dp:
+        raise ValueError(
+            f"{value} prompts cannot be divided among dp={dp} ranks; set it to a multiple of {dp}"
+        )
+    return value
 
 
 def _eval_length(_: Any, source: Source) -> Any:
     prompt, whole = source["val_prompt_length"], source["val_sequence_length"]
-    if prompt is None or whole is None:
+    if prompt is None and whole is None:
         return implied("evaluation uses the lengths of training")
+    if prompt is None or whole is None:
+        raise ValueError("set both val_prompt_length and val_sequence_length, or neither")
+    if whole <= prompt:
+        why = f"val_sequence_length={whole} leaves no room for a response with val_prompt_length={prompt}"
+        raise ValueError(f"{why}; raise it")
+    if not facts.validates(source):
+        return no_effect("there is no validation.data_args.file_name")
     if prompt != source["prompt_length"]:
         return unsupported("set it to prompt_length; evaluation uses the prompt length of training")
-    return max(1, whole - prompt)
+    return facts.eval_max_new_tokens(source)
 
 
 # One rule per line.
@@ -67,8 +79,7 @@ PIPELINE = rows(
             "checkpoints are written directly to their final location"),
     to("resume_from_checkpoint", "run.resume", "bool or path",
        lambda v, _: v if isinstance(v, str) else "latest" if v else "none", default=False),
-    to("track_with", "report.tensorboard", "tensorboard|wandb|swanlab|trackio|stdout|ml_tracker", _tracker,
-       default="tensorboard"),
+    to("track_with", "report.tensorboard", _TRACKERS, default="tensorboard"),
     to("tracker_kwargs.log_dir", "report.dir", "path", needs("track_with", "tensorboard")),
     to("tracker_kwargs.{project,name}", "report.{tracker}.*", "text",
        needs("track_with", "wandb", "swanlab")),
@@ -76,7 +87,9 @@ PIPELINE = rows(
     missing("tracker_kwargs.*", "configure it in the tracker itself"),
     always("logging_steps", "metrics are written every round", "count"),
     ignored("logging_dir base_dir profiler_output_dir otlp_output_dir", "files are in the run folder"),
-    to("rollout_dump_dir", "", "path?", _dump),
+    to("rollout_dump_dir", "", "path?", lambda v, _: Became(
+        {} if v is None else {"report.samples_every_rounds": 1}, "implied",
+        "trajectories are stored in samples/ of the run folder")),
     to("profiler_memory", "train.record_memory", "bool", default=False, note="in memory/ of the run folder"),
     missing("profiler_timeline", "use profiler_memory, or a sampling profiler such as py-spy", default=False),
     to("rpc_timeout", "cluster.call_timeout_s", "count", ONE_PROCESS, default=3600),
@@ -93,7 +106,7 @@ PIPELINE = rows(
               "overridden by actor_train.model_args.model_name_or_path, unlike in ROLL")),
     to("reward_pretrain", "critic.path", "path", NO_VALUES, note="initial model of the critic"),
     # Sizes
-    to("rollout_batch_size", "rollout.prompts_per_round", "count", with_batches, default=128,
+    to("rollout_batch_size", "rollout.prompts_per_round", "count", _divided, with_batches, default=128,
        note="prompts per round, of S = rollout_batch_size * num_return_sequences_in_group trajectories"),
     to("num_return_sequences_in_group", "rollout.group_size", "count", with_batches, default=1,
        note="samples per prompt; in braid a mini-batch contains all samples of its prompts"),
@@ -101,9 +114,12 @@ PIPELINE = rows(
        default=1024, note="longer prompts are dropped; ROLL also drops those of 5 tokens or fewer"),
     to("response_length", "rollout.sampling.max_new_tokens", "count?",
        unless(lambda s: s["sequence_length"] is not None, "overridden by sequence_length"),
-       computed(facts.max_new_tokens)),
+       refused(lambda v, _: v is None and "set response_length, or sequence_length (prompt plus response)"),
+       computed(facts.max_new_tokens), default=None),
     to("sequence_length", "rollout.sampling.max_new_tokens", "integer >= 2?",
-       unless_null("prompt_length + response_length", implied), computed(facts.max_new_tokens)),
+       unless_null("prompt_length + response_length", implied),
+       refused(lambda v, s: v <= (prompt := s["prompt_length"]) and
+               f"{v} leaves no room for a response with prompt_length={prompt}; raise it"), computed(facts.max_new_tokens)),
     # How rollouts run
     to("async_generation_ratio", "pipeline.max_lag pipeline.on_new_weights pipeline.over_lag", "non-negative",
        lambda value, source: sets(ceil(value), "interrupt", "drop")(value, source) if value else
@@ -127,9 +143,8 @@ PIPELINE = rows(
     # Evaluation
     to("eval_steps", "eval.every_rounds", "natural", NO_VALIDATION, default=10),
     to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION, default=128),
-    to("val_prompt_length", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION, _eval_length),
-    to("val_sequence_length", "eval.sampling.max_new_tokens", "integer >= 2?", NO_VALIDATION,
-       _eval_length, note="at most val_sequence_length - val_prompt_length new tokens"),
+    to("val_prompt_length val_sequence_length", "eval.sampling.max_new_tokens", "count?", _eval_length,
+       note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
     missing("{is_pure_opd,use_opd} {teacher,student_train,student_infer}.* actor_train.opd_kl_coef",
@@ -155,52 +170,44 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-sum-norm": "token_sum_constant",
 }
-KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3", "full": "full"}
-LEVELS = {"token": "token", "segment": "turn_geometric", "geometric": "geometric", "sequence": "sequence"}
-
-
-def _algorithm(**parts: Any) -> Became:
-    """Native keys of `algorithm`."""
-    return Became({f"algorithm.{name}": value for name, value in parts.items()})
-
-
-def _advantage(value: str, source: Source) -> Became:
-    if value in ("gae", "reinforce"):
-        return _algorithm(advantage=value)
-    if value != "grpo":
-        other = " (for gigpo: braid.algorithm.advantage=gigpo)" if value == "gigpo" else ""
-        return unsupported(f"use gae, reinforce or grpo; {value} belongs to ROLL's agentic pipeline{other}")
-    mean, std = facts.normalisation(source)
-    if facts.is_plain_grpo(source):
-        return _algorithm(advantage="grpo", normalize_by_std=True)
-    return _algorithm(advantage="reinforce", reward_mean=mean, reward_std=std)
+_KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3", "full": "full"}
+_LEVELS = {"token": "token", "segment": "turn_geometric", "geometric": "geometric", "sequence": "sequence"}
+_OTHER_ESTIMATOR = "use gae, reinforce or grpo; it belongs to ROLL's agentic pipeline"
+_ESTIMATORS = {
+    "gae": "gae",
+    "reinforce": "reinforce",
+    "grpo": lambda _, source: (
+        algorithm(advantage="grpo", normalize_by_std=True)
+        if facts.is_plain_grpo(source)
+        else algorithm(advantage="reinforce", reward_mean="group", reward_std="group")
+    ),
+    "gigpo": unsupported(f"{_OTHER_ESTIMATOR} (for gigpo: braid.algorithm.advantage=gigpo)"),
+    "step_reinforce": unsupported(_OTHER_ESTIMATOR),
+    "agentic_reinforce": unsupported(_OTHER_ESTIMATOR),
+}
+_STATISTICS = {name: name for name in ("batch", "group", "running")} | {"None": "none", None: "none"}
 
 
 def _reward_clip(value: float | None, source: Source) -> Became:
-    """Clip the normalised reward of a response, and, if it includes KL, the reward of each token."""
+    """Clip the normalized reward of a response, and, if it includes KL, the reward of each token."""
     tokens = {"token_reward_clip": value} if kl_place(source) == "reward" else {}
-    return _algorithm(reward_clip=value, **tokens)
+    return algorithm(reward_clip=value, **tokens)
 
 
 def _clip(_: Any, source: Source) -> Became:
-    low, high = facts.clip_range(source)
-    return _algorithm(clip_low=low, clip_high=high, **_dual_clip(source))
-
-
-def _dual_clip(source: Source) -> dict[str, Any]:
-    """Dual clip: bound on the ratio of tokens with negative advantage; PPO only."""
-    bound = 1.0 + 2.0 * source["pg_clip"] if source["dual_clip_loss"] else "off"
-    return {} if variant(source) != "ppo" else {"dual_clip": bound}
+    low, high = ("pg_clip_low", "pg_clip_high") if source["use_pg_clip_range"] else ("pg_clip", "pg_clip")
+    dual = 1.0 + 2.0 * source["pg_clip"] if source["dual_clip_loss"] else "off"
+    return algorithm(clip_low=float(source[low]), clip_high=float(source[high]), dual_clip=dual)
 
 
 def _kl(_: Any, source: Source) -> Became:
     """The single KL term, in the loss or in the reward, or none."""
     if (where := kl_place(source)) is None:
-        return _algorithm(kl_coef=0.0)
-    penalty = KL_PENALTIES[source["kl_penalty"]]
+        return algorithm(kl_coef=0.0)
+    penalty = _KL_PENALTIES[source["kl_penalty"]]
     coef, estimator = ("kl_loss_coef", "k3") if where == "loss" else ("init_kl_coef", penalty)
     clamp = 10.0 if estimator == "k3" else "off"
-    return _algorithm(kl_coef=float(source[coef]), kl_in=where, kl_estimator=estimator, kl_clamp=clamp)
+    return algorithm(kl_coef=float(source[coef]), kl_in=where, kl_estimator=estimator, kl_clamp=clamp)
 
 
 def _old_logprobs(_: Any, source: Source) -> str:
@@ -209,17 +216,22 @@ def _old_logprobs(_: Any, source: Source) -> str:
     return "recompute" if source["enable_old_logprobs_recompute"] else "auto"
 
 
-_FILTER: dict[str, tuple[str, Any]] = {
-    "enabled": ("bool", False),
-    "agg_type": ("|".join(LEVELS), "token"),
-    "ratio_enabled": ("bool", True),
-    "ratio_low": ("non-negative", 0.8),
-    "ratio_high": ("positive", 1.2),
-    "diff_enabled": ("bool", False),
-    "diff_low": ("number", -0.2),
-    "diff_high": ("positive", 0.2),
-}
+_FILTER: dict[str, tuple[Takes, Any]] = {
+    name: (takes(spec), default)
+    for name, spec, default in (
+        ("enabled", "bool", False), ("agg_type", "|".join(_LEVELS), "token"),
+        ("ratio_enabled", "bool", True), ("ratio_low", "non-negative", 0.8), ("ratio_high", "positive", 1.2),
+        ("diff_enabled", "bool", False), ("diff_low", "number", -0.2), ("diff_high", "positive", 0.2),
+    )
+}  # fmt: skip
 """Keys of a filter -> allowed values, ROLL's default."""
+_FILTERS = Takes(
+    f"a list of filters with {', '.join(f'{name} ({of.words})' for name, (of, _) in _FILTER.items())}",
+    lambda v: (
+        takes("[{any}]").accepts(v)
+        and all(key in _FILTER and _FILTER[key][0].accepts(of[key]) for of in v for key in of)
+    ),
+)
 
 
 def _corrections(_: Any, source: Source) -> Became:
@@ -227,37 +239,25 @@ def _corrections(_: Any, source: Source) -> Became:
     made: list[dict[str, Any]] = []
     weight = "train_infer_correction.is_weight"
     if source[f"{weight}.enabled"]:
-        level, high = LEVELS[source[f"{weight}.weight_type"]], source[f"{weight}.upper_bound"]
+        level, high = _LEVELS[source[f"{weight}.weight_type"]], source[f"{weight}.upper_bound"]
         made.append({"level": level, "mode": "truncate", "low": 0.0, "high": high})
     for given in source["train_infer_correction.filters"] or []:
         of = {name: given.get(name, default) for name, (_, default) in _FILTER.items()}
         for name, measure in (("ratio", "ratio"), ("diff", "difference")):
             if of["enabled"] and of[f"{name}_enabled"]:
                 bounds = {"low": of[f"{name}_low"], "high": of[f"{name}_high"]}
-                made.append({"level": LEVELS[of["agg_type"]], "mode": "mask", "measure": measure, **bounds})
-    return _algorithm(corrections=made, old_logprobs="recompute") if made else implied("no correction")
-
-
-def _filters(value: list[dict[str, Any]], source: Source) -> Became:
-    for given in value:
-        if unknown := set(given) - set(_FILTER):
-            keys = ", ".join(sorted(_FILTER))
-            raise ValueError(f"unknown filter key {min(unknown)!r}; the keys are {keys}")
-        for name, (spec, _) in _FILTER.items():
-            if name in given and not takes(spec).accepts(given[name]):
-                raise ValueError(f"filter key {name}: {given[name]!r} is not {takes(spec).words}")
-    return _corrections(value, source)
+                made.append({"level": _LEVELS[of["agg_type"]], "mode": "mask", "measure": measure, **bounds})
+    return algorithm(corrections=made, old_logprobs="recompute") if made else implied("no correction")
 
 
 def _difficulty_mask(value: bool, source: Source) -> Became:
     if not value:
         return implied("all groups are used")
     low, high = source["difficulty_low_threshold"], source["difficulty_high_threshold"]
-    if not facts.filters_groups(source):
+    if not any(filters := facts.query_filters(source)):
         bounds = {"min_mean": low, "max_mean": high, "then": "mask"}
         return Became({f"rollout.filter.{name}": bound for name, bound in bounds.items()})
-    kept = [facts.query_filter(source, name) for name in facts.domains(source)]
-    if all(of.get("min_mean", -inf) >= low and of.get("max_mean", inf) <= high for of in kept):
+    if all(of.get("min_mean", -inf) >= low and of.get("max_mean", inf) <= high for of in filters):
         return implied("the query filter drops all groups that it masks")
     raise ValueError(
         f"masks groups (mean reward <= {low:g}, or >= {high:g}) that the query filter keeps, but braid has a "
@@ -272,26 +272,25 @@ _BY_GROUP = unless(
 _UNREAD_CLIP = unless(
     lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"], "overridden by use_pg_clip_range"
 )
-_FILTERED = unless(facts.filters_groups, "the query filter drops all groups that difficulty_mask masks")
+_FILTERED = unless(
+    lambda s: any(facts.query_filters(s)), "the query filter drops all groups that difficulty_mask masks"
+)
 _WEIGHTED = needs("train_infer_correction.is_weight.enabled")
-_ESTIMATORS = "gae|reinforce|grpo|gigpo|step_reinforce|agentic_reinforce"
-_STATISTICS = "batch|group|running|None?"
 
 # One rule per line.
 # fmt: off
 ALGORITHM = section("", "algorithm")(
     # Advantages
-    to("adv_estimator", ".advantage", _ESTIMATORS, _advantage, default="gae",
+    to("adv_estimator", ".advantage", _ESTIMATORS, default="gae",
        note="grpo: (r - mean) / (std + 1e-6); with gamma < 1 or KL in the reward, reinforce with rewards "
        "normalized so"),
     to("gamma", ".gamma", "share",
        unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0),
     to("lambd", ".gae_lambda", "share", NO_VALUES, default=0.95),
-    to("norm_mean_type", ".reward_mean", _STATISTICS, _BY_GROUP,
-       computed(lambda s: facts.normalisation(s)[0]), default=None,
+    to("norm_mean_type", ".reward_mean", _STATISTICS, _BY_GROUP, default=None,
        note="over the round; in ROLL over each domain"),
-    to("norm_std_type", ".reward_std", _STATISTICS, _BY_GROUP, computed(lambda s: facts.normalisation(s)[1]),
-       default=None, note="divides by the unbiased deviation + 1e-6"),
+    to("norm_std_type", ".reward_std", _STATISTICS, _BY_GROUP, default=None,
+       note="divides by the unbiased deviation + 1e-6"),
     to("reward_clip", ".reward_clip", "positive?", unless_null("no clipping", implied), _reward_clip,
        note="clips a response's reward after normalisation, and each token's after subtracting KL"),
     to("whiten_rewards", ".*", "bool", default=False, note="over the tokens of the round"),
@@ -301,14 +300,13 @@ ALGORITHM = section("", "algorithm")(
     to("value_clip", ".*", "positive?", NO_VALUES, null_as("off"), default=None),
     # Loss
     to("ppo_epochs", "{trained}.passes_per_round", "count", default=1),
-    to("pg_clip", ".clip_high", "positive", PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
+    to("pg_clip", ".clip_high", "positive", _PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
        note="ratio in [1 - pg_clip, 1 + pg_clip]; the dual clip is 1 + 2 pg_clip"),
-    to("use_pg_clip_range", ".clip_high", "bool", PPO_ONLY, _clip, default=False),
-    to("pg_clip_low", ".clip_low", "non-negative", PPO_ONLY, needs("use_pg_clip_range"), _clip, default=0.2),
-    to("pg_clip_high", ".clip_high", "non-negative", PPO_ONLY, needs("use_pg_clip_range"), _clip,
+    to("use_pg_clip_range", ".clip_high", "bool", _PPO_ONLY, _clip, default=False),
+    to("pg_clip_low pg_clip_high", ".clip_high", "non-negative", _PPO_ONLY, needs("use_pg_clip_range"), _clip,
        default=0.2),
-    to("dual_clip_loss", ".dual_clip", "bool", PPO_ONLY, lambda _, s: _algorithm(**_dual_clip(s)),
-       default=False, note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
+    to("dual_clip_loss", ".dual_clip", "bool", _PPO_ONLY, _clip, default=False,
+       note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
     to("importance_sampling", ".ratio_level", {"token": "token", "seq": "sequence"},
        unless(lambda s: variant(s) == "vanilla", "pg_variant=vanilla uses no ratio"), default="token",
        note="seq: exp(mean log-ratio) for all tokens, as in GSPO"),
@@ -318,30 +316,34 @@ ALGORITHM = section("", "algorithm")(
     to("entropy_loss_coef", ".entropy_coef", "number", default=0.0, note="loss - coef * entropy"),
     to("use_kl_loss", ".kl_coef", "bool", _kl, default=False,
        note="+ kl_loss_coef * k3(policy, reference), clamped to 10, in the loss"),
-    to("kl_loss_coef", ".kl_coef", "non-negative", NOT_IN_LOSS, _kl, default=0.0),
-    to("add_token_level_kl", ".kl_coef", "bool", _kl, default=False,
-       note="reward_t - init_kl_coef * KL_t for each token"),
-    to("init_kl_coef", ".kl_coef", "non-negative", NOT_IN_REWARD, _kl, default=0.2,
+    to("kl_loss_coef", ".kl_coef", "non-negative", _NOT_IN_LOSS, _kl, default=0.0),
+    to("add_token_level_kl", ".kl_coef", "bool",
+       refused(lambda v, s: v and kl_place(s) == "loss" and
+               "conflicts with use_kl_loss: braid has only one KL term, in the loss or in the reward; choose one"),
+       _kl, default=False, note="reward_t - init_kl_coef * KL_t for each token"),
+    to("init_kl_coef", ".kl_coef", "non-negative", _NOT_IN_REWARD, _kl, default=0.2,
        note="above 0, ROLL loads a reference and recomputes old log-probs; here only if KL is used"),
-    to("kl_penalty", ".kl_estimator", choice(*KL_PENALTIES), NOT_IN_REWARD, _kl, default="kl",
+    to("kl_penalty", ".kl_estimator", choice(*_KL_PENALTIES), _NOT_IN_REWARD, _kl, default="kl",
        note="d = log policy - log reference. kl: d; mse: d^2/2; k3: exp(-d) + d - 1; full: over the "
        "vocabulary. The KL in the loss is always k3"),
-    to("target_kl", ".kl_target", "positive?", NOT_IN_REWARD, null_as("off"), default=None,
+    to("target_kl", ".kl_target", "positive?", _NOT_IN_REWARD, null_as("off"), default=None,
        note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
-    to("kl_horizon", ".kl_horizon", "count", NOT_IN_REWARD, needs("target_kl"), default=10000),
+    to("kl_horizon", ".kl_horizon", "count", _NOT_IN_REWARD, needs("target_kl"), default=10000),
     always("enable_reference", "a reference model is loaded whenever a KL term needs it", "bool"),
     to("enable_old_logprobs_recompute", ".old_logprobs", "bool", _old_logprobs,
        default=False, note="false: only if a round has several steps or another feature needs them"),
-    to("force_disable_old_logprobs_recompute", ".old_logprobs", "bool", _old_logprobs,
-       default=False, note="every ratio is 1, so nothing is clipped"),
+    to("force_disable_old_logprobs_recompute", ".old_logprobs", "bool",
+       refused(lambda v, s: v and s["enable_old_logprobs_recompute"] and
+               "contradicts enable_old_logprobs_recompute; choose one"), _old_logprobs, default=False,
+       note="every ratio is 1, so nothing is clipped"),
     section("train_infer_correction")(
         to("is_weight.enabled", ".corrections", "bool", _corrections, default=False,
            note="loss * w, w = exp(old log-prob - the engine's) clamped to [0, upper_bound]"),
-        to("is_weight.weight_type", ".corrections", choice(*LEVELS), _WEIGHTED, _corrections,
+        to("is_weight.weight_type", ".corrections", choice(*_LEVELS), _WEIGHTED, _corrections,
            default="token"),
         to("is_weight.upper_bound", ".corrections", "positive", _WEIGHTED, _corrections, default=1.2),
         missing("is_weight.detach", "set it to true; weights have no gradient", default=True),
-        to("filters", ".corrections", "[{any}]", _filters,
+        to("filters", ".corrections", _FILTERS, _corrections,
            note="masks tokens with ratios or differences of probabilities out of bounds")),
     to("max_len_mask", ".mask_truncated", "bool", default=False),
     to("difficulty_mask", "rollout.filter.min_mean", "bool", _difficulty_mask,
@@ -359,19 +361,21 @@ ALGORITHM = section("", "algorithm")(
     to("max_grad_norm", "{trained}.max_grad_norm", "non-negative", or_null, default=1.0),
 )
 
-_OTHER = "remove it; it belongs to ROLL's {0} pipeline, and only RLVR configs are supported"
-OTHER_PIPELINES = rows(
-    missing("custom_envs.* train_env_manager.* val_env_manager.* reward.* reward_normalization.* "
-            "env_monitor.* render_save_dir batch_adjust_mode episode_reward_weight step_reward_weight "
-            "step_reward_gamma ratio_type exp_mode partial_gpu_mode parse_tool_call_parameter_to_dict "
-            "skip_mock_system_prompt dirty_data_mask open_feedback_turn use_token_reward",
-            _OTHER.format("agentic")),
-    missing("sft_train.* system_key prompt_key query_key response_key", _OTHER.format("supervised")),
-    missing("ipo beta label_smoothing chosen_key rejected_key", _OTHER.format("preference")),
-    missing("student_pretrain teacher_pretrain student.* question_key answer_key logits_topk "
-            "distill_loss_weight kd_temperature teacher_temperature kd_objective adaptive_kl_alpha "
-            "skew_lambda distill_on_prompt logits_transfer_backend", _OTHER.format("distillation")),
-)
+OTHER_PIPELINES = missing(
+    # agentic
+    "custom_envs.* train_env_manager.* val_env_manager.* reward.* reward_normalization.* env_monitor.* "
+    "render_save_dir batch_adjust_mode episode_reward_weight step_reward_weight step_reward_gamma ratio_type "
+    "exp_mode partial_gpu_mode parse_tool_call_parameter_to_dict skip_mock_system_prompt dirty_data_mask "
+    "open_feedback_turn use_token_reward "
+    # supervised, preference
+    "sft_train.* system_key prompt_key query_key response_key "
+    "ipo beta label_smoothing chosen_key rejected_key "
+    # distillation
+    "student_pretrain teacher_pretrain student.* question_key answer_key logits_topk distill_loss_weight "
+    "kd_temperature teacher_temperature kd_objective adaptive_kl_alpha skew_lambda distill_on_prompt "
+    "logits_transfer_backend",
+    "remove it; it belongs to another of ROLL's pipelines (agentic, supervised, preference or distillation), "
+    "and only RLVR configs are supported")
 # fmt: on
 ALIASES = {
     "use_additional_prompts": "is_use_additional_prompts",

@@ -5,7 +5,8 @@
     ignored    changes nothing in braid
     missing    asks for a feature that braid lacks; stops the run unless allowed by name
 
-`actor.{lr,eps}` stands for two keys, as does `actor.lr actor.eps`. values.py has the notation of values.
+`actor.{lr,eps}` stands for two keys, as does `actor.lr actor.eps`; `to("{lr,eps}", "optimizer.{lr,epsilon}")` sets
+a native key each. values.py has the notation of values.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def to(
         values, convert = "bool" if True in values else choice(*values), (*convert, mapped(values))
     if isinstance(native, Mapping):
         native, convert = " ".join(native), (*convert, sets(*native.values()))
-    return [Rule(path, takes(values), "applied", note, native, convert, default) for path in _paths(keys)]
+    paths = _paths(keys)
+    natives = _paths(native) if _ALTERNATIVES.search(native) else [native] * len(paths)
+    return [
+        Rule(path, takes(values), "applied", note, own, convert, default)
+        for path, own in zip(paths, natives, strict=True)
+    ]
 
 
 def always(keys: str, why: str, values: str | Takes) -> list[Rule]:

@@ -13,9 +13,8 @@ from typing import Any
 from . import skyrl_facts as facts
 from .rows import rows
 from .skyrl_algorithm import ALGORITHM
-from .skyrl_checks import CHECKS
 from .skyrl_generator import GENERATOR
-from .skyrl_trainer import TRAINER, tracker
+from .skyrl_trainer import TRAINER
 from .table import Dialect, Source, table
 
 _ENGINE_KEYS = (
@@ -65,9 +64,9 @@ SKYRL = Dialect(
         "train": lambda s: facts.TRAIN[facts.role_of(s)],
         "trained": facts.trained,
         "models": facts.models,
-        "tracker": tracker,
+        "tracker": lambda s: s["trainer.logger"],
+        "trackers": lambda s: [f"report.{of}" for of in ("wandb", "swanlab") if of == s["trainer.logger"]],
         "sampling": lambda s: "eval.sampling" if ".eval_sampling_params." in s.at else "rollout.sampling",
     },
-    checks=CHECKS,
     aliases=_aliases(),
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
 from typing import Any
 
-from .conditions import unless
+from .conditions import needs, unless
 from .table import Source
 
 TRAIN = {"policy": "train", "critic": "critic.train", "ref": "reference.train"}
@@ -17,8 +17,9 @@ SERVED = ("vllm", "sglang")
 
 
 def role_of(source: Source) -> str:
-    """The role whose key is being converted."""
-    return source.at.split(".")[1]
+    """The role whose key is being converted; empty for other keys."""
+    found = re.match(r"trainer\.(?:placement\.)?(policy|critic|ref)[._]", source.at)
+    return found[1] if found else ""
 
 
 def backend(source: Source) -> str:
@@ -52,18 +53,10 @@ def uses_reference(source: Source) -> bool:
     return source[f"{AT}.use_kl_loss"] or source[f"{AT}.use_kl_in_reward"]
 
 
-def has_tools(source: Source) -> bool:
-    return source.own.get("env.kind") == "tools"
-
-
-def longest_input(source: Source) -> int:
-    """Maximum number of tokens before a response."""
-    return source["generator.max_input_length"] or source["trainer.max_prompt_length"]
-
-
 def longest_row(source: Source) -> int:
     """Maximum number of tokens of a training row."""
-    return longest_input(source) + source["generator.sampling_params.max_generate_length"]
+    prompt = source["generator.max_input_length"] or source["trainer.max_prompt_length"]
+    return prompt + source["generator.sampling_params.max_generate_length"]
 
 
 def world(source: Source, role: str) -> int:
@@ -81,7 +74,7 @@ def model_parallel(source: Source, role: str) -> int:
 
 def ranks(source: Source, role: str) -> int:
     """Data-parallel size of a role, from the file's own device counts regardless of the chosen backend."""
-    return world(source, role) // model_parallel(source, role)
+    return max(1, world(source, role) // model_parallel(source, role))
 
 
 def engine_gpus(source: Source) -> int:
@@ -108,42 +101,40 @@ def models(source: Source) -> list[str]:
     return trained(source) if is_one_process(source) else [TRAIN[role] for role in roles(source)]
 
 
-def _blocks(source: Source) -> Iterator[tuple[list[str], int]]:
-    """(roles, number of devices they share) of each set of devices, in order of device number."""
-    used, seats = roles(source), {"policy": "policy", "critic": "critic", "ref": "reference"}
+def shares(source: Source, role: str) -> str:
+    """The flag by which a role uses the policy's devices; empty if it has its own."""
     if is_colocated(source):
-        yield [*(seats[role] for role in used), "rollout"], world(source, "policy")
-        return
-    shares = "ref" in used and source["trainer.placement.colocate_policy_ref"]
-    yield ["policy", "reference"] if shares else ["policy"], world(source, "policy")
-    for role in ("ref", "critic"):
-        if role in used and not (role == "ref" and shares):
-            yield [seats[role]], world(source, role)
-    if not is_remote(source):
-        yield ["rollout"], engine_gpus(source)
+        return "colocate_all"
+    return "colocate_policy_ref" if role == "ref" and source["trainer.placement.colocate_policy_ref"] else ""
 
 
 def cluster(source: Source) -> dict[str, Any]:
     """Cluster settings. The file does not give the number of devices per node: all of them if the policy is
     on one node, else the number that the policy uses on each."""
-    placed, first = {}, 0
-    for names, num in _blocks(source):
-        placed[",".join(names)] = str(first) if num == 1 else f"{first}-{first + num - 1}"
-        first += num
+    seats = {"policy": "policy", "critic": "critic", "ref": "reference"}
+    used, apart = roles(source), not is_colocated(source)
+    first = [seats[role] for role in used if role == "policy" or shares(source, role)]
+    sizes = {",".join(first if apart else [*first, "rollout"]): world(source, "policy")}
+    for role in ("ref", "critic"):
+        if role in used and not shares(source, role):
+            sizes[seats[role]] = world(source, role)
+    if apart and not is_remote(source):
+        sizes["rollout"] = engine_gpus(source)
+    placed, start = {}, 0
+    for names, num in sizes.items():
+        placed[names] = str(start) if num == 1 else f"{start}-{start + num - 1}"
+        start += num
     is_one = source["trainer.placement.policy_num_nodes"] == 1
-    per_node = first if is_one else source["trainer.placement.policy_num_gpus_per_node"]
+    per_node = start if is_one else source["trainer.placement.policy_num_gpus_per_node"]
     return {
         "cluster.placement": placed,
-        "cluster.num_nodes": math.ceil(first / per_node),
+        "cluster.num_nodes": math.ceil(start / per_node),
         "cluster.devices_per_node": per_node,
     }
 
 
 ONE_PROCESS = unless(is_one_process, "train.backend=single runs everything in one process")
-NO_CRITIC = unless(
-    lambda s: not uses_critic(s),
-    lambda s: f"advantage_estimator={s[f'{AT}.advantage_estimator']} uses no critic",
-)
+NO_CRITIC = needs(f"{AT}.advantage_estimator", "gae")
 NO_REFERENCE = unless(
     lambda s: not uses_reference(s), "use_kl_loss and use_kl_in_reward are false, so there is no reference"
 )

@@ -7,10 +7,10 @@ from pathlib import PurePath
 from typing import Any
 
 from . import skyrl_facts as facts
-from .conditions import BY_ENGINE, of_engine, unless
-from .conversions import already, as_is, at_least_0, only, opposite, unless_null
+from .conditions import BY_ENGINE, of_engine, refused, unless
+from .conversions import already, as_is, at_least_0, greedy_at_0, only, opposite, unless_null
 from .rows import always, ignored, missing, rows, section, to
-from .skyrl_facts import NO_EVALUATION, ONE_PROCESS, SERVED, engine, has_tools, is_remote
+from .skyrl_facts import NO_EVALUATION, ONE_PROCESS, SERVED, engine, is_remote
 from .table import Became, Source, implied, no_effect, unsupported
 from .values import Takes, takes
 
@@ -33,20 +33,19 @@ def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
     return out
 
 
-def _environment(value: str, _: Source) -> Became:
-    if value == "gsm8k":
-        part = {"kind": "exact", "name": "gsm8k", "pattern": r"####\s*(-?[\d.,]*\d)", "ignore": ",$"}
-        note = "1 if the number after the last #### equals the reference, else 0"
-        return Became({"reward.parts": [part]}, note=note)
-    if value == "aime":
-        note, parts = (
-            "1 if the boxed answer equals the reference, else -1 (0 in evaluation)",
-            [{"kind": "math", "name": "aime"}],
-        )
-        return Became({"reward.parts": parts, "reward.scale": 2.0, "reward.shift": -1.0}, note=note)
-    return unsupported(f"use {' or '.join(ANSWER_KEYS)}, or define the reward with braid.reward.parts=[...]")
-
-
+_OTHER_ENVIRONMENT = unsupported(
+    f"use {' or '.join(ANSWER_KEYS)}, or define the reward with braid.reward.parts=[...]"
+)
+_GSM8K = {"kind": "exact", "name": "gsm8k", "pattern": r"####\s*(-?[\d.,]*\d)", "ignore": ",$"}
+_REWARDS = {
+    "gsm8k": Became(
+        {"reward.parts": [_GSM8K]}, note="1 if the number after the last #### equals the reference, else 0"
+    ),
+    "aime": Became(
+        {"reward.parts": [{"kind": "math", "name": "aime"}], "reward.scale": 2.0, "reward.shift": -1.0},
+        note="1 if the boxed answer equals the reference, else -1 (0 in evaluation)",
+    ),
+}
 _ENVIRONMENTS = Takes(
     f"the name of an environment; supported are {', '.join(ANSWER_KEYS)}", takes("text").accepts
 )
@@ -60,6 +59,19 @@ def _servers(value: bool, source: Source) -> Any:
 
 def _urls(values: list[str] | None, _: Source) -> list[str]:
     return [value if "://" in value else f"http://{value}" for value in values or []]
+
+
+def _num_engines(value: int, source: Source) -> str:
+    key, policy = "generator.remote_inference_engine_urls", facts.world(source, "policy")
+    num_urls, gpus = len(source[key] or ()), facts.engine_gpus(source)
+    if is_remote(source):
+        return f"{value} differs from the number of {key}, {num_urls}" if value != num_urls else ""
+    if not facts.is_colocated(source) or gpus == policy:
+        return ""
+    return (
+        f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines times their "
+        f"parallel sizes is {gpus}; make them equal, or set trainer.placement.colocate_all=false"
+    )
 
 
 def _with_placement(value: int, source: Source) -> Became:
@@ -84,41 +96,29 @@ def _sync(value: str, source: Source) -> Any:
 def _input_length(value: int | None, source: Source) -> Became:
     """Limit of a conversation, and of the engine's context: tokens before a response plus the longest
     response."""
+    prompt = source["trainer.max_prompt_length"]
+    if value is not None and source["generator.max_turns"] == 1 and value != prompt:
+        why = f"for a single turn it must equal trainer.max_prompt_length={prompt}, not {value}"
+        raise ValueError(why)
+    if (value or prompt) < prompt:
+        raise ValueError(f"{value} is below trainer.max_prompt_length={prompt}; raise it")
     names = ("sampling_params", "eval_sampling_params")
     answers = [source[f"generator.{name}.max_generate_length"] or 0 for name in names]
-    longest = (value or facts.longest_input(source)) + max(answers)
-    native = {"env.max_context_tokens": longest} if has_tools(source) else {}
+    longest = (value or prompt) + max(answers)
+    native = {"env.max_context_tokens": longest} if _has_tools(source) else {}
     if engine(source) in SERVED:
         native[f"rollout.{engine(source)}.max_model_tokens"] = longest
     return Became(native) if native else implied("a single turn is limited by max_prompt_length")
 
 
-def _conversation(value: bool, _: Source) -> Became:
-    if value:
-        raise ValueError("tool replies are part of the policy's turn; set it to false")
-    return implied("tool replies are always part of the policy's turn, token for token")
+def _has_tools(source: Source) -> bool:
+    return source.own.get("env.kind") == "tools"
 
 
-def _template(value: str, source: Source) -> Any:
-    is_file = source["generator.chat_template.source"] == "file"
-    return value if is_file else unsupported("use the path of a Jinja file, with source: file")
-
-
-def _temperature(value: float, source: Source) -> Became:
-    (native,) = source.native
-    greedy = native.replace("temperature", "greedy")
-    if value == 0:
-        return Became({greedy: True}, note="greedy decoding")
-    return Became({native: float(value), greedy: False})
-
-
-_DATA = "[path]"
-_URLS = "[text]?"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_KWARGS = "{any}?"
 _IS_SERVED, _IS_VLLM = of_engine(*SERVED), of_engine("vllm")
 _IS_LOCAL = unless(lambda s: not is_remote(s) or engine(s) == "native", "the run starts its own engines")
-_NO_TOOLS = unless(lambda s: not has_tools(s), "the environment has a single turn; see braid.env.kind=tools")
+_NO_TOOLS = unless(lambda s: not _has_tools(s), "the environment has a single turn; see braid.env.kind=tools")
 _EVALUATES = unless(
     lambda s: "eval_sampling" in s.at and s["trainer.eval_interval"] <= 0, "eval_interval disables evaluation"
 )
@@ -126,12 +126,13 @@ _EVALUATES = unless(
 # One rule per line.
 # fmt: off
 DATA = rows(
-    to("data.train_data", "data.train", _DATA, _sources, default=["~/data/gsm8k/train.parquet"],
+    to("data.train_data", "data.train", "[path]", _sources, default=["~/data/gsm8k/train.parquet"],
        note="columns prompt, reward_spec.ground_truth, data_source; files or hub (name:split)"),
-    to("data.val_data", "data.eval", _DATA, NO_EVALUATION, _sources,
+    to("data.val_data", "data.eval", "[path]", NO_EVALUATION, _sources,
        default=["~/data/gsm8k/validation.parquet"]),
     ignored("data.dataloader.{num_workers,persistent_workers}", "prompts are read into memory once"),
-    to("environment.env_class", "reward.parts", _ENVIRONMENTS, _environment, default="gsm8k",
+    to("environment.env_class", "reward.parts", _ENVIRONMENTS,
+       lambda v, _: _REWARDS.get(v, _OTHER_ENVIRONMENT), default="gsm8k",
        note="applies to all rows; a column env_class is not read"),
     ignored("environment.max_env_workers environment.skyrl_gym.max_env_workers",
             "concurrency of scoring is set by braid.reward.concurrency"),
@@ -143,9 +144,11 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("model_dtype", ".dtype", _DTYPES, default="bfloat16"),
     to("run_engines_locally", ".servers", "bool", _IS_SERVED, _servers, default=True),
     to("num_inference_engines", ".replicas", "count",
-       lambda v, s: implied("one engine per URL") if is_remote(s) else v, _IS_SERVED, _with_placement,
-       default=1),
-    to("remote_inference_engine_urls", ".servers", _URLS, _IS_LOCAL, _urls, default=["127.0.0.1:8001"]),
+       refused(_num_engines), lambda v, s: implied("one engine per URL") if is_remote(s) else v, _IS_SERVED,
+       _with_placement, default=1),
+    to("remote_inference_engine_urls", ".servers", "[text]?",
+       refused(lambda v, s: is_remote(s) and not v and
+               "with run_engines_locally=false, list the URLs of running servers"), _IS_LOCAL, _urls, default=["127.0.0.1:8001"]),
     to("inference_engine_tensor_parallel_size", ".tensor_parallel", "count", _IS_SERVED, _with_placement,
        default=4, note="the first release's default; later ones have 1"),
     to("inference_engine_pipeline_parallel_size", ".pipeline_parallel", "count", _IS_SERVED, default=1),
@@ -158,7 +161,9 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("weight_transfer_threshold_cuda_ipc_GB", "rollout.weight_sync.bucket_bytes", "positive", ONE_PROCESS,
        lambda v, _: int(v * 2**30), note="GiB"),
     to("async_engine", "", "bool", already("engines are always asynchronous"), default=True),
-    to("batched", "", "bool", already("all prompts of a round are requested at once"), default=True),
+    to("batched", "", "bool",
+       refused(lambda v, s: not v and not s[".async_engine"] and
+               "async_engine=false can only generate in batches; set batched=true"), already("all prompts of a round are requested at once"), default=True),
     to("vllm_v1_disable_multiproc", ".in_process", "bool", _IS_VLLM, default=True),
     to("enable_prefix_caching", ".prefix_caching", "bool", _IS_VLLM, default=True),
     to("enable_chunked_prefill", ".chunked_prefill", "bool", _IS_VLLM, default=True),
@@ -193,13 +198,15 @@ SAMPLING = section("generator")(
     to("max_input_length", "rollout.vllm.max_model_tokens", "count?", _input_length, default=None,
        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
     to("max_turns", "env.max_turns", "count", _NO_TOOLS, default=1),
-    to("use_conversation_multi_turn", "", "bool", _NO_TOOLS, _conversation, default=False),
+    to("use_conversation_multi_turn", "", "bool", _NO_TOOLS,
+       refused(lambda v, _: v and "tool replies are part of the policy's turn; set it to false"),
+       lambda *_: implied("tool replies are always part of the policy's turn, token for token"), default=False),
     ignored("append_eos_token_after_stop_str_in_multi_turn", "turns are always token for token as sampled"),
     to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024),
     to("eval_sampling_params.max_generate_length", "eval.sampling.max_new_tokens", "count?", NO_EVALUATION,
        lambda v, s: v or s["generator.sampling_params.max_generate_length"], default=None),
     section("{sampling_params,eval_sampling_params}", "{sampling}", _EVALUATES)(
-        to("temperature", ".*", "non-negative", _temperature, default=1.0,
+        to("temperature", ".*", "non-negative", greedy_at_0, default=1.0,
            note="also in training, for all log-probs; 0: greedy"),
         to("top_p", ".*", "fraction", default=1.0),
         to("min_p", ".*", "share", default=0.0),
@@ -215,9 +222,11 @@ SAMPLING = section("generator")(
        note="for every truncated response (SkyRL ignored it with batched=true)"),
     to("apply_overlong_filtering", "algorithm.mask_truncated", "bool", default=False),
     to("chat_template.name_or_path", "model.chat_template", "text?",
-       unless_null("the tokenizer's template", implied), _template),
+       unless_null("the tokenizer's template", implied),
+       lambda v, s: v if s[".source"] == "file" else
+       unsupported("use the path of a Jinja file, with source: file")),
     ignored("chat_template.source", "determines the meaning of name_or_path"),
-    to("chat_template_kwargs", "data.chat_template_kwargs", _KWARGS, unless_null("no arguments")),
+    to("chat_template_kwargs", "data.chat_template_kwargs", "{any}?", unless_null("no arguments")),
     missing("{step_wise_trajectories,merge_stepwise_output}",
             "set it to false; trajectories are trained as a whole", default=False),
     missing("vision_language_generator", "use a text model", default=False))

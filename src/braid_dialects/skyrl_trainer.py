@@ -6,13 +6,14 @@ mini-batches of whole prompts, but group different prompts together (see docs/di
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import PurePath
 from typing import Any
 
 from . import skyrl_facts as facts
-from .conditions import BY_BACKEND, of_backend, unless
+from .conditions import BY_BACKEND, needs, of_backend, refused, unless
 from .conversions import (
     already,
     as_int,
@@ -26,14 +27,11 @@ from .conversions import (
     sets,
     unless_null,
     wandb_mode,
-)
+)  # fmt: skip
 from .rows import always, ignored, missing, rows, section, to
-from .skyrl_facts import NO_CRITIC, NO_EVALUATION, NO_REFERENCE, ONE_PROCESS, used
-from .table import ABSENT, Became, Source, implied, no_effect, unsupported
-from .values import choice, list_of, nullable
-
-_NEVER = "int"
-"""A cadence; -1 and 0 mean never."""
+from .skyrl_facts import NO_EVALUATION, NO_REFERENCE, ONE_PROCESS, used
+from .table import Became, Source, implied, no_effect, unsupported
+from .values import choice, list_of
 
 
 def _expanded(value: str, _: Source) -> str:
@@ -41,6 +39,16 @@ def _expanded(value: str, _: Source) -> str:
 
 
 def _placed(_: Any, source: Source) -> Became:
+    role = facts.role_of(source)
+    if source.name.endswith("gpus_per_node"):
+        size, shared = facts.world(source, role), facts.model_parallel(source, role)
+        policy, flag = facts.world(source, "policy"), facts.shares(source, role)
+        if size % shared:
+            why = f"the {role}'s {size} GPUs are not a multiple of the {shared} GPUs per model replica"
+            raise ValueError(f"{why}; change one of them")
+        if flag and size != policy:
+            why = f"with {flag} the {role} uses the policy's {policy} GPUs, not {size}; make them equal"
+            raise ValueError(f"{why}, or set trainer.placement.{flag}=false")
     settings = facts.cluster(source)
     return Became({path: settings[path] for path in source.native})
 
@@ -50,8 +58,52 @@ def _colocate_all(value: bool, source: Source) -> Became:
     return Became({**_placed(value, source).native, **dict.fromkeys(parts, value)})
 
 
-def _steps(value: int, source: Source) -> int:
-    return max(source["trainer.train_batch_size"] // value, 1)
+def _fitting(value: int, total: int) -> str:
+    """The divisors of `total` closest to `value`, in words."""
+    below = next(n for n in range(min(value, total, 10**6), 0, -1) if total % n == 0)
+    above = next((n for n in range(value + 1, min(total, 10**6) + 1) if total % n == 0), None)
+    return f"{below}" if above is None else f"{below} or {above}"
+
+
+def _samples_per_rank(source: Source, role: str) -> tuple[int, str]:
+    """Samples of a mini-batch on one rank, and how they are computed."""
+    mini, num = source[f"trainer.{role}_mini_batch_size"], source["generator.n_samples_per_prompt"]
+    dp = facts.ranks(source, role)
+    how = f"{role}_mini_batch_size * n_samples_per_prompt // ranks = {mini}*{num}//{dp}"
+    return mini * num // dp, f"{how} = {mini * num // dp}"
+
+
+def _steps(mini: int, source: Source) -> int:
+    """Optimizer steps: a batch divides into mini-batches (both in prompts), and no rank is left without one."""
+    role, batch = facts.role_of(source), source["trainer.train_batch_size"]
+    per_rank, how = _samples_per_rank(source, role)
+    if batch < mini:
+        raise ValueError(f"{mini} is above trainer.train_batch_size={batch}; lower it")
+    if batch % mini:
+        fit = _fitting(mini, batch)
+        raise ValueError(f"trainer.train_batch_size={batch} is not divisible by {mini}; set it to {fit}")
+    if per_rank == 0:
+        least = math.ceil(facts.ranks(source, role) / source["generator.n_samples_per_prompt"])
+        raise ValueError(f"the mini-batch of one rank is empty: {how}; raise it to at least {least}")
+    return batch // mini
+
+
+def _micro_batch(micro: int, source: Source) -> int:
+    for role in [role for role in facts.roles(source) if role != "ref"]:
+        per_rank, how = _samples_per_rank(source, role)
+        if per_rank % micro:
+            why = f"the mini-batch of one rank of the {role} is not divisible by {micro}: {how}"
+            raise ValueError(f"{why}; set it to {_fitting(micro, per_rank)}")
+    return micro
+
+
+def _enough(batch: int, source: Source) -> int:
+    whole = batch * source["generator.n_samples_per_prompt"]
+    least = math.lcm(*(facts.ranks(source, role) for role in facts.roles(source)))
+    if whole < least:
+        why = f"a batch has {whole} samples, fewer than the {least} needed by the models' data-parallel ranks"
+        raise ValueError(f"{why}; raise it")
+    return batch
 
 
 def _rows_and_tokens(value: int, source: Source) -> Became:
@@ -70,99 +122,63 @@ def _resume(_: Any, source: Source) -> str:
     return (path or "none") if mode == "from_path" else mode or "none"
 
 
-def _resume_path(value: str | None, source: Source) -> Any:
-    if source["trainer.resume_mode"] != "from_path":
-        return no_effect("resume_mode is not from_path")
-    if value is not None and not re.fullmatch(r"(global_)?step_\d+", PurePath(value).name):
+def _resume_path(value: str | None, _: Source) -> Any:
+    if value is None:
+        raise ValueError("resume_mode=from_path needs the folder of a checkpoint; set it, or use latest")
+    if not re.fullmatch(r"(global_)?step_\d+", PurePath(value).name):
         raise ValueError(f"{value} is not a checkpoint: the folder's name must be step_N (or global_step_N)")
-    return value or "none"
+    return value
 
 
-def _max_ckpts(value: int, _: Source) -> int | None:
-    if value == 0:
-        raise ValueError(
-            "0 would keep no checkpoint; set it to -1 to keep all, or to the number of checkpoints to keep"
-        )
-    return None if value < 0 else value
+def _wandb(_: str, __: Source) -> Became:
+    mode, why = wandb_mode()
+    return Became({"report.tensorboard": False, "report.wandb.mode": mode}, note=why)
 
 
-def tracker(source: Source) -> list[str]:
-    """Native path of the tracker, if the logger is one."""
-    logger = source["trainer.logger"]
-    return [f"report.{logger}"] if logger in ("wandb", "swanlab") else []
-
-
-def _logger(value: str, source: Source) -> Became:
-    if value in ("mlflow", "vemlp_wandb"):
-        return unsupported("use tensorboard, wandb or swanlab, or read metrics.jsonl")
-    mode, why = wandb_mode() if value == "wandb" else ("cloud", "")
-    tracked = {f"{path}.mode": mode for path in tracker(source)}
-    return Became({"report.tensorboard": value == "tensorboard", **tracked}, note=why)
-
-
-def _schedule(value: str, source: Source) -> Any:
-    if value == "constant":
-        (decay,) = source.native
-        return Became({decay: "constant", decay.replace("decay", "warmup_steps"): 0})
-    if value in ("constant_with_warmup", "linear", "cosine", "inverse_sqrt"):
-        return value.removesuffix("_with_warmup")
-    return unsupported("use constant_with_warmup, linear, cosine or inverse_sqrt")
-
-
-_DEEPSPEED_USUAL: dict[str, Any] = {
-    "zero_quantized_weights": False,
-    "zero_quantized_gradients": False,
-    "prescale_gradient": False,
-    "data_types": {"grad_accum_dtype": "fp32"},
+_LOGGERS = {
+    "wandb": _wandb,
+    "console": False,
+    "tensorboard": True,
+    "swanlab": Became({"report.tensorboard": False, "report.swanlab.mode": "cloud"}),
+    **dict.fromkeys(
+        ("mlflow", "vemlp_wandb"), unsupported("use tensorboard, wandb or swanlab, or read metrics.jsonl")
+    ),
 }
-"""DeepSpeed keys that change results -> the only value that braid supports."""
-_DEEPSPEED_SPEED = ("sub_group_size", "reduce_bucket_size", "round_robin_gradients", "disable_trace_cache",
-                    "wall_clock_breakdown")  # fmt: skip
-_MEGATRON_USUAL: dict[str, Any] = {
-    "torch_profiler_config.enable": False,
-    "lora_config.lora_type": "lora",
-    "optimizer_config_kwargs.overlap_cpu_optimizer_d2h_h2d": False,
-    "optimizer_config_kwargs.use_precision_aware_optimizer": False,
-    "optimizer_config_kwargs.optimizer_cpu_offload": False,
-    "optimizer_config_kwargs.optimizer_offload_fraction": 0.0,
-    "transformer_config_kwargs.recompute_modules": ["core_attn"],
-}
-"""Pass-through keys of `megatron_config` -> the value that has no effect."""
-
-
-def _deepspeed_own(value: Any, source: Source) -> Became:
-    if source.name in _DEEPSPEED_SPEED or source.name.startswith("stage3_"):
-        return no_effect("it affects only DeepSpeed's memory and speed; braid sets its own value")
-    if source.name == "torch_autocast":
-        return no_effect("the dtype of matrix products is set by trainer.bf16")
-    if value == "auto" or value == _DEEPSPEED_USUAL.get(source.name, ABSENT):
-        return implied("braid always configures DeepSpeed this way")
-    return unsupported("only the stage, zero_hpz_partition_size and CPU offload of DeepSpeed are supported")
-
-
-def _megatron_own(value: Any, source: Source) -> Became:
-    if value in (None, {}, [], _MEGATRON_USUAL.get(source.at.partition("megatron_config.")[2], ABSENT)):
-        return no_effect("the default value, which turns the feature off")
-    return unsupported("use the options of train.megatron in docs/config.md")
-
-
 _BY_SAMPLES = unless(
     lambda s: s["trainer.max_tokens_per_microbatch"] > 0, "overridden by max_tokens_per_microbatch"
 )
-_LORA = unless(lambda s: s["trainer.policy.model.lora.rank"] <= 0, "lora.rank=0 trains all weights")
-_TARGETS = "text or [text]"
-_SCHEDULES = (
-    "constant_with_warmup|constant|linear|cosine|inverse_sqrt|cosine_with_restarts|polynomial|"
-    "reduce_lr_on_plateau|cosine_with_min_lr|warmup_stable_decay"
-)
-_TRACKED = unless(lambda s: not s.place("tracker"), lambda s: f"{s['trainer.logger']} has no projects")
+_LORA = needs("trainer.policy.model.lora.rank")
+_SCHEDULES = {
+    "constant_with_warmup": "constant",
+    "constant": lambda _, source: Became({
+        path.replace("decay", name): value
+        for path in source.native
+        for name, value in (("decay", "constant"), ("warmup_steps", 0))
+    }),
+    **{name: name for name in ("linear", "cosine", "inverse_sqrt")},
+    **dict.fromkeys(
+        ("cosine_with_restarts", "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr", "warmup_stable_decay"),
+        unsupported("use constant_with_warmup, linear, cosine or inverse_sqrt"),
+    ),
+}  # fmt: skip
+_TRACKED = needs("trainer.logger", "wandb", "swanlab")
 _SHARED_DEVICES = unless(
     lambda s: not facts.is_one_process(s) and not facts.is_colocated(s),
     "without colocate_all no other role uses the optimizer's devices",
 )
+_DEEPSPEED_OFFLOADS = refused(
+    lambda v, s: (
+        facts.backend(s) == "deepspeed"
+        and not v
+        and "DeepSpeed always offloads the optimizer after a "
+        "step; set it to true, or use another trainer.strategy"
+    )
+)
 _COLOCATED = unless(facts.is_colocated, "colocate_all places all roles on the same devices")
-_IS_SYNC = unless(lambda s: not s["trainer.fully_async.enabled"], "trainer.fully_async.enabled is false")
+_IS_SYNC = needs(".enabled")
 _FSDP_ONLY, _MEGATRON_ONLY = of_backend("fsdp", "fsdp2"), of_backend("megatron")
+_OTHER_DEEPSPEED = "only the stage, zero_hpz_partition_size and CPU offload of DeepSpeed are supported"
+_OTHER_MEGATRON = "use the options of train.megatron in docs/config.md"
 _CPU_OFFLOAD = "parameters and optimizer live on the CPU, where offload_after_step moves them after each step"
 
 # One rule per line.
@@ -173,10 +189,8 @@ PLACEMENT = section("trainer.placement", "cluster", ONE_PROCESS)(
     to("policy_num_nodes", ".num_nodes .placement", "count", _placed, default=1),
     to("policy_num_gpus_per_node", ".devices_per_node .placement", "count", _placed, default=4,
        note="the first release's default; later ones have 1"),
-    to("critic_num_nodes", ".placement", "count", NO_CRITIC, _placed, default=1),
-    to("critic_num_gpus_per_node", ".placement", "count", NO_CRITIC, _placed, default=4),
-    to("ref_num_nodes", ".placement", "count", NO_REFERENCE, _placed, default=1),
-    to("ref_num_gpus_per_node", ".placement", "count", NO_REFERENCE, _placed, default=4),
+    to("{critic,ref}_num_nodes", ".placement", "count", used, _placed, default=1),
+    to("{critic,ref}_num_gpus_per_node", ".placement", "count", used, _placed, default=4),
     ignored("{colocate_critic_reward,reward_num_nodes,reward_num_gpus_per_node}",
             "reward models are reward parts (braid.reward.parts); SkyRL did not implement them"))
 
@@ -184,12 +198,11 @@ GENERAL = section("trainer")(
     to("epochs", "run.max_epochs", "count", default=1, note="SkyRL drops prompts that do not fill a round"),
     to("max_training_steps", "run.max_rounds", "count?"),
     to("update_epochs_per_batch", "{trained}.passes_per_round", "count", default=1),
-    to("train_batch_size", "rollout.prompts_per_round", "count", default=1024, note="in prompts"),
-    to("policy_mini_batch_size", "train.steps_per_pass", "count", _steps, default=256,
-       note="optimizer steps = train_batch_size / policy_mini_batch_size, in prompts over all ranks"),
-    to("critic_mini_batch_size", "critic.train.steps_per_pass", "count", NO_CRITIC, _steps, default=256),
+    to("train_batch_size", "rollout.prompts_per_round", "count", _enough, default=1024, note="in prompts"),
+    to("{policy,critic}_mini_batch_size", "{train}.steps_per_pass", "count", used, _steps, default=256,
+       note="optimizer steps = train_batch_size / mini_batch_size, in prompts over all ranks"),
     to("micro_train_batch_size_per_gpu", "{trained}.micro_batch_rows {trained}.micro_batch_tokens", "count",
-       _BY_SAMPLES, _rows_and_tokens, default=1, note="memory only"),
+       _BY_SAMPLES, _micro_batch, _rows_and_tokens, default=1, note="memory only"),
     to("micro_forward_batch_size_per_gpu", "{models}.infer_batch_rows {models}.infer_batch_tokens", "count",
        _BY_SAMPLES, _rows_and_tokens, default=1, note="memory only"),
     to("max_tokens_per_microbatch", "{trained}.micro_batch_tokens {models}.infer_batch_tokens", "count or -1",
@@ -230,21 +243,24 @@ GENERAL = section("trainer")(
 REPORT = section("trainer")(
     to("eval_batch_size", "eval.batch_prompts", "count", NO_EVALUATION, default=1024),
     to("eval_before_train", "eval.before", "bool", NO_EVALUATION, default=True),
-    to("eval_interval", "eval.every_rounds", _NEVER, _eval_interval, default=5),
+    to("eval_interval", "eval.every_rounds", "int", _eval_interval, default=5),
     to("resume_mode", "run.resume", choice(None, "none", "latest", "from_path"), _resume, default="latest",
        note="a resumed run ends where it would have; SkyRL runs further epochs"),
-    to("resume_path", "run.resume", "text?", _resume_path,
+    to("resume_path", "run.resume", "text?",
+       needs(".resume_mode", "from_path"), _resume_path, default=None,
        note="a checkpoint of braid; of SkyRL's, only HF exports can be read"),
     to("ckpt_path", "checkpoint.dir", "path", _expanded),
-    to("max_ckpts_to_keep", "checkpoint.keep", "int", _max_ckpts, default=-1),
-    to("ckpt_interval", {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive}, _NEVER,
+    to("max_ckpts_to_keep", "checkpoint.keep", "int",
+       refused(lambda v, _: v == 0 and "0 would keep no checkpoint; set it to -1 to keep all, or to the number of "
+               "checkpoints to keep"), lambda v, _: v if v > 0 else None, default=-1),
+    to("ckpt_interval", {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive}, "int",
        default=10),
-    to("hf_save_interval", "checkpoint.export_every_rounds", _NEVER, at_least_0, default=-1),
+    to("hf_save_interval", "checkpoint.export_every_rounds", "int", at_least_0, default=-1),
     to("export_path", "checkpoint.export_dir", "path",
        unless(lambda s: s["trainer.hf_save_interval"] <= 0, "hf_save_interval disables exports"), _expanded),
-    to("logger", "report", "wandb|console|tensorboard|swanlab|mlflow|vemlp_wandb", _logger, default="wandb"),
-    to("project_name", "{tracker}.project", "text", _TRACKED, default="skyrl"),
-    to("run_name", {"run.name": folder_name, "{tracker}.name": as_is}, "text", default="test_run"),
+    to("logger", "report.tensorboard", _LOGGERS, default="wandb"),
+    to("project_name", "report.{tracker}.project", "text", _TRACKED, default="skyrl"),
+    to("run_name", {"run.name": folder_name, "{trackers}.name": as_is}, "text", default="test_run"),
     to("dump_data_batch", "report.batches_every_rounds", "bool", as_int, default=False),
     to("dump_eval_results", "report.eval_samples", "bool", NO_EVALUATION, default=True),
     ignored("log_path", "logs are written to the terminal"),
@@ -260,9 +276,9 @@ _OPTIMIZER = section("trainer.{policy,critic}.optimizer_config", "{train}", used
     to("weight_decay", ".optimizer.weight_decay", "non-negative", default=0.01,
        note="decoupled (AdamW), not L2; biases and norm weights are excluded"),
     to("max_grad_norm", ".max_grad_norm", "non-negative", or_null, default=1.0, note="0: no clipping"),
-    to("offload_after_step", ".offload.optimizer", "bool", _SHARED_DEVICES, default=True),
+    to("offload_after_step", ".offload.optimizer", "bool", _DEEPSPEED_OFFLOADS, _SHARED_DEVICES, default=True),
     to("num_warmup_steps", ".optimizer.schedule.warmup_steps", "natural", note="optimizer steps"),
-    to("scheduler", ".optimizer.schedule.decay", _SCHEDULES, _schedule, default="constant_with_warmup"))
+    to("scheduler", ".optimizer.schedule.decay", _SCHEDULES, default="constant_with_warmup"))
 
 _FSDP = section("trainer.{policy,critic,ref}.fsdp_config", "{train}.fsdp", _FSDP_ONLY, used)(
     to("fsdp_size", ".size", "count or -1", lambda v, _: None if v < 0 else v, default=-1, note="-1: all"),
@@ -277,8 +293,16 @@ _DEEPSPEED = section("trainer.{policy,critic,ref}.deepspeed_config", "{train}.de
     to("zero_optimization.zero_hpz_partition_size", ".hpz_partition_size", "count", default=1),
     to(f"{_DEEPSPEED_KEYS}.device", ".cpu_offload", {"none": False, "cpu": True}),
     ignored(f"{_DEEPSPEED_KEYS}.*", "it affects only the speed of copies between CPU and GPU"),
-    ignored("gradient_clipping", "overridden by optimizer_config.max_grad_norm, as in SkyRL"),
-    to("zero_optimization.* *", "", "any", _deepspeed_own))
+    ignored("gradient_clipping torch_autocast",
+            "overridden by optimizer_config.max_grad_norm, as in SkyRL, and by trainer.bf16"),
+    ignored("zero_optimization.{sub_group_size,reduce_bucket_size,round_robin_gradients} "
+            "disable_trace_cache wall_clock_breakdown",
+            "it affects only DeepSpeed's memory and speed; braid sets its own value"),
+    missing("prescale_gradient zero_optimization.{zero_quantized_weights,zero_quantized_gradients}",
+            _OTHER_DEEPSPEED, default=False),
+    missing("data_types", _OTHER_DEEPSPEED, default={"grad_accum_dtype": "fp32"}),
+    missing("zero_optimization.* *", _OTHER_DEEPSPEED, unless(
+        lambda s: s.name.startswith("stage3_"), "it affects only DeepSpeed's memory and speed"), default="auto"))
 
 _TEMPLATES = section("deepspeed_config.{train,eval}")(
     ignored(f"* zero_optimization.* zero_optimization.{{stage,zero_hpz_partition_size}} {_DEEPSPEED_KEYS}.*",
@@ -302,42 +326,55 @@ _MEGATRON = section("trainer.{policy,ref}.megatron_config", "{train}.megatron", 
     ignored("ddp_config.{grad_reduce_in_fp32,average_in_collective}", "sums are in fp32, with global counts"),
     ignored("empty_cuda_cache", "the backend frees memory itself"),
     ignored("torch_profiler_config.{ranks,save_path}", "for the profiler only"),
-    to("* {optimizer_config_kwargs,model_config_kwargs,torch_profiler_config}.* "
-       "{hf_export_config,lora_config}.* {transformer_config_kwargs,ddp_config}.*", "", "any", _megatron_own))
+    missing("lora_config.lora_type", _OTHER_MEGATRON, default="lora"),
+    missing("transformer_config_kwargs.recompute_modules", _OTHER_MEGATRON, default=["core_attn"]),
+    missing("* {optimizer_config_kwargs,model_config_kwargs,torch_profiler_config}.* "
+            "{hf_export_config,lora_config}.* {transformer_config_kwargs,ddp_config}.*", _OTHER_MEGATRON,
+            default=False))
 
 _LORA_KEYS = section("policy.model.lora", "model.lora")(
     to("rank", ".rank", "natural", _LORA, default=0, note="0 trains all weights"),
     to("alpha", ".alpha", "positive", _LORA, default=16),
-    to("target_modules", ".targets", _TARGETS, _LORA, listed, default="all-linear"),
+    to("target_modules", ".targets", "text or [text]", _LORA, listed, default="all-linear"),
     missing("dropout", "set it to 0: log-probs must be the same in rollout and training", default=0.0),
     missing("exclude_modules", "list the wanted layers in target_modules"),
     missing("init_method", "use kaiming", default="kaiming"),
     ignored("{lora_sync_path,max_loras,max_cpu_loras}", "engines receive the merged weights of one adapter"))
 
 MODELS = section("trainer")(
-    to("strategy", "{models}.backend", "fsdp|fsdp2|deepspeed|megatron", BY_BACKEND, default="fsdp2",
+    to("strategy", "{models}.backend", "fsdp|fsdp2|deepspeed|megatron",
+       refused(lambda _, s: facts.backend(s) == "megatron" and facts.uses_critic(s) and
+               "megatron does not support critics; use fsdp2, or another advantage_estimator"),
+       BY_BACKEND, default="fsdp2",
        note="fsdp is FSDP1, as in the first release"),
     to("policy.model.path", "model.path", "text", default="Qwen/Qwen2.5-1.5B-Instruct",
        note="trained weights are fp32, as in SkyRL"),
-    to("critic.model.path", "critic.path", "text?", used, note="with a random value head; for gae"),
+    to("critic.model.path", "critic.path", "text?", used,
+       refused(lambda v, _: v is None and
+               "advantage_estimator=gae needs a critic; set its path, for example to the policy's"),
+       default=None, note="with a random value head; for gae"),
     to("ref.model.path", "reference.path", "text?", used, note="null: the initial policy"),
     to("policy.optimizer_config.lr", "train.optimizer.lr", "positive", default=1e-6),
     to("critic.optimizer_config.lr", "critic.train.optimizer.lr", "positive", used, default=5e-6),
-    to("{policy,critic}.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used, default=False,
+    to("{policy,critic}.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used,
+       refused(lambda v, s: v and facts.backend(s) == "fsdp" and "FSDP1 cannot offload a trained model; set it to "
+               "false, or use trainer.strategy=fsdp2"), default=False,
        note=_CPU_OFFLOAD),
     to("ref.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used, default=True,
        note=_CPU_OFFLOAD),
     to("{policy,critic,ref}.fsdp_config.reshard_after_forward", "{train}.fsdp.*",
        "bool or count", of_backend("fsdp2"), used, default=True),
     to("{policy,critic,ref}.sequence_parallel_size", "{train}.sequence_parallel", "count",
-       of_backend("fsdp", "fsdp2", "deepspeed"), used, default=1,
+       of_backend("fsdp", "fsdp2", "deepspeed"), used,
+       refused(lambda v, s: v > 1 and not s["trainer.use_sample_packing"] and
+               "sequence parallelism needs trainer.use_sample_packing=true"), default=1,
        note="data-parallel ranks = GPUs / sequence_parallel_size"),
     to("policy.use_torch_compile", "train.compile", "bool", default=False, note="log-probs, entropy"),
     to("policy.record_memory", "train.record_memory", "bool", default=False),
     to("policy.use_liger_kernel", "train.liger_kernels", "bool", default=False),
     ignored("ref.use_liger_kernel", "the policy's setting applies"),
     _LORA_KEYS,
-    to("target_modules", "model.lora.targets", nullable(_TARGETS), _LORA,
+    to("target_modules", "model.lora.targets", "text or [text]?", _LORA,
        unless_null("set by policy.model.lora.target_modules"), listed),
     missing("exclude_modules", "list the wanted layers in target_modules"),
     missing("{critic,ref}.model.lora.rank", "only the policy has adapters", default=0),

@@ -199,16 +199,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"val_prompt_length": 64, "val_sequence_length": 32},
-        "val_sequence_length: 32 leaves no room for a response with val_prompt_length=64",
+        "val_sequence_length=32 leaves no room for a response with val_prompt_length=64",
     ),
     (
         {"actor_train": {"data_args": {"messages": "messages"}}},
         "actor_train.data_args.messages: conflicts with data_args.prompt",
     ),
-    ({"actor_train": {"data_args": {"prompt": None}}}, "actor_train.data_args.prompt: set the column"),
+    (
+        {"actor_train": {"data_args": {"prompt": None}}},
+        "actor_train.data_args.file_name: set its column: data_args.prompt",
+    ),
     (
         {"actor_train": {"device_mapping": "range(3)", "model_args": {"ulysses_size": 2}}},
-        "actor_train.device_mapping: 3 devices are not a multiple of 2, the devices per model replica",
+        "actor_train.device_mapping: 3 devices are not a multiple of the 2 devices per model replica",
     ),
     (
         {
@@ -238,17 +241,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (
         {
             "actor_train": {
-                "strategy_args": {
-                    "strategy_name": "megatron_train",
-                    "strategy_config": {"moe_shared_expert_overlap": True},
-                }
-            }
-        },
-        "moe_shared_expert_overlap: needs moe_token_dispatcher_type=alltoall, not allgather",
-    ),
-    (
-        {
-            "actor_train": {
                 "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
                 "strategy_args": {
                     "strategy_name": "megatron_train",
@@ -259,7 +251,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
                 },
             }
         },
-        "1 micro-batches are not a multiple of pipeline_model_parallel_size=2",
+        "virtual_pipeline_model_parallel_size: needs actor_train.training_args.gradient_accumulation_steps to be a "
+        "multiple of pipeline_model_parallel_size=2",
     ),
     (
         {"profiler_timeline": False, "use_kl_loss": True, "kl_loss_coef": 0.1, "add_token_level_kl": True},
@@ -802,7 +795,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
 def test_keys_of_other_pipelines_are_known_and_not_supported(tmp_path: Path) -> None:
     text = problems(tmp_path, {"custom_envs": {"Sokoban": {"env_type": "sokoban"}}})
     assert "custom_envs.Sokoban" in text
-    assert "it belongs to ROLL's agentic pipeline" in text
+    assert "belongs to another of ROLL's pipelines (agentic, " in text
 
 
 def test_the_asynchronous_generation_ratio_bounds_the_lag(tmp_path: Path) -> None:

@@ -599,9 +599,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             ("trainer.placement.colocate_all=false", "trainer.placement.ref_num_gpus_per_node=2"),
-            ("trainer.placement.ref_num_gpus_per_node: with colocate_policy_ref it must equal "
-"trainer.placement.policy_num_gpus_per_node=4, not 2; make them equal, or set "
-"trainer.placement.colocate_policy_ref=false"),
+            ("trainer.placement.ref_num_gpus_per_node: with colocate_policy_ref the ref uses the policy's 4 GPUs, not 2; "
+"make them equal, or set trainer.placement.colocate_policy_ref=false"),
         ),
         (
             ("trainer.policy.sequence_parallel_size=2", "trainer.use_sample_packing=false"),
@@ -622,7 +621,7 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             (f"{_A}.policy_loss_type=kl_cov", f"{_A}.off_policy_correction.tis_ratio_type=token"),
-            f"{_A}.off_policy_correction: does not apply to ppo_loss_type=kl_cov; disable it",
+            f"{_A}.policy_loss_type: kl_cov does not apply off_policy_correction; disable the correction",
         ),
         (
             ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=1"),
