@@ -46,7 +46,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     _JUDGE: {"kind": "judge", "prompt": _JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
 """Reward worker -> its first reward part."""
-_WORKERS = dict(
+_WORKERS: dict[str, str] = dict(
     zip(
         ("math_rule", "multiple_choice_boxed", "crossthinkqa", "code_sandbox", "llm_judge"),
         _PARTS,

@@ -190,8 +190,9 @@ _STATISTICS = {name: name for name in ("batch", "group", "running")} | {"None": 
 
 def _reward_clip(value: float | None, source: Source) -> Became:
     """Clip the normalized reward of a response, and, if it includes KL, the reward of each token."""
-    tokens = {"token_reward_clip": value} if kl_place(source) == "reward" else {}
-    return algorithm(reward_clip=value, **tokens)
+    if kl_place(source) == "reward":
+        return algorithm(reward_clip=value, token_reward_clip=value)
+    return algorithm(reward_clip=value)
 
 
 def _clip(_: Any, source: Source) -> Became:

@@ -130,6 +130,13 @@ _OLD_TIS = unless(
     "overridden by off_policy_correction",
 )
 
+_BELOW_HIGH = refused(
+    lambda low, s: (
+        None not in (low, high := s[s.at.replace("_low", "_high")])
+        and low > high
+        and f"{low} is above {s.name.replace('_low', '_high')}={high}; lower it"
+    )
+)
 _CISPO, _SAPO, _CLIP_COV, _KL_COV, _DPPO = (
     needs(f"{AT}.ppo_loss_type", name) for name in ("cispo", "sapo", "clip_cov", "kl_cov", "dppo")
 )
@@ -144,11 +151,12 @@ _CORRECTIONS = section("off_policy_correction")(
     to("sequence_tis_ratio_clip_high", ".corrections", "positive", _SEQUENCE, _corrected, default=5.0),
     to("sequence_mask_metric", ".corrections", choice(None, "product", "geometric"), _corrected, default=None,
        note="masks sequences with w out of bounds, over the tokens kept before"),
-    to("geo_mask_low", ".corrections", "non-negative", _GEO, _corrected, default=0.99),
+    to("geo_mask_low", ".corrections", "non-negative", _GEO, _BELOW_HIGH, _corrected, default=0.99),
     to("geo_mask_high", ".corrections", "positive", _GEO, _corrected, default=1.01),
-    to("product_mask_low", ".corrections", "non-negative", _PRODUCT, _corrected, default=0.5),
+    to("product_mask_low", ".corrections", "non-negative", _PRODUCT, _BELOW_HIGH, _corrected, default=0.5),
     to("product_mask_high", ".corrections", "positive", _PRODUCT, _corrected, default=2.0),
-    to("{token_mask_is,outlier_token_is}_threshold_{low,high}", ".corrections", "positive?", _corrected))
+    to("{token_mask_is,outlier_token_is}_threshold_{low,high}", ".corrections", "positive?", _BELOW_HIGH,
+       _corrected))
 
 ALGORITHM = section("trainer.algorithm", "algorithm")(
     # advantages

@@ -620,6 +620,10 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
             f"{_A}.tis_imp_ratio_cap: use_tis needs a cap above 0; set it, or use off_policy_correction.tis_ratio_type",
         ),
         (
+            (f"{_A}.off_policy_correction.{name}" for name in ("sequence_mask_metric=geometric", "geo_mask_high=0.5")),
+            f"{_A}.off_policy_correction.geo_mask_low: 0.99 is above geo_mask_high=0.5; lower it",
+        ),
+        (
             (f"{_A}.policy_loss_type=kl_cov", f"{_A}.off_policy_correction.tis_ratio_type=token"),
             f"{_A}.policy_loss_type: kl_cov does not apply off_policy_correction; disable the correction",
         ),
