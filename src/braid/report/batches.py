@@ -55,7 +55,12 @@ def write_batch(path: Path, groups: Sequence[Group], rows: Sequence[Row]) -> Non
             index[-1]["observations"] = [first, num]
             first += num
         start += len(row)
-    arrays = {name: np.ascontiguousarray(np.concatenate(parts)) for name, parts in _parts(rows).items()}
+    parts: dict[str, list[NDArray[Any]]] = {}
+    for row in rows:
+        for name, array in _arrays(row).items():
+            parts.setdefault(name, []).append(array)
+    assert all(len(pieces) == len(rows) for pieces in parts.values()), "all rows have the same arrays"
+    arrays = {name: np.ascontiguousarray(np.concatenate(pieces)) for name, pieces in parts.items()}
     write_atomically(path.with_suffix(".safetensors"), [save(arrays)])
     write_atomically(
         path.with_suffix(".json"), [to_json({"arrays": sorted(arrays), "rows": index}, indent=1)]
@@ -69,40 +74,27 @@ def read_batch(path: Path) -> list[tuple[Row, Origin]]:
     return [_row(record, arrays) for record in index["rows"]]
 
 
-def _parts(rows: Sequence[Row]) -> dict[str, list[NDArray[Any]]]:
-    """Return array name -> the array of each row. All rows have the same arrays."""
-    parts: dict[str, list[NDArray[Any]]] = {}
-    for row in rows:
-        named = {
-            **{f"inputs/{name}": array for name, array in row.inputs.items()},
-            "mask": row.mask,
-            "decision": row.decision,
-            "policy_versions": row.policy_versions,
-            **{f"fields/{name}": array for name, array in row.fields.items()},
-            **{f"observations/{name}": array for name, array in row.observations.items()},
-        }
-        for name, array in named.items():
-            parts.setdefault(name, []).append(array)
-    assert all(len(pieces) == len(rows) for pieces in parts.values()), "all rows have the same arrays"
-    return parts
+def _arrays(row: Row) -> dict[str, NDArray[Any]]:
+    """The arrays of a row by name: `mask`, `fields/advantages`, ..."""
+    named: dict[str, NDArray[Any]] = {}
+    for name in _ARRAYS:
+        value = getattr(row, name)
+        named |= (
+            {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        )
+    return named
 
 
 def _row(record: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> tuple[Row, Origin]:
     start, length = record.pop("start"), record.pop("length")
-    part = slice(start, start + length)
     first, num = record.pop("observations", (0, 0))
+    origin = Origin(**record.pop("origin"))
 
-    def named(prefix: str, part: slice) -> dict[str, NDArray[Any]]:
+    def stored(name: str) -> Any:
+        part = slice(first, first + num) if name == "observations" else slice(start, start + length)
+        if name in arrays:
+            return arrays[name][part]
+        prefix = f"{name}/"
         return {n.removeprefix(prefix): a[part] for n, a in arrays.items() if n.startswith(prefix)}
 
-    origin = Origin(**record.pop("origin"))
-    row = Row(
-        inputs=named("inputs/", part),
-        mask=arrays["mask"][part],
-        decision=arrays["decision"][part],
-        policy_versions=arrays["policy_versions"][part],
-        fields=named("fields/", part),
-        observations=named("observations/", slice(first, first + num)),
-        **record,
-    )
-    return row, origin
+    return Row(**{name: stored(name) for name in _ARRAYS}, **record), origin

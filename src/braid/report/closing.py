@@ -23,8 +23,35 @@ NUM_ANSWERS = 3
 """Number of prompts whose answers are shown."""
 
 
-def what_was_learned(first: Results, last: Results) -> RenderableType:
-    """Build a table of the first and last evaluation results of each source."""
+def closing(
+    status: str,
+    *,
+    time_text: str,
+    results: tuple[Results, Results],
+    samples: tuple[Path, Path],
+    files: Mapping[str, Path],
+) -> RenderableType:
+    """Stack the parts of the closing report. `results` and `samples` are of the first and the last evaluation;
+    they and the `files` may be missing."""
+    style = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
+    parts: list[RenderableType] = [
+        Rule(style="dim"),
+        Text.assemble((status.replace("_", " "), style), (f" after {time_text}", "")),
+    ]
+    if results[1]:
+        parts += [Text(), _learned(*results)]
+    if pairs := list(islice(_pairs(*samples), NUM_ANSWERS)):
+        parts += [Text(), _answers(pairs)]
+    places = Table.grid(padding=(0, 3, 0, 0))
+    places.add_column(style="dim", no_wrap=True)
+    for what, path in files.items():
+        if path.exists():
+            places.add_row(what, Text(str(path), overflow="fold"))
+    return Stack(*parts, Text(), places)
+
+
+def _learned(first: Results, last: Results) -> Table:
+    """The first and last evaluation results of each source."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("evaluation", no_wrap=True)
     for title in ("", "first", "last", "change"):
@@ -33,54 +60,30 @@ def what_was_learned(first: Results, last: Results) -> RenderableType:
     for source, values in last.items():
         if has_one and source == "all":
             continue
-        names = [name for name in values if "@" in name]
-        for i, name in enumerate(names):
-            before, after = first.get(source, {}).get(name), values[name]
-            table.add_row(
-                printable(source) if i == 0 else "",
-                name,
-                _number(before),
-                _number(after),
-                _change(before, after),
-            )
+        title = printable(source)
+        for name, after in values.items():
+            if "@" in name:
+                before = first.get(source, {}).get(name, float("nan"))
+                change = after - before
+                style = "green" if change > 0 else "red" if change < 0 else "dim"
+                table.add_row(title, name, _number(before), _number(after), Text(_number(change, "+"), style))
+                title = ""
     return table
 
 
-def answers(first: Path, last: Path) -> RenderableType | None:
-    """Build a table of the first prompts of two evaluations with their answers; None if there are none."""
-    rows = list(islice(_pairs(first, last), NUM_ANSWERS))
-    if not rows:
-        return None
+def _number(value: float, sign: str = "") -> str:
+    return "-" if value != value else f"{value:{sign}.3f}"
+
+
+def _answers(pairs: list[tuple[Sample, Sample]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim", expand=False)
     for title, ratio in (("prompt", 3), ("answer before", 4), ("answer after", 4)):
         table.add_column(title, ratio=ratio, overflow="fold")
-    for before, after in rows:
-        table.add_row(_prompt(after), _answer(before), _answer(after))
+    for before, after in pairs:
+        messages = after.trajectory.prompt.messages
+        prompt = _cut(messages[-1]["content"] if messages else after.prompt_text)
+        table.add_row(Text(prompt), _answer(before), _answer(after))
     return table
-
-
-def closing(
-    status: str,
-    *,
-    time_text: str,
-    learned: RenderableType | None,
-    shown: RenderableType | None,
-    files: Mapping[str, str],
-) -> RenderableType:
-    """Stack the parts of the closing report."""
-    style = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
-    parts: list[RenderableType] = [
-        Rule(style="dim"),
-        Text.assemble((status.replace("_", " "), style), (f" after {time_text}", "")),
-    ]
-    for part in (learned, shown):
-        if part is not None:
-            parts += [Text(), part]
-    places = Table.grid(padding=(0, 3, 0, 0))
-    places.add_column(style="dim", no_wrap=True)
-    for what, where in files.items():
-        places.add_row(what, Text(where, overflow="fold"))
-    return Stack(*parts, Text(), places)
 
 
 def _pairs(first: Path, last: Path) -> Iterator[tuple[Sample, Sample]]:
@@ -94,30 +97,13 @@ def _pairs(first: Path, last: Path) -> Iterator[tuple[Sample, Sample]]:
             yield before, sample
 
 
-def _prompt(sample: Sample) -> Text:
-    messages = sample.trajectory.prompt.messages
-    text = messages[-1]["content"] if messages else sample.prompt_text
-    return Text(_cut(printable(text)))
-
-
 def _answer(sample: Sample) -> Text:
     trajectory = sample.trajectory
     if not trajectory.is_valid:
-        return Text(_cut(f"invalid: {printable(trajectory.reason)}"), "yellow")
-    answer = Text(_cut(printable(trajectory.answer_text)))
-    return answer.append(f"  {trajectory.reward:g}", "dim")
+        return Text(_cut(f"invalid: {trajectory.reason}"), "yellow")
+    return Text(_cut(trajectory.answer_text)).append(f"  {trajectory.reward:g}", "dim")
 
 
 def _cut(text: str, most: int = 160) -> str:
+    text = printable(text)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.3f}"
-
-
-def _change(before: float | None, after: float) -> Text:
-    if before is None or before != before or after != after:
-        return Text("-")
-    change = after - before
-    return Text(f"{change:+.3f}", "green" if change > 0 else "red" if change < 0 else "dim")

@@ -7,91 +7,35 @@ values and their merging; names.py declares the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Literal
 
 from .names import position
 
 
-class Value(Protocol):
-    """Accumulated value of a metric."""
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def numbers(self) -> tuple[float, ...]: ...
-
-    def merge(self, other: Self) -> Self: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """`sum` divided by `count`; nan if the count is 0."""
+class Value:
+    """Accumulated value of a metric: a `Mean`, whose `number` is the sum over `count` items, a `Sum`, or a `Min` or
+    `Max`, which are nan if any value is."""
 
-    sum: float
+    kind: Literal["Mean", "Sum", "Min", "Max"]
+    number: float
     count: float = 1.0
 
     @property
     def value(self) -> float:
-        return self.sum / self.count if self.count else float("nan")
+        """The number, of a mean divided by its count; nan if that is 0."""
+        if self.kind == "Mean":
+            return self.number / self.count if self.count else math.nan
+        return self.number
 
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return self.sum, self.count
-
-    def merge(self, other: Mean) -> Mean:
-        return Mean(self.sum + other.sum, self.count + other.count)
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A total."""
-
-    value: float
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return (self.value,)
-
-    def merge(self, other: Sum) -> Sum:
-        return Sum(self.value + other.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    """Minimum; nan if any value is nan."""
-
-    value: float
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return (self.value,)
-
-    def merge(self, other: Min) -> Min:
-        return Min(min((self.value, other.value), key=_nan_first))
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    """Maximum; nan if any value is nan."""
-
-    value: float
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return (self.value,)
-
-    def merge(self, other: Max) -> Max:
-        return Max(-min((-self.value, -other.value), key=_nan_first))
-
-
-def _nan_first(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
-
-
-_KINDS: dict[str, Callable[..., Value]] = {kind.__name__: kind for kind in (Mean, Sum, Min, Max)}
+    def merge(self, other: Value) -> Value:
+        if self.kind in ("Mean", "Sum"):
+            return Value(self.kind, self.number + other.number, self.count + other.count)
+        pick = min if self.kind == "Min" else max
+        has_nan = math.isnan(self.number) or math.isnan(other.number)
+        return Value(self.kind, math.nan if has_nan else pick(self.number, other.number))
 
 
 class Metrics:
@@ -102,16 +46,16 @@ class Metrics:
 
     def mean(self, name: str, total: float, count: float = 1.0) -> None:
         """Add `total`, the sum over `count` items, to a mean."""
-        self._put(name, Mean(float(total), float(count)))
+        self._put(name, Value("Mean", float(total), float(count)))
 
     def add(self, name: str, value: float) -> None:
-        self._put(name, Sum(float(value)))
+        self._put(name, Value("Sum", float(value)))
 
     def min(self, name: str, value: float) -> None:
-        self._put(name, Min(float(value)))
+        self._put(name, Value("Min", float(value)))
 
     def max(self, name: str, value: float) -> None:
-        self._put(name, Max(float(value)))
+        self._put(name, Value("Max", float(value)))
 
     def value(self, name: str) -> float:
         """Return the current value. Raises KeyError for a name without one."""
@@ -122,19 +66,18 @@ class Metrics:
         for name, value in other._values.items():
             self._put(name, value)
 
-    def state(self) -> dict[str, tuple[str, tuple[float, ...]]]:
-        """Return the state for `load`: name -> kind and numbers."""
-        return {name: (type(value).__name__, value.numbers) for name, value in self._values.items()}
+    def state(self) -> dict[str, tuple[Any, ...]]:
+        """Return the state for `load`: name -> kind, number and count."""
+        return {name: (value.kind, value.number, value.count) for name, value in self._values.items()}
 
-    def load(self, state: Mapping[str, tuple[str, Sequence[float]]]) -> None:
+    def load(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Replace all values by those of a `state()`."""
-        self._values = {name: _KINDS[kind](*numbers) for name, (kind, numbers) in state.items()}
+        self._values = {name: Value(*of) for name, of in state.items()}
 
     def flat(self) -> dict[str, float]:
         """Return name -> value, in the order of names.METRICS."""
-        return {
-            name: self._values[name].value for name in sorted(self._values, key=lambda n: (position(n), n))
-        }
+        names = sorted(self._values, key=lambda name: (position(name), name))
+        return {name: self._values[name].value for name in names}
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -148,7 +91,7 @@ class Metrics:
     def _put(self, name: str, value: Value) -> None:
         position(name)
         old = self._values.get(name)
-        assert old is None or type(old) is type(value), (
-            f"metric {name!r} is a {type(old).__name__}, but the value is a {type(value).__name__}"
+        assert old is None or old.kind == value.kind, (
+            f"metric {name!r} is a {old.kind}, but the value is a {value.kind}"
         )
         self._values[name] = value if old is None else old.merge(value)

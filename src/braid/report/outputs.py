@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from textwrap import indent
 
-from braid.types import Group, Trajectory
+from braid.types import Group
 
 logger = logging.getLogger(__name__)
 
@@ -15,25 +15,14 @@ def log_outputs(round_: int, groups: Sequence[Group]) -> None:
     """Log every text trajectory of a round, with its prompt, status and reward."""
     for group in groups:
         for trajectory in group.trajectories:
-            if trajectory.env_steps is None:
-                logger.info(
-                    "round %d, %s, answer %d of %d: %s\n%s",
-                    round_,
-                    group.prompt.uid,
-                    trajectory.sample + 1,
-                    len(group.trajectories),
-                    _outcome(trajectory),
-                    _texts(trajectory),
-                )
-
-
-def _outcome(trajectory: Trajectory) -> str:
-    if not trajectory.is_valid:
-        return f"invalid ({trajectory.reason})"
-    return f"{trajectory.status}, reward {trajectory.reward:g}"
-
-
-def _texts(trajectory: Trajectory) -> str:
-    messages = trajectory.prompt.messages
-    asked = messages[-1]["content"] if messages else ""
-    return indent(f"{asked}\n--> {trajectory.text}", "    ")
+            if trajectory.env_steps is not None:
+                continue
+            outcome = f"invalid ({trajectory.reason})"
+            if trajectory.is_valid:
+                outcome = f"{trajectory.status}, reward {trajectory.reward:g}"
+            asked = group.prompt.messages[-1]["content"] if group.prompt.messages else ""
+            text = indent(f"{asked}\n--> {trajectory.text}", "    ")
+            place = trajectory.sample + 1, len(group.trajectories)
+            logger.info(
+                "round %d, %s, answer %d of %d: %s\n%s", round_, group.prompt.uid, *place, outcome, text
+            )

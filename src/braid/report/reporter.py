@@ -10,14 +10,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from rich.console import RenderableType
 
 from braid.errors import ReportError, WorkerError
 from braid.types import Group, Row
 
 from .batches import write_batch
-from .closing import answers, closing, what_was_learned
+from .closing import closing
 from .metrics import Metrics
 from .run_dir import RunDir
 from .samples import Decode, write_samples
@@ -29,22 +32,11 @@ logger = logging.getLogger(__name__)
 Status = Literal["running", "finished", "failed", "interrupted", "not_learned"]
 
 
-class SourceCounts(Protocol):
-    """Row counts of one source (implemented in data.prompts)."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def dropped_overlong(self) -> int: ...
-    @property
-    def truncated(self) -> int: ...
-
-
 class Counted(Protocol):
-    """A data set with row counts by source."""
+    """A data set with row counts by source, as in data.prompts."""
 
     @property
-    def counts(self) -> Mapping[str, SourceCounts]: ...
+    def counts(self) -> Mapping[str, Any]: ...
 
 
 class Reporter:
@@ -65,22 +57,15 @@ class Reporter:
         checkpoints: Path | None = None,
     ) -> None:
         """`checkpoints` is the checkpoint folder; None for the one in the run folder."""
-        self.run_dir = run_dir
+        self.run_dir, self.console = run_dir, console
         self._checkpoints = checkpoints or run_dir.checkpoints
-        self.console = console
         self.decode: Decode | None = None
         self._sinks: list[Sink] = [*sinks, console]
-        self._round: int | None = None
-        self._step = 0
-        self._first_eval = _NO_EVAL
-        self._last_eval = _NO_EVAL
         self._data: dict[str, dict[str, dict[str, int]]] = {}
-        self._earlier_s = 0.0
-        self._start_s = self._line_s = time.monotonic()
-        self._is_begun = False
-        self._num_restarts = 0
         self._evaluated: Path | None = None
         self._is_summary_late = False
+        self._num_restarts = -1
+        self.restart()
 
     @contextmanager
     def phase(self, verb: str) -> Iterator[None]:
@@ -100,18 +85,14 @@ class Reporter:
         """Report the rows of each source, and how many were too long, by the use of the data (train, eval,
         sft)."""
         for role, prompts in read.items():
-            self._data[role] = {}
+            self._data[role] = {source: asdict(counts) for source, counts in prompts.counts.items()}
             for source, counts in prompts.counts.items():
-                self._data[role][source] = {
-                    "rows": counts.rows,
-                    "dropped_overlong": counts.dropped_overlong,
-                    "truncated": counts.truncated,
-                }
-                left_out = (
-                    f", {counts.dropped_overlong:,} dropped as too long" if counts.dropped_overlong else ""
-                )
-                shortened = f", {counts.truncated:,} truncated" if counts.truncated else ""
-                self.console.say(f"{role} data  {source}: {counts.rows:,} rows{left_out}{shortened}")
+                line = f"{role} data  {source}: {counts.rows:,} rows"
+                if counts.dropped_overlong:
+                    line += f", {counts.dropped_overlong:,} dropped as too long"
+                if counts.truncated:
+                    line += f", {counts.truncated:,} truncated"
+                self.console.say(line)
 
     def log(self, round_: int, step: int, metrics: Metrics) -> None:
         """Write a round's metrics to all sinks, and update the summary."""
@@ -163,7 +144,8 @@ class Reporter:
         """Reset when the run starts over or resumes from a checkpoint (then `load` follows) in the same
         process. The summary counts restarts."""
         self._num_restarts += 1
-        self._round, self._step = None, 0
+        self._round: int | None = None
+        self._step = 0
         self._first_eval = self._last_eval = _NO_EVAL
         self._earlier_s = 0.0
         self._start_s = self._line_s = time.monotonic()
@@ -263,26 +245,21 @@ class Reporter:
             }
         )
 
-    def _closing(self, status: Status) -> Any:
-        first, last = self._first_eval, self._last_eval
-        shown = None
-        if first["round"] is not None:
-            shown = answers(*(self._samples(f"eval_{of['round']:06d}") for of in (first, last)))
-        run, folder = self.run_dir, self.run_dir.path
-        files = {
-            "run": folder,
-            "metrics": run.metrics,
-            "samples": run.samples,
-            "batches": run.batches,
-            "checkpoints": self._checkpoints,
-            "exports": run.exports,
-        }
+    def _closing(self, status: Status) -> RenderableType:
+        run, first, last = self.run_dir, self._first_eval["round"], self._last_eval["round"]
         return closing(
             status,
             time_text=clock(self._wall_s),
-            learned=what_was_learned(self.first_eval, self.last_eval) if self.last_eval else None,
-            shown=shown,
-            files={what: str(path) for what, path in files.items() if path.exists()},
+            results=(self.first_eval, self.last_eval),
+            samples=(self._samples(f"eval_{first or 0:06d}"), self._samples(f"eval_{last or 0:06d}")),
+            files={
+                "run": run.path,
+                "metrics": run.metrics,
+                "samples": run.samples,
+                "batches": run.batches,
+                "checkpoints": self._checkpoints,
+                "exports": run.exports,
+            },
         )
 
     def _samples(self, name: str) -> Path:

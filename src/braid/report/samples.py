@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,19 @@ from .files import to_json, write_atomically
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
+
+_STORED = (
+    "sample",
+    "status",
+    "reason",
+    "attempts",
+    "reward",
+    "reward_parts",
+    "facts",
+    "text",
+    "answer_text",
+)
+"""Fields of Trajectory that are stored as they are."""
 
 
 @dataclass(slots=True)
@@ -50,8 +63,9 @@ def write_samples(
     for row in rows:
         rows_of.setdefault(row.trajectory, []).append(row)
     trajectories = [t for group in groups for t in group.trajectories]
+    text_of: Decode = decode or (lambda _: "")
     lines = (
-        to_json(_record(trajectory, rows_of.get(place, ()), decode)) + "\n"
+        to_json(_record(trajectory, rows_of.get(place, ()), text_of)) + "\n"
         for place, trajectory in enumerate(trajectories)
     )
     write_atomically(path, lines)
@@ -65,8 +79,8 @@ def read_samples(path: Path) -> Iterator[Sample]:
             yield _sample(json.loads(line))
 
 
-def _record(trajectory: Trajectory, rows: Sequence[Row], decode: Decode | None) -> dict[str, Any]:
-    prompt = trajectory.prompt
+def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dict[str, Any]:
+    prompt, steps = trajectory.prompt, trajectory.env_steps
     training: dict[str, list[float]] = {}
     for row in rows:
         for name, values in row.fields.items():
@@ -76,98 +90,56 @@ def _record(trajectory: Trajectory, rows: Sequence[Row], decode: Decode | None) 
     return {
         "uid": prompt.uid,
         "source": prompt.source,
-        "sample": trajectory.sample,
-        "status": str(trajectory.status),
-        "reason": trajectory.reason,
-        "attempts": trajectory.attempts,
-        "reward": trajectory.reward,
-        "reward_parts": trajectory.reward_parts,
-        "facts": trajectory.facts,
+        **{name: getattr(trajectory, name) for name in _STORED},
         "prompt": {
-            "text": decode(prompt.token_ids) if decode and prompt.token_ids else "",
+            "text": text_of(prompt.token_ids) if prompt.token_ids else "",
             "messages": prompt.messages,
             "fields": dict(prompt.fields),
             "token_ids": prompt.token_ids,
         },
-        "text": trajectory.text,
-        "answer_text": trajectory.answer_text,
-        "turns": [_turn_record(turn, decode) for turn in trajectory.turns],
+        "turns": [
+            {"context_text": text_of(turn.context_ids), "output_text": text_of(turn.output_ids)}
+            | {f.name: getattr(turn, f.name) for f in fields(Turn)}
+            for turn in trajectory.turns
+        ],
         **({} if is_plain else {"segments": segments}),
-        "env_steps": None if trajectory.env_steps is None else _env_steps_record(trajectory.env_steps),
+        "env_steps": steps
+        and {f.name: np.asarray(getattr(steps, f.name)).tolist() for f in fields(EnvSteps)},
         "training": training,
     }
 
 
-def _turn_record(turn: Turn, decode: Decode | None) -> dict[str, Any]:
-    return {
-        "context_text": decode(turn.context_ids) if decode else "",
-        "output_text": decode(turn.output_ids) if decode else "",
-        "stop_reason": turn.stop_reason,
-        "reward": turn.reward,
-        "policy_version": turn.policy_version,
-        "start_s": turn.start_s,
-        "end_s": turn.end_s,
-        "env_s": turn.env_s,
-        "tool_s": turn.tool_s,
-        "context_ids": turn.context_ids,
-        "output_ids": turn.output_ids,
-        "logprobs": turn.logprobs,
-    }
-
-
-def _env_steps_record(steps: EnvSteps) -> dict[str, Any]:
-    return {
-        "policy_version": steps.policy_version,
-        "rewards": steps.rewards.tolist(),
-        "logprobs": steps.logprobs.tolist(),
-        "actions": steps.actions.tolist(),
-        "observations": steps.observations.tolist(),
-    }
-
-
 def _sample(record: dict[str, Any]) -> Sample:
-    prompt = record["prompt"]
-    trajectory = Trajectory(
-        prompt=Prompt(
-            uid=record["uid"],
-            source=record["source"],
-            token_ids=tuple(prompt["token_ids"]),
-            messages=tuple(prompt["messages"]),
-            fields=prompt["fields"],
+    prompt, turns = record["prompt"], record["turns"]
+    sample = Sample(
+        Trajectory(
+            prompt=Prompt(
+                uid=record["uid"],
+                source=record["source"],
+                token_ids=tuple(prompt["token_ids"]),
+                messages=tuple(prompt["messages"]),
+                fields=prompt["fields"],
+            ),
+            **{name: record[name] for name in _STORED},
+            env_steps=record["env_steps"] and _env_steps(record["env_steps"]),
         ),
-        sample=record["sample"],
-        status=Status(record["status"]),
-        reason=record["reason"],
-        segments=_segments(record),
-        env_steps=None if record["env_steps"] is None else _env_steps(record["env_steps"]),
-        text=record["text"],
-        answer_text=record["answer_text"],
-        reward=record["reward"],
-        reward_parts={name: _number(value) for name, value in record["reward_parts"].items()},
-        facts={name: _number(value) for name, value in record["facts"].items()},
-        attempts=record["attempts"],
-    )
-    return Sample(
-        trajectory,
         prompt_text=prompt["text"],
-        context_texts=[turn["context_text"] for turn in record["turns"]],
-        output_texts=[turn["output_text"] for turn in record["turns"]],
-        training={name: [_number(x) for x in values] for name, values in record["training"].items()},
+        context_texts=[turn.pop("context_text") for turn in turns],
+        output_texts=[turn.pop("output_text") for turn in turns],
+        training={name: _numbers(values) for name, values in record["training"].items()},
     )
-
-
-def _segments(record: dict[str, Any]) -> list[Segment]:
-    turns = [_turn(turn) for turn in record["turns"]]
-    if "segments" not in record:
-        return [Segment(turns)] if turns else []
-    left = iter(turns)
-    return [Segment(list(islice(left, s["num_turns"])), s["agent"]) for s in record["segments"]]
+    trajectory, left = sample.trajectory, (_turn(turn) for turn in turns)
+    segments = record.get("segments", [{"agent": Segment().agent, "num_turns": len(turns)}] if turns else [])
+    trajectory.segments = [Segment(list(islice(left, s["num_turns"])), s["agent"]) for s in segments]
+    trajectory.status = Status(trajectory.status)
+    for values in (trajectory.reward_parts, trajectory.facts):
+        values |= dict(zip(values, _numbers(values.values()), strict=True))
+    return sample
 
 
 def _turn(record: dict[str, Any]) -> Turn:
-    texts = ("context_text", "output_text")
-    turn = Turn(**{name: value for name, value in record.items() if name not in texts})
-    turn.logprobs = [_number(x) for x in turn.logprobs]
+    turn = Turn(**record)
+    turn.logprobs = _numbers(turn.logprobs)
     turn.policy_version = _version(record["policy_version"])
     return turn
 
@@ -178,15 +150,12 @@ def _version(value: int | list[list[int]]) -> PolicyVersion:
 
 def _env_steps(record: dict[str, Any]) -> EnvSteps:
     """Restore env steps: discrete actions as int64, everything else as float32, null as nan."""
+    arrays = {name: np.array(value, np.float32) for name, value in record.items() if name != "policy_version"}
     actions = np.array(record["actions"])
-    return EnvSteps(
-        observations=np.array(record["observations"], np.float32),
-        actions=actions if actions.dtype.kind == "i" else np.array(record["actions"], np.float32),
-        logprobs=np.array(record["logprobs"], np.float32),
-        rewards=np.array(record["rewards"], np.float32),
-        policy_version=_version(record["policy_version"]),
-    )
+    if actions.dtype.kind == "i":
+        arrays["actions"] = actions
+    return EnvSteps(**arrays, policy_version=_version(record["policy_version"]))
 
 
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
+def _numbers(values: Iterable[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]

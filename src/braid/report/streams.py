@@ -71,9 +71,7 @@ class _Sorted:
         if self._log is None:
             return len(text)
         thread = threading.get_ident()
-        lines, newline, rest = (self._started.pop(thread, "") + text).rpartition("\n")
-        if rest:
-            self._started[thread] = rest
+        lines, newline, self._started[thread] = (self._started.pop(thread, "") + text).rpartition("\n")
         if not newline:
             return len(text)
         with suppress(OSError):  # a full disk must not fail the reward

@@ -11,7 +11,8 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -65,9 +66,6 @@ CURVES = ("reward/mean", "sft/loss")
 """Metrics shown with a curve over the run."""
 
 
-_LOGGER = logging.getLogger("braid")
-
-
 class Console:
     """Shows finished rounds and the running phase. A context manager: the display exists within the context.
 
@@ -90,25 +88,23 @@ class Console:
         self.mode = mode
         self._folder = folder
         self._start_s = time.monotonic()
-        self._round = self._step = 0
         self._ends_s: deque[float] = deque(maxlen=ROUNDS_FOR_RATE + 1)
-        self._first: dict[str, float] = {}
-        self._latest: dict[str, float] = {}
-        self._curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self._times: list[tuple[str, float]] = []
         self._phase: _Phase | None = None
-        self._live: Live | None = None
-        self._handler = _Handler(self.screen)
-        self._old_level = logging.NOTSET
+        self._open = ExitStack()
+        self.go_on(())
 
     def __enter__(self) -> Self:
-        logging.getLogger().addHandler(self._handler)
+        root, own, handler = logging.getLogger(), logging.getLogger("braid"), _Handler(self.screen)
+        self._open.callback(own.setLevel, own.level)
+        self._open.callback(logging.captureWarnings, capture=False)
+        self._open.callback(root.removeHandler, handler)
+        own.setLevel(logging.INFO)
         logging.captureWarnings(capture=True)
-        self._old_level = _LOGGER.level
-        _LOGGER.setLevel(logging.INFO)
+        root.addHandler(handler)
         if self.mode == "live":
-            self._live = Live(get_renderable=self._draw, console=self.screen, refresh_per_second=5)
-            self._live.start(refresh=True)
+            live = Live(get_renderable=self._draw, console=self.screen, refresh_per_second=5)
+            self._open.enter_context(live).refresh()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,13 +112,7 @@ class Console:
 
     def close(self) -> None:
         """Stop drawing, and leave the display as it is."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-        if self._handler in logging.getLogger().handlers:
-            logging.getLogger().removeHandler(self._handler)
-            logging.captureWarnings(capture=False)
-            _LOGGER.setLevel(self._old_level)
+        self._open.close()
 
     def say(self, text: str) -> None:
         """Print a line, above the live display if there is one."""
@@ -132,7 +122,7 @@ class Console:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show the phase `name` while the context lasts."""
-        outer, self._phase = self._phase, _Phase(name)
+        outer, self._phase = self._phase, _Phase(name, time.monotonic())
         try:
             yield
         finally:
@@ -148,14 +138,14 @@ class Console:
     def go_on(self, records: Sequence[Mapping[str, float | None]]) -> None:
         """Restore the display from `records`, the lines of metrics.jsonl up to the round from which the run
         resumes."""
-        self._first, self._latest = {}, {}
-        self._curves = {name: [] for name in CURVES}
+        self._first: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
+        self._curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self._ends_s.clear()
         self._round = self._step = 0
         for record in records:
             self._take({name: value for name, value in record.items() if value is not None})
-        if records:
-            self._round, self._step = int(records[-1]["round"] or 0), int(records[-1]["step"] or 0)
+            self._round, self._step = int(record["round"] or 0), int(record["step"] or 0)
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         """Show the metrics of a finished round."""
@@ -187,8 +177,11 @@ class Console:
         since = time.monotonic() - self._ends_s[-1]
         return max(pace * (self.num_rounds - self._round) - since, 0.0)
 
+    @property
+    def _label(self) -> str:
+        return f"round {self._round}" + ("" if self.num_rounds is None else f"/{self.num_rounds}")
+
     def _line(self, flat: Mapping[str, float]) -> str:
-        of = "" if self.num_rounds is None else f"/{self.num_rounds}"
         values = _shown(flat)
         shown = [
             f"{s.label} {s.form(values[s.name])} {self._unit(s)}".rstrip() for s in SHOWN if s.name in values
@@ -197,7 +190,7 @@ class Console:
             shown.append(f"{seconds:.1f} s")
         if (left := self._left_s) is not None:
             shown.append(f"{clock(left)} left")
-        return "  ".join([f"round {self._round}{of}", *shown])
+        return "  ".join([self._label, *shown])
 
     def _draw(self) -> RenderableType:
         width = min(self.screen.width, MAX_WIDTH)
@@ -215,18 +208,15 @@ class Console:
         return head
 
     def _bar(self, width: int) -> RenderableType:
-        left = self._left_s
         times = f"step {self._step}, {clock(time.monotonic() - self._start_s)} elapsed"
-        if left is not None:
+        if (left := self._left_s) is not None:
             times += f", {clock(left)} left"
-        of = "" if self.num_rounds is None else f"/{self.num_rounds}"
-        label = f"round {self._round}{of}"
-        room = width - len(label) - len(times) - 4
+        room = width - len(self._label) - len(times) - 4
         if self.num_rounds is None or room < 8:
-            return Text.assemble(f"{label}  ", (times, "dim"), no_wrap=True, overflow="ellipsis")
+            return Text.assemble(f"{self._label}  ", (times, "dim"), no_wrap=True, overflow="ellipsis")
         row = Table.grid(padding=(0, 2, 0, 0))
         bar = ProgressBar(total=self.num_rounds, completed=self._round, width=room)
-        row.add_row(label, bar, Text(times, "dim"))
+        row.add_row(self._label, bar, Text(times, "dim"))
         return row
 
     def _activity(self) -> RenderableType:
@@ -237,8 +227,7 @@ class Console:
             text = f"{_words(phase.name)}{of}  {time.monotonic() - phase.start_s:.1f} s"
             phase.spinner.update(text=Text(text, "cyan"))
             cells.append(phase.spinner)
-        spent = sorted(self._times, key=lambda item: -item[1])[:3]
-        if spent:
+        if spent := sorted(self._times, key=lambda item: -item[1])[:3]:
             last = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent)
             cells.append(Text(f"last round: {last}", "dim"))
         line = Table.grid(padding=(0, 2, 0, 0))
@@ -276,14 +265,15 @@ def _shown(flat: Mapping[str, float]) -> dict[str, float]:
     return values
 
 
+@dataclass
 class _Phase:
     """The running phase. `total` is 0 while unknown."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.start_s = time.monotonic()
-        self.done = self.total = 0
-        self.spinner = Spinner("dots", style="cyan")
+    name: str
+    start_s: float
+    done: int = 0
+    total: int = 0
+    spinner: Spinner = field(default_factory=lambda: Spinner("dots", style="cyan"))
 
 
 class _Handler(logging.Handler):
