@@ -6,7 +6,7 @@ from typing import Any
 
 from . import roll_facts as facts
 from .roll_data import DATA, REWARDS, missing_keys, reward_parts
-from .roll_facts import SEATS, TRAIN, role_of
+from .roll_facts import ROLE, TRAIN, role_of
 from .roll_pipeline import ALGORITHM, ALIASES, OTHER_PIPELINES, PIPELINE
 from .roll_workers import WORKERS
 from .rows import rows
@@ -63,7 +63,7 @@ ROLL = Dialect(
         "backend": lambda s: facts.backend(s, role_of(s)),
         "train": lambda s: TRAIN[role_of(s)],
         "trained": lambda s: [TRAIN[role] for role in facts.trained_roles(s)],
-        "seat": lambda s: SEATS[role_of(s)],
+        "placed": lambda s: ROLE[role_of(s)],
         "data": lambda s: _DATA[role_of(s)],
         "tracker": lambda s: s["track_with"],
         "limit": lambda s: ["rollout.sampling.max_new_tokens"] if s["sequence_length"] else [],

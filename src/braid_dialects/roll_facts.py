@@ -19,7 +19,7 @@ from .table import Source, no_effect
 
 TRAIN = {"actor_train": "train", "critic": "critic.train", "reference": "reference.train"}
 """Role -> native path of its worker settings."""
-SEATS = {"actor_train": "policy", "actor_infer": "rollout", "critic": "critic", "reference": "reference"}
+ROLE = {"actor_train": "policy", "actor_infer": "rollout", "critic": "critic", "reference": "reference"}
 """Role -> its native name in the placement."""
 BACKENDS = {
     "megatron_train": "megatron", "fsdp2_train": "fsdp2",

@@ -156,8 +156,8 @@ _STAGES = refused(
 # One rule per line.
 # fmt: off
 _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
-    to("name", "cluster.group_names.{seat}", "text", used, ONE_PROCESS),
-    to("device_mapping", "cluster.placement.{seat}", nullable(DEVICES), used,
+    to("name", "cluster.group_names.{placed}", "text", used, ONE_PROCESS),
+    to("device_mapping", "cluster.placement.{placed}", nullable(DEVICES), used,
        unless_null("processes without a device", implied), _device_mapping,
        note="roles on the same devices take turns"),
     to("system_envs", "cluster.env", "{text}",

@@ -48,8 +48,8 @@ def test_engines_choose_their_number_of_threads(monkeypatch: pytest.MonkeyPatch)
 def _variables(machines: list[Machine], **given: str) -> dict[str, str]:
     reserved: Any = Machines.__new__(Machines)
     reserved._machines, reserved._devices_per_node = machines, 1
-    seat: Any = SimpleNamespace(node=0, devices=())
-    return reserved.spot(seat, given)[1]
+    placement: Any = SimpleNamespace(node=0, devices=())
+    return reserved.spot(placement, given)[1]
 
 
 def test_gloo_and_nccl_use_the_interface_by_which_other_machines_reach_this_one() -> None:

@@ -226,7 +226,7 @@ def test_skyrl_s_file_learns_with_grpo_and_with_a_critic(
 MEGATRON_CPU = Path(__file__).parents[1] / "megatron_cpu"
 
 
-def seats(
+def placements(
     name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, **chosen: str
 ) -> dict[str, tuple[str, list[int]]]:
     """Two rounds of a page's file on workers, with its own backend. Role -> (backend or engine, devices)."""
@@ -259,7 +259,7 @@ def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
         "data.max_prompt_length=8",
         "data.rollout_batch_size=8",
     ]
-    found = seats("rlinf-math-000.yaml", "rlinf", overrides, home, monkeypatch, engine="native")
+    found = placements("rlinf-math-000.yaml", "rlinf", overrides, home, monkeypatch, engine="native")
     assert found == {"policy": ("megatron", [0, 1]), "rollout": ("native", [0, 1])}
 
 
@@ -280,7 +280,7 @@ def test_roll_s_rlvr_file_runs_on_deepspeed_beside_vllm(home: Path, monkeypatch:
         "actor_infer.strategy_args.strategy_config.block_size=32",  # 16 is none of vLLM's on a CPU
         "actor_infer.model_args.dtype=fp32",  # vLLM's bf16 wants instructions that not every CPU has
     ]
-    found = seats("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch, backend="deepspeed")
+    found = placements("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch, backend="deepspeed")
     ranks = ("deepspeed", [0, 1])
     assert found == {"policy": ranks, "critic": ranks, "rollout": ("vllm", [2])}
 
@@ -308,5 +308,5 @@ def test_skyrl_s_file_runs_on_fsdp2_collocated_with_its_reference_and_vllm(
         "generator.model_dtype=float32",  # vLLM's bf16 wants instructions that not every CPU has
         "generator.sampling_params.max_generate_length=8",
     ]
-    found = seats("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch)
+    found = placements("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch)
     assert found == {"policy": ("fsdp2", [0, 1]), "reference": ("fsdp2", [0, 1]), "rollout": ("vllm", [0, 1])}

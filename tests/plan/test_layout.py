@@ -37,7 +37,7 @@ def laid_out(*overrides: str, num_gpus: int = 0, roles: tuple[Any, ...] = ("poli
     return lay_out(config, Needs(roles, {}, has_workers=True, num_gpus=num_gpus))
 
 
-def seats(layout: Layout, role: str) -> list[tuple[int, int, tuple[int, ...]]]:
+def ranks_of(layout: Layout, role: str) -> list[tuple[int, int, tuple[int, ...]]]:
     found = layout.role(role)
     assert found is not None
     return [(of.rank, of.node, of.devices) for of in found.workers]
@@ -46,7 +46,7 @@ def seats(layout: Layout, role: str) -> list[tuple[int, int, tuple[int, ...]]]:
 def test_without_a_placement_everything_is_in_one_process() -> None:
     layout = plan_of().layout
     assert layout.mode == "in_process"
-    assert seats(layout, "policy") == seats(layout, "rollout") == [(0, 0, (0,))]
+    assert ranks_of(layout, "policy") == ranks_of(layout, "rollout") == [(0, 0, (0,))]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_devices_are_numbered_through_the_machines_and_engines_take_several() ->
         "rollout.engine=vllm",
         "rollout.vllm.tensor_parallel=2",
     )
-    assert seats(layout, "policy") == [(rank, 0, (rank,)) for rank in range(4)]
-    assert seats(layout, "rollout") == [(0, 1, (4, 5)), (1, 1, (6, 7))]
+    assert ranks_of(layout, "policy") == [(rank, 0, (rank,)) for rank in range(4)]
+    assert ranks_of(layout, "rollout") == [(0, 1, (4, 5)), (1, 1, (6, 7))]
 
 
 def test_all_devices_are_those_that_the_machine_has() -> None:
     layout = laid_out("train.backend=fsdp2", "run.device=auto", num_gpus=8)
-    assert [len(seats(layout, role)) for role in ("policy", "rollout")] == [8, 8]
+    assert [len(ranks_of(layout, role)) for role in ("policy", "rollout")] == [8, 8]
     assert laid_out("run.device=auto", num_gpus=8).mode == "in_process"
 
 
@@ -92,8 +92,8 @@ def test_a_role_that_is_not_named_is_placed_with_the_policy() -> None:
         "cluster.placement={policy: 2-3, rollout: 0-1}",
         roles=roles,
     )
-    assert seats(layout, "reference") == seats(layout, "policy")
-    assert seats(layout, "critic") == [(0, 0, (2,))], "single has one process"
+    assert ranks_of(layout, "reference") == ranks_of(layout, "policy")
+    assert ranks_of(layout, "critic") == [(0, 0, (2,))], "single has one process"
     assert layout.role("inference") is None, "the policy itself infers"
 
 
@@ -106,7 +106,7 @@ def test_inference_has_workers_only_on_devices_other_than_the_policys() -> None:
     apart = laid_out(
         "train.backend=fsdp2", "cluster.placement={policy: 0-1, inference: 2, rollout: 3}", roles=roles
     )
-    assert seats(apart, "inference") == [(0, 0, (2,))]
+    assert ranks_of(apart, "inference") == [(0, 0, (2,))]
 
 
 def test_running_servers_have_their_own_devices() -> None:
@@ -116,7 +116,7 @@ def test_running_servers_have_their_own_devices() -> None:
         "rollout.engine=vllm",
         "rollout.vllm.servers=[http://localhost:1]",
     )
-    assert seats(layout, "rollout") == [(0, 0, ())]
+    assert ranks_of(layout, "rollout") == [(0, 0, ())]
     assert layout.mode == "collocated"
 
 
@@ -127,7 +127,7 @@ def test_replicas_of_an_engine_that_is_not_placed_take_the_first_devices_of_the_
         "rollout.engine=vllm",
         "rollout.vllm={replicas: 1, tensor_parallel: 2}",
     )
-    assert seats(layout, "rollout") == [(0, 0, (0, 1))]
+    assert ranks_of(layout, "rollout") == [(0, 0, (0, 1))]
     assert layout.mode == "hybrid"
 
 
@@ -203,12 +203,12 @@ REFUSED = [
             "cluster.placement={policy: 0, rollout: 1-3}",
         ],
         "rollout.vllm.tensor_parallel",
-        "2 devices per engine, but rollout has 3",
+        "an engine needs 2 devices (tensor 2 x pipeline parallel 1), but the rollout has 3",
     ),
     (
         ["rollout.engine=vllm", "rollout.vllm.replicas=2", "cluster.placement={policy: 0, rollout: 1-3}"],
         "rollout.vllm.replicas",
-        "2 engines need 2 devices, but rollout has 3",
+        "2 engines of 1 need 2 devices, but the rollout has 3",
     ),
     (
         [
@@ -281,7 +281,7 @@ def test_sizes_that_do_not_divide_the_model_are_refused_with_the_next_lower() ->
 def test_two_ranks_on_one_gpu_are_refused_but_allowed_on_a_cpu() -> None:
     shared = ["train.backend=fsdp2", "run.device=auto", "cluster.placement={policy: '0:0-1', rollout: '0'}"]
     assert "NCCL" in laid_out(*shared, num_gpus=1).refusals[0].message
-    assert len(seats(laid_out(*shared), "policy")) == 2
+    assert len(ranks_of(laid_out(*shared), "policy")) == 2
 
 
 @given(st.sets(st.integers(0, 200), min_size=1))

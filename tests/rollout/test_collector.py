@@ -101,7 +101,7 @@ def keys(*numbers: int, round_: int = 1) -> list[tuple[int, ...]]:
 
 
 def numbers(collector: Collector, use: Any = "train") -> list[int]:
-    return [facts.key[-1] for facts in collector.finished(use)[0]]
+    return [metadata.key[-1] for metadata in collector.finished(use)[0]]
 
 
 def test_a_group_is_scored_and_returned_while_others_still_run(collector: Collector, gates: Gates) -> None:
@@ -165,9 +165,9 @@ def test_the_greedy_answer_belongs_to_its_group(gates: Gates) -> None:
     gates.open(0)
     with closing(make(gates, greedy=Gates(0))) as collector:
         collector.submit("train", [0], 2, keys(0))
-        (facts,), _ = collector.finished("train")
-        assert facts.greedy is not None
-        assert facts.greedy.reward == 1.0
+        (metadata,), _ = collector.finished("train")
+        assert metadata.greedy is not None
+        assert metadata.greedy.reward == 1.0
 
 
 def test_weights_are_set_once_however_many_drivers_share_the_engine(gates: Gates) -> None:

@@ -58,7 +58,7 @@ def joined(cluster: Cluster) -> Iterator[ClusterConfig]:
 
 
 def test_workers_start_on_the_machine_and_see_the_gpus_of_their_seats(joined: ClusterConfig) -> None:
-    seats = [Worker(0, 1, (3,)), Worker(1, 0, (0, 1)), Worker(2, 1, (2,)), Worker(3, 0, ())]
+    workers = [Worker(0, 1, (3,)), Worker(1, 0, (0, 1)), Worker(2, 1, (2,)), Worker(3, 0, ())]
 
     class Told:
         def __init__(self, place: Place) -> None:
@@ -70,7 +70,7 @@ def test_workers_start_on_the_machine_and_see_the_gpus_of_their_seats(joined: Cl
 
     machines = Machines(joined, [2, 2], devices_per_node=2)
     assert not ray.available_resources().get("GPU"), "the run holds them"
-    group = RayGroup("policy", seats, joined, machines=machines).make(Told)
+    group = RayGroup("policy", workers, joined, machines=machines).make(Told)
     nodes, visible, *places = zip(*group.call("tell"), strict=True)
     group.close()
     machines.close()
@@ -79,7 +79,7 @@ def test_workers_start_on_the_machine_and_see_the_gpus_of_their_seats(joined: Cl
     (other,) = {node["NodeID"] for node in ray.nodes()} - {mine}
     assert nodes == (other, mine, other, mine), "machine 0 is that of the driver"
     assert visible[:3] == ("1", "0,1", "0")
-    assert places == [tuple(seat.node for seat in seats), tuple(seat.devices for seat in seats)]
+    assert places == [tuple(worker.node for worker in workers), tuple(worker.devices for worker in workers)]
     _await(lambda: ray.available_resources().get("GPU") == 4, "the GPUs are not given back")
 
 

@@ -79,10 +79,10 @@ def _collected(length: int) -> Iterator[tuple[Collector, list[GroupMetadata]]]:
         shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
     )
     collector.submit("train", [2, 0, 3], 3, [(0, 1, 7), (0, 1, 8), (0, 1, 9)])
-    facts: list[GroupMetadata] = []
-    while len(facts) < 3:
-        facts += collector.finished("train")[0]
-    yield collector, sorted(facts, key=lambda of: of.key)
+    metadata: list[GroupMetadata] = []
+    while len(metadata) < 3:
+        metadata += collector.finished("train")[0]
+    yield collector, sorted(metadata, key=lambda of: of.key)
     collector.close()
 
 
@@ -92,8 +92,8 @@ def test_data_sent_to_the_driver_does_not_grow_with_response_length() -> None:
 
 
 def test_metadata_of_a_group_has_everything_except_tokens() -> None:
-    with _collected(5) as (collector, facts):
-        group, (whole,) = facts[1].group(_prompt(0)), collector.whole("train", [(0, 1, 8)])
+    with _collected(5) as (collector, metadata):
+        group, (whole,) = metadata[1].group(_prompt(0)), collector.whole("train", [(0, 1, 8)])
     assert group.key == (0, 1, 8)
     assert [t.status for t in group.trajectories] == [t.status for t in whole.trajectories]
     assert [t.reward for t in group.valid] == [0.0, 1.0]
@@ -101,7 +101,7 @@ def test_metadata_of_a_group_has_everything_except_tokens() -> None:
     assert [t.lengths for t in group.trajectories] == [t.lengths for t in whole.trajectories]
     assert group.trajectories[2].status is Status.INVALID
     assert (group.trajectories[0].turns, group.trajectories[0].text) == ([], "")
-    assert TrajectoryMetadata.of(group.trajectories[0]) == facts[1].trajectories[0]
+    assert TrajectoryMetadata.of(group.trajectories[0]) == metadata[1].trajectories[0]
 
 
 def test_rows_do_not_depend_on_the_worker() -> None:
@@ -111,13 +111,15 @@ def test_rows_do_not_depend_on_the_worker() -> None:
         )  # a copy takes the place of a dropped group
         pieces = [collector.rows([((0, 1, 7), 1, 3)]), collector.rows([((0, 1, 9), 0, 0), ((0, 1, 9), 2, 6)])]
     buffer = RolloutBuffer(RECIPES["grpo"], None)
-    facts = buffer.open(pieces)
-    rows = buffer.take([of.index for of in facts], False)
+    metadata = buffer.open(pieces)
+    rows = buffer.take([of.index for of in metadata], False)
     assert [(r.group, r.trajectory) for r in rows] == [(r.group, r.trajectory) for r in at_once]
     for one, other in zip(rows, at_once, strict=True):
         np.testing.assert_array_equal(one.inputs["input_ids"], other.inputs["input_ids"])
         np.testing.assert_array_equal(one.fields["rewards"], other.fields["rewards"])
-    assert [(len(f), f.num_tokens, f.group) for f in facts] == [(len(r), r.num_tokens, r.group) for r in rows]
+    assert [(len(f), f.num_tokens, f.group) for f in metadata] == [
+        (len(r), r.num_tokens, r.group) for r in rows
+    ]
 
 
 def test_segments_of_a_trajectory_stay_in_order_whichever_worker_made_them() -> None:
@@ -127,9 +129,9 @@ def test_segments_of_a_trajectory_stay_in_order_whichever_worker_made_them() -> 
         return Group(_prompt(first), [Trajectory(_prompt(first), 0, segments=segments, reward=1.0)])
 
     buffer = RolloutBuffer(RECIPES["grpo"], None)
-    facts = buffer.open([group_rows(group(20), 1, 1), group_rows(group(10), 0, 0)])
-    rows = buffer.take([of.index for of in facts], False)
-    assert [of.trajectory for of in facts] == [0, 0, 0, 1, 1, 1]
+    metadata = buffer.open([group_rows(group(20), 1, 1), group_rows(group(10), 0, 0)])
+    rows = buffer.take([of.index for of in metadata], False)
+    assert [of.trajectory for of in metadata] == [0, 0, 0, 1, 1, 1]
     assert [int(row.inputs["input_ids"][0]) for row in rows] == [10, 11, 12, 20, 21, 22]
 
 

@@ -98,9 +98,9 @@ def test_reinforce_discounts_over_the_policys_tokens_alone() -> None:
 def test_gae_writes_returns_and_reports_explained_variance() -> None:
     row = text(("", 1.0))
     row.fields["values"] = np.array([0.0, 0.25, 0.5], np.float32)
-    facts = compute_advantages([row], RECIPES["ppo"])
+    metrics = compute_advantages([row], RECIPES["ppo"])
     assert row.fields["returns"].tolist() == [0.0, 1.0, 1.0]
-    assert set(facts) == {"critic/explained_variance"}
+    assert set(metrics) == {"critic/explained_variance"}
 
 
 def test_gae_of_turns_has_one_value_and_one_reward_per_turn() -> None:
@@ -108,11 +108,11 @@ def test_gae_of_turns_has_one_value_and_one_reward_per_turn() -> None:
     row = text(("", 1.0), ("ok", 4.0))
     row.fields["values"] = np.array([9.0, 1.0, 8.0, 9.0, 9.0, 2.0, 7.0], np.float32)
     recipe = replace(GRPO, advantage="gae", advantage_level="turn", gamma=0.5, gae_lambda=0.5)
-    facts = compute_advantages([row], recipe)
+    metrics = compute_advantages([row], recipe)
     assert row.fields["advantages"].tolist() == [0.0, 1.5, 1.5, 0.0, 0.0, 2.0, 2.0]
     assert row.fields["returns"].tolist() == [0.0, 2.5, 2.5, 0.0, 0.0, 4.0, 4.0]
     # values are learned at the first tokens: returns 2.5 and 4, errors 1.5 and 2
-    assert facts == {"critic/explained_variance": pytest.approx(1 - 0.0625 / 0.5625)}
+    assert metrics == {"critic/explained_variance": pytest.approx(1 - 0.0625 / 0.5625)}
 
 
 def test_turns_that_touch_are_two() -> None:
@@ -274,8 +274,8 @@ def test_a_terminal_reward_is_normalised_before_kl_is_subtracted() -> None:
     for row in rows:
         row.fields |= {"old_logprobs": np.float32([0, 0.0, 0.5]), "ref_logprobs": np.float32([9, 0.0, 0.0])}
     recipe = replace(RECIPES["reinforce_pp"], whiten_advantages=False, reward_mean="batch", kl_coef=0.2)
-    facts = compute_advantages(rows, recipe)
-    assert facts == {"reward/kl": pytest.approx(0.25)}
+    metrics = compute_advantages(rows, recipe)
+    assert metrics == {"reward/kl": pytest.approx(0.25)}
     close(per_row(rows), [0.4, -0.6])  # +-0.5 - 0.2 * 0.5
     rows = answers(1.0, 0.0)
     for row in rows:

@@ -138,7 +138,7 @@ def test_inference_on_separate_devices_has_its_own_layout(option: str) -> None:
     config = load_config(None, overrides).config
     assert getattr(train_config(config, "inference").megatron, option) == value
     assert getattr(train_config(config, "policy").megatron, option) != value
-    seated = derive(config, None, "train").layout.role("inference")
-    assert seated is not None
+    inference = derive(config, None, "train").layout.role("inference")
+    assert inference is not None
     name = {"tensor_parallel": "tensor", "pipeline_parallel": "pipeline"}.get(option)
-    assert name is None or seated.groups[name] == ((0, 1),)
+    assert name is None or inference.groups[name] == ((0, 1),)

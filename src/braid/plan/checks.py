@@ -386,10 +386,10 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     layout = plan.layout
     if layout.mode == "in_process":
         return
-    seated = {device for role in layout.roles for device in role.devices}
+    occupied = {device for role in layout.roles for device in role.devices}
     placed = parse_placement(config.cluster.placement, layout.num_nodes * layout.devices_per_node)
     for role, devices in placed.items():
-        if layout.role(role) is None and devices is not None and not seated.issuperset(devices.numbers):
+        if layout.role(role) is None and devices is not None and not occupied.issuperset(devices.numbers):
             where = "; it runs with rollout" if role in ("reward", "env") else " in this run"
             yield (
                 "cluster.placement",

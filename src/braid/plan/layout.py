@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -28,7 +28,6 @@ from .parallel import (
     engine_devices,
     model_refusals,
     parallel_groups,
-    served_engine,
 )
 from .placement import parse_placement
 from .repair import candidate_fixes, with_values
@@ -37,7 +36,7 @@ from .sizes import ModelSize
 Mode = Literal["in_process", "collocated", "disaggregated", "hybrid"]
 """in_process: everything in the driver process. collocated: all roles on the same devices, in turns.
 disaggregated: no device has two roles. hybrid: some devices have several."""
-SEATED: tuple[Role, ...] = (*TRAINING_ROLES, "rollout")
+WITH_WORKERS: tuple[Role, ...] = (*TRAINING_ROLES, "rollout")
 """Roles that have workers."""
 
 
@@ -111,180 +110,129 @@ class Needs:
 
 def lay_out(config: RunConfig, needs: Needs) -> Layout:
     """Compute the layout of a run. Each of its refusals suggests values that remove it."""
-    layout = _seat(config, needs)
+    layout = _lay_out(config, needs)
     if not layout.refusals:
         return layout
     known = {key: value for refusal in layout.refusals for key, value in refusal.fix.items()}
     num_devices = layout.num_nodes * layout.devices_per_node
     fixes = candidate_fixes(config, known, roles=needs.roles, num_devices=num_devices)
-    fix = next(fix for fix in fixes if not _seat(with_values(config, fix), needs).refusals)
+    fix = next(fix for fix in fixes if not _lay_out(with_values(config, fix), needs).refusals)
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in fix.items())
     told = tuple(Refusal(of.key, f"{of.message}. This works: {text}", fix) for of in layout.refusals)
     return replace(layout, refusals=told)
 
 
-def _seat(config: RunConfig, needs: Needs) -> Layout:
-    """The layout with unmodified refusals. A placement that cannot be parsed gives no roles."""
+def _lay_out(config: RunConfig, needs: Needs) -> Layout:
+    """The layout with unmodified refusals. With any, only a run in one process has roles."""
     cluster = config.cluster
-    num_nodes, per_node = cluster.num_nodes, cluster.devices_per_node or needs.num_gpus or 1
+    num_nodes, per_node = cluster.num_nodes, cluster.devices_per_node or needs.num_gpus
     try:
-        named = [devices.numbers[-1] for devices in parse_placement(cluster.placement).values() if devices]
-        if cluster.devices_per_node is None and not needs.num_gpus:
+        if not per_node:
+            named = [
+                devices.numbers[-1] for devices in parse_placement(cluster.placement).values() if devices
+            ]
             per_node = math.ceil((max(named, default=0) + 1) / num_nodes)
-        total = num_nodes * per_node
-        placed = {
-            role: devices.processes
-            for role, devices in parse_placement(cluster.placement, total).items()
-            if devices is not None
-        }
+        placed = parse_placement(cluster.placement, num_nodes * per_node)
     except ValueError as error:
-        return Layout(
-            "in_process", num_nodes, per_node, (), refusals=(Refusal("cluster.placement", str(error), {}),)
-        )
+        refusal = Refusal("cluster.placement", str(error), {})
+        return Layout("in_process", num_nodes, per_node or 1, (), refusals=(refusal,))
+    refusals = list(_unknown(placed))
     if not needs.has_workers:
-        alone = Worker(0, 0, (0,))
-        roles = tuple(
-            _role_layout(config, role, [alone])
-            for role in SEATED
-            if role in needs.roles and role != "inference"
-        )
-        return Layout("in_process", 1, 1, roles, refusals=tuple(_unknown(placed)))
-    seats = _seats(config, needs, placed, total)
-    refusals = (
-        *_unknown(placed),
-        *_process_refusals(config, needs, seats, per_node),
-        *(
-            refusal
-            for role, model in needs.models.items()
-            if role in seats
-            for refusal in model_refusals(config, role, model)
-        ),
-    )
-    roles = tuple(
-        _role_layout(
-            config,
-            role,
-            [
-                Worker(rank, devices[0] // per_node if devices else 0, devices)
-                for rank, devices in enumerate(_workers_of(config, role, seats[role]))
-            ],
-        )
-        for role in seats
-        if not refusals
-    )
-    layout = Layout(_mode(config, roles), num_nodes, per_node, roles, needs.num_gpus > 0, refusals)
-    if layout.mode != "in_process" and cluster.runtime == "in_process":
-        refusal = Refusal(
-            "cluster.runtime",
-            f"in_process runs one worker per role on device 0, but {_what_needs_more(roles)}",
-            {"cluster.runtime": "auto"},
-        )
-        layout = replace(layout, refusals=(*refusals, refusal))
-    return layout
+        used = (role for role in WITH_WORKERS if role in needs.roles and role != "inference")
+        roles = tuple(_role_layout(config, role, [(0,)], 1) for role in used)
+        return Layout("in_process", 1, 1, roles, refusals=tuple(refusals))
+    processes = {role: devices.processes for role, devices in placed.items() if devices is not None}
+    ranks = _devices_by_rank(config, needs, processes, num_nodes * per_node)
+    for role, devices in ranks.items():
+        refusals += _device_refusals(config, role, devices, per_node, has_gpus=needs.num_gpus > 0)
+    for role, model in needs.models.items():
+        refusals += model_refusals(config, role, model) if role in ranks else ()
+    roles = tuple(_role_layout(config, role, devices, per_node) for role, devices in ranks.items())
+    if refusals:
+        roles = ()
+    mode = _mode(config, roles)
+    if mode != "in_process" and cluster.runtime == "in_process":
+        message = f"in_process runs one worker per role on device 0, but {_what_needs_more(roles)}"
+        refusals.append(Refusal("cluster.runtime", message, {"cluster.runtime": "auto"}))
+    return Layout(mode, num_nodes, per_node, roles, needs.num_gpus > 0, tuple(refusals))
 
 
-Processes = Sequence[tuple[int, ...]]
-"""Devices of each process."""
+Ranks = Sequence[tuple[int, ...]]
+"""Devices of each rank of a role."""
 
 
-def _seats(
-    config: RunConfig, needs: Needs, placed: Mapping[str, Processes], total: int
-) -> dict[Role, Processes]:
-    """Devices assigned to each role, before checking that the assignment is possible."""
+def _devices_by_rank(
+    config: RunConfig, needs: Needs, placed: Mapping[str, Ranks], total: int
+) -> dict[Role, Ranks]:
+    """Devices of each role's ranks, before checking that they are possible."""
     everything = [(device,) for device in range(total if config.train.backend != "single" else 1)]
     policy = placed.get("policy", everything)
-    out: dict[Role, Processes] = {}
-    for role in SEATED:
-        if role not in needs.roles:
+    out: dict[Role, Ranks] = {}
+    for role in WITH_WORKERS:
+        ranks = placed.get(role, policy)
+        is_apart = not {d for of in ranks for d in of} <= {d for of in policy for d in of}
+        if role not in needs.roles or (role == "inference" and not is_apart):
             continue
-        seats = placed.get(role, policy)
-        if role == "inference" and {d for of in seats for d in of} <= {d for of in policy for d in of}:
-            continue
-        if role == "rollout":
-            seats = _of_rollout(config, seats, is_named="rollout" in placed)
-        elif role in TRAINING_ROLES and role not in placed and device_limit(config, role) == 1:
-            seats = seats[:1]
-        out[role] = seats
+        if role not in placed:
+            ranks = ranks[: device_limit(config, role)]
+        out[role] = _of_engines(config, ranks) if role == "rollout" else ranks
     return out
 
 
-def _of_rollout(config: RunConfig, seats: Processes, *, is_named: bool) -> Processes:
-    """Devices of rollout: none for external servers; of the policy's devices, as many as the requested
-    engines need."""
-    each, engine = engine_devices(config), served_engine(config)
+def _of_engines(config: RunConfig, ranks: Ranks) -> Ranks:
+    """Devices of each engine: those of a process, or of several processes with one device each."""
+    each = engine_devices(config)
     if not each:
-        return [()]
-    if not is_named and engine is not None and engine.replicas is not None:
-        return seats[: engine.replicas * each]
-    return seats
-
-
-def _workers_of(config: RunConfig, role: Role, processes: Processes) -> Processes:
-    """Devices of each worker: a process, or an engine that spans several single-device processes."""
-    each = engine_devices(config) if role == "rollout" else 1
-    if each <= 1 or len(processes[0]) > 1:
-        return processes
-    singles = [device for process in processes for device in process]
+        return [()]  # external servers
+    singles = [device for of in ranks for device in of]
+    if each == 1 or len(singles) > len(ranks):
+        return ranks
     return [tuple(singles[i : i + each]) for i in range(0, len(singles), each)]
 
 
-def _process_refusals(
-    config: RunConfig, needs: Needs, seats: Mapping[Role, Processes], per_node: int
+def _device_refusals(
+    config: RunConfig, role: Role, ranks: Ranks, per_node: int, *, has_gpus: bool
 ) -> Iterator[Refusal]:
-    """Rules broken by the devices assigned to roles."""
-    for role, processes in seats.items():
-        each = engine_devices(config) if role == "rollout" else 1
-        wide = next((of for of in processes if len(of) not in (min(each, 1), each)), None)
-        if wide is not None:
+    """Rules broken by the devices of a role's ranks."""
+    devices = [device for of in ranks for device in of]
+    if counts := list(count_refusals(config, role, len(devices))):
+        yield from counts
+        return
+    each = engine_devices(config) if role == "rollout" else 1
+    for rank, of in enumerate(ranks):
+        nodes = sorted({device // per_node for device in of})
+        problem = ""
+        if len(of) != each:
             uses = f"an engine uses {each}" if role == "rollout" else "a rank uses one"
-            yield Refusal(
-                "cluster.placement", f"a process of the {role} has {len(wide)} devices, but {uses}", {}
-            )
-            continue
-        refusals = list(count_refusals(config, role, sum(len(of) for of in processes)))
-        yield from refusals
-        if refusals:
-            continue
-        workers = _workers_of(config, role, processes)
-        for rank, devices in enumerate(workers):
-            nodes = {device // per_node for device in devices}
-            if len(nodes) > 1:
-                yield Refusal(
-                    "cluster.placement",
-                    f"engine {rank} has devices {_listed(devices)}, on machines {_listed(sorted(nodes))} of {per_node} devices "
-                    "each, but a process runs on one machine",
-                    {},
-                )
-            elif len(set(devices)) < len(devices):
-                yield Refusal(
-                    "cluster.placement",
-                    f"engine {rank} has a device twice ({_listed(devices)}); each of its processes needs its own",
-                    {},
-                )
-        devices = [device for of in workers for device in of]
-        shared = next((device for device in devices if devices.count(device) > 1), None)
-        if needs.num_gpus and role != "rollout" and shared is not None:
-            yield Refusal(
-                "cluster.placement",
-                f"two ranks of the {role} are on device {shared}, but NCCL allows only one rank per GPU",
-                {},
-            )
+            problem = f"has {len(of)} devices, but {uses}"
+        elif len(nodes) > 1:
+            where = f"on machines {_listed(nodes)} of {per_node} devices each"
+            problem = f"has devices {_listed(of)}, {where}, but a process runs on one machine"
+        elif len(set(of)) < len(of):
+            problem = f"has a device twice ({_listed(of)}); each of its processes needs its own"
+        if problem:
+            yield Refusal("cluster.placement", f"rank {rank} of {role} {problem}", {})
+    shared = next((device for device in devices if devices.count(device) > 1), None)
+    if has_gpus and role != "rollout" and shared is not None:
+        message = f"two ranks of the {role} are on device {shared}, but NCCL allows only one rank per GPU"
+        yield Refusal("cluster.placement", message, {})
 
 
-def _unknown(placed: Mapping[str, Processes]) -> Iterator[Refusal]:
+def _unknown(placed: Iterable[str]) -> Iterator[Refusal]:
     known: tuple[str, ...] = get_args(Role)
-    for role in sorted(placed.keys() - set(known)):
+    for role in sorted(set(placed) - set(known)):
         message = f"unknown role {role!r}{suggest(role, known)}; the roles are {', '.join(known)}"
         yield Refusal("cluster.placement", message, {})
 
 
-def _role_layout(config: RunConfig, role: Role, workers: Sequence[Worker]) -> RoleLayout:
+def _role_layout(config: RunConfig, role: Role, ranks: Ranks, per_node: int) -> RoleLayout:
+    workers = tuple(Worker(rank, of[0] // per_node if of else 0, of) for rank, of in enumerate(ranks))
     if role == "rollout":
-        return RoleLayout(role, config.rollout.engine, tuple(workers), {})
+        return RoleLayout(role, config.rollout.engine, workers, {})
     assert role in TRAINING_ROLES, f"{role} has no separate workers"
     train = train_config(config, role)
     offload = tuple(name for name, is_moved in train.offload if is_moved)
-    return RoleLayout(role, train.backend, tuple(workers), parallel_groups(train, len(workers)), offload)
+    return RoleLayout(role, train.backend, workers, parallel_groups(train, len(workers)), offload)
 
 
 def _mode(config: RunConfig, roles: Sequence[RoleLayout]) -> Mode:

@@ -36,19 +36,14 @@ class Refusal:
 
 def section_of(config: RunConfig, role: TrainingRole) -> str:
     """Key of the section that holds a role's training settings."""
-    has_own = {"critic": config.critic.train, "reference": config.reference.train}.get(role) is not None
+    has_own = role in ("critic", "reference") and getattr(config, role).train is not None
     return f"{role}.train" if has_own else "train"
 
 
 def served_engine(config: RunConfig) -> VllmConfig | SglangConfig | None:
     """Options of an engine that runs in its own processes; None for the native engine."""
-    match config.rollout.engine:
-        case "vllm":
-            return config.rollout.vllm
-        case "sglang":
-            return config.rollout.sglang
-        case "native":
-            return None
+    name = config.rollout.engine
+    return None if name == "native" else getattr(config.rollout, name)
 
 
 def engine_devices(config: RunConfig) -> int:
@@ -62,52 +57,42 @@ def engine_devices(config: RunConfig) -> int:
 def copy_devices(train: TrainConfig) -> int:
     """Devices that process the same rows: those of one model replica under tensor, pipeline, context and
     sequence parallelism."""
-    sizes = train.megatron
-    match train.backend:
-        case "single":
-            return 1
-        case "megatron":
-            return sizes.tensor_parallel * sizes.pipeline_parallel * sizes.context_parallel
-        case _:
-            return train.sequence_parallel
+    if train.backend == "megatron":
+        sizes = train.megatron
+        return sizes.tensor_parallel * sizes.pipeline_parallel * sizes.context_parallel
+    return 1 if train.backend == "single" else train.sequence_parallel
 
 
 def device_unit(config: RunConfig, role: Role) -> int:
     """The number of devices of a role must be a multiple of this."""
-    if role == "rollout":
-        return max(1, engine_devices(config))
-    if role not in TRAINING_ROLES:
-        return 1
-    return math.lcm(*(size for _, size, _ in _divisors(train_config(config, role))))
+    return math.lcm(*(size for _, size, _ in _divisors(config, role)))
 
 
 def device_limit(config: RunConfig, role: Role) -> int | None:
     """Exact number of devices that a role must have; None for any multiple of its unit."""
-    if role == "rollout":
-        engine = served_engine(config)
-        return (
-            None if engine is None or engine.replicas is None else engine.replicas * device_unit(config, role)
-        )
-    return 1 if role in TRAINING_ROLES and train_config(config, role).backend == "single" else None
+    if role in TRAINING_ROLES:
+        return 1 if train_config(config, role).backend == "single" else None
+    engine = served_engine(config) if role == "rollout" else None
+    return None if engine is None or not engine.replicas else engine.replicas * engine_devices(config) or None
 
 
 def count_refusals(config: RunConfig, role: Role, count: int) -> Iterator[Refusal]:
     """Rules that a role breaks with `count` devices: a training role has one process per device, rollout
     splits them into engines."""
-    if role == "rollout":
-        yield from _of_engines(config, count)
-    elif role in TRAINING_ROLES:
-        train = train_config(config, role)
-        if train.backend == "single" and count > 1:
-            yield Refusal(
-                f"{section_of(config, role)}.backend",
-                f"the {role} has {count} devices, but single uses one; set it to fsdp2, or place the {role} on one device",
-                {},
-            )
-        for key, size, what in _divisors(train):
-            if count % size:
-                message = f"{what}, but the {role} has {count} {_devices(count)}; use a multiple of {size}"
-                yield Refusal(_key(config, role, key), message, {})
+    has = f"the {role} has {count} {'device' if count == 1 else 'devices'}"
+    broken = [(key, size, what) for key, size, what in _divisors(config, role) if count % size]
+    for key, size, what in broken:
+        yield Refusal(key, f"{what}, but {has}; use a multiple of {size}", {})
+    limit = device_limit(config, role)
+    if broken or limit in (None, count):
+        return
+    if role in TRAINING_ROLES:
+        message = f"{has}, but single uses one; set it to fsdp2, or place the {role} on one device"
+        yield Refusal(f"{section_of(config, role)}.backend", message, {})
+    else:
+        key, each = f"rollout.{config.rollout.engine}.replicas", engine_devices(config)
+        needs = f"{limit // each} engines of {each} need {limit} devices, but {has}"
+        yield Refusal(key, f"{needs}; set it to {count // each}, or remove it", {key: None})
 
 
 def _key(config: RunConfig, role: TrainingRole, name: str) -> str:
@@ -118,107 +103,78 @@ def _key(config: RunConfig, role: TrainingRole, name: str) -> str:
     return f"{section_of(config, role)}.{name}"
 
 
-def _divisors(train: TrainConfig) -> Iterator[tuple[str, int, str]]:
+def _divisors(config: RunConfig, role: Role) -> Iterator[tuple[str, int, str]]:
     """(key, divisor of a role's number of devices, its description)."""
-    match train.backend:
-        case "single":
-            return
-        case "megatron":
-            sizes = train.megatron
-            tensor, pipeline, context = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.context_parallel
-            copy = tensor * pipeline * context
-            yield (
-                "megatron.tensor_parallel",
-                copy,
-                f"a model replica needs {copy} devices (tensor {tensor} x pipeline {pipeline} x context parallel {context})",
-            )
-            expert, of_expert = sizes.expert_parallel, sizes.expert_tensor_parallel or tensor
+    if role in TRAINING_ROLES:
+        for name, size, what in _training_divisors(train_config(config, role)):
+            yield _key(config, role, name), size, what
+    elif (engine := served_engine(config)) is not None and role == "rollout":
+        each = max(1, engine_devices(config))
+        tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
+        what = f"an engine needs {each} devices (tensor {tensor} x pipeline parallel {pipeline})"
+        yield f"rollout.{config.rollout.engine}.tensor_parallel", each, what
+
+
+def _training_divisors(train: TrainConfig) -> Iterator[tuple[str, int, str]]:
+    if train.backend == "megatron":
+        sizes = train.megatron
+        tensor, pipeline, context = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.context_parallel
+        copy = copy_devices(train)
+        parts = f"tensor {tensor} x pipeline {pipeline} x context parallel {context}"
+        yield "megatron.tensor_parallel", copy, f"a model replica needs {copy} devices ({parts})"
+        expert, of_expert = sizes.expert_parallel, sizes.expert_tensor_parallel or tensor
+        if expert > 1 or of_expert != tensor:
             size = expert * of_expert * pipeline
-            if expert > 1 or of_expert != tensor:
-                yield (
-                    "megatron.expert_parallel",
-                    size,
-                    f"a replica of the experts needs {size} devices (expert {expert} x expert tensor {of_expert} x pipeline "
-                    f"parallel {pipeline})",
-                )
-        case "deepspeed":
-            yield _sequences(train)
+            parts = f"expert {expert} x expert tensor {of_expert} x pipeline parallel {pipeline}"
+            yield "megatron.expert_parallel", size, f"a replica of the experts needs {size} devices ({parts})"
+    elif train.backend != "single":
+        size = train.sequence_parallel
+        yield "sequence_parallel", size, f"a sequence-parallel group needs {size} devices"
+        part, reshard = train.fsdp.size, train.fsdp.reshard_after_forward
+        if train.backend == "deepspeed":
             hpz = train.deepspeed.hpz_partition_size
             yield "deepspeed.hpz_partition_size", hpz, f"a secondary partition needs {hpz} devices"
-        case "fsdp" | "fsdp2":
-            yield _sequences(train)
-            part, reshard = train.fsdp.size, train.fsdp.reshard_after_forward
-            if part is not None:
-                yield "fsdp.size", part, f"a shard group needs {part} devices"
-            elif type(reshard) is int:
-                text = f"weights are resharded over {reshard} devices"
-                yield "fsdp.reshard_after_forward", reshard, text
-
-
-def _sequences(train: TrainConfig) -> tuple[str, int, str]:
-    size = train.sequence_parallel
-    return "sequence_parallel", size, f"a sequence-parallel group needs {size} devices"
-
-
-def _of_engines(config: RunConfig, count: int) -> Iterator[Refusal]:
-    engine, each, name = served_engine(config), engine_devices(config), config.rollout.engine
-    if engine is None or not each:
-        return
-    if count % each:
-        yield Refusal(
-            f"rollout.{name}.tensor_parallel",
-            f"tensor {engine.tensor_parallel} x pipeline parallel {engine.pipeline_parallel} = {each} devices per engine, "
-            f"but rollout has {count}; use a multiple of {each}, or lower it",
-            {},
-        )
-    elif engine.replicas is not None and engine.replicas * each != count:
-        yield Refusal(
-            f"rollout.{name}.replicas",
-            f"{engine.replicas} engines need {engine.replicas * each} {_devices(engine.replicas * each)}, but rollout has "
-            f"{count}; set it to {count // each}, or remove it",
-            {f"rollout.{name}.replicas": None},
-        )
+        elif part is not None:
+            yield "fsdp.size", part, f"a shard group needs {part} devices"
+        elif type(reshard) is int:
+            yield "fsdp.reshard_after_forward", reshard, f"weights are resharded over {reshard} devices"
 
 
 def model_refusals(config: RunConfig, role: TrainingRole, model: ModelSize) -> Iterator[Refusal]:
     """Rules that a role breaks because its model's heads, layers or experts are not divisible by the parallel
-    sizes."""
-    train, sizes = train_config(config, role), train_config(config, role).megatron
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    layers, experts = model.num_layers, model.num_experts
+    sizes. Each suggests the largest smaller size that works."""
+    train = train_config(config, role)
+    sizes, heads, kv_heads = train.megatron, model.num_heads, model.num_kv_heads
+    layers, experts, pipeline = model.num_layers, model.num_experts, sizes.pipeline_parallel
+    stage = layers // pipeline if layers % pipeline == 0 else 0  # 0: the stages themselves are refused
+    of_heads = f"{heads} attention heads and {kv_heads} key/value heads"
 
     def has_heads(n: int) -> bool:
         return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
-    of_heads = f"{heads} attention heads and {kv_heads} key/value heads"
-    if train.backend in ("fsdp", "fsdp2", "deepspeed"):
-        yield from _shared(
-            _key(config, role, "sequence_parallel"), train.sequence_parallel, of_heads, has_heads
-        )
-    if train.backend != "megatron":
-        return
-    tensor = _key(config, role, "megatron.tensor_parallel")
-    yield from _shared(tensor, sizes.tensor_parallel, of_heads, has_heads)
-    pipeline, pieces = sizes.pipeline_parallel, sizes.virtual_pipeline or 1
-    stages = _key(config, role, "megatron.pipeline_parallel")
-    yield from _shared(stages, pipeline, f"{layers} layers", lambda n: layers % n == 0)
-    if layers % pipeline == 0:
-        stage = layers // pipeline
-        virtual = _key(config, role, "megatron.virtual_pipeline")
-        yield from _shared(virtual, pieces, f"the {stage} layers of a stage", lambda n: stage % n == 0)
-    yield from _shared(
-        _key(config, role, "megatron.expert_parallel"),
-        sizes.expert_parallel,
-        f"{experts} experts",
-        lambda n: n == 1 or (experts > 0 and experts % n == 0),
-    )
+    def has_experts(n: int) -> bool:
+        return n == 1 or (experts > 0 and experts % n == 0)
 
-
-def _shared(key: str, size: int, what: str, fits: Callable[[int], bool]) -> Iterator[Refusal]:
-    """A refusal if `what` cannot be divided into `size` parts, with the largest smaller size that works."""
-    if not fits(size):
-        lower = next(n for n in range(size - 1, 0, -1) if fits(n))
-        yield Refusal(key, f"cannot split {what} into {size} parts; {lower} would work", {key: lower})
+    rules: list[tuple[str, int, str, Callable[[int], bool]]] = []
+    if train.backend == "megatron":
+        rules = [
+            ("megatron.tensor_parallel", sizes.tensor_parallel, of_heads, has_heads),
+            ("megatron.pipeline_parallel", pipeline, f"{layers} layers", lambda n: layers % n == 0),
+            (
+                "megatron.virtual_pipeline",
+                sizes.virtual_pipeline or 1,
+                f"the {stage} layers of a stage",
+                lambda n: stage % n == 0,
+            ),
+            ("megatron.expert_parallel", sizes.expert_parallel, f"{experts} experts", has_experts),
+        ]
+    elif train.backend != "single":
+        rules = [("sequence_parallel", train.sequence_parallel, of_heads, has_heads)]
+    for name, size, what, fits in rules:
+        if not fits(size):
+            key, lower = _key(config, role, name), next(n for n in range(size - 1, 0, -1) if fits(n))
+            message = f"cannot split {what} into {size} parts; {lower} would work"
+            yield Refusal(key, message, {key: lower})
 
 
 def parallel_groups(train: TrainConfig, count: int) -> Groups:
@@ -233,24 +189,17 @@ def parallel_groups(train: TrainConfig, count: int) -> Groups:
             return {}
         case "megatron":
             sizes = train.megatron
-            tensor, pipeline, context = (
-                sizes.tensor_parallel,
-                sizes.pipeline_parallel,
-                sizes.context_parallel,
-            )
-            data = count // (tensor * pipeline * context)
+            tensor, pipeline, context = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.context_parallel
             of_tensor = sizes.expert_tensor_parallel or tensor
+            data = count // copy_devices(train)
             of_data = count // (of_tensor * sizes.expert_parallel * pipeline)
             dense = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
             experts = {"expert tensor": of_tensor, "expert": sizes.expert_parallel, "expert data": of_data}
             return _grid(dense) | (_grid(experts, pipeline) if sizes.expert_parallel > 1 else {})
         case _:
             by_rows = _grid({"sequence": train.sequence_parallel, "data": count // train.sequence_parallel})
-            part = (
-                train.deepspeed.hpz_partition_size
-                if train.backend == "deepspeed"
-                else train.fsdp.size or count
-            )
+            is_zero = train.backend == "deepspeed"
+            part = train.deepspeed.hpz_partition_size if is_zero else train.fsdp.size or count
             is_hybrid = 1 < part < count
             return by_rows | (_grid({"shard": part, "replica": count // part}) if is_hybrid else {})
 
@@ -265,7 +214,3 @@ def _grid(sizes: Mapping[str, int], repeats: int = 1) -> Groups:
             out[name] = tuple(tuple(range(first, first + size * stride, stride)) for first in firsts)
         stride *= size
     return out
-
-
-def _devices(count: int) -> str:
-    return "device" if count == 1 else "devices"

@@ -74,17 +74,13 @@ def split_roles(line: str) -> list[str]:
 def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
     """Parse the devices in `text`; None for `all` when their number is unknown. Raises ValueError as
     parse_placement does."""
+    if text.strip() == ALL:
+        return None if num_devices is None else Devices(tuple((device,) for device in range(num_devices)))
     processes: list[tuple[int, ...]] = []
     last = -1
     for part in text.split(","):
-        ranks, colon, process_ranks = part.partition(":")
-        devices = _ranks(ranks, text, num_devices)
-        if devices is None:
-            if "," in text or colon:
-                raise ValueError(
-                    f"{text!r}: `all` cannot be combined with other devices; list the devices instead"
-                )
-            return None
+        named, colon, numbered = part.partition(":")
+        devices = _numbers(named, text)
         if devices[0] <= last:
             raise ValueError(
                 f"{text!r}: list devices once and in ascending order; {devices[0]} is out of order"
@@ -96,29 +92,29 @@ def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
             )
         count = len(devices)
         if colon:
-            numbered = _ranks(process_ranks, text, None)
-            if numbered is None or numbered[0] != len(processes):
+            ranks = _numbers(numbered, text)
+            count = len(ranks)
+            if ranks[0] != len(processes):
                 raise ValueError(
                     f"{text!r}: processes are numbered from 0 without gaps; the processes in {part.strip()!r} must start at "
                     f"{len(processes)}"
                 )
-            count = len(numbered)
         processes += _shared_out(devices, count, part)
     return Devices(tuple(processes))
 
 
-def _ranks(text: str, whole: str, num_devices: int | None) -> list[int] | None:
-    """`n` or `a-b` as numbers; `all` as all devices, None if their number is unknown."""
+def _numbers(text: str, whole: str) -> list[int]:
+    """`n` or `a-b` as numbers."""
     text = text.strip()
-    if text == ALL and num_devices is None:
-        return None
+    if text == ALL:
+        raise ValueError(f"{whole!r}: `all` cannot be combined with other devices; list the devices instead")
     found = _RANGE.fullmatch(text)
-    if found is None and text != ALL:
+    if found is None:
         raise ValueError(
             f"invalid placement {whole!r}: {text!r} is not a number, a range like 0-3, or `all`; write for example all, 0-3, "
             "0,2 or 0-7:0-3"
         )
-    first, last = (0, (num_devices or 0) - 1) if found is None else (int(found[1]), int(found[2] or found[1]))
+    first, last = int(found[1]), int(found[2] or found[1])
     if not 0 <= last - first < MAX_DEVICES:
         raise ValueError(
             f"{whole!r}: the range {text!r} is descending, or has more than {MAX_DEVICES} devices"

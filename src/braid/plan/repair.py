@@ -8,25 +8,20 @@ from typing import Any, TypeVar
 
 from braid.config.base import Section
 from braid.config.cluster import Role
+from braid.config.rollout import VllmConfig
 from braid.config.schema import RunConfig
+from braid.config.train import TrainConfig
 
 from .parallel import TRAINING_ROLES, device_limit, device_unit, section_of
 from .placement import format_numbers, parse_placement
 
 _SectionT = TypeVar("_SectionT", bound=Section)
-_WHOLE_MODEL: dict[str, Any] = {
-    "sequence_parallel": 1,
-    "fsdp.size": None,
-    "fsdp.reshard_after_forward": True,
-    "deepspeed.hpz_partition_size": 1,
-    "megatron.tensor_parallel": 1,
-    "megatron.pipeline_parallel": 1,
-    "megatron.virtual_pipeline": None,
-    "megatron.context_parallel": 1,
-    "megatron.expert_parallel": 1,
-    "megatron.expert_tensor_parallel": None,
-}
-_WHOLE_ENGINE: dict[str, Any] = {"tensor_parallel": 1, "pipeline_parallel": 1, "replicas": None}
+_PARALLEL_SIZES = (
+    "sequence_parallel fsdp.size fsdp.reshard_after_forward deepspeed.hpz_partition_size megatron.tensor_parallel "
+    "megatron.pipeline_parallel megatron.virtual_pipeline megatron.context_parallel megatron.expert_parallel "
+    "megatron.expert_tensor_parallel"
+)
+"""Keys of a role's training settings whose defaults are those of one device."""
 
 
 def candidate_fixes(
@@ -38,20 +33,29 @@ def candidate_fixes(
     if config.cluster.runtime == "in_process":
         known = {**known, "cluster.runtime": "auto"}
     config = with_values(config, known)
-    asked = _asked(config)
-    seated: list[Role] = [role for role in roles if role != "inference" or role in asked]
+    try:
+        placed = parse_placement(config.cluster.placement)
+    except ValueError:
+        placed = {}
+    asked = {role: devices.numbers for role, devices in placed.items() if devices is not None}
+    placeable: list[Role] = [role for role in roles if role != "inference" or role in asked]
     everything = range(num_devices)
     for wanted in (asked, {}):
         cut = {
             role: _cut(config, role, wanted.get(role, wanted.get("policy", everything)), num_devices)
-            for role in seated
+            for role in placeable
         }
         yield {**known, "cluster.placement": _lines(cut)}
-    whole = {f"rollout.{name}.{key}": v for name in ("vllm", "sglang") for key, v in _WHOLE_ENGINE.items()}
+    whole = {
+        f"rollout.{name}.{size}": getattr(VllmConfig(), size)
+        for name in ("vllm", "sglang")
+        for size in ("tensor_parallel", "pipeline_parallel", "replicas")
+    }
     for role in TRAINING_ROLES:
-        whole |= {f"{section_of(config, role)}.{key}": value for key, value in _WHOLE_MODEL.items()}
+        at = section_of(config, role)
+        whole |= {f"{at}.{size}": attrgetter(size)(TrainConfig()) for size in _PARALLEL_SIZES.split()}
     changed = {key: value for key, value in whole.items() if attrgetter(key)(config) != value}
-    alone = _lines({role: [0] for role in seated if role != "inference"})
+    alone = _lines({role: [0] for role in placeable if role != "inference"})
     yield {**known, **changed, "cluster.placement": alone}
 
 
@@ -69,15 +73,6 @@ def _replaced(section: _SectionT, names: Sequence[str], value: Any) -> _SectionT
     return section.model_copy(update={first: value})
 
 
-def _asked(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Devices of each role in the placement; empty if it cannot be parsed."""
-    try:
-        placed = parse_placement(config.cluster.placement)
-    except ValueError:
-        return {}
-    return {role: devices.numbers for role, devices in placed.items() if devices is not None}
-
-
 def _cut(config: RunConfig, role: Role, asked: Iterable[int], num_devices: int) -> list[int]:
     """As many of the devices as the role can use, at least one."""
     devices = [device for device in asked if device < num_devices] or [0]
@@ -86,9 +81,9 @@ def _cut(config: RunConfig, role: Role, asked: Iterable[int], num_devices: int) 
     return devices[:count]
 
 
-def _lines(seats: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def _lines(devices_of: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """`cluster.placement` with one line per set of devices."""
     roles: dict[str, list[str]] = {}
-    for role, devices in seats.items():
+    for role, devices in devices_of.items():
         roles.setdefault(format_numbers(devices), []).append(role)
     return {",".join(names): text for text, names in roles.items()}

@@ -45,8 +45,8 @@ class TrajectoryMetadata(NamedTuple):
 
     @classmethod
     def of(cls, t: Trajectory) -> TrajectoryMetadata:
-        told = (t.sample, t.status, t.reason, t.reward, t.shaped, t.reward_parts, t.facts, t.attempts)
-        return cls(*told, t.lengths)
+        known = (t.sample, t.status, t.reason, t.reward, t.shaped, t.reward_parts, t.facts, t.attempts)
+        return cls(*known, t.lengths)
 
     def trajectory(self, prompt: Prompt) -> Trajectory:
         """The trajectory with this metadata, without tokens and texts."""
@@ -63,7 +63,7 @@ class GroupMetadata(NamedTuple):
     def group(self, prompt: Prompt) -> Group:
         """The group with this metadata, without tokens and texts."""
         greedy = None if self.greedy is None else self.greedy.trajectory(prompt)
-        return Group(prompt, [facts.trajectory(prompt) for facts in self.trajectories], greedy, self.key)
+        return Group(prompt, [of.trajectory(prompt) for of in self.trajectories], greedy, self.key)
 
 
 class WeightLink(Protocol):
@@ -155,12 +155,12 @@ class Collector:
             await stream.news.wait()
         ended, stream.ended = stream.ended, {}
         metrics = Metrics()
-        facts: list[GroupMetadata] = []
+        metadata: list[GroupMetadata] = []
         for task in ended.values():
             of, cost = task.result()
-            facts.append(of)
+            metadata.append(of)
             metrics.merge(cost)
-        return facts, metrics
+        return metadata, metrics
 
     async def _group(
         self, use: Use, prompt: Prompt, group_size: int, key: Key

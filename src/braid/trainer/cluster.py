@@ -88,8 +88,10 @@ class Cluster:
         config = _on_one_device(config, layout)
         homes = [_home(layout, of) for of in layout.roles if of.role != "rollout"]
         names = list(dict.fromkeys([*homes, "rollout", ROWS]))
-        seats = {name: _seats(layout, name) for name in names}
-        cluster = cls(config, layout, connect(config.cluster, num_processes=sum(map(len, seats.values()))))
+        placements = {name: _workers_of(layout, name) for name in names}
+        cluster = cls(
+            config, layout, connect(config.cluster, num_processes=sum(map(len, placements.values())))
+        )
         shown = {str(role): text for role, text in config.cluster.group_names.items()}
         try:
             if finds_none and (num_gpus := num_cluster_gpus()):
@@ -104,7 +106,7 @@ class Cluster:
                 )
             machines = Machines(config.cluster, _num_gpus(config, layout), layout.devices_per_node)
             cluster.machines = machines
-            for name, of in seats.items():
+            for name, of in placements.items():
                 reads = [_READS.get(name, "braid.training.worker")]
                 cluster.groups[name] = RayGroup(
                     shown.get(name, name),
@@ -148,9 +150,9 @@ class Cluster:
         from braid.training.role_group import RoleGroup
 
         config = config or self.config
-        seated = self.layout.role(role)
-        assert seated is not None, f"{role} has no workers in this run"
-        group = RoleGroup(self.groups[_home(self.layout, seated)], name or role)
+        role_layout = self.layout.role(role)
+        assert role_layout is not None, f"{role} has no workers in this run"
+        group = RoleGroup(self.groups[_home(self.layout, role_layout)], name or role)
         group.group.call("add", group.name, role, config, total_steps)
         return GroupBackend(group, balances=train_config(config, role).balance_ranks)
 
@@ -208,13 +210,13 @@ def _num_gpus(config: RunConfig, layout: Layout) -> list[int]:
     return [counts.get(node, 0) for node in range(layout.num_nodes)]
 
 
-def _home(layout: Layout, seated: RoleLayout) -> str:
+def _home(layout: Layout, role_layout: RoleLayout) -> str:
     """Name of the group whose processes run a role."""
     policy = layout.role("policy")
     assert policy is not None, "the layout has no policy"
-    return "policy" if seated.shares_processes(policy) else seated.role
+    return "policy" if role_layout.shares_processes(policy) else role_layout.role
 
 
-def _seats(layout: Layout, name: str) -> tuple[Worker, ...]:
-    seated = layout.role(name)
-    return (Worker(0, 0, ()),) if seated is None else seated.workers
+def _workers_of(layout: Layout, name: str) -> tuple[Worker, ...]:
+    role_layout = layout.role(name)
+    return (Worker(0, 0, ()),) if role_layout is None else role_layout.workers

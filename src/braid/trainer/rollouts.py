@@ -82,8 +82,8 @@ class Rollouts:
             for rank in [rank for rank, call in stream.asked.items() if call in answered]:
                 ((told, cost),) = stream.asked.pop(rank).wait()
                 metrics.merge(cost)
-                kept = [facts for facts in told if facts.key in stream.running]  # not cancelled meanwhile
-                groups += [facts.group(self.prompts[use][self._end(use, facts.key)]) for facts in kept]
+                kept = [of for of in told if of.key in stream.running]  # not cancelled meanwhile
+                groups += [of.group(self.prompts[use][self._end(use, of.key)]) for of in kept]
             if within_s is not None:
                 break
         return groups, metrics

@@ -214,8 +214,10 @@ def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
         rows = parts.data.open(parts.rollouts.start_rows(selection.kept))
         if rows:
             _infer_fields(parts, rows)
-            facts, parts.reward_moments = parts.data.compute_advantages(parts.kl_coef, parts.reward_moments)
-            for name, value in facts.items():
+            computed, parts.reward_moments = parts.data.compute_advantages(
+                parts.kl_coef, parts.reward_moments
+            )
+            for name, value in computed.items():
                 parts.metrics.mean(name, value)
             if parts.plan.recipe.supervised_coef > 0:
                 _mark_successes(parts, selection.kept, rows)

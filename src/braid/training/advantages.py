@@ -60,10 +60,10 @@ def compute_advantages(
     all earlier rounds for statistics of kind "running", and is updated with this one. Returns metrics by
     name: mean KL per position, and the explained variance of the critic's values.
     """
-    facts: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     _normalize(rows, recipe, RunningMoments() if running is None else running)
     if recipe.kl_coef > 0 and recipe.kl_in == "reward":
-        facts["reward/kl"] = _subtract_kl(rows, recipe, recipe.kl_coef if kl_coef is None else kl_coef)
+        metrics["reward/kl"] = _subtract_kl(rows, recipe, recipe.kl_coef if kl_coef is None else kl_coef)
     if (bound := recipe.token_reward_clip) is not None:
         for row in rows:
             row.fields["rewards"] = row.fields["rewards"].clip(-bound, bound)
@@ -79,8 +79,8 @@ def compute_advantages(
         advantages = advantages.clamp(-recipe.advantage_clip, recipe.advantage_clip)
     _unflatten(rows, "advantages", advantages)
     if recipe.advantage == "gae":
-        facts["critic/explained_variance"] = _explained_variance(round_, recipe)
-    return facts
+        metrics["critic/explained_variance"] = _explained_variance(round_, recipe)
+    return metrics
 
 
 class Cut(Protocol):

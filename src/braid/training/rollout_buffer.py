@@ -111,8 +111,8 @@ class RolloutBuffer:
         self, kl_coef: float, running: RunningMoments
     ) -> tuple[dict[str, float], RunningMoments]:
         """See advantages.compute_advantages. Returns its metrics, and `running` updated with this round's rewards."""
-        facts = compute_advantages(self._rows, self._recipe, kl_coef=kl_coef, running=running)
-        return facts, running
+        metrics = compute_advantages(self._rows, self._recipe, kl_coef=kl_coef, running=running)
+        return metrics, running
 
     def write_step_fields(self, indices: Sequence[int], key: tuple[int, ...]) -> None:
         """See step_fields.write_step_fields; for the rows of one step."""
