@@ -40,7 +40,7 @@ def test_unsupported_options_are_refused_with_an_alternative(override: str, key:
     [
         (f"{OWN}.recompute_num_layers=2", "recompute_granularity is not full"),
         (f"{OWN}.sequence_parallel=true", "tensor_parallel is 1"),
-        (f"{OWN}.ddp_bucket_size=5", "overlap_grad_reduce=false"),
+        (f"{OWN}.ddp_bucket_size=5", "overlap_grad_reduce is false"),
         (f"{OWN}.dynamic_loss_scale_window=5", "fp16"),
     ],
 )

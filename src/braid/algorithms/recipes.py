@@ -240,6 +240,17 @@ RECIPES: Mapping[RecipeName, Recipe] = {
     "gigpo": replace(_GRPO, advantage="gigpo", gamma=0.95),
 }
 
+ADVANTAGE_KEYS: Mapping[Advantage, frozenset[str]] = {
+    "grpo": frozenset({"normalize_by_std", "advantage_level"}),
+    "gae": frozenset({"gamma", "gae_lambda", "advantage_level"}),
+    "reinforce": frozenset({"gamma"}),
+    "rloo": frozenset(),
+    "remax": frozenset(),
+    "raft": frozenset(),
+    "maxrl": frozenset(),
+    "gigpo": frozenset({"gamma", "normalize_by_std", "episode_weight", "turn_weight"}),
+}
+
 _RATIO_KEYS = frozenset({"ratio_level", "log_ratio_min", "log_ratio_max"})
 POLICY_LOSS_KEYS: Mapping[PolicyLoss, frozenset[str]] = {
     "ppo_clip": _RATIO_KEYS | {"clip_low", "clip_high", "dual_clip"},

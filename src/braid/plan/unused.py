@@ -13,9 +13,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from braid.algorithms.recipes import POLICY_LOSS_KEYS
-from braid.config.backends import MegatronConfig
-from braid.config.report import SftConfig
+from braid.algorithms.recipes import ADVANTAGE_KEYS, POLICY_LOSS_KEYS
 from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
@@ -65,6 +63,7 @@ def set_keys(section: Any, key: str, at: str = "") -> Iterator[str]:
         yield from set_keys(value, rest, f"{at}{name}.")
 
 
+_TRAIN = "{train,critic.train,reference.train}"
 _ALL = tuple(path for path, field in fields_of(RunConfig) if not sections_of(field))
 
 
@@ -79,43 +78,80 @@ def _keys(pattern: str) -> tuple[str, ...]:
     return (pattern,)
 
 
-_WHILE: tuple[tuple[str, Any, str], ...] = (
-    ("algorithm.entropy_coef", 0, "algorithm.entropy_level"),
-    ("algorithm.kl_coef", 0, "algorithm.{kl_estimator,kl_in,kl_clamp,kl_target,kl_horizon}"),
-    ("algorithm.kl_coef", 0, "reference.{path,train,update_every_epochs}"),
-    ("checkpoint.export_every_rounds", 0, "checkpoint.export_dir"),
-    ("data.shuffle", False, "data.seed"),
-    ("data.use_chat_template", "never", "model.chat_template data.chat_template_kwargs"),
-    ("report.tensorboard", False, "report.tensorboard_queue"),
-    ("rollout.check_weights", False, "rollout.check_weights_dir"),
-    ("rollout.sglang.cuda_graphs", False, "rollout.sglang.cuda_graph_max_batch"),
-    ("rollout.sglang.torch_compile", False, "rollout.sglang.torch_compile_max_batch"),
-    ("rollout.vllm.cuda_graphs", False, "rollout.vllm.cuda_graph_max_batch"),
-    ("run.resume", "none", "run.allow_changes"),
-)
-"""(key, value, keys): no effect while `key` has this value, which for `algorithm` is the recipe's."""
-
 _UNLESS: tuple[tuple[str, str, str], ...] = (
     ("algorithm.aggregation", "token_sum_constant", "algorithm.aggregation_constant"),
+    ("algorithm.logprob_level", "token", "algorithm.turn_weighting"),
     ("rollout.engine", "native", "rollout.native.*"),
     ("rollout.engine", "sglang", "rollout.sglang.*"),
     ("rollout.engine", "vllm", "rollout.vllm.*"),
     ("rollout.filter.then", "replace", "rollout.filter.min_kept_fraction"),
     ("rollout.filter.then", "resample", "rollout.filter.max_batches"),
     ("train.backend", "megatron", "inference.{tensor_parallel,pipeline_parallel,sequence_parallel}"),
+    ("@.backend", "fsdp fsdp2", "@.fsdp.*"),
+    ("@.backend", "deepspeed", "@.deepspeed.*"),
+    ("@.backend", "megatron", "@.megatron.*"),
+    ("@.megatron.recompute_granularity", "full", "@.megatron.{recompute_method,recompute_num_layers}"),
 )
-"""(key, value, keys): no effect unless `key` has this value."""
+"""(key, values, keys): no effect unless `key` has one of these values. `@` is each section of training settings."""
+
+_WHILE: tuple[tuple[str, Any, str], ...] = (
+    ("algorithm.entropy_coef", 0, "algorithm.entropy_level"),
+    ("algorithm.kl_coef", 0, "algorithm.{kl_estimator,kl_in,kl_clamp,kl_target,kl_horizon}"),
+    ("algorithm.kl_coef", 0, "reference.{path,train,update_every_epochs}"),
+    ("algorithm.kl_target", None, "algorithm.kl_horizon"),
+    ("checkpoint.export_every_rounds", 0, "checkpoint.export_dir"),
+    ("critic.path", None, "critic.train.liger_kernels"),
+    ("data.shuffle", False, "data.seed"),
+    ("data.use_chat_template", "never", "model.chat_template data.chat_template_kwargs"),
+    ("reference.path", None, "reference.train.liger_kernels"),
+    ("report.tensorboard", False, "report.tensorboard_queue"),
+    ("rollout.check_weights", False, "rollout.check_weights_dir"),
+    ("rollout.group_size", 1, "rollout.filter.min_std"),
+    ("rollout.sampling.greedy", True, "rollout.sampling.{top_p,top_k,min_p}"),
+    ("rollout.sglang.cuda_graphs", False, "rollout.sglang.cuda_graph_max_batch"),
+    ("rollout.sglang.torch_compile", False, "rollout.sglang.torch_compile_max_batch"),
+    ("rollout.vllm.cuda_graphs", False, "rollout.vllm.cuda_graph_max_batch"),
+    ("run.resume", "none", "run.allow_changes"),
+    (
+        "@.optimizer.kind",
+        "sgd",
+        "@.optimizer.{betas,eps} @.megatron.{overlap_param_gather,distributed_optimizer}",
+    ),
+    ("@.optimizer.schedule.decay", "constant", "@.optimizer.schedule.{min_ratio,decay_steps}"),
+    ("@.optimizer.schedule.decay", "inverse_sqrt", "@.optimizer.schedule.decay_steps"),
+    ("@.backend", "fsdp", "@.fsdp.{pin_memory,reshard_after_forward}"),
+    ("@.backend", "fsdp2", "@.fsdp.{forward_prefetch,backward_prefetch,limit_all_gathers,buffer_dtype}"),
+    ("@.fsdp.cpu_offload", False, "@.fsdp.pin_memory"),
+    ("@.fsdp.sharding", "grad_op", "@.fsdp.reshard_after_forward"),
+    ("@.fsdp.sharding", "none", "@.fsdp.size"),
+    ("@.megatron.recompute_granularity", "full", "@.megatron.moe_layer_recompute"),
+    ("@.megatron.tensor_parallel", 1, "@.megatron.sequence_parallel"),
+    ("@.megatron.pipeline_parallel", 1, "@.megatron.transformer.batch_p2p_comm"),
+    ("@.megatron.overlap_grad_reduce", False, "@.megatron.ddp_bucket_size"),
+    ("@.megatron.distributed_optimizer", False, "@.megatron.overlap_param_gather"),
+)
+"""(key, value, keys): no effect while `key` has this value. The values of `algorithm` are the recipe's."""
 
 
 def _by_one_key(config: RunConfig, plan: Plan) -> _Unused:
-    for key, value, keys in _UNLESS:
-        if _value(config, plan, key) != value:
-            yield f"{key} is not {value}", keys
+    for key, values, keys in _UNLESS:
+        for at in _sections(config, key):
+            if _value(config, plan, key.replace("@", at)) not in values.split():
+                yield f"{key} is not {' or '.join(values.split())}".replace("@", at), keys.replace("@", at)
     for key, value, keys in _WHILE:
-        if _value(config, plan, key) == value:
-            yield f"{key} is {str(value).lower()}", keys
-    if plan.recipe.kl_target is None:
-        yield "algorithm.kl_target is off", "algorithm.kl_horizon"
+        for at in _sections(config, key):
+            if _value(config, plan, key.replace("@", at)) == value:
+                shown = "off" if value is None else str(value).lower()
+                yield f"{key} is {shown}".replace("@", at), keys.replace("@", at)
+
+
+def _sections(config: RunConfig, key: str = "@") -> list[str]:
+    """What `@` in a key stands for: the sections of training settings that are set."""
+    if "@" not in key:
+        return [""]
+    sections = [("critic.train", config.critic.train), ("reference.train", config.reference.train)]
+    sft = [("sft", config.sft)] if key.startswith("@.optimizer") else []
+    return ["train", *(at for at, section in (*sections, *sft) if section is not None)]
 
 
 def _value(config: RunConfig, plan: Plan, path: str) -> Any:
@@ -129,13 +165,11 @@ def _always(_: RunConfig, __: Plan) -> _Unused:
     yield "the policy has no value head", "sft.optimizer.value_lr"
     yield "a critic computes no log-probs", "critic.train.{compile,logprob_chunk_bytes}"
     yield "train.record_memory records all roles", "{critic,reference}.train.record_memory"
-    yield (
-        "only vision-language-action policies have action chunks, and this version does not support them",
-        "algorithm.reward_level",
-    )
+    yield "this version has no vision-language-action policies", "algorithm.reward_level"
 
 
 def _roles(config: RunConfig, plan: Plan) -> _Unused:
+    reference = config.reference
     if not plan.needs_critic:
         yield (
             "the advantage uses no critic",
@@ -149,94 +183,58 @@ def _roles(config: RunConfig, plan: Plan) -> _Unused:
             "gradient_checkpointing,grad_scaler,micro_batch_rows,offload.gradients,offload.optimizer}",
         )
     if not plan.needs_critic or config.critic.train is not None:
-        yield (
-            "the policy has no value head and the critic, if any, has its own settings",
-            "train.optimizer.value_lr",
-        )
-    if config.critic.path is None:
-        yield (
-            "without critic.path the critic's layers are a copy of the policy's",
-            "critic.train.liger_kernels",
-        )
-    if config.reference.path is None:
-        yield (
-            "without reference.path the reference is a copy of the policy",
-            "reference.train.liger_kernels",
-        )
-        if config.model.lora is not None and plan.layout.mode == "in_process":
-            yield (
-                "the reference is the policy's model with the initial adapters",
-                "reference.train.{compile,logprob_chunk_bytes}",
-            )
-    if config.reference.train is not None and config.reference.train.infer_batch_tokens is not None:
+        yield "the policy has no value head, and a critic has its own settings", "train.optimizer.value_lr"
+    if reference.path is None and config.model.lora is not None and plan.layout.mode == "in_process":
+        keys = "reference.train.{compile,logprob_chunk_bytes}"
+        yield "the reference is the policy's model with the initial adapters", keys
+    if reference.train is not None and reference.train.infer_batch_tokens is not None:
         yield "reference.train.infer_batch_tokens is used instead", "reference.train.micro_batch_tokens"
     if plan.layout.role("inference") is None:
-        yield (
-            "inference has no separate devices: the policy's workers compute log-probs",
-            "inference.*",
-        )
+        yield "inference has no separate devices: the policy's workers compute log-probs", "inference.*"
     if train_config(config, "inference").megatron.tensor_parallel == 1:
         yield "inference has no tensor parallelism", "inference.sequence_parallel"
 
 
 def _losses(config: RunConfig, plan: Plan) -> _Unused:
-    recipe = plan.recipe
-    others = sorted(frozenset().union(*POLICY_LOSS_KEYS.values()) - POLICY_LOSS_KEYS[recipe.policy_loss])
-    yield f"algorithm.policy_loss={recipe.policy_loss} does not use it", f"algorithm.{{{','.join(others)}}}"
+    recipe, old_logprobs = plan.recipe, f"with algorithm.old_logprobs={plan.old_logprobs}"
+    yield from _of_choice("advantage", recipe.advantage, ADVANTAGE_KEYS)
+    yield from _of_choice("policy_loss", recipe.policy_loss, POLICY_LOSS_KEYS)
     if plan.old_logprobs == "behavior":
-        yield "with algorithm.old_logprobs=behavior there is nothing to correct", "algorithm.corrections"
+        yield f"{old_logprobs} there is nothing to correct", "algorithm.corrections"
     if plan.old_logprobs == "interpolated" and not config.max_lag:
         yield (
             "rounds are sampled with the weights that they start from, so interpolated log-probs are the engine's",
             "algorithm.corrections",
         )
     if plan.old_logprobs == "current":
-        yield "with algorithm.old_logprobs=current all ratios are 1", "algorithm.early_stop_ratio"
+        yield f"{old_logprobs} all ratios are 1", "algorithm.early_stop_ratio"
     if not is_of_text(config):
-        yield (
-            "only a turn of text has several tokens; a simulator's policy has one log-prob per env step",
-            "algorithm.{logprob_level,entropy_level}",
-        )
-    if recipe.logprob_level != "token":
-        yield (
-            "algorithm.logprob_level is not token, so every turn counts once",
-            "algorithm.turn_weighting",
-        )
+        why = "only a turn of text has several tokens; a simulator's policy has one log-prob per env step"
+        yield why, "algorithm.{logprob_level,entropy_level}"
     if all(of.level == "token" for of in config.algorithm.corrections or ()):
         yield "token-level weights depend on a single token", "algorithm.corrections[].tokens"
 
 
-def _advantages(_: RunConfig, plan: Plan) -> _Unused:
-    recipe = plan.recipe
-    advantage = recipe.advantage
-    if advantage not in ("gae", "reinforce", "gigpo"):
-        yield "only gae, reinforce and gigpo use discounting", "algorithm.gamma"
-    if advantage not in ("grpo", "gigpo"):
-        yield (
-            "only grpo and gigpo divide advantages by the group's standard deviation",
-            "algorithm.normalize_by_std",
-        )
-    if advantage not in ("grpo", "gae"):
-        yield "only grpo and gae can work on turns", "algorithm.advantage_level"
-    if advantage != "gigpo":
-        yield "only gigpo combines episode and turn advantages", "algorithm.{episode_weight,turn_weight}"
+def _of_choice(key: str, chosen: str, fields: Mapping[Any, frozenset[str]]) -> _Unused:
+    """Fields of the recipe that other choices read."""
+    others = sorted(frozenset().union(*fields.values()) - fields[chosen])
+    yield f"algorithm.{key}={chosen} does not use it", f"algorithm.{{{','.join(others)}}}"
+
+
+def _statistics(_: RunConfig, plan: Plan) -> _Unused:
+    recipe, advantage = plan.recipe, plan.recipe.advantage
     if (
         recipe.whiten_rewards
-    ):  # then it matters at which position a constant is subtracted, and how large it is
+    ):  # subtracting a constant, and at which position, then matters, as does the scale
         return
-    if advantage in ("rloo", "remax", "raft") or (
-        advantage == "grpo" and recipe.advantage_level == "trajectory"
-    ):
+    is_of_groups = advantage == "grpo" and recipe.advantage_level == "trajectory"
+    if advantage in ("rloo", "remax", "raft") or is_of_groups:
         yield (
             "advantages are differences within a group, so a constant subtracted from its rewards cancels",
             "algorithm.reward_mean",
         )
-    has_penalty = recipe.kl_coef > 0 and recipe.kl_in == "reward"
-    if advantage == "raft" and not has_penalty:
-        yield (
-            "the best of a group gets advantage 1, so the scale of rewards does not matter",
-            "algorithm.reward_std",
-        )
+    if advantage == "raft" and not (recipe.kl_coef > 0 and recipe.kl_in == "reward"):
+        yield "raft only compares rewards, so their scale does not matter", "algorithm.reward_std"
 
 
 def _prompts(config: RunConfig, plan: Plan) -> _Unused:
@@ -249,15 +247,13 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
     if is_of_text(config) and not config.data.eval:
+        why = "there are no data.eval sources"
         yield (
-            "there are no data.eval sources",
+            why,
             "eval.{every_rounds,samples_per_prompt,pass_at,sampling,batch_prompts,shuffle} report.eval_samples",
         )
         if plan.recipe.supervised_coef == 0:
-            yield (
-                "there are no data.eval sources, and algorithm.supervised_coef is 0",
-                "eval.success_reward",
-            )
+            yield f"{why}, and algorithm.supervised_coef is 0", "eval.success_reward"
     if config.model.path is None and config.model.tokenizer is None:
         yield "neither the model nor the tokenizer comes from a folder", "model.trust_remote_code"
     if config.model.build is not None and not (config.model.tokenizer or config.model.chat_template):
@@ -279,65 +275,40 @@ def _rewards_and_reports(config: RunConfig, _: Plan) -> _Unused:
 
 
 def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
-    rollout = config.rollout
+    rollout, env = config.rollout, config.env
     if (rollout.request_batch or 0) >= rollout.prompts_per_round:
         yield "a round does not have more prompts than that", "rollout.request_batch"
-    if _bound_is_wide(config):
-        yield (
-            "the limits of prompt and answer do not add up to more than that",
-            "rollout.max_sequence_tokens",
-        )
-    if rollout.sampling.greedy:
-        yield (
-            "rollout.sampling.greedy always takes the most likely token",
-            "rollout.sampling.{top_p,top_k,min_p}",
-        )
-    if rollout.group_size == 1:
-        yield (
-            "rollout.group_size is 1, so a group's rewards have no standard deviation",
-            "rollout.filter.min_std",
-        )
-    if isinstance(config.env, GymnasiumEnv) and config.env.num_envs > plan.trajectories_per_round:
+    samplings = (rollout.sampling, config.eval.sampling or rollout.sampling)
+    longest = config.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in samplings)
+    if isinstance(env, ToolEnv):
+        longest = env.max_context_tokens
+    if rollout.max_sequence_tokens is not None and rollout.max_sequence_tokens >= longest:
+        keys = "rollout.max_sequence_tokens"
+        yield "the limits of prompt and answer do not add up to more than that", keys
+    if isinstance(env, GymnasiumEnv) and env.num_envs > plan.trajectories_per_round:
         yield "a round has fewer trajectories than that", "env.num_envs"
 
 
-def _bound_is_wide(config: RunConfig) -> bool:
-    bound, samplings = config.rollout.max_sequence_tokens, (config.rollout.sampling, config.eval.sampling)
-    if bound is None:
-        return False
-    if isinstance(config.env, ToolEnv):
-        return bound >= config.env.max_context_tokens
-    longest = max(sampling.max_new_tokens for sampling in samplings if sampling is not None)
-    return bound >= config.data.max_prompt_tokens + longest
-
-
 def _engines(config: RunConfig, plan: Plan) -> _Unused:
-    name, served, is_in_process = (
-        config.rollout.engine,
-        served_engine(config),
-        plan.layout.mode == "in_process",
-    )
-    samples_in = engine_dtype(config, has_gpus=plan.layout.has_gpus)
+    rollout, name, served = config.rollout, config.rollout.engine, served_engine(config)
+    is_in_place = name == "native" and plan.layout.mode == "in_process"
     if served is not None and served.servers:
         own = ",".join(set(type(served).model_fields) - {"servers", "max_model_tokens"})
-        yield (
-            f"external servers have their own options (rollout.{name}.servers)",
-            f"rollout.{name}.{{{own}}}",
-        )
+        why = f"external servers have their own options (rollout.{name}.servers)"
+        yield why, f"rollout.{name}.{{{own}}}"
     if name == "sglang":
         yield "SGLang always detokenizes, to find stop strings", "rollout.sglang.detokenize"
         yield "SGLang reads weights from files", "rollout.weight_sync.{transport,existing_group}"
-    if config.rollout.vllm.tensor_parallel * config.rollout.vllm.pipeline_parallel == 1:
+    if rollout.vllm.tensor_parallel * rollout.vllm.pipeline_parallel == 1:
         yield "each engine has a single device", "rollout.vllm.executor"
-    if name != "native" or not is_in_process:
-        yield (
-            "weights sent to other processes are always verified by fingerprints on arrival",
-            "rollout.{check_weights,check_weights_dir}",
-        )
-    else:
+    if is_in_place:
         yield "the native engine reads the trainer's weights in place", "rollout.weight_sync.*"
-    is_copy = name != "native" or not is_in_process or samples_in != config.model.dtype
-    if (config.model.mlp is not None or not is_copy) and not plan.needs_critic and not plan.needs_reference:
+    else:
+        keys = "rollout.{check_weights,check_weights_dir}"
+        yield "weights sent to other processes are always verified by fingerprints on arrival", keys
+    has_same_dtype = engine_dtype(config, has_gpus=plan.layout.has_gpus) == config.model.dtype
+    is_shared = config.model.mlp is not None or (is_in_place and has_same_dtype)
+    if is_shared and not plan.needs_critic and not plan.needs_reference:
         yield "the engine samples with the trainer's own weights", "train.offload.weights"
 
 
@@ -348,33 +319,23 @@ def _pipeline(config: RunConfig, plan: Plan) -> _Unused:
     if pipeline is None or pipeline.on_new_weights == "finish":
         yield "running turns finish before engines get new weights", "rollout.native.recompute_cache"
     if pipeline is not None and pipeline.max_lag == 0:
-        yield (
-            "with pipeline.max_lag=0 nothing runs when engines get new weights",
-            "pipeline.{on_new_weights,over_lag} rollout.native.recompute_cache",
-        )
+        keys = "pipeline.{on_new_weights,over_lag} rollout.native.recompute_cache"
+        yield "with pipeline.max_lag=0 nothing runs when engines get new weights", keys
 
 
 def _cluster(config: RunConfig, plan: Plan) -> _Unused:
     if plan.layout.mode == "in_process":
-        yield (
+        why, keys = (
             "everything runs in one process",
-            "cluster.{group_names,address,start_timeout_s,call_timeout_s} "
-            "{train,critic.train,reference.train}.balance_ranks",
+            "cluster.{group_names,address,start_timeout_s,call_timeout_s}",
         )
+        yield why, f"{keys} {_TRAIN}.balance_ranks"
         if not config.cluster.placement:
-            yield (
-                "everything runs in one process, on the first device",
-                "cluster.{num_nodes,devices_per_node}",
-            )
+            yield f"{why}, on the first device", "cluster.{num_nodes,devices_per_node}"
     if config.run.device == "cpu":
-        yield (
-            "with run.device=cpu everything is in host memory",
-            "{train,critic.train,reference.train}.offload.{weights,optimizer}",
-        )
-        yield (
-            "there are no CUDA graphs with run.device=cpu",
-            "rollout.{native,vllm,sglang}.cuda_graphs rollout.{vllm,sglang}.cuda_graph_max_batch",
-        )
+        keys = "rollout.{native,vllm,sglang}.cuda_graphs rollout.{vllm,sglang}.cuda_graph_max_batch"
+        yield "with run.device=cpu everything is in host memory", f"{_TRAIN}.offload.{{weights,optimizer}}"
+        yield "there are no CUDA graphs with run.device=cpu", keys
 
 
 def _model(config: RunConfig, _: Plan) -> _Unused:
@@ -385,128 +346,51 @@ def _model(config: RunConfig, _: Plan) -> _Unused:
     if config.model.mlp is not None:
         yield (
             "an MLP is not a transformer",
-            "model.{architecture,attention,dtype,eos_token_id,lora,pad_token_id} {train,critic.train,reference.train}."
-            "{compile,gradient_checkpointing,liger_kernels,logprob_chunk_bytes}",
+            "model.{architecture,attention,dtype,eos_token_id,lora,pad_token_id} "
+            f"{_TRAIN}.{{compile,gradient_checkpointing,liger_kernels,logprob_chunk_bytes}}",
         )
 
 
 def _training(config: RunConfig, plan: Plan) -> _Unused:
-    """Rules of every section of training settings, here called `@`."""
     has_critic = plan.needs_critic and config.critic.train is None
     has_reference = plan.needs_reference and config.reference.train is None
     if plan.old_logprobs != "recompute" and not has_critic and not has_reference:
-        yield (
-            "this run has no inference passes (log-probs or values before the update)",
-            "train.{infer_batch_tokens,infer_batch_rows}",
-        )
-    sections = {
-        "train": config.train,
-        "critic.train": config.critic.train,
-        "reference.train": config.reference.train,
-    }
-    for at, train in sections.items():
-        if train is None:
-            continue
-        for rule in (_optimizer, _backend, _megatron):
-            for why, keys in rule(config, plan, train):
-                yield why.replace("@", at), keys.replace("@", at)
-    if config.sft is not None:
-        for why, keys in _optimizer(config, plan, config.sft):
-            yield why.replace("@", "sft"), keys.replace("@", "sft")
+        why = "this run has no inference passes (log-probs or values before the update)"
+        yield why, "train.{infer_batch_tokens,infer_batch_rows}"
+    for at in _sections(config, "@.optimizer"):
+        schedule = attrgetter(at)(config).optimizer.schedule
+        if not (schedule.warmup_steps or schedule.warmup_fraction):
+            yield f"{at}.optimizer has no warm-up", f"{at}.optimizer.schedule.start_ratio"
+    for at in _sections(config):
+        rules = _megatron if (train := attrgetter(at)(config)).backend == "megatron" else _backend
+        for why, keys in rules(config, plan, train):
+            yield why.replace("@", at), keys.replace("@", at)
+        if "fp16" not in (config.model.dtype, train.autocast):
+            yield "fp16 is not used", f"{at}.grad_scaler {at}.megatron.dynamic_loss_scale_window"
 
 
-def _optimizer(_: RunConfig, __: Plan, section: TrainConfig | SftConfig) -> _Unused:
-    optimizer, schedule = section.optimizer, section.optimizer.schedule
-    if optimizer.kind == "sgd":
-        yield "@.optimizer.kind is sgd", "@.optimizer.{betas,eps}"
-    if schedule.decay == "constant":
-        yield "@.optimizer.schedule.decay is constant", "@.optimizer.schedule.{min_ratio,decay_steps}"
-    if schedule.decay == "inverse_sqrt":
-        yield "@.optimizer.schedule.decay is inverse_sqrt", "@.optimizer.schedule.decay_steps"
-    if not (schedule.warmup_steps or schedule.warmup_fraction):
-        yield "@.optimizer has no warm-up", "@.optimizer.schedule.start_ratio"
-
-
-def _backend(config: RunConfig, _: Plan, train: TrainConfig) -> _Unused:
-    backend, fsdp = train.backend, train.fsdp
-    if backend not in ("fsdp", "fsdp2"):
-        yield "@.backend is not fsdp or fsdp2", "@.fsdp.*"
-    if backend != "deepspeed":
-        yield "@.backend is not deepspeed", "@.deepspeed.*"
-    elif train.deepspeed.cpu_offload:
-        yield (
-            "@.deepspeed.cpu_offload already keeps everything in host memory",
-            "@.offload.{weights,gradients,optimizer}",
-        )
-    if backend in ("single", "fsdp", "fsdp2"):
+def _backend(_: RunConfig, __: Plan, train: TrainConfig) -> _Unused:
+    if train.backend != "deepspeed":
         yield "@.backend always frees gradients after a step", "@.offload.gradients"
-    if "fp16" not in (config.model.dtype, train.autocast):
-        yield "fp16 is not used", "@.grad_scaler"
-    if backend == "fsdp":
-        yield "@.backend=fsdp does not have this option", "@.fsdp.{pin_memory,reshard_after_forward}"
-    if backend == "fsdp2":
-        yield (
-            "@.backend=fsdp2 does not have this option",
-            "@.fsdp.{forward_prefetch,backward_prefetch,limit_all_gathers,buffer_dtype}",
-        )
-    if not fsdp.cpu_offload:
-        yield "@.fsdp.cpu_offload is false", "@.fsdp.pin_memory"
-    elif backend in ("fsdp", "fsdp2"):
+    elif train.deepspeed.cpu_offload:
+        keys = "@.offload.{weights,gradients,optimizer}"
+        yield "@.deepspeed.cpu_offload already keeps everything in host memory", keys
+    if train.backend in ("fsdp", "fsdp2") and train.fsdp.cpu_offload:
         yield "@.fsdp.cpu_offload already keeps everything in host memory", "@.offload.{weights,optimizer}"
-    if fsdp.sharding == "grad_op":
-        yield "@.fsdp.sharding=grad_op keeps weights gathered", "@.fsdp.reshard_after_forward"
-    if fsdp.sharding == "none":
-        yield "@.fsdp.sharding=none shards nothing", "@.fsdp.size"
 
 
 def _megatron(config: RunConfig, plan: Plan, train: TrainConfig) -> _Unused:
-    own = train.megatron
-    if train.backend != "megatron":
-        yield "@.backend is not megatron", "@.megatron.*"
-        return
     if find_spec("transformer_engine") is None:
-        yield (
-            "the fused kernel needs Transformer Engine, which is not installed",
-            "@.megatron.transformer.apply_rope_fusion",
-        )
+        why = "the fused kernel needs Transformer Engine, which is not installed"
+        yield why, "@.megatron.transformer.apply_rope_fusion"
     is_other = config.critic.path is not None or config.reference.path is not None
     if plan.model_size is not None and not plan.model_size.num_experts and not is_other:
-        yield (
-            "the model has no experts",
-            "@.megatron.{moe_grouped_gemm,moe_layer_recompute,moe_token_dispatcher}",
-        )
-    yield from _recomputation(own)
-    if own.tensor_parallel == 1:
-        yield "@.megatron.tensor_parallel is 1", "@.megatron.sequence_parallel"
-    if own.pipeline_parallel == 1:
-        yield "@.megatron.pipeline_parallel is 1", "@.megatron.transformer.batch_p2p_comm"
-    if not own.overlap_grad_reduce:
-        yield (
-            "with @.megatron.overlap_grad_reduce=false all gradients form one bucket",
-            "@.megatron.ddp_bucket_size",
-        )
-    if not own.distributed_optimizer or train.optimizer.kind == "sgd":
-        yield "optimizer states are not sharded", "@.megatron.overlap_param_gather"
-    if train.optimizer.kind == "sgd":
-        yield "SGD has no optimizer states", "@.megatron.distributed_optimizer"
-    if "fp16" not in (config.model.dtype, train.autocast):
-        yield "fp16 is not used", "@.megatron.dynamic_loss_scale_window"
-    yield (
-        "the backend megatron uses @.megatron.dynamic_loss_scale_window",
-        "@.grad_scaler.growth_interval",
-    )
-
-
-def _recomputation(own: MegatronConfig) -> _Unused:
-    if own.recompute_granularity == "full":
-        yield "recompute_granularity=full recomputes whole layers", "@.megatron.moe_layer_recompute"
-    else:
-        yield (
-            "@.megatron.recompute_granularity is not full",
-            "@.megatron.{recompute_method,recompute_num_layers}",
-        )
-    if own.recompute_granularity != "off":
+        keys = "@.megatron.{moe_grouped_gemm,moe_layer_recompute,moe_token_dispatcher}"
+        yield "the model has no experts", keys
+    if train.megatron.recompute_granularity != "off":
         yield "@.megatron.recompute_granularity is used instead", "@.gradient_checkpointing"
+    why = "the backend megatron uses @.megatron.dynamic_loss_scale_window"
+    yield why, "@.grad_scaler.growth_interval"
 
 
 def has_tokens(config: RunConfig) -> bool:
@@ -522,7 +406,7 @@ def is_of_text(config: RunConfig) -> bool:
 _RULES: tuple[Callable[[RunConfig, Plan], _Unused], ...] = (
     _roles,
     _losses,
-    _advantages,
+    _statistics,
     _prompts,
     _by_one_key,
     _always,
