@@ -251,6 +251,9 @@ ADVANTAGE_KEYS: Mapping[Advantage, frozenset[str]] = {
     "gigpo": frozenset({"gamma", "normalize_by_std", "episode_weight", "turn_weight"}),
 }
 
+COMPARING_ADVANTAGES: frozenset[Advantage] = frozenset({"grpo", "rloo", "raft", "maxrl", "gigpo"})
+"""Advantages that compare the trajectories of a group."""
+
 _RATIO_KEYS = frozenset({"ratio_level", "log_ratio_min", "log_ratio_max"})
 POLICY_LOSS_KEYS: Mapping[PolicyLoss, frozenset[str]] = {
     "ppo_clip": _RATIO_KEYS | {"clip_low", "clip_high", "dual_clip"},

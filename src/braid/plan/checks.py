@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
-from braid.config.roles import train_config
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
+from braid.config.roles import TrainingRole, train_config
+from braid.config.rollout import GymnasiumEnv, ToolEnv
 from braid.config.schema import RunConfig
 
 from . import advantages, available
+from .layout import RoleLayout
 from .lengths import rotary_problems
 from .parallel import TRAINING_ROLES, copy_devices, section_of
 from .placement import format_numbers, parse_placement
@@ -42,55 +44,45 @@ def find_warnings(config: RunConfig, plan: Plan) -> list[Finding]:
 
 
 def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    is_simulator = isinstance(config.env, GymnasiumEnv)
-    if config.model.mlp is not None and not is_simulator:
-        yield (
-            "model.mlp",
-            f"an MLP cannot act in env.kind={config.env.kind}, a text environment; set env.kind=gymnasium, or use model.path "
-            "or model.build",
+    model, kind = config.model, config.env.kind
+    if not isinstance(config.env, GymnasiumEnv):
+        if model.mlp is not None:
+            why = f"an MLP cannot act in env.kind={kind}, a text environment"
+            yield "model.mlp", f"{why}; set env.kind=gymnasium, or use model.path or model.build"
+        return
+    if model.mlp is None:
+        given = "path" if model.path else "build"
+        why = (
+            f"a language model cannot act in a gymnasium environment; use model.mlp instead of model.{given}"
         )
-    if config.model.mlp is None and is_simulator:
-        yield (
-            "env.kind",
-            "a language model cannot act in a gymnasium environment; use model.mlp instead of "
-            f"model.{'path' if config.model.path else 'build'}",
-        )
-    if is_simulator:
-        for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-            if value:
-                yield key, "a gymnasium environment has its own reset states; remove the data"
-        if config.reward.parts:
-            yield (
-                "reward.parts",
-                "reward parts score text, but a gymnasium environment computes its own rewards; remove them",
-            )
-        if plan.needs_reference:
-            yield (
-                "algorithm.kl_coef",
-                "an MLP policy has no reference model; set algorithm.kl_coef=0",
-            )
-        if config.sft is not None:
-            yield (
-                "sft",
-                "supervised fine-tuning needs a language model; remove it for a gymnasium environment",
-            )
+        yield "env.kind", why
+    resets = "a gymnasium environment has its own reset states; remove the data"
+    rewards = "reward parts score text, but a gymnasium environment computes its own rewards; remove them"
+    supervised = "supervised fine-tuning needs a language model; remove it for a gymnasium environment"
+    epochs = "a gymnasium environment has no prompts and so no epochs; set run.max_rounds"
+    for key, is_set, why in (
+        ("data.train", config.data.train, resets),
+        ("data.eval", config.data.eval, resets),
+        ("reward.parts", config.reward.parts, rewards),
+        (
+            "algorithm.kl_coef",
+            plan.needs_reference,
+            "an MLP policy has no reference model; set algorithm.kl_coef=0",
+        ),
+        ("sft", config.sft, supervised),
+        ("run.max_epochs", config.run.max_epochs, epochs),
+    ):
+        if is_set:
+            yield key, why
 
 
 def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    run = config.run
-    if plan.verb == "train" and run.max_rounds is None and run.max_epochs is None:
+    if plan.verb == "train" and config.run.max_rounds is None and config.run.max_epochs is None:
         yield "run.max_rounds", "the run never ends; set run.max_rounds or run.max_epochs"
-    if run.max_epochs is not None and isinstance(config.env, GymnasiumEnv):
-        yield (
-            "run.max_epochs",
-            "a gymnasium environment has no prompts and so no epochs; set run.max_rounds",
-        )
-    warmup = config.critic.warmup_rounds
-    if plan.needs_critic and plan.planned_rounds is not None and warmup >= plan.planned_rounds:
-        yield (
-            "critic.warmup_rounds",
-            f"the policy is never updated: the run has {plan.planned_rounds} rounds, all of them critic warm-up ({warmup})",
-        )
+    rounds, warmup = plan.planned_rounds, config.critic.warmup_rounds
+    if plan.needs_critic and rounds is not None and warmup >= rounds:
+        why = f"the run has {rounds} rounds, all of them critic warm-up ({warmup})"
+        yield "critic.warmup_rounds", f"the policy is never updated: {why}"
 
 
 def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -100,59 +92,44 @@ def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "data.train", "no training prompts; add at least one source"
     if plan.verb == "eval" and not config.data.eval:
         yield "data.eval", "no evaluation prompts; add at least one source"
+    if (plan.verb == "train" or config.data.eval) and not config.reward.parts:
+        yield "reward.parts", f"no reward for env.kind={config.env.kind}; add at least one part"
     if plan.verb == "sft" and config.sft is None:
-        yield (
-            "sft",
-            "no examples; add sources with response_key or response_function to sft.data",
-        )
-    needs_reward = (plan.verb == "train") or bool(config.data.eval)
-    if needs_reward and not config.reward.parts:
-        yield (
-            "reward.parts",
-            f"no reward for env.kind={config.env.kind}; add at least one part",
-        )
+        yield "sft", "no examples; add sources with response_key or response_function to sft.data"
     if config.sft is not None and plan.verb != "eval":
         if not config.sft.data:
             yield "sft.data", "no examples; add at least one source"
         for i, source in enumerate(config.sft.data):
             if (source.response_key is None) == (source.response_function is None):
-                yield (
-                    f"sft.data[{i}]",
-                    "set exactly one of response_key and response_function",
-                )
+                yield f"sft.data[{i}]", "set exactly one of response_key and response_function"
 
 
 def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    n, target = config.eval.samples_per_prompt, config.eval.target
-    for i, k in enumerate(config.eval.pass_at):
-        if k > n:
-            yield (
-                f"eval.pass_at[{i}]",
-                f"pass@{k} needs {k} samples per prompt, but eval.samples_per_prompt={n}; raise it, or lower k",
+    of, target = config.eval, config.eval.target
+    for i, k in enumerate(of.pass_at):
+        if k > of.samples_per_prompt:
+            needs = (
+                f"pass@{k} needs {k} samples per prompt, but eval.samples_per_prompt={of.samples_per_prompt}"
             )
+            yield f"eval.pass_at[{i}]", f"{needs}; raise it, or lower k"
     if target.min_final is None and target.min_gain is None:
         return
     key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
     if not config.data.eval and not isinstance(config.env, GymnasiumEnv):
         yield key, "a target needs evaluation data; add sources to data.eval"
-    if plan.verb != "eval" and not config.eval.at_end:
+    if plan.verb != "eval" and not of.at_end:
         yield key, "the target is measured after the last round; set eval.at_end=true"
-    if plan.verb != "eval" and target.min_gain is not None and not config.eval.before:
-        yield (
-            "eval.target.min_gain",
-            "the gain is relative to the evaluation before training; set eval.before=true",
-        )
+    if plan.verb != "eval" and target.min_gain is not None and not of.before:
+        why = "the gain is relative to the evaluation before training; set eval.before=true"
+        yield "eval.target.min_gain", why
 
 
 def _batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     prompts = config.rollout.prompts_per_round
     for key, steps in _steps_per_pass(config, plan):
         if steps > prompts:
-            yield (
-                key,
-                f"{prompts} prompts per round cannot be split into {steps} mini-batches of whole prompts; "
-                f"lower it to {prompts}, or raise rollout.prompts_per_round to {steps}",
-            )
+            why = f"{prompts} prompts per round cannot be split into {steps} mini-batches of whole prompts"
+            yield key, f"{why}; lower it to {prompts}, or raise rollout.prompts_per_round to {steps}"
 
 
 def _steps_per_pass(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
@@ -165,46 +142,31 @@ def _steps_per_pass(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
 def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
     for name in config.cluster.env:
         if not name or "=" in name or "\0" in name:
-            yield (
-                "cluster.env",
-                f"{name!r} is not a valid environment variable name; it must not be empty or contain =",
-            )
+            why = f"{name!r} is not a valid environment variable name; it must not be empty or contain ="
+            yield "cluster.env", why
 
 
 def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    recipe = plan.recipe
+    recipe, loss = plan.recipe, f"algorithm.policy_loss={plan.recipe.policy_loss}"
     if plan.verb != "train":
         return
-    is_late = plan.old_logprobs in ("current", "interpolated")
-    if is_late and recipe.kl_in == "reward" and recipe.kl_coef > 0 and not recipe.full_kl_in:
-        yield (
-            "algorithm.old_logprobs",
-            f"KL in the reward needs log-probs before the update, which {plan.old_logprobs} does not compute; set it to "
-            "auto, recompute or behavior",
-        )
-    if is_late and recipe.policy_loss in CHOOSING_LOSSES:
-        yield (
-            "algorithm.old_logprobs",
-            f"algorithm.policy_loss={recipe.policy_loss} selects tokens by their log-probs before the update, which "
-            f"{plan.old_logprobs} does not compute; set it to auto, recompute or behavior",
-        )
-    if recipe.logprob_level != "token" and is_of_text(config):
-        level = f"algorithm.logprob_level={recipe.logprob_level}"
-        if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSS_KEYS[recipe.policy_loss]:
-            yield (
-                "algorithm.ratio_level",
-                f"{level} already makes ratios turn-level; set it to token, or logprob_level to token",
-            )
+    if plan.old_logprobs in ("current", "interpolated"):
+        which = f"log-probs before the update, which {plan.old_logprobs} does not compute"
+        fix = f"{which}; set it to auto, recompute or behavior"
+        if recipe.kl_in == "reward" and recipe.kl_coef > 0 and not recipe.full_kl_in:
+            yield "algorithm.old_logprobs", f"KL in the reward needs {fix}"
         if recipe.policy_loss in CHOOSING_LOSSES:
-            yield (
-                "algorithm.logprob_level",
-                f"algorithm.policy_loss={recipe.policy_loss} selects single tokens; set it to token",
-            )
+            yield "algorithm.old_logprobs", f"{loss} selects tokens by their {fix}"
+    if recipe.logprob_level != "token" and is_of_text(config):
+        if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSS_KEYS[recipe.policy_loss]:
+            level = f"algorithm.logprob_level={recipe.logprob_level}"
+            why = f"{level} already makes ratios turn-level; set it to token, or logprob_level to token"
+            yield "algorithm.ratio_level", why
+        if recipe.policy_loss in CHOOSING_LOSSES:
+            yield "algorithm.logprob_level", f"{loss} selects single tokens; set it to token"
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
-        yield (
-            "algorithm.aggregation_constant",
-            "episodes of a simulator have no maximum response length to derive it from; set it",
-        )
+        why = "episodes of a simulator have no maximum response length to derive it from; set it"
+        yield "algorithm.aggregation_constant", why
 
 
 def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -221,77 +183,55 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Lengths that exceed the limits of the model or the engine, with the arithmetic."""
-    prompt = config.data.max_prompt_tokens
+    prompt, bound, env = config.data.max_prompt_tokens, config.rollout.max_sequence_tokens, config.env
     limit = None if plan.model_size is None else plan.model_size.max_positions
-    bound = config.rollout.max_sequence_tokens
+    budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
+    no_room = f"data.max_prompt_tokens={prompt} leaves no room for an answer in"
     if bound is not None and prompt >= bound and has_tokens(config):
-        yield (
-            "rollout.max_sequence_tokens",
-            f"data.max_prompt_tokens={prompt} leaves no room for an answer in {bound} tokens; raise it above {prompt}",
-        )
+        yield "rollout.max_sequence_tokens", f"{no_room} {bound} tokens; raise it above {prompt}"
     samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
-    if config.eval.sampling is not None:
-        samplings.append(("eval.sampling", config.eval.sampling, plan.eval_max_trajectory_tokens))
-    if isinstance(config.env, ToolEnv):
-        context = config.env.max_context_tokens
+    if isinstance(env, ToolEnv):
+        context = env.max_context_tokens
         if prompt >= context:
-            yield (
-                "env.max_context_tokens",
-                f"data.max_prompt_tokens={prompt} leaves no room for an answer in a context of {context} tokens; raise it above "
-                f"{prompt}",
-            )
-        samplings = samplings[:1]
+            why = f"{no_room} a context of {context} tokens; raise it above {prompt}"
+            yield "env.max_context_tokens", why
+    elif config.eval.sampling is not None:
+        samplings.append(("eval.sampling", config.eval.sampling, plan.eval_max_trajectory_tokens))
     for key, sampling, total in samplings:
         if total is None:
             continue
-        changed, arithmetic = _total(config, key, sampling, total)
+        changed = f"{key}.max_new_tokens"
+        if total == bound or isinstance(env, ToolEnv):
+            changed = "rollout.max_sequence_tokens" if total == bound else "env.max_context_tokens"
+            arithmetic = f"a trajectory has up to {total} tokens ({changed})"
+        else:
+            arithmetic = (
+                f"data.max_prompt_tokens={prompt} + {changed}={sampling.max_new_tokens} = {total} tokens"
+            )
         if limit is not None and total > limit:
             yield changed, f"{arithmetic}, but the model accepts {limit}; lower one of them"
-        budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
         if budget is not None and total > budget:
-            yield (
-                "rollout.native.kv_budget_tokens",
-                f"{arithmetic}, which never fits in a KV cache of {budget} tokens; raise it to at least {total}",
-            )
+            why = f"which never fits in a KV cache of {budget} tokens; raise it to at least {total}"
+            yield "rollout.native.kv_budget_tokens", f"{arithmetic}, {why}"
 
 
 def _pipeline(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if config.pipeline is None or plan.verb != "train":
         return
-    layout = plan.layout
-    rollout = layout.role("rollout")
+    layout, rollout = plan.layout, plan.layout.role("rollout")
     if layout.has_gpus and layout.mode != "in_process" and layout.engines_sharing_devices and rollout:
-        yield (
-            "pipeline",
-            f"engines sample during training, so they cannot share GPUs with it, as some of rollout's GPUs "
-            f"{format_numbers(rollout.devices)} do; separate the roles in cluster.placement, or set pipeline=null",
-        )
+        shared = f"as some of rollout's GPUs {format_numbers(rollout.devices)} do"
+        why = f"engines sample during training, so they cannot share GPUs with it, {shared}"
+        yield "pipeline", f"{why}; separate the roles in cluster.placement, or set pipeline=null"
     for role in TRAINING_ROLES:
         if (of := layout.role(role)) and of.offload:
-            yield (
-                f"{section_of(config, role)}.offload",
-                "moves models to host memory during sampling, but with a pipeline engines sample during training; remove "
-                "it, or set pipeline=null",
-            )
+            why = "moves models to host memory during sampling, but with a pipeline engines sample during training"
+            yield f"{section_of(config, role)}.offload", f"{why}; remove it, or set pipeline=null"
 
 
 def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
     for refusal in plan.layout.refusals:
         yield refusal.key, refusal.message
-
-
-def _total(config: RunConfig, key: str, sampling: SamplingConfig, total: int) -> Finding:
-    """(key to change, maximum trajectory length in words)."""
-    if total == config.rollout.max_sequence_tokens:
-        return (
-            "rollout.max_sequence_tokens",
-            f"a trajectory has up to {total} tokens (rollout.max_sequence_tokens)",
-        )
-    if isinstance(config.env, ToolEnv):
-        return "env.max_context_tokens", f"a trajectory has up to {total} tokens (env.max_context_tokens)"
-    prompt, new = config.data.max_prompt_tokens, sampling.max_new_tokens
-    changed = f"{key}.max_new_tokens"
-    return changed, f"data.max_prompt_tokens={prompt} + {changed}={new} = {total} tokens"
 
 
 _PROBLEMS: tuple[_Check, ...] = (
@@ -317,22 +257,15 @@ def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.verb != "train" or isinstance(config.env, GymnasiumEnv):
         return
     if sampling.greedy:
-        yield (
-            "rollout.sampling.greedy",
-            "all answers of a group are identical, so their advantages are 0",
-        )
-    truncations = ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
-    used = [name for name in truncations if any(set_keys(sampling, name))]
-    if used:
-        yield (
-            f"rollout.sampling.{used[0]}",
-            "tokens are sampled from a different distribution than the one that is trained"
-            + (
-                f", and with algorithm.old_logprobs={plan.old_logprobs} ratios compare the two"
-                if plan.old_logprobs in ("behavior", "interpolated")
-                else ""
-            ),
-        )
+        why = "all answers of a group are identical, so their advantages are 0"
+        yield "rollout.sampling.greedy", why
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"):
+        if any(set_keys(sampling, name)):
+            why = "tokens are sampled from a different distribution than the one that is trained"
+            if plan.old_logprobs in ("behavior", "interpolated"):
+                why += f", and with algorithm.old_logprobs={plan.old_logprobs} ratios compare the two"
+            yield f"rollout.sampling.{name}", why
+            return
 
 
 def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -344,95 +277,68 @@ def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                 key,
                 f"{prompts} prompts in {steps} mini-batches: some have {few} prompts and some {few + 1}",
             )
-    if plan.old_logprobs == "current" and plan.steps_per_round > 1:
-        yield (
-            "algorithm.old_logprobs",
-            f"with current all ratios are 1, so there is no clipping over the {plan.steps_per_round} steps of a round",
-        )
+    if plan.old_logprobs == "current" and (steps := plan.steps_per_round) > 1:
+        why = f"with current all ratios are 1, so there is no clipping over the {steps} steps of a round"
+        yield "algorithm.old_logprobs", why
     if plan.num_prompts is not None and 0 < plan.num_prompts < prompts:
-        yield (
-            "rollout.prompts_per_round",
-            f"a round takes {prompts} prompts, but there are only {plan.num_prompts}, so prompts repeat within a round",
-        )
+        why = f"there are only {plan.num_prompts}, so prompts repeat within a round"
+        yield "rollout.prompts_per_round", f"a round takes {prompts} prompts, but {why}"
 
 
 def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    warmup = config.train.optimizer.schedule.warmup_steps
-    if plan.verb == "train" and plan.planned_steps is not None and warmup >= plan.planned_steps:
-        yield (
-            "train.optimizer.schedule.warmup_steps",
-            f"the run ends after {plan.planned_steps} steps, before the warm-up of {warmup} steps",
-        )
-    if (
-        plan.verb != "eval"
-        and config.sft is not None
-        and config.sft.optimizer.schedule.warmup_steps >= config.sft.steps
-    ):
-        yield (
-            "sft.optimizer.schedule.warmup_steps",
-            f"supervised fine-tuning ends after {config.sft.steps} steps, before its warm-up",
-        )
+    key, sft = "optimizer.schedule.warmup_steps", config.sft
+    warmup, steps = config.train.optimizer.schedule.warmup_steps, plan.planned_steps
+    if plan.verb == "train" and steps is not None and warmup >= steps:
+        yield f"train.{key}", f"the run ends after {steps} steps, before the warm-up of {warmup} steps"
+    if plan.verb != "eval" and sft is not None and sft.optimizer.schedule.warmup_steps >= sft.steps:
+        yield f"sft.{key}", f"supervised fine-tuning ends after {sft.steps} steps, before its warm-up"
     for key, value in (("train.autocast", config.train.autocast), ("model.dtype", config.model.dtype)):
         if value == "fp16" and config.train.grad_scaler is None:
             yield key, f"small gradients underflow in fp16; set train.grad_scaler={{}}, or {key}=bf16"
     if config.run.max_restarts and plan.verb != "eval" and not config.checkpoint.every_rounds:
-        yield (
-            "run.max_restarts",
-            "no checkpoints are saved, so a restart starts from scratch; set checkpoint.every_rounds",
-        )
+        why = "no checkpoints are saved, so a restart starts from scratch; set checkpoint.every_rounds"
+        yield "run.max_restarts", why
 
 
 def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     layout = plan.layout
     if layout.mode == "in_process":
         return
-    occupied = {device for role in layout.roles for device in role.devices}
+    used = {device for role in layout.roles for device in role.devices}
     placed = parse_placement(config.cluster.placement, layout.num_nodes * layout.devices_per_node)
     for role, devices in placed.items():
-        if layout.role(role) is None and devices is not None and not occupied.issuperset(devices.numbers):
+        if layout.role(role) is None and devices is not None and not used.issuperset(devices.numbers):
             where = "; it runs with rollout" if role in ("reward", "env") else " in this run"
-            yield (
-                "cluster.placement",
-                f"{role} has no separate workers{where}, so devices {format_numbers(devices.numbers)} are unused",
-            )
-    for role in ("policy", "critic"):
-        found = layout.role(role)
-        if found is None:
-            continue
-        train, at = train_config(config, role), section_of(config, role)
-        ranks = len(found.workers) // copy_devices(train)
-        rows = math.ceil(config.rollout.prompts_per_round / train.steps_per_pass) * config.rollout.group_size
-        if rows < ranks:
-            yield (
-                f"{at}.steps_per_pass",
-                f"a step has {rows} rows for the {ranks} data-parallel ranks of the {role}, so some ranks are idle; lower it, "
-                "or use fewer devices for the role",
-            )
-        nodes = {worker.rank: worker.node for worker in found.workers}
-        wide = (
-            name
-            for name in ("tensor", "sequence", "context")
-            for group in found.groups.get(name, ())
-            if len({nodes[rank] for rank in group}) > 1
-        )
-        for name in dict.fromkeys(wide):
-            yield (
-                "cluster.placement",
-                f"{name}-parallel ranks of the {role} communicate in every layer, but are on different machines",
-            )
+            unused = f"devices {format_numbers(devices.numbers)} are unused"
+            yield "cluster.placement", f"{role} has no separate workers{where}, so {unused}"
     policy, rollout = layout.role("policy"), layout.role("rollout")
-    if (
-        layout.has_gpus
-        and policy
-        and rollout
-        and set(policy.devices) & set(rollout.devices)
-        and not policy.offload
-    ):
+    for of in (policy, layout.role("critic")):
+        if of is not None:
+            yield from _suspicious_ranks(config, of)
+    shared = set(policy.devices) & set(rollout.devices) if policy and rollout else set()
+    if layout.has_gpus and shared and policy and not policy.offload:
         yield (
             "train.offload",
             "policy and rollout share GPUs, but the policy's weights and optimizer stay there during rollout; if memory is "
             "short, set train.offload={weights: true, gradients: true, optimizer: true}",
         )
+
+
+def _suspicious_ranks(config: RunConfig, of: RoleLayout) -> Iterator[Finding]:
+    role = cast("TrainingRole", of.role)
+    train = train_config(config, role)
+    num_ranks = len(of.workers) // copy_devices(train)
+    rows = math.ceil(config.rollout.prompts_per_round / train.steps_per_pass) * config.rollout.group_size
+    if rows < num_ranks:
+        yield (
+            f"{section_of(config, role)}.steps_per_pass",
+            f"a step has {rows} rows for the {num_ranks} data-parallel ranks of the {role}, so some ranks are idle; lower it, "
+            "or use fewer devices for the role",
+        )
+    for name in ("tensor", "sequence", "context"):
+        if any(len({of.workers[rank].node for rank in group}) > 1 for group in of.groups.get(name, ())):
+            why = f"{name}-parallel ranks of the {role} communicate in every layer, but are on different machines"
+            yield "cluster.placement", why
 
 
 def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -138,8 +138,8 @@ def _lay_out(config: RunConfig, needs: Needs) -> Layout:
         return Layout("in_process", num_nodes, per_node or 1, (), refusals=(refusal,))
     refusals = list(_unknown(placed))
     if not needs.has_workers:
-        used = (role for role in WITH_WORKERS if role in needs.roles and role != "inference")
-        roles = tuple(_role_layout(config, role, [(0,)], 1) for role in used)
+        alone: list[Role] = [role for role in WITH_WORKERS if role in needs.roles and role != "inference"]
+        roles = tuple(_role_layout(config, role, [(0,)], 1) for role in alone)
         return Layout("in_process", 1, 1, roles, refusals=tuple(refusals))
     processes = {role: devices.processes for role, devices in placed.items() if devices is not None}
     ranks = _devices_by_rank(config, needs, processes, num_nodes * per_node)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recipe
@@ -27,7 +26,6 @@ from .checks import find_problems, find_warnings
 from .layout import Needs, lay_out
 from .lengths import token_bounds
 from .machine import count_gpus
-from .parallel import TRAINING_ROLES
 from .plan import Memory, OldLogprobs, Plan, Verb
 from .sizes import BYTES, ModelSize, engine_dtype, kv_budget_tokens, policy_size, size_of_folder
 
@@ -84,7 +82,8 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     output, total = token_bounds(config, rollout.sampling)
     _, eval_total = token_bounds(config, config.eval.sampling or rollout.sampling)
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
-    size = policy_size(config)
+    sizes = _sizes(config)
+    size = sizes["policy"]
     has_gpus = num_gpus > 0 and config.run.device != "cpu"
     samples_in = engine_dtype(config, has_gpus=has_gpus)
     kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[samples_in]
@@ -93,6 +92,19 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
     old_logprobs = _old_logprobs(config, recipe, steps_per_round)
+    is_used: dict[Role, bool] = {
+        "policy": True,
+        "critic": verb == "train" and recipe.advantage == "gae",
+        "reference": verb == "train" and recipe.kl_coef > 0,
+        "inference": verb == "train" and old_logprobs == "recompute",
+        "rollout": True,
+    }
+    needs = Needs(
+        roles=tuple(role for role, is_one in is_used.items() if is_one),
+        models={role: of for role, of in sizes.items() if is_used[role] and of is not None},
+        has_workers=verb != "eval" and not isinstance(config.env, GymnasiumEnv),
+        num_gpus=0 if config.run.device == "cpu" else num_gpus,
+    )
     return Plan(
         verb=verb,
         recipe=recipe,
@@ -122,41 +134,21 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
             trajectories, rollout.native.max_running, *([] if kv_budget is None else [kv_budget // total])
         ),
         model_size=size,
-        memory=_memory(config, recipe, size, samples_in),
+        memory=() if size is None else _memory(config, recipe, size, sizes, samples_in),
         is_pipelined=verb == "train" and config.pipeline is not None,
-        layout=lay_out(config, _needs(config, recipe, verb, old_logprobs, size, num_gpus)),
+        layout=lay_out(config, needs),
     )
 
 
-def _needs(
-    config: RunConfig,
-    recipe: Recipe,
-    verb: Verb,
-    old_logprobs: OldLogprobs,
-    policy: ModelSize | None,
-    num_gpus: int,
-) -> Needs:
-    """Requirements of the layout."""
-    is_used: dict[Role, bool] = {
-        "policy": True,
-        "critic": verb == "train" and recipe.advantage == "gae",
-        "reference": verb == "train" and recipe.kl_coef > 0,
-        "inference": verb == "train" and old_logprobs == "recompute",
-        "rollout": True,
+def _sizes(config: RunConfig) -> dict[TrainingRole, ModelSize | None]:
+    """Model size of each training role, where it is known."""
+    policy, critic, reference = policy_size(config), config.critic.path, config.reference.path
+    return {
+        "policy": policy,
+        "critic": policy if critic is None else size_of_folder(critic),
+        "reference": policy if reference is None else size_of_folder(reference),
+        "inference": policy,
     }
-    folders = {"critic": config.critic.path, "reference": config.reference.path}
-    models: dict[TrainingRole, ModelSize] = {
-        role: size
-        for role in TRAINING_ROLES
-        if is_used[role]
-        and (size := size_of_folder(Path(folder)) if (folder := folders.get(role)) else policy) is not None
-    }
-    return Needs(
-        tuple(role for role, is_one in is_used.items() if is_one),
-        models,
-        has_workers=verb != "eval" and not isinstance(config.env, GymnasiumEnv),
-        num_gpus=0 if config.run.device == "cpu" else num_gpus,
-    )
 
 
 def _known_prompts(config: RunConfig) -> int | None:
@@ -195,35 +187,29 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
 
 
 def _memory(
-    config: RunConfig, recipe: Recipe, policy: ModelSize | None, samples_in: str
+    config: RunConfig,
+    recipe: Recipe,
+    policy: ModelSize,
+    sizes: Mapping[TrainingRole, ModelSize | None],
+    samples_in: str,
 ) -> tuple[Memory, ...]:
     """Gradients, AdamW's two moments, and the master weights of half-precision models are fp32. With adapters
     only these are trained, and the reference is a copy of them. `samples_in`: dtype of the native engine."""
-    if policy is None:
-        return ()
     width, lora = BYTES[config.model.dtype], config.model.lora
     adapters = None if lora is None else policy.adapter_parameters(lora)
     roles = [_trained("policy", policy.parameters, width, config.train, adapters)]
-    if recipe.advantage == "gae":
-        backbone = policy if config.critic.path is None else size_of_folder(Path(config.critic.path))
-        if backbone is not None:
-            values = backbone.parameters - backbone.head_parameters + backbone.hidden_size + 1
-            roles.append(_trained("critic", values, width, config.critic.train or config.train))
-    if recipe.kl_coef > 0:
-        if config.reference.path is not None:
-            folder = size_of_folder(Path(config.reference.path))
-            reference = None if folder is None else folder.parameters
-        else:
-            reference = policy.parameters if adapters is None else adapters
-        if reference is not None:
-            roles.append(Memory("reference", reference, reference * width))
+    if recipe.advantage == "gae" and (critic := sizes["critic"]) is not None:
+        values = critic.parameters - critic.head_parameters + critic.hidden_size + 1
+        roles.append(_trained("critic", values, width, config.critic.train or config.train))
+    if recipe.kl_coef > 0 and (reference := sizes["reference"]) is not None:
+        held = reference.parameters if adapters is None or config.reference.path is not None else adapters
+        roles.append(Memory("reference", held, held * width))
     if config.rollout.engine == "native" and (samples_in != config.model.dtype or config.pipeline):
-        copy = policy.parameters * BYTES[samples_in]
-        roles.append(Memory("engine's copy", policy.parameters, copy))
+        roles.append(Memory("engine's copy", policy.parameters, policy.parameters * BYTES[samples_in]))
     for part in config.reward.parts:
-        if isinstance(part, ModelReward) and (size := size_of_folder(Path(part.path))) is not None:
-            held = size.parameters * BYTES[part.dtype]
-            roles.append(Memory(f"reward:{part.name or part.kind}", size.parameters, held))
+        if isinstance(part, ModelReward) and (size := size_of_folder(part.path)) is not None:
+            name, held = part.name or part.kind, size.parameters * BYTES[part.dtype]
+            roles.append(Memory(f"reward:{name}", size.parameters, held))
     return tuple(roles)
 
 
@@ -232,14 +218,13 @@ def _trained(
 ) -> Memory:
     """Memory of a model that is trained completely, or by adapters on top of `parameters` frozen weights."""
     trained = parameters if adapters is None else adapters
-    moments = 0 if train.optimizer.kind == "sgd" else 2
     held = parameters + (adapters or 0)
-    exact, masters = BYTES["fp32"], 0
-    if width < exact and train.backend in (
-        "fsdp",
-        "fsdp2",
-    ):  # shards are fp32; with fsdp also those of frozen weights
-        masters = (exact - width) * (held if train.backend == "fsdp" else trained)
-    elif width < exact:
-        masters = exact * trained
-    return Memory(role, held, held * width, trained * exact, moments * exact * trained + masters)
+    exact = BYTES["fp32"]
+    optimizer = 0 if train.optimizer.kind == "sgd" else 2 * exact * trained
+    if width < exact:
+        masters = {
+            "fsdp": (exact - width) * held,
+            "fsdp2": (exact - width) * trained,
+        }  # their shards are fp32
+        optimizer += masters.get(train.backend, exact * trained)
+    return Memory(role, held, held * width, trained * exact, optimizer)

@@ -1,18 +1,15 @@
-"""Model sizes, from a build spec or a folder's files, without loading the model.
-
-A folder's parameters are counted from the headers of its safetensors files (8 bytes of length, then JSON:
-https://huggingface.co/docs/safetensors/metadata_parsing).
-"""
+"""Model sizes, from a build spec or the headers of a folder's safetensors files, without loading the model."""
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from braid.config.backends import LoraConfig
 from braid.config.model import BuildSpec
@@ -51,7 +48,7 @@ class ModelSize:
         if lora.path is not None:
             try:
                 shapes = _tensor_shapes(Path(lora.path).expanduser())
-            except (OSError, ValueError, struct.error):
+            except (OSError, ValueError, SafetensorError):
                 return 0  # reported when the folder is loaded
             return sum(math.prod(shape) for shape in shapes.values())
         ends = [target.rpartition(".")[2] for target in lora.targets]
@@ -65,36 +62,30 @@ class ModelSize:
 
 def policy_size(config: RunConfig) -> ModelSize | None:
     """Size of the policy; None if its files do not contain it or are not in a local folder."""
-    if config.model.build is not None:
-        return size_of_spec(config.model.build)
-    return None if config.model.path is None else size_of_folder(Path(config.model.path))
+    build = config.model.build
+    return size_of_folder(config.model.path) if build is None else size_of_spec(build)
 
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:
     """Size of the model that a build spec describes."""
     vocab = math.ceil((len(set(spec.characters)) + SPECIAL_TOKENS) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    hidden, queries, keys = (
-        spec.hidden_size,
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-    )
-    wide = spec.intermediate_size
-    linear = {
-        "q_proj": hidden + queries,
-        "k_proj": hidden + keys,
-        "v_proj": hidden + keys,
-        "o_proj": queries + hidden,
-        "gate_proj": hidden + wide,
-        "up_proj": hidden + wide,
-        "down_proj": wide + hidden,
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    matrices = {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, wide),
+        "up_proj": (hidden, wide),
+        "down_proj": (wide, hidden),
     }
-    attention = hidden * (queries + 2 * keys) + queries * hidden
-    if spec.architecture == "qwen2":
-        attention += queries + 2 * keys  # biases
-    if spec.architecture in ("qwen3", "gemma3_text"):
-        attention += 2 * spec.head_dim  # norms of queries and keys
     num_norms = 4 if spec.architecture in ("gemma2", "gemma3_text") else 2
-    layer = attention + 3 * hidden * spec.intermediate_size + num_norms * hidden
+    layer = sum(map(math.prod, matrices.values())) + num_norms * hidden
+    if spec.architecture == "qwen2":
+        layer += queries + 2 * keys  # biases
+    if spec.architecture in ("qwen3", "gemma3_text"):
+        layer += 2 * spec.head_dim  # norms of queries and keys
     head = 0 if spec.tie_embeddings else vocab * hidden
     return ModelSize(
         parameters=vocab * hidden + spec.num_layers * layer + hidden + head,
@@ -106,16 +97,18 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
         num_experts=0,
         head_dim=spec.head_dim,
         max_positions=spec.max_positions,
-        linear={name: spec.num_layers * width for name, width in linear.items()},
+        linear={name: spec.num_layers * sum(shape) for name, shape in matrices.items()},
     )
 
 
-def size_of_folder(folder: Path) -> ModelSize | None:
+def size_of_folder(folder: str | Path | None) -> ModelSize | None:
     """Size of the model in a Hugging Face folder; None if its files do not contain it (the loader reports a
     folder that is not a model)."""
+    if folder is None:
+        return None
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        shapes = _tensor_shapes(folder)
+        config = json.loads((Path(folder) / "config.json").read_text("utf-8"))
+        shapes = _tensor_shapes(Path(folder))
         text: Mapping[str, Any] = config.get("text_config", config)
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
         head = next((shape for name, shape in shapes.items() if name.endswith("lm_head.weight")), None)
@@ -131,7 +124,7 @@ def size_of_folder(folder: Path) -> ModelSize | None:
             max_positions=text.get("max_position_embeddings"),
             linear=_linear(shapes),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
 
 
@@ -150,11 +143,9 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
     """Name -> shape of every tensor in the folder's safetensors files. Raises ValueError if there are
     none."""
     shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(length, 100_000_000)))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     if not shapes:
         raise ValueError(f"no safetensors files in {folder}")
     return shapes
