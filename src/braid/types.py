@@ -16,47 +16,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-# The names of an algorithm's parts, as a config writes them. algorithms/ gives each its function and recipes.
-RecipeName = Literal[
-    "grpo",
-    "ppo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "topr",
-    "clip_cov",
-    "kl_cov",
-    "dppo",
-    "decoupled_ppo",
-    "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "lite_ppo",
-    "rloo",
-    "remax",
-    "raft",
-    "maxrl",
-    "gigpo",
-]
-Advantage = Literal["grpo", "gae", "reinforce", "rloo", "remax", "raft", "maxrl", "gigpo"]
+# Choices of an algorithm's parts; algorithms/recipes.py has the names of advantages, policy losses and recipes.
 AdvantageLevel = Literal["trajectory", "turn"]
 RewardStatistics = Literal["none", "group", "batch", "running"]
-PolicyLoss = Literal[
-    "ppo_clip",
-    "policy_gradient",
-    "importance_sampling",
-    "masked_is",
-    "cispo",
-    "sapo",
-    "topr",
-    "kimi",
-    "clip_cov",
-    "kl_cov",
-    "dppo",
-    "cross_entropy",
-]
 RatioLevel = Literal["token", "turn", "sequence", "turn_product", "sequence_product"]
 DecisionLevel = Literal["token", "action", "chunk"]
 TurnWeighting = Literal["tokens", "turns"]

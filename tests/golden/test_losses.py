@@ -86,7 +86,7 @@ def test_cispo_with_bounds_1_and_0_truncates_the_ratio_at_1():
 def test_sapo_equals_hand_computed_values():
     ratio, advantages = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([1.0, 1.0, -2.0])
     # -1 * 4/1 * sigmoid(0) = -2;  -1 * 4/1 * sigmoid(1) = -4 * 0.731059;  2 * 4/2 * sigmoid(2 * -0.5) = 4 * 0.268941
-    loss, _ = sapo(ratio, advantages, tau_positive=1.0, tau_negative=2.0)
+    loss, _ = sapo(ratio, advantages, sapo_tau_positive=1.0, sapo_tau_negative=2.0)
     torch.testing.assert_close(loss, torch.tensor([-2.0, -2.924234, 1.075766]), **CLOSE)
 
 
@@ -94,10 +94,10 @@ def test_topr_equals_hand_computed_values():
     ratio, logprobs = torch.tensor([3.0, 0.5, 4.0]), torch.tensor([-0.5, -2.0, -1.0])
     advantages = torch.tensor([2.0, -1.0, -1.0])
     # the good token ignores its ratio: 2 * 0.5; bad ones: -0.5 * 2 and -min(4, 1) * 1
-    loss, diagnostics = topr(ratio, logprobs, advantages, positive_weight=1.0, negative_weight=1.0)
+    loss, diagnostics = topr(ratio, logprobs, advantages, topr_positive_weight=1.0, topr_negative_weight=1.0)
     torch.testing.assert_close(loss, torch.tensor([1.0, -1.0, -1.0]), **CLOSE)
     assert diagnostics["clip_fraction"].tolist() == [0, 0, 1]
-    loss, _ = topr(ratio, logprobs, advantages, positive_weight=0.5, negative_weight=2.0)
+    loss, _ = topr(ratio, logprobs, advantages, topr_positive_weight=0.5, topr_negative_weight=2.0)
     torch.testing.assert_close(loss, torch.tensor([0.5, -2.0, -2.0]), **CLOSE)
 
 
@@ -112,7 +112,7 @@ def test_clip_cov_is_ppo_but_for_the_chosen_tokens():
 def test_kl_cov_adds_the_distance_of_the_chosen_tokens_to_an_unclipped_surrogate():
     # -rho A: -0.5, 1, 40; 0.1 |log-ratio| of the first and the last: 0.0693147, 0.2302585
     ratio, is_chosen = importance_ratio(NEW, OLD, None), torch.tensor([1.0, 0.0, 1.0])
-    loss, _ = kl_cov(ratio, NEW, OLD, A, is_chosen, coef=0.1)
+    loss, _ = kl_cov(ratio, NEW, OLD, A, is_chosen, cov_coef=0.1)
     torch.testing.assert_close(
         loss, torch.tensor([-0.430685, 1.0, 40.230259]), atol=1e-4, rtol=0
     )  # 40: six digits
@@ -140,7 +140,13 @@ def test_dppo_masks_tokens_that_leave_the_trust_region(divergence, bound, is_lef
     old, new = torch.tensor([0.3, 0.3, 0.01, 0.5, 0.8]), torch.tensor([0.5, 0.5, 0.03, 0.8, 0.5])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0])
     loss, diagnostics = dppo(
-        new / old, new.log(), old.log(), advantages, divergence=divergence, clip_low=bound, clip_high=bound
+        new / old,
+        new.log(),
+        old.log(),
+        advantages,
+        dppo_divergence=divergence,
+        clip_low=bound,
+        clip_high=bound,
     )
     # -rho A: -5/3, 5/3, -3, 8/5, 5/8
     expected = torch.tensor([-1.666667, 1.666667, -3.0, 1.6, 0.625]) * (1 - torch.tensor(is_left_out))
@@ -152,7 +158,7 @@ def test_dppo_has_a_bound_for_each_direction():
     new, old, advantages = torch.tensor([0.5, 0.3]), torch.tensor([0.3, 0.5]), torch.tensor([1.0, -1.0])
     for low, high, is_left_out in ((0.1, 0.3, [0, 1]), (0.3, 0.1, [1, 0])):
         _, diagnostics = dppo(
-            new / old, new.log(), old.log(), advantages, divergence="tv", clip_low=low, clip_high=high
+            new / old, new.log(), old.log(), advantages, dppo_divergence="tv", clip_low=low, clip_high=high
         )
         assert diagnostics["clip_fraction"].tolist() == is_left_out
 
@@ -240,7 +246,7 @@ def test_importance_sampling_equals_hand_computed_values():
 
 def test_kimi_equals_hand_computed_values():
     # moved by ln 1/2, 0, ln 10: penalties 0.05 * (0.480453, 0, 5.301898); -A log pi: 1.693147, -1, -2.789660
-    loss, diagnostics = kimi(NEW, OLD, A, tau=0.1)
+    loss, diagnostics = kimi(NEW, OLD, A, kimi_tau=0.1)
     torch.testing.assert_close(loss, torch.tensor([1.717170, -1.0, -2.524565]), **CLOSE)
     torch.testing.assert_close(diagnostics["penalty"], torch.tensor([0.024023, 0.0, 0.265095]), **CLOSE)
 

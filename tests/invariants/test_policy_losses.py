@@ -19,7 +19,7 @@ from tests.rounding import assert_near, rounding
 from torch import Tensor
 
 from braid.algorithms.aggregate import row_weights
-from braid.algorithms.recipes import RECIPES, Correction, Recipe
+from braid.algorithms.recipes import RECIPES, Correction, PolicyLoss, Recipe
 from braid.config.model import BuildSpec, ModelConfig
 from braid.config.train import TrainConfig
 from braid.models.causal_lm import CausalLM
@@ -28,7 +28,7 @@ from braid.training.backend import StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss
 from braid.training.step_fields import write_step_fields
-from braid.types import CorrectionLevel, CorrectionMode, PolicyLoss, RatioLevel, Row
+from braid.types import CorrectionLevel, CorrectionMode, RatioLevel, Row
 
 TOLERANCE = rounding(105)
 """Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients

@@ -18,7 +18,7 @@ from tests.rounding import assert_near, rounding
 from torch import Tensor
 
 from braid.algorithms.aggregate import row_weights
-from braid.algorithms.recipes import RECIPES, Correction, Recipe
+from braid.algorithms.recipes import RECIPES, Advantage, Correction, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.config.model import BuildSpec, ModelConfig
 from braid.config.train import TrainConfig
@@ -33,7 +33,6 @@ from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.step_fields import write_step_fields
 from braid.types import (
-    Advantage,
     AdvantageLevel,
     Aggregation,
     CorrectionLevel,

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from braid.algorithms.corrections import correction_factor, sampling_weight
-from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
-from braid.algorithms.recipes import RECIPES, Correction, Recipe
+from braid.algorithms.policy_loss import Tokens, importance_ratio, surrogate
+from braid.algorithms.recipes import RECIPES, Correction, PolicyLoss, Recipe
 from braid.algorithms.segments import segments
 from braid.training.losses import policy_loss
 from braid.training.packing import pack
 from braid.training.step_fields import write_step_fields
-from braid.types import PolicyLoss, Row
+from braid.types import Row
 
 EXACT = {"atol": 1e-12, "rtol": 0}  # float64, sums of a few terms of order 1
 NAMES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
@@ -57,7 +57,7 @@ def _expected_gradient(recipe: Recipe, at: Tensor, is_chosen: Tensor | None = No
     logprobs = logits.log_softmax(0)
     chosen = torch.zeros_like(old) if is_chosen is None else is_chosen
     tokens = Tokens(logprobs, old, ADVANTAGES, importance_ratio(logprobs, old, None), chosen)
-    loss, _ = POLICY_LOSSES[recipe.policy_loss](recipe, tokens)
+    loss, _ = surrogate(recipe, tokens)
     return _gradient((old.exp() * loss).sum(), logits)
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from braid.algorithms.recipes import RECIPES, Recipe
+from braid.algorithms.recipes import RECIPES, Advantage, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.training.advantages import are_trained, compute_advantages
-from braid.types import Advantage, RewardStatistics, Row
+from braid.types import RewardStatistics, Row
 
 GRPO = RECIPES["grpo"]
 CLOSE = {"atol": 2e-6, "rtol": 0}  # expectations are given to six digits; 1e-6 stands beside deviations

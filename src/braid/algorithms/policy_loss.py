@@ -1,6 +1,6 @@
 """Policy losses: per-token surrogate objectives.
 
-Owns the formulas and their table. Aggregation, off-policy corrections, the KL term and the entropy bonus are
+Owns the formulas; recipes.py has the table of names. Aggregation, off-policy corrections, the KL term and the entropy bonus are
 left to training/losses.py. A loss maps [T] tensors to a [T] tensor, to be minimised, and diagnostics:
 detached [T] tensors, to be averaged over the mask. `rho` below is `ratio`, sg() the stop-gradient, A the
 advantage before the weights of the reduction are applied, so that no loss depends on the size of the batch.
@@ -8,14 +8,15 @@ advantage before the weights of the reduction are applied, so that no loss depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from braid.types import Divergence, PolicyLoss
+from braid.types import Divergence
 
 from .recipes import Recipe
 from .segments import Segments
@@ -147,15 +148,17 @@ def cispo(
     return -(clipped * advantages) * logprobs, {"clip_fraction": (clipped != weight).to(weight.dtype)}
 
 
-def sapo(ratio: PerToken, advantages: PerToken, *, tau_positive: float, tau_negative: float) -> Surrogate:
+def sapo(
+    ratio: PerToken, advantages: PerToken, *, sapo_tau_positive: float, sapo_tau_negative: float
+) -> Surrogate:
     """Soft gate in place of the clip (Gao et al. 2025, arXiv 2511.20347).
 
-        loss = -A (4 / tau) sigmoid(tau (rho - 1))        tau = tau_positive where A > 0, else tau_negative
+        loss = -A (4 / tau) sigmoid(tau (rho - 1))        tau = sapo_tau_positive where A > 0, else sapo_tau_negative
 
     At rho = 1 the gradient is that of the ratio itself. It decays on both sides, faster for a larger tau: at
     rho = 1 + x by the factor 4 s (1 - s), with s = sigmoid(tau x). Not in RLinf and ROLL. SkyRL: the same.
     """
-    tau = _by_sign(advantages, tau_positive, tau_negative)
+    tau = _by_sign(advantages, sapo_tau_positive, sapo_tau_negative)
     return (-4.0 * advantages / tau) * torch.sigmoid(tau * (ratio - 1.0)), {}
 
 
@@ -164,13 +167,13 @@ def topr(
     logprobs: PerToken,
     advantages: PerToken,
     *,
-    positive_weight: float,
-    negative_weight: float,
+    topr_positive_weight: float,
+    topr_negative_weight: float,
 ) -> Surrogate:
     """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286).
 
-        loss = -positive_weight A log pi                      where A > 0
-        loss = -negative_weight sg(min(rho, 1)) A log pi      elsewhere
+        loss = -topr_positive_weight A log pi                      where A > 0
+        loss = -topr_negative_weight sg(min(rho, 1)) A log pi      elsewhere
 
     Diagnostics: `clip_fraction`, 1 where A < 0 and rho > 1.
 
@@ -182,16 +185,16 @@ def topr(
     """
     rho = ratio.detach()
     bounded = torch.where(advantages > 0, 1.0, rho.clamp(max=1.0))
-    weight = _by_sign(advantages, positive_weight, negative_weight) * bounded
+    weight = _by_sign(advantages, topr_positive_weight, topr_negative_weight) * bounded
     is_clipped = (advantages < 0) & (rho > 1.0)
     return -(weight * advantages) * logprobs, {"clip_fraction": is_clipped.to(rho.dtype)}
 
 
-def kimi(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, tau: float) -> Surrogate:
+def kimi(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, kimi_tau: float) -> Surrogate:
     """Policy gradient without ratio, with a squared penalty towards the old policy (Kimi 2025, arXiv
     2501.12599, eq. 3).
 
-        loss = -A log pi + tau / 2 (log pi - log old)^2
+        loss = -A log pi + kimi_tau / 2 (log pi - log old)^2
 
     Beyond a distance of 20 the penalty grows linearly, to avoid overflow. Log-probs are per token, in the
     paper per response, so the penalty of a response is a sum of squares instead of the square of a sum.
@@ -199,7 +202,7 @@ def kimi(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, *, ta
     Diagnostics: `penalty`. Not in RLinf and SkyRL. ROLL: the same, as pg_variant kimi15; its tau is always
     0.1.
     """
-    penalty = tau * torch.nn.functional.huber_loss(
+    penalty = kimi_tau * torch.nn.functional.huber_loss(
         logprobs, old_logprobs, reduction="none", delta=LOG_RATIO_BOUND
     )
     return penalty - advantages * logprobs, {"penalty": penalty.detach()}
@@ -232,12 +235,12 @@ def kl_cov(
     advantages: PerToken,
     is_chosen: PerToken,
     *,
-    coef: float,
+    cov_coef: float,
 ) -> Surrogate:
     """No clip, but a penalty on the tokens that would reduce entropy most (Cui et al. 2025, arXiv
     2505.22617).
 
-        loss = -rho A + coef is_chosen |log pi - log old|
+        loss = -rho A + cov_coef is_chosen |log pi - log old|
 
     `is_chosen` is 1 at the tokens that covariance.choose_greatest selected for the step, else 0. On the first
     step after the old log-probs were computed, the penalty and its gradient are 0. Diagnostics:
@@ -246,7 +249,7 @@ def kl_cov(
     Tokens are selected before the step; see clip_cov. SkyRL selects within a micro-batch, and does not divide
     the penalty by the number of tokens, as it does the rest of the loss. Not in RLinf and ROLL.
     """
-    penalty = (coef * is_chosen) * (logprobs - old_logprobs).abs()
+    penalty = (cov_coef * is_chosen) * (logprobs - old_logprobs).abs()
     return penalty - ratio * advantages, {"chosen_fraction": is_chosen}
 
 
@@ -256,7 +259,7 @@ def dppo(
     old_logprobs: PerToken,
     advantages: PerToken,
     *,
-    divergence: Divergence,
+    dppo_divergence: Divergence,
     clip_low: float,
     clip_high: float,
 ) -> Surrogate:
@@ -275,7 +278,7 @@ def dppo(
     policy before the update. Not in RLinf and ROLL. SkyRL: the same, with the sampling engine's.
     """
     new, old = logprobs.detach(), old_logprobs.detach()
-    if divergence == "tv":
+    if dppo_divergence == "tv":
         rise = new.exp() - old.exp()
         is_outside = ((advantages > 0) & (rise > clip_high)) | ((advantages < 0) & (rise < -clip_low))
     else:
@@ -313,44 +316,12 @@ class Tokens:
     is_chosen: Tensor
 
 
-POLICY_LOSSES: Mapping[PolicyLoss, Callable[[Recipe, Tokens], Surrogate]] = {
-    "ppo_clip": lambda r, t: ppo_clip(
-        t.ratio, t.advantages, clip_low=r.clip_low, clip_high=r.clip_high, dual_clip=r.dual_clip
-    ),
-    "policy_gradient": lambda _, t: policy_gradient(t.logprobs, t.advantages),
-    "importance_sampling": lambda _, t: importance_sampling(t.ratio, t.advantages),
-    "masked_is": lambda r, t: masked_is(
-        t.ratio, t.logprobs, t.advantages, clip_low=r.clip_low, clip_high=r.clip_high
-    ),
-    "kimi": lambda r, t: kimi(t.logprobs, t.old_logprobs, t.advantages, tau=r.kimi_tau),
-    "cispo": lambda r, t: cispo(
-        t.ratio, t.logprobs, t.advantages, clip_low=r.clip_low, clip_high=r.clip_high
-    ),
-    "sapo": lambda r, t: sapo(
-        t.ratio, t.advantages, tau_positive=r.sapo_tau_positive, tau_negative=r.sapo_tau_negative
-    ),
-    "topr": lambda r, t: topr(
-        t.ratio,
-        t.logprobs,
-        t.advantages,
-        positive_weight=r.topr_positive_weight,
-        negative_weight=r.topr_negative_weight,
-    ),
-    "clip_cov": lambda r, t: clip_cov(
-        t.ratio, t.advantages, t.is_chosen, clip_low=r.clip_low, clip_high=r.clip_high
-    ),
-    "kl_cov": lambda r, t: kl_cov(
-        t.ratio, t.logprobs, t.old_logprobs, t.advantages, t.is_chosen, coef=r.cov_coef
-    ),
-    "dppo": lambda r, t: dppo(
-        t.ratio,
-        t.logprobs,
-        t.old_logprobs,
-        t.advantages,
-        divergence=r.dppo_divergence,
-        clip_low=r.clip_low,
-        clip_high=r.clip_high,
-    ),
-    "cross_entropy": lambda _, t: cross_entropy(t.logprobs),
-}
-"""Policy losses by name. recipes.POLICY_LOSS_KEYS lists the recipe fields that each reads."""
+def surrogate(recipe: Recipe, tokens: Tokens) -> Surrogate:
+    """The recipe's policy loss: the function of that name, called with the fields of `tokens` that its parameters name
+    and the fields of the recipe that its keyword-only parameters name."""
+    loss: Callable[..., Surrogate] = globals()[recipe.policy_loss]
+    given = {
+        name: getattr(recipe if parameter.kind is parameter.KEYWORD_ONLY else tokens, name)
+        for name, parameter in inspect.signature(loss).parameters.items()
+    }
+    return loss(**given)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from braid.algorithms.recipes import Advantage, PolicyLoss, RecipeName
 from braid.types import (
-    Advantage,
     AdvantageLevel,
     Aggregation,
     CorrectionLevel,
@@ -18,9 +18,7 @@ from braid.types import (
     Divergence,
     KlEstimator,
     KlPlace,
-    PolicyLoss,
     RatioLevel,
-    RecipeName,
     RewardStatistics,
     TurnWeighting,
 )

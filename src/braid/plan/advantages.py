@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from braid.algorithms.recipes import COMPARING_ADVANTAGES
+from braid.algorithms.recipes import ADVANTAGES
 from braid.config.schema import RunConfig
 
 from .plan import Plan
@@ -18,7 +18,7 @@ def advantage_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
         return
     recipe, rollout = plan.recipe, config.rollout
     name = recipe.advantage
-    if rollout.group_size == 1 and name in COMPARING_ADVANTAGES:
+    if rollout.group_size == 1 and ADVANTAGES[name].compares_group:
         why = f"{name} compares the answers of a group, so with group_size=1 every advantage is 0"
         yield "rollout.group_size", f"{why}; raise it to 2 or more, or set algorithm.recipe=ppo"
     elif rollout.group_size == 1 and recipe.reward_mean == "group":

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSS_KEYS
+from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSSES
 from braid.config.roles import TrainingRole, train_config
 from braid.config.rollout import GymnasiumEnv, ToolEnv
 from braid.config.schema import RunConfig
@@ -158,7 +158,7 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if recipe.policy_loss in CHOOSING_LOSSES:
             yield "algorithm.old_logprobs", f"{loss} selects tokens by their {fix}"
     if recipe.logprob_level != "token" and is_of_text(config):
-        if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSS_KEYS[recipe.policy_loss]:
+        if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSSES[recipe.policy_loss]:
             level = f"algorithm.logprob_level={recipe.logprob_level}"
             why = f"{level} already makes ratios turn-level; set it to token, or logprob_level to token"
             yield "algorithm.ratio_level", why

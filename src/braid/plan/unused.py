@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from braid.algorithms.recipes import ADVANTAGE_KEYS, POLICY_LOSS_KEYS
+from braid.algorithms.recipes import ADVANTAGES, POLICY_LOSSES
 from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
@@ -197,8 +197,9 @@ def _roles(config: RunConfig, plan: Plan) -> _Unused:
 
 def _losses(config: RunConfig, plan: Plan) -> _Unused:
     recipe, old_logprobs = plan.recipe, f"with algorithm.old_logprobs={plan.old_logprobs}"
-    yield from _of_choice("advantage", recipe.advantage, ADVANTAGE_KEYS)
-    yield from _of_choice("policy_loss", recipe.policy_loss, POLICY_LOSS_KEYS)
+    by_advantage = {name: estimator.keys for name, estimator in ADVANTAGES.items()}
+    yield from _of_choice("advantage", recipe.advantage, by_advantage)
+    yield from _of_choice("policy_loss", recipe.policy_loss, POLICY_LOSSES)
     if plan.old_logprobs == "behavior":
         yield f"{old_logprobs} there is nothing to correct", "algorithm.corrections"
     if plan.old_logprobs == "interpolated" and not config.max_lag:
@@ -215,7 +216,7 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
         yield "token-level weights depend on a single token", "algorithm.corrections[].tokens"
 
 
-def _of_choice(key: str, chosen: str, fields: Mapping[Any, frozenset[str]]) -> _Unused:
+def _of_choice(key: str, chosen: str, fields: Mapping[str, frozenset[str]]) -> _Unused:
     """Fields of the recipe that other choices read."""
     others = sorted(frozenset().union(*fields.values()) - fields[chosen])
     yield f"algorithm.{key}={chosen} does not use it", f"algorithm.{{{','.join(others)}}}"

@@ -1,7 +1,8 @@
 """Advantage computation: from the rewards and values of a round's rows to advantages and returns.
 
-Owns the order of the stages, the split of rows into turns, and the table of advantage estimators. The
-formulas are in algorithms/. Rewards, baselines and statistics are of trajectories, whose rows follow each other
+Owns the order of the stages, the split of rows into turns, and a function for each advantage of
+algorithms.recipes.ADVANTAGES, which returns the advantages of all positions [T], 0 outside the mask. The formulas are
+in algorithms/. Rewards, baselines and statistics are of trajectories, whose rows follow each other
 in the order of its segments; returns run over all of them.
 
     center and scale rewards       reward_mean, reward_std (per trajectory sum)
@@ -20,7 +21,7 @@ in whiten_advantages, which covers only the trained rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -29,21 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from braid.algorithms.advantages import (
-    baseline_advantages,
-    best_of_group,
-    discounted_returns,
-    gae,
-    group_advantages,
-    leave_one_out_advantages,
-    likelihood_advantages,
-    whiten,
-)
+from braid.algorithms import advantages as formulas
 from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments, reward_statistics
 from braid.algorithms.segments import first_positions
-from braid.types import Advantage, Row
+from braid.types import Row
 
 
 def compute_advantages(
@@ -69,12 +61,13 @@ def compute_advantages(
             row.fields["rewards"] = row.fields["rewards"].clip(-bound, bound)
     if recipe.whiten_rewards:
         mask = _flat([row.mask for row in rows])
-        _unflatten(rows, "rewards", whiten(_flat([row.fields["rewards"] for row in rows]), mask))
+        _unflatten(rows, "rewards", formulas.whiten(_flat([row.fields["rewards"] for row in rows]), mask))
     round_ = _Round.of(rows)
-    advantages = _ADVANTAGES[recipe.advantage](round_, recipe)
+    estimator: Callable[[_Round, Recipe], Tensor] = globals()[recipe.advantage]
+    advantages = estimator(round_, recipe)
     if recipe.whiten_advantages:
         is_trained = np.repeat(are_trained(rows, recipe), [len(row) for row in rows])
-        advantages = whiten(advantages, round_.mask & torch.from_numpy(is_trained))
+        advantages = formulas.whiten(advantages, round_.mask & torch.from_numpy(is_trained))
     if recipe.advantage_clip is not None:
         advantages = advantages.clamp(-recipe.advantage_clip, recipe.advantage_clip)
     _unflatten(rows, "advantages", advantages)
@@ -279,20 +272,20 @@ def _anchors(row: Row, before: Row | None) -> list[bytes]:
     return [ids[a:b].tobytes() for a, b in zip([known, *ends[:-1]], begins, strict=True)]
 
 
-def _of_groups(round_: _Round, recipe: Recipe) -> Tensor:
+def grpo(round_: _Round, recipe: Recipe) -> Tensor:
     """grpo: each trajectory's reward relative to its group's, or each turn's relative to all turns of the
     group."""
     if recipe.advantage_level == "turn":
         turns = _Turns.of(round_)
         return turns.spread(
-            group_advantages(turns.rewards, turns.groups, normalize_by_std=recipe.normalize_by_std)
+            formulas.group_advantages(turns.rewards, turns.groups, normalize_by_std=recipe.normalize_by_std)
         )
     return round_.spread(
-        group_advantages(round_.totals, round_.groups, normalize_by_std=recipe.normalize_by_std)
+        formulas.group_advantages(round_.totals, round_.groups, normalize_by_std=recipe.normalize_by_std)
     )
 
 
-def _gae(round_: _Round, recipe: Recipe) -> Tensor:
+def gae(round_: _Round, recipe: Recipe) -> Tensor:
     """gae, over positions; or over turns, with the sum of a turn's rewards and the value of its first position.
     Also writes `returns` into the rows."""
     values = _flat([row.fields["values"] for row in round_.rows])
@@ -307,12 +300,14 @@ def _gae(round_: _Round, recipe: Recipe) -> Tensor:
     else:
         steps = (round_.rewards, values, round_.mask, round_.lengths)
         spread = Tensor.contiguous
-    advantages, returns = gae(*steps, torch.tensor(bootstrap), gamma=recipe.gamma, lam=recipe.gae_lambda)
+    advantages, returns = formulas.gae(
+        *steps, torch.tensor(bootstrap), gamma=recipe.gamma, lam=recipe.gae_lambda
+    )
     _unflatten(round_.rows, "returns", spread(returns))
     return spread(advantages)
 
 
-def _gigpo(round_: _Round, recipe: Recipe) -> Tensor:
+def gigpo(round_: _Round, recipe: Recipe) -> Tensor:
     """gigpo (arXiv 2505.10978): A = episode_weight A_E + turn_weight A_T.
 
     A_E is the grpo advantage. A_T applies the same formula to a turn's discounted return, G_k = r_k + gamma
@@ -324,29 +319,35 @@ def _gigpo(round_: _Round, recipe: Recipe) -> Tensor:
     """
     turns, by_std = _Turns.of(round_), recipe.normalize_by_std
     everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)
-    returns = discounted_returns(turns.rewards, everywhere, turns.lengths, gamma=recipe.gamma)
-    of_episodes = round_.spread(group_advantages(round_.totals, round_.groups, normalize_by_std=by_std))
-    of_turns = turns.spread(group_advantages(returns, _states(round_), normalize_by_std=by_std))
+    returns = formulas.discounted_returns(turns.rewards, everywhere, turns.lengths, gamma=recipe.gamma)
+    of_episodes = round_.spread(
+        formulas.group_advantages(round_.totals, round_.groups, normalize_by_std=by_std)
+    )
+    of_turns = turns.spread(formulas.group_advantages(returns, _states(round_), normalize_by_std=by_std))
     return recipe.episode_weight * of_episodes + recipe.turn_weight * of_turns
 
 
-def _remax(round_: _Round, _: Recipe) -> Tensor:
+def reinforce(round_: _Round, recipe: Recipe) -> Tensor:
+    return formulas.discounted_returns(round_.rewards, round_.mask, round_.lengths, gamma=recipe.gamma)
+
+
+def rloo(round_: _Round, _: Recipe) -> Tensor:
+    return round_.spread(formulas.leave_one_out_advantages(round_.totals, round_.groups))
+
+
+def remax(round_: _Round, _: Recipe) -> Tensor:
     baselines = [of[0].baseline for of in round_.trajectories]
     assert None not in baselines, "remax needs the reward of each prompt's greedy answer"
-    return round_.spread(baseline_advantages(round_.totals, torch.tensor(baselines, dtype=torch.float64)))
+    rewards = torch.tensor(baselines, dtype=torch.float64)
+    return round_.spread(formulas.baseline_advantages(round_.totals, rewards))
 
 
-_ADVANTAGES: Mapping[Advantage, Callable[[_Round, Recipe], Tensor]] = {
-    "grpo": _of_groups,
-    "gae": _gae,
-    "reinforce": lambda r, recipe: discounted_returns(r.rewards, r.mask, r.lengths, gamma=recipe.gamma),
-    "rloo": lambda r, _: r.spread(leave_one_out_advantages(r.totals, r.groups)),
-    "remax": _remax,
-    "raft": lambda r, _: r.spread(best_of_group(r.totals, r.groups)),
-    "maxrl": lambda r, _: r.spread(likelihood_advantages(r.totals, r.groups)),
-    "gigpo": _gigpo,
-}
-"""Advantage estimators by name. Each returns the advantages of all positions [T], 0 outside the mask."""
+def raft(round_: _Round, _: Recipe) -> Tensor:
+    return round_.spread(formulas.best_of_group(round_.totals, round_.groups))
+
+
+def maxrl(round_: _Round, _: Recipe) -> Tensor:
+    return round_.spread(formulas.likelihood_advantages(round_.totals, round_.groups))
 
 
 def _explained_variance(round_: _Round, recipe: Recipe) -> float:

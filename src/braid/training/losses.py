@@ -15,7 +15,7 @@ from torch import Tensor
 from braid.algorithms.aggregate import aggregate
 from braid.algorithms.corrections import correction_factor, proximal_logprobs, sampling_weight
 from braid.algorithms.kl import clamped, kl_estimate
-from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
+from braid.algorithms.policy_loss import Tokens, importance_ratio, surrogate
 from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
 from braid.algorithms.segments import Segments, first_positions, segments
 from braid.algorithms.value_loss import value_loss
@@ -98,7 +98,7 @@ def _policy_loss(
     )
     is_chosen = fields["is_chosen"] if recipe.policy_loss in CHOOSING_LOSSES else torch.zeros_like(old)
     tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen)
-    per_token, means = POLICY_LOSSES[recipe.policy_loss](recipe, tokens)
+    per_token, means = surrogate(recipe, tokens)
     maxima = {"ratio_max": ratio.detach()}
     means = means | {
         "entropy": entropy.detach(),
