@@ -129,7 +129,8 @@ def _loaded(config: Config, overrides: Sequence[str], reward: Callable[..., floa
 
 
 def _override(key: str, value: Any) -> str:
-    return f"{key}={yaml.safe_dump(value, default_flow_style=True, width=float('inf')).removesuffix('...' + chr(10)).strip()}"
+    listed = yaml.safe_dump([value], default_flow_style=True, width=float("inf"))
+    return f"{key}={listed.strip()[1:-1]}"
 
 
 @dataclass(slots=True)

@@ -1,21 +1,5 @@
 """The exceptions that braid raises deliberately.
 
-    BraidError
-    ├── ConfigError (ValueError)       the config is invalid; carries all problems at once
-    ├── DataError (ValueError)         a data file, row or column does not match the config
-    ├── ModelError (ValueError)        a model folder, tokenizer or architecture cannot be used
-    ├── RewardError (RuntimeError)     a reward part failed; recorded on the trajectory, never scored
-    ├── EnvError (RuntimeError)        an environment failed; recorded on the trajectory, never scored
-    ├── EngineError (RuntimeError)     the rollout engine failed
-    │   └── ServerError                a server did not answer a request, or refused it
-    ├── TrainingError (RuntimeError)   training cannot continue (repeated non-finite steps, no valid rows)
-    │   └── RolloutError               too many trajectories of a round failed
-    ├── WorkerError (RuntimeError)     a worker process died, hung or failed; names it and its operation
-    ├── CheckpointError (RuntimeError) a checkpoint cannot be written, or none can be read
-    ├── ReportError (RuntimeError)     a report file of the run cannot be written
-    ├── TargetMissed                   the run ended without reaching eval.target
-    └── RunInterrupted                 Ctrl-C or SIGTERM; names the run folder and the newest checkpoint
-
 A message says what is wrong with which value, what is allowed, what to do, and where the value came from.
 """
 
@@ -52,11 +36,11 @@ class ConfigError(BraidError, ValueError):
 
     def __init__(self, problems: Sequence[Problem] | str) -> None:
         self.problems = (Problem("config", problems),) if isinstance(problems, str) else tuple(problems)
-        lines = [str(p) for p in self.problems]
-        head = f"{len(lines)} problems in the config:\n  - " if len(lines) > 1 else ""
-        left = len(lines) - _MAX_TOLD
-        rest = [f"and {left:,} more"] if left > 0 else []
-        super().__init__(head + "\n  - ".join([*lines[:_MAX_TOLD], *rest]))
+        lines = [str(problem) for problem in self.problems[:_MAX_TOLD]]
+        if (left := len(self.problems) - len(lines)) > 0:
+            lines.append(f"and {left:,} more")
+        head = f"{len(self.problems)} problems in the config:\n  - " if len(lines) > 1 else ""
+        super().__init__(head + "\n  - ".join(lines))
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
@@ -140,11 +124,8 @@ class RunInterrupted(BraidError):
         self.run_dir, self.checkpoint = run_dir, checkpoint
 
     def __str__(self) -> str:
-        saved = (
-            "no checkpoint was saved"
-            if self.checkpoint is None
-            else f"the newest checkpoint is {self.checkpoint}"
-        )
+        newest = f"the newest checkpoint is {self.checkpoint}"
+        saved = newest if self.checkpoint else "no checkpoint was saved"
         return f"interrupted; the run is in {self.run_dir}, {saved}"
 
 

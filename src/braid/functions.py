@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,13 @@ def give(function: Callable[..., Any]) -> str:
     return f"{_GIVEN}{name}"
 
 
+class _NotFound(Exception):
+    """Carries the reason why a path does not name a function."""
+
+
+_FORM = "is not the path of a function; write package.module.function or file.py:function"
+
+
 def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
     """Load the callable named by `path`. File paths are relative to `base_dir` (the config's folder); a file
     is executed only once.
@@ -37,60 +44,54 @@ def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
     Raises ConfigError for the config key `key` if the file, module or function does not exist, importing it
     fails, or it is a class or not callable.
     """
-    if path.startswith(_GIVEN):
-        return _given(path, key)
     try:
+        if path.startswith(_GIVEN):
+            return _given(path.removeprefix(_GIVEN))
         module, names = _from_file(path, base_dir) if ":" in path else _from_package(path)
-        found: Any = module
-        for name in names:
-            if not hasattr(found, name):
-                known = [n for n in vars(found) if not n.startswith("_")]
-                raise _NotFound(f"{path!r}: {module.__name__!r} has no {name!r}{suggest(name, known)}")
-            found = getattr(found, name)
+        return _member(module, names, path)
     except _NotFound as problem:
         raise ConfigError([Problem(key, str(problem), "config")]) from problem.__cause__
-    if isinstance(found, type):
-        instance = found.__name__.lower()
-        message = (
-            f"{path!r} is a class, not a function; name a function, or an instance: define `{instance} = "
-            f"{found.__name__}()` in the module and use {path.removesuffix(found.__name__)}{instance}"
-        )
-        raise ConfigError([Problem(key, message, "config")])
-    if not callable(found):
-        raise ConfigError([Problem(key, f"{path!r} is a {type(found).__name__}, not a function", "config")])
-    return found
 
 
-def _given(path: str, key: str) -> Callable[..., Any]:
-    name = path.removeprefix(_GIVEN)
+def _given(name: str) -> Callable[..., Any]:
     if name not in GIVEN:
-        message = (
+        raise _NotFound(
             f"the function {name!r} was passed to braid.train from Python and is not stored with the run; call "
             "braid.train or braid.evaluate with it again, or name a function in a file: file.py:function"
         )
-        raise ConfigError([Problem(key, message, "config")])
     return GIVEN[name]
 
 
-class _NotFound(Exception):
-    """Carries the reason why a path cannot be resolved."""
+def _member(module: ModuleType, names: Sequence[str], path: str) -> Callable[..., Any]:
+    found: Any = module
+    for name in names:
+        if not hasattr(found, name):
+            known = [n for n in vars(found) if not n.startswith("_")]
+            raise _NotFound(f"{path!r}: {module.__name__!r} has no {name!r}{suggest(name, known)}")
+        found = getattr(found, name)
+    if isinstance(found, type):
+        instance = found.__name__.lower()
+        raise _NotFound(
+            f"{path!r} is a class, not a function; name a function, or an instance: define `{instance} = "
+            f"{found.__name__}()` in the module and use {path.removesuffix(found.__name__)}{instance}"
+        )
+    if not callable(found):
+        raise _NotFound(f"{path!r} is a {type(found).__name__}, not a function")
+    return found
 
 
 def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
     file_name, _, function = path.rpartition(":")
     file = (base_dir / Path(file_name).expanduser()).resolve()
     if not function or file.suffix != ".py":
-        raise _NotFound(
-            f"{path!r} is not the path of a function; write package.module.function or file.py:function"
-        )
+        raise _NotFound(f"{path!r} {_FORM}")
     if not file.is_file():
         near = suggest(file.name, [p.name for p in file.parent.glob("*.py")])
         raise _NotFound(f"{path!r}: no such file: {file}{near}")
     name = f"braid_user_{sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec, "a .py file always has a loader"
-        assert spec.loader, "a .py file always has a loader"
+        assert spec and spec.loader, "a .py file always has a loader"  # noqa: PT018
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # before it runs: dataclasses and pickle look up the module
         try:
@@ -105,18 +106,17 @@ def _from_package(path: str) -> tuple[ModuleType, list[str]]:
     """Import the longest prefix that is a module, so that paths can also name methods of a class."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise _NotFound(
-            f"{path!r} is not the path of a function; write package.module.function or file.py:function"
-        )
+        raise _NotFound(f"{path!r} {_FORM}")
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
             return importlib.import_module(name), parts[end:]
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise _NotFound(f"{path!r}: importing {name} raised {error}") from error
         except Exception as error:
-            raise _NotFound(f"{path!r}: importing {name} raised {type(error).__name__}: {error}") from error
+            is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+            if not is_missing:
+                raise _NotFound(
+                    f"{path!r}: importing {name} raised {type(error).__name__}: {error}"
+                ) from error
     raise _NotFound(
         f"{path!r}: no module named {parts[0]!r}; for a file next to the config write "
         f"'{'/'.join(parts[:-1])}.py:{parts[-1]}', else install the package into braid's environment"

@@ -13,12 +13,9 @@ _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
 
 
-def children_of() -> dict[int, list[int]]:
-    """The processes of this machine by their parent; empty without /proc."""
-    children: dict[int, list[int]] = {}
-    for pid, (_, parent, _) in _stats():
-        children.setdefault(parent, []).append(pid)
-    return children
+def children(pid: int) -> list[int]:
+    """The children of `pid`; empty without /proc."""
+    return [child for child, (_, parent, _) in _stats() if parent == pid]
 
 
 def descendants(pid: int) -> list[int]:

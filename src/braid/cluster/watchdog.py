@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir
 
-from braid.processes import children_of, kill_group, with_variable
+from braid.processes import children, kill_group, with_variable
 
 _MARK = "BRAID_WORKER"
 """Environment variable by which the processes that a worker has started are found."""
@@ -36,7 +36,7 @@ def folder_prefix(worker: int) -> str:
 def start(*, ends_raylet: bool) -> None:
     """Start the watchdog of this process. With `ends_raylet` the raylet's agents end with the raylet."""
     own, raylet, mark = os.getpid(), os.getppid(), secrets.token_hex(16)
-    agents = [pid for pid in children_of().get(raylet, []) if pid != own] if ends_raylet else []
+    agents = [pid for pid in children(raylet) if pid != own] if ends_raylet else []
     with suppress(PermissionError):  # the leader of a session leads its group already
         os.setpgid(0, 0)
     ids = map(str, (own, raylet, mark, *agents))
