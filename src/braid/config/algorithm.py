@@ -44,8 +44,7 @@ class CorrectionConfig(Section):
     """ratio: w as defined above. difference (masks only): the difference of a token's two probabilities, old
     - behavior, summed over the turn or sequence, or averaged for geometric levels."""
     tokens: CorrectionTokens = "all"
-    """Tokens over which w of a turn or a sequence is computed: all of them, or only those that the preceding
-    masks kept."""
+    """Tokens over which w of a turn or sequence is computed: all, or those kept by the preceding masks."""
 
     @model_validator(mode="after")
     def _bounds(self) -> CorrectionConfig:
@@ -69,8 +68,7 @@ class AlgorithmConfig(Section):
     """Mean subtracted from each trajectory's reward before advantages are computed: of its group, of the
     round (batch), of all rounds so far (running), or none."""
     reward_std: RewardStatistics | None = None
-    """Standard deviation by which rewards are then divided, with the same choices; a standard deviation of 0
-    counts as 1."""
+    """Standard deviation by which rewards are then divided, with the same choices; 0 counts as 1."""
     advantage: Advantage | None = None
     """Advantage estimator."""
     advantage_level: AdvantageLevel | None = None
@@ -90,8 +88,7 @@ class AlgorithmConfig(Section):
     """Bound on the absolute value of a trajectory's reward, applied after reward_mean and reward_std and
     before KL; off for none."""
     token_reward_clip: PositiveFloat | Literal["off"] | None = None
-    """Bound on the absolute value of each position's reward, applied after KL and before whiten_rewards; off
-    for none."""
+    """Bound on each position's absolute reward, applied after KL and before whiten_rewards; off for none."""
     whiten_rewards: bool | None = None
     """Normalize per-position rewards to mean 0 and variance 1 over the round's valid positions."""
     whiten_advantages: bool | None = None
@@ -99,8 +96,7 @@ class AlgorithmConfig(Section):
     advantage_clip: PositiveFloat | Literal["off"] | None = None
     """Bound on the absolute value of an advantage, applied after whitening; off for none."""
     mask_truncated: bool | None = None
-    """Exclude truncated trajectories from the loss and its denominators (they still count in their group's
-    statistics)."""
+    """Exclude truncated trajectories from the loss and its denominators, but not from group statistics."""
     mask_long_failures: PositiveInt | Literal["off"] | None = None
     """Exclude trajectories of at least this many policy tokens whose unshaped reward is 0 or less from the
     loss and its denominators (they still count in their group's statistics); off for none."""
@@ -110,19 +106,16 @@ class AlgorithmConfig(Section):
     """Level of the log-probs in the policy loss: of a token; or of a decision, the sum over its tokens, which
     then counts once in the aggregation. A decision in text is a turn (action and chunk are the same)."""
     entropy_level: DecisionLevel | None = None
-    """Level of the entropy bonus: the entropy of a token, or of its decision, the sum over the decision's
-    tokens."""
+    """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens."""
     policy_loss: PolicyLoss | None = None
     """Policy loss (surrogate objective)."""
     ratio_level: RatioLevel | None = None
     """Level of the probability ratio: per token; the geometric mean over a turn or a sequence (GSPO); or the
     product over them, the ratio of the whole turn or sequence (turn_product, sequence_product)."""
     log_ratio_min: Annotated[float, Field(le=0.0)] | Literal["off"] | None = None
-    """Lower bound on the log ratio, applied before any clipping; tokens below it have no gradient. off for
-    -20."""
+    """Lower bound on the log ratio, before any clipping; tokens below it have no gradient. off for -20."""
     log_ratio_max: NonNegativeFloat | Literal["off"] | None = None
-    """Upper bound on the log ratio, applied before any clipping; tokens above it have no gradient. off for
-    20."""
+    """Upper bound on the log ratio, before any clipping; tokens above it have no gradient. off for 20."""
     clip_low: NonNegativeFloat | None = None
     """Ratios below 1 - clip_low are clipped (masked_is: excluded). dppo: bound on the divergence where the
     ratio is below 1."""
@@ -142,8 +135,7 @@ class AlgorithmConfig(Section):
     kimi_tau: NonNegativeFloat | None = None
     """kimi: weight of the squared difference between the current and the old log-prob."""
     cov_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
-    """clip_cov, kl_cov: fraction of tokens, selected by the covariance of advantage and log-prob, that is
-    clipped or penalised."""
+    """clip_cov, kl_cov: fraction of tokens clipped or penalised, by covariance of advantage and log-prob."""
     cov_low: float | None = None
     """clip_cov: lowest covariance at which a token may be clipped."""
     cov_high: float | None = None
@@ -151,8 +143,7 @@ class AlgorithmConfig(Section):
     cov_coef: NonNegativeFloat | None = None
     """kl_cov: weight of the penalty |logprob - old_logprob| on the selected tokens."""
     dppo_divergence: Divergence | None = None
-    """dppo: divergence that is bounded, between Bernoulli distributions with the token's old and current
-    probability."""
+    """dppo: bounded divergence between Bernoulli distributions with a token's old and current probability."""
     early_stop_ratio: PositiveFloat | Literal["off"] | None = None
     """Skip optimizer steps whose mean ratio exceeds this; off for none."""
     corrections: tuple[CorrectionConfig, ...] | None = None
@@ -175,8 +166,7 @@ class AlgorithmConfig(Section):
     kl_clamp: PositiveFloat | Literal["off"] | None = None
     """Bound on the estimator's absolute value per token; off for none."""
     kl_target: PositiveFloat | Literal["off"] | None = None
-    """Target of the mean KL per token for an adaptive kl_coef, which is adjusted every round; off for a fixed
-    coefficient."""
+    """Target of the mean KL per token for a kl_coef that adapts every round; off for a fixed coefficient."""
     kl_horizon: PositiveFloat | None = None
     """Horizon of the adaptive kl_coef, in trajectories."""
     entropy_coef: float | None = None

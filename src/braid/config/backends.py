@@ -38,8 +38,7 @@ class FsdpConfig(Section):
     limit_all_gathers: bool = False
     """fsdp: limit the number of all-gathers in flight to bound memory."""
     param_dtype: DType | None = None
-    """Dtype of gathered weights and of computation. When null, that of train.autocast for fp32 models, else
-    model.dtype."""
+    """Dtype of gathered weights and computation. null: train.autocast's for fp32 models, else model.dtype."""
     reduce_dtype: DType | None = None
     """Dtype of gradient reduction; fp32 when null."""
     buffer_dtype: DType | None = None
@@ -90,11 +89,9 @@ class MegatronConfig(Section):
     sequence_parallel: bool = False
     """Split norms and dropouts along the sequence within the tensor-parallel group."""
     recompute_granularity: Literal["off", "full", "selective"] = "off"
-    """Activation recomputation in the backward pass: none, whole layers (full), or attention only
-    (selective)."""
+    """Activation recomputation in the backward pass: whole layers (full), or attention only (selective)."""
     recompute_method: Literal["block", "uniform"] | None = None
-    """With recompute_granularity full: recompute the first layers (block), or uniform groups of layers
-    (uniform)."""
+    """With recompute_granularity full: recompute the first layers (block), or groups of layers (uniform)."""
     recompute_num_layers: PositiveInt | None = None
     """With recompute_granularity full: number of layers recomputed (block), or layers per group (uniform)."""
     moe_layer_recompute: bool = False
@@ -148,7 +145,6 @@ class LoraConfig(Section):
     alpha: PositiveFloat | None = None
     """Adapter scale times rank (the LoRA alpha); rank when null."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Names of the layers that get an adapter (q_proj, ...); all-linear for every linear layer except the
-    output head."""
+    """Layers that get an adapter (q_proj, ...); all-linear: every linear layer except the output head."""
     path: str | None = None
     """peft adapter folder to start from; its rank, alpha and targets take precedence."""

@@ -28,8 +28,7 @@ class ClusterConfig(Section):
     num_nodes: PositiveInt = 1
     """Number of machines. More than one requires a running cluster to join."""
     devices_per_node: PositiveInt | None = None
-    """Accelerators (or CPU processes) per machine. null: the GPUs of this machine; on CPU, the number that
-    the placement uses."""
+    """Accelerators (or CPU processes) per machine. null: this machine's GPUs; on CPU, as many as placed."""
     placement: dict[str, Annotated[str, BeforeValidator(_as_text)]] = Field(default_factory=dict)
     """Maps roles (policy, critic, reference, inference, reward, rollout, env; comma-separated) to device
     indices: `all`, `0-3`, `0,2,4`, `0-7:0-3` (devices:processes). Roles that share devices take turns. A role
@@ -52,8 +51,7 @@ class ClusterConfig(Section):
 
 
 class InferenceConfig(Section):
-    """Workers that compute log-probs before the update, when `cluster.placement` gives them their own
-    devices."""
+    """Workers that compute log-probs before the update, if `cluster.placement` gives them devices."""
 
     tensor_parallel: PositiveInt | None = None
     """Megatron tensor-parallel size; the policy's when null."""

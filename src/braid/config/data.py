@@ -21,11 +21,9 @@ class _Source(Section):
     """Column of the prompt: plain text, a list of chat messages, or such a list as JSON text. `a.b` is field
     b of column a."""
     answer_key: str | None = "answer"
-    """Column of the reference answer, passed to rewards as `answer`; null for none. If it holds a list, any
-    item counts as correct."""
+    """Column of the reference answer (`answer` in rewards); null for none. Of a list, any item is correct."""
     source_key: str | None = None
-    """Column with the source name of each row, for metrics and the `sources` of rewards; this source's name
-    when null."""
+    """Column of each row's source name, for metrics and rewards' `sources`; this source's name when null."""
     system: str | None = None
     """System message prepended to each prompt."""
     template: str = "{prompt}"
@@ -90,8 +88,7 @@ def covers(sources: Collection[str], named: Collection[str], source: str) -> boo
 
 
 def source_name(source: Source) -> str:
-    """Name of a source in metrics and in the `sources` of rewards: its `name`, else that of its file, data
-    set or generator."""
+    """Name of a source in metrics and rewards: its `name`, else that of its file, data set or generator."""
     if source.name:
         return source.name
     match source:

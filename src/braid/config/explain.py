@@ -127,8 +127,7 @@ def _not_allowed(value: Any, words: str) -> str:
 
 
 def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
-    """Suggestion for an unknown key. The keys of a section are listed only once; `listed` has the sections
-    already listed."""
+    """Suggestion for an unknown key. The keys of a section are listed once; `listed` has those sections."""
     name = spot.key.rpartition(".")[2]
     own = list(spot.section.model_fields)
     if name in HABITS:

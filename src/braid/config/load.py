@@ -231,8 +231,7 @@ _COMPUTED_NAME = re.compile(r"\$\{[^:}]*\$\{|oc\.(select|dict|decode|deprecated)
 
 
 def _mentioned(tree: dict[str, Any], pending: Sequence[tuple[KeyPath, str]]) -> dict[str, Any]:
-    """The top-level sections that interpolations are in or may refer to: OmegaConf takes long to wrap all
-    defaults."""
+    """The sections that interpolations are in or may refer to: OmegaConf takes long to wrap all defaults."""
     texts = " ".join(text for _, text in pending)
     own = {path[0] for path, _ in pending}
     if _COMPUTED_NAME.search(texts):
@@ -311,8 +310,7 @@ def _escaped(_: str, value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes text which source.py would read differently, and writes lists of plain values
-    on one line."""
+    """Quotes text that source.py would read differently, and writes lists of plain values on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True

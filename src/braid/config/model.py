@@ -90,8 +90,7 @@ class VlaConfig(Section):
     hidden_size: PositiveInt | None = None
     """Input size of the value head; the model's hidden size when null."""
     qkv_bias: bool | None = None
-    """Whether the attention projections have biases; taken from the model when null, else checked against
-    it."""
+    """Whether the attention projections have biases; if set, checked against the model."""
     eval_batch_rows: PositiveInt = 8
     """Observations per forward pass in evaluation."""
 
@@ -113,15 +112,13 @@ class ModelConfig(Section):
     """Token id that ends a response; when null, the tokenizer's EOS token and those of the folder's
     generation_config.json, or of its config.json if there is no such file."""
     pad_token_id: NonNegativeInt | None = None
-    """Padding token id, for engines that need rectangular batches and for exports; the tokenizer's when
-    null."""
+    """Padding token id, for engines with rectangular batches and for exports; the tokenizer's when null."""
     dtype: DType = "fp32"
     """Dtype of the model weights in computation. bf16 and fp16 are trained with fp32 master weights."""
     trust_remote_code: bool = False
     """Allow the model folder to run its own Python code."""
     architecture: str | None = None
-    """Required architecture of the model, by its transformers name (qwen2, qwen3, llama, ...; qwen2.5 counts
-    as qwen2); null accepts any."""
+    """Required transformers architecture (qwen2, also for qwen2.5, llama, ...); null accepts any."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention implementation for packed rows in training. sdpa: torch's scaled_dot_product_attention. auto:
     torch's variable-length FlashAttention on CUDA in bf16 or fp16 where it applies, else sdpa. eager: plain matrix multiplications. flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.

@@ -17,8 +17,7 @@ class PipelineConfig(Section):
     """Bound on the lag: a group is started only if it can be trained on within it. 0 gives the same weights as
     without a pipeline; 1 samples one round ahead (one-step off-policy)."""
     groups_in_flight: PositiveInt | None = None
-    """Maximum number of groups that are sampled at the same time; (max_lag + 1) * rollout.prompts_per_round when
-    null."""
+    """Maximum number of groups sampled at a time; (max_lag + 1) * rollout.prompts_per_round when null."""
     on_new_weights: Literal["finish", "interrupt"] = "finish"
     """finish: new weights wait for the running turns of the policy. interrupt: running turns continue with the
     new weights, and each token keeps the version and the log-prob with which it was sampled."""

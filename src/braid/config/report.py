@@ -41,11 +41,9 @@ class RunSection(Section):
     saved. An update or save in progress is always finished, however long it takes. A second signal, or the
     first one with 0, ends the run immediately."""
     if_exists: Literal["refuse", "new"] = "refuse"
-    """What to do if the folder already holds a run and resume is none: refuse, or use the next free name
-    (name-2, ...)."""
+    """If the folder holds a run and resume is none: refuse, or use the next free name (name-2, ...)."""
     eval_only: bool = False
-    """Make `braid train` only evaluate the config's model, or the checkpoint of `resume`, like `braid
-    eval`."""
+    """Make `braid train` only evaluate the config's model, or the checkpoint of `resume`."""
     max_restarts: NonNegativeInt = 0
     """Maximum number of automatic restarts from the newest checkpoint after a transient failure of a worker,
     the engine, an environment, a service, or the network."""
@@ -103,9 +101,8 @@ class CheckpointConfig(Section):
     every_rounds: NonNegativeInt = 0
     """Save every this many rounds; with 0, every_s decides."""
     every_s: NonNegativeFloat = 600.0
-    """With every_rounds 0: save at the end of a round, or of a warm-up step, once this many seconds have
-    passed since the last save; sooner, down to 10 s, if saving takes less than 2 % of the time. 0 disables
-    it."""
+    """With every_rounds 0: save at the end of a round, or of a warm-up step, this many seconds after the last
+    save; sooner, down to 10 s, if saving takes less than 2 % of the time. 0 disables it."""
     at_end: bool = True
     """Save after the last round."""
     keep: PositiveInt | None = 2
@@ -113,8 +110,7 @@ class CheckpointConfig(Section):
     dir: str | None = None
     """Checkpoint folder; `checkpoints/` in the run's folder when null."""
     export_every_rounds: NonNegativeInt = 0
-    """Export a Hugging Face folder every this many rounds; 0 for never (`braid export` makes one from any
-    checkpoint)."""
+    """Export a Hugging Face folder every this many rounds; 0 for never (see also `braid export`)."""
     export_dir: str | None = None
     """Parent folder of the exports; `exports/` in the run's folder when null."""
 

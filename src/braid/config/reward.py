@@ -79,8 +79,7 @@ class ChoiceReward(_Part):
     letters: str = Field(default="ABCDEFGHIJ", pattern=r"^[A-Z]{2,}$")
     """Letters that are valid answers."""
     scores: tuple[float, float, float, float] = (1.0, 1.0, 0.0, 0.0)
-    """Scores of the right letter in a box, the right letter elsewhere, a wrong letter in a box, and any other
-    answer."""
+    """Scores of the right letter in a box, elsewhere, of a wrong letter in a box, and of other answers."""
 
 
 class LengthReward(_Part):
@@ -103,8 +102,7 @@ class LengthReward(_Part):
 
 
 class RepetitionReward(_Part):
-    """Minus the fraction of n-grams of words that repeat an earlier one, regardless of case; 0 for fewer than
-    n words."""
+    """Minus the fraction of word n-grams that repeat an earlier one, regardless of case; 0 below n words."""
 
     kind: Literal["repetition"]
     """A penalty for repeated phrases."""
@@ -127,8 +125,7 @@ class CodeReward(_Part):
     score: Literal["all", "fraction"] = "all"
     """all: 1 if every test passes, else 0. fraction: fraction of tests that pass."""
     pattern: str = r"```(?:python|py)?[ \t]*\n(.*?)```"
-    """Regular expression; group 1 of its last match is the code (dot matches newlines). Without a match the
-    score is 0."""
+    """Regular expression; group 1 of its last match is the code (dot matches newlines). No match scores 0."""
     test_timeout_s: PositiveFloat = 5.0
     """Timeout of one test in seconds, after which it counts as failed. Replaces reward.timeout_s."""
     memory_bytes: int = Field(default=2**30, ge=2**26, le=2**32)
@@ -153,8 +150,7 @@ class ModelReward(_Part):
     max_tokens: PositiveInt | None = None
     """Maximum input length in tokens; the limit of model and tokenizer when null."""
     overlong: Literal["error", "left", "right"] = "error"
-    """What to do with longer inputs: mark the trajectory invalid, or cut tokens off the left or right end
-    (counted in metrics)."""
+    """Longer inputs: mark the trajectory invalid, or cut off the left or right end (counted in metrics)."""
     batch_tokens: PositiveInt = 16_384
     """Tokens per forward pass, including padding; a longer input is processed alone."""
     dtype: DType = "fp32"
@@ -191,11 +187,9 @@ class JudgeReward(_Part):
     """Regular expression; group 1 of its last match is the score. When null, the last number in the reply, or
     the last word that is in `scores`."""
     scores: dict[str, float] = Field(default_factory=dict)
-    """Scores of words, such as {yes: 1, no: 0}, case-insensitive; when empty, the reply must contain a
-    number."""
+    """Scores of words, such as {yes: 1, no: 0}, in any case; when empty, the reply must contain a number."""
     range: tuple[float, float] | None = None
-    """Lowest and highest score: scores are clamped to this range and mapped to 0..1; left unchanged when
-    null."""
+    """Lowest and highest score: scores are clamped to this range and mapped to 0..1; unchanged when null."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge; 0 for greedy decoding."""
     max_tokens: PositiveInt = 1024
@@ -209,13 +203,11 @@ class JudgeReward(_Part):
     retry would give the same reply."""
     backoff_s: NonNegativeFloat = 1.0
     """Base delay before the first retry in seconds, doubled for each further one; the actual delay is drawn
-    between half of it and all of it, from the run's seed. A longer Retry-After of the server takes
-    precedence."""
+    between half and all of it, by the run's seed. A longer Retry-After of the server takes precedence."""
     max_backoff_s: PositiveFloat = 60.0
     """Longest delay between retries, in seconds; a server that asks for more counts as failed permanently."""
     concurrency: PositiveInt | None = None
-    """Maximum concurrent calls of this judge, in addition to the limit of reward.concurrency;
-    reward.concurrency when null."""
+    """Maximum concurrent calls of this judge, within reward.concurrency, which applies when null."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> JudgeReward:
@@ -261,8 +253,7 @@ class OverlongConfig(Section):
     """A penalty that grows linearly over the last tokens before the length limit (DAPO, arXiv 2503.14476)."""
 
     buffer_tokens: PositiveInt
-    """Number of tokens before rollout.sampling.max_new_tokens over which the penalty grows, for the longest
-    turn."""
+    """Tokens before rollout.sampling.max_new_tokens over which the penalty grows, for the longest turn."""
     penalty: PositiveFloat = 1.0
     """Penalty at the limit."""
 

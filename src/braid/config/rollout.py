@@ -15,15 +15,13 @@ class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens per turn of the policy."""
     min_new_tokens: NonNegativeInt = 0
-    """Minimum number of tokens before an end token may be sampled. Log-probs in training ignore this
-    constraint."""
+    """Minimum number of tokens before an end token may be sampled. Log-probs in training ignore it."""
     temperature: PositiveFloat = 1.0
     """Temperature that divides the logits, in training too."""
     greedy: bool = False
     """Greedy decoding."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling: keep the smallest set of tokens with at least this total probability; 1 disables
-    it."""
+    """Nucleus sampling: keep the smallest set of tokens with this total probability; 1 disables it."""
     top_k: NonNegativeInt = 0
     """Keep the k most likely tokens; 0 disables it."""
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -215,8 +213,7 @@ class _ServedEngine(Section):
     detokenize: bool = False
     """Let the engine detokenize too, for its logs (rewards use braid's own text)."""
     load_weights: bool = False
-    """Load the model folder's weights at startup; false starts with random weights until the first weight
-    sync."""
+    """Load the model folder's weights at startup; false: random weights until the first weight sync."""
 
 
 class VllmConfig(_ServedEngine):
@@ -236,8 +233,7 @@ class SglangConfig(_ServedEngine):
     """SGLang (`rollout.engine=sglang`, extra `sglang`)."""
 
     deterministic: bool = True
-    """Give every request its own random numbers, and make results independent of other requests in the batch;
-    false is faster."""
+    """Give every request its own random numbers, independent of others in the batch; false is faster."""
     decode_log_interval: PositiveInt = 40
     """Decode steps between two log lines of SGLang."""
     torch_compile: bool = False
@@ -263,8 +259,7 @@ class FilterConfig(Section):
     counts in no statistic, loss or denominator."""
 
     min_std: NonNegativeFloat | None = None
-    """Drop groups whose rewards have a standard deviation of at most this (0: those with equal rewards); null
-    for no limit."""
+    """Drop groups whose rewards have at most this standard deviation (0: equal rewards); null: no limit."""
     min_mean: float | None = None
     """Drop groups whose mean reward is at most this; null for no limit."""
     max_mean: float | None = None
@@ -309,8 +304,7 @@ class RolloutConfig(Section):
     check_weights: bool = False
     """Compare a fingerprint of the engine's weights with the trainer's after each weight sync."""
     check_weights_dir: str | None = None
-    """Folder in which both sets of weights are stored if they differ; `check_weights/` in the run's folder
-    when null."""
+    """Folder that stores both weights if they differ; `check_weights/` in the run's folder when null."""
     filter: FilterConfig = FilterConfig()
     """Filter of the groups to train on."""
     env_timeout_s: PositiveFloat = 300.0

@@ -108,8 +108,7 @@ def map_values(data: Any, change: Callable[[str, Any], Any], path: str = "") -> 
 
 
 def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
-    """Set `value` at `path`, creating mappings and lists as needed. Returns an error message if that is
-    impossible."""
+    """Set `value` at `path`, creating mappings and lists as needed. Returns an error message on failure."""
     at: Any = tree
     for i, key in enumerate(path):
         is_last = i == len(path) - 1

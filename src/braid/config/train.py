@@ -16,9 +16,8 @@ class ScheduleConfig(Section):
     """Learning rate schedule over optimizer steps: linear warmup, then decay to `min_ratio * lr`."""
 
     decay: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    """Shape after the warmup. inverse_sqrt: sqrt(W / step), where W is the number of warmup steps, at least 1
-    (without warmup sqrt(1 / (step + 1)), with steps from 0). wsd: constant, then linear over the last
-    tenth."""
+    """Shape after the warmup. inverse_sqrt: sqrt(W / step), with W warmup steps, at least 1 (without warmup
+    sqrt(1 / (step + 1)), with steps from 0). wsd: constant, then linear over the last tenth."""
     decay_steps: PositiveInt | None = None
     """Step at which linear, cosine and wsd decay end; the last step of the run when null."""
     warmup_steps: NonNegativeInt = 0
