@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from braid.config.load import Loaded, plain_data, with_defaults, with_references, yaml_text
-from braid.config.source import DEFAULT, child, leaves, path_text, place
+from braid.config.load import Loaded, plain_data, with_defaults, yaml_text
+from braid.config.source import DEFAULT, child, leaves, map_values, path_text, place
 from braid_dialects.load import DIALECTS, Read
 from braid_dialects.translate import DEFAULT_OF, WHOLE
 
@@ -26,22 +26,20 @@ def native_text(read: Read, folder: Path | None) -> str:
     """
     loaded = read.loaded
     tree = _said(loaded)
-    run = tree.setdefault("run", {})
-    run["base_dir"] = str(loaded.base_dir)
+    place(tree, ("run", "base_dir"), str(loaded.base_dir))
     if folder is not None and folder.resolve() == loaded.base_dir.resolve():
-        del run["base_dir"]
-    comments = _comments(read)
-    title = DIALECTS[read.language].title if read.language != "native" else ""
+        del tree["run"]["base_dir"]
+    title = DIALECTS[read.language].title
     source = "" if loaded.path is None else f" {loaded.path.name}"
     head = f"# Converted from the {title} config{source}; comments name the original keys.\n"
-    return head + _commented(yaml_text(tree), comments)
+    return head + _commented(yaml_text(tree), _comments(read))
 
 
 def _said(loaded: Loaded) -> dict[str, Any]:
     """The config without unset values and without foreign defaults that equal braid's."""
     tree: dict[str, Any] = {}
     defaults = dict(leaves(with_defaults({"model": {}})))
-    for path, value in leaves(with_references(plain_data(loaded.config), loaded.references)):
+    for path, value in leaves(map_values(plain_data(loaded.config), loaded.references.get)):
         origin = loaded.origins[path_text(path)]
         is_foreign = origin.endswith(WHOLE) or DEFAULT_OF in origin
         is_item = any(isinstance(key, int) for key in path)
@@ -65,12 +63,9 @@ def _comments(read: Read) -> dict[str, str]:
 
 
 def _few(names: list[str]) -> str:
-    shown = (
-        names
-        if len(names) <= _MAX_KEYS
-        else [*names[: _MAX_KEYS - 1], f"and {len(names) - _MAX_KEYS + 1} more"]
-    )
-    return ", ".join(shown)
+    if len(names) > _MAX_KEYS:
+        names = [*names[: _MAX_KEYS - 1], f"and {len(names) - _MAX_KEYS + 1} more"]
+    return ", ".join(names)
 
 
 def _commented(text: str, comments: Mapping[str, str]) -> str:

@@ -76,7 +76,7 @@ def print_key(key: str, console: Console | None = None) -> None:
     for path, field in fields_of(RunConfig):
         if path == key:
             found = True
-            facts = [("takes", allowed(field)), ("does", _described(path)), *_sources_of(path)]
+            facts = [("takes", allowed(field)), ("does", field.description or ""), *_sources_of(path)]
             _print_facts(console, "braid", key, facts)
     if not found:
         raise ConfigError([Problem(key, f"unknown key in every config format{_near(key)}")])
@@ -107,19 +107,20 @@ def _print_facts(console: Console, language: str, key: str, facts: Sequence[tupl
 def _facts(rule: Rule, key: str, dialect: Dialect) -> list[tuple[str, str]]:
     """(label, text) of everything that a dialect's table says about a key."""
     others = [alias for alias, name in dialect.aliases.items() if name == rule.path]
-    spellings = [name for name in (rule.path, *others) if name != key]
-    facts = [("also", ", ".join(spellings))] if spellings else []
+    facts = [("also", ", ".join(name for name in (rule.path, *others) if name != key))]
     facts.append(("takes", rule.takes.words))
     if rule.disposition == "unsupported":
-        return [*facts, ("instead", f"not supported; {rule.note}")]
-    if rule.disposition != "applied":
-        return [*facts, (rule.disposition, rule.note)]
-    natives = dialect.natives(rule)
-    facts += [] if rule.default is ABSENT else [("default", shown(rule.default))]
-    facts += [("becomes", ", ".join(natives))] if natives else []
-    facts += [("note", rule.note)] if rule.note else []
-    facts += [("does", does)] if natives and (does := _described(natives[0])) else []
-    return facts
+        facts.append(("instead", f"not supported; {rule.note}"))
+    elif rule.disposition != "applied":
+        facts.append((rule.disposition, rule.note))
+    else:
+        natives = dialect.natives(rule)
+        facts.append(("default", "" if rule.default is ABSENT else shown(rule.default)))
+        facts += [("becomes", ", ".join(natives)), ("note", rule.note)]
+        # If several kinds of a section have the key, the first describes it.
+        field = next((field for path, field in fields_of(RunConfig) if path in natives[:1]), None)
+        facts.append(("does", "" if field is None else field.description or ""))
+    return [(name, text) for name, text in facts if text]
 
 
 def _sources_of(native: str) -> list[tuple[str, str]]:
@@ -129,13 +130,6 @@ def _sources_of(native: str) -> list[tuple[str, str]]:
         for dialect in DIALECTS.values()
         if (paths := [p for p, rule in dialect.rules.items() if native in dialect.natives(rule)])
     ]
-
-
-def _described(native: str) -> str:
-    """The native key's description on one line. If several kinds of a section have the key, that of the
-    first."""
-    found = next((field for path, field in fields_of(RunConfig) if path == native), None)
-    return "" if found is None else " ".join((found.description or "").split())
 
 
 def _near(key: str) -> str:

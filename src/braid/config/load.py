@@ -80,7 +80,7 @@ class Loaded:
     def to_show(self) -> dict[str, Any]:
         """The config as plain data without secrets: values from environment variables and those that
         `cluster.env` sets are replaced by references."""
-        data = with_references(plain_data(self.config), self.references)
+        data = map_values(plain_data(self.config), self.references.get)
         env = data["cluster"]["env"]
         for name, value in env.items():
             if value is not None and not isinstance(value, Reference):
@@ -132,9 +132,8 @@ def validate(written: Written, file: Path | None) -> Loaded:
     Relative paths start from the folder of `file`, or from the working directory without one.
     """
     tree, config = written.tree, None
-    required = "required; set it on the command line: {0}=VALUE"
-    names = [path_text(path) for path, value in leaves(tree) if value == MANDATORY]
-    complaints = [(name, required.format(name)) for name in names]
+    missing = [path_text(path) for path, value in leaves(tree) if value == MANDATORY]
+    complaints = [(name, f"required; set it on the command line: {name}=VALUE") for name in missing]
     complaints += unlike_numbers(tree)
     try:
         config = RunConfig.model_validate(tree)
@@ -167,19 +166,13 @@ def to_yaml(loaded: Loaded) -> str:
 
 def yaml_text(data: Mapping[str, Any]) -> str:
     """Plain data as YAML text that reads back as the same data."""
-    return yaml.dump(
-        map_values(data, _escaped), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
-    )
+    escaped = map_values(data, _escaped)
+    return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def plain_data(value: Any) -> Any:
     """Convert a config or a section to mappings, lists and plain values."""
     return to_jsonable_python(value)
-
-
-def with_references(data: Any, references: Mapping[str, Any]) -> Any:
-    """Replace the values at the key paths of `references` by their references."""
-    return map_values(data, references.get)
 
 
 def _line(problem: Problem) -> int:
@@ -295,18 +288,16 @@ def _interpolation_message(error: Exception, text: str, tree: Mapping[str, Any])
         return f"{text}: unknown resolver {name!r}{suggest(name, known)}; available: {', '.join(known)}"
     if isinstance(error, InterpolationToMissingValueError):
         return f"{text} refers to a value that is not set yet ({MANDATORY})"
-    cause = error.__cause__ or error.__context__
-    reason = re.sub(
-        r"^\w+ raised while resolving interpolation: ", "", str(first if cause is None else cause)
-    )
+    reason = str(error.__cause__ or error.__context__ or first)
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", reason)
     return f"cannot evaluate {text}: {reason}"
 
 
 def _escaped(_: str, value: Any) -> Any:
     """Escape `${` in texts, so that loading returns the same text."""
-    if isinstance(value, Reference) or not isinstance(value, str):
-        return str(value) if isinstance(value, Reference) else value
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Reference):
+        return str(value)
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 class _Dumper(yaml.SafeDumper):
