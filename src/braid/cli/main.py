@@ -42,16 +42,10 @@ braid trains language models, agents and policies with reinforcement learning.
 A run is described by one YAML file; key=value on the command line overrides any key of it.
 RLinf, ROLL and SkyRL configs run unchanged, with overrides in their own keys; braid.KEY=VALUE sets a native key.
 
+usage: braid COMMAND CONFIG.yaml [key=value ...]
+
 commands:
-  train   CONFIG.yaml [key=value ...]   reinforcement learning, after supervised fine-tuning if `sft` is set
-  sft     CONFIG.yaml [key=value ...]   supervised fine-tuning only
-  eval    CONFIG.yaml|RUN [key=value ...]   evaluate a model, or the newest checkpoint of a run, on data.eval
-  show    CONFIG.yaml [key=value ...]   print the resolved config with the origin of each value, and the plan derived
-                                        from it; --check also checks data, rewards, models and packages
-  explain CONFIG.yaml [key=value ...]   how each key of an RLinf, ROLL or SkyRL config is translated; --key KEY: one key
-  convert CONFIG.yaml [key=value ...]   convert such a config to a native one
-  export  RUN [--output DIR]            export a checkpoint in Hugging Face format
-  schema                                print the JSON schema of the config, for completion in editors
+{commands}
 
 getting started:
   braid train examples/quickstart.yaml                        train a small model on arithmetic: minutes on a CPU
@@ -292,12 +286,15 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "eval": (_run, "Evaluate a model, or the newest checkpoint of a run, on `data.eval`."),
     "show": (
         _show,
-        "Print the resolved config with the origin of each value, derived values, memory and warnings.",
+        "Print the config with the origins of its values, and the plan; --check also checks data and models.",
     ),
-    "explain": (_explain, "Show how each key of an RLinf, ROLL or SkyRL config is translated."),
+    "explain": (
+        _explain,
+        "Show how each key of an RLinf, ROLL or SkyRL config, or one --key, is translated.",
+    ),
     "convert": (_convert, "Convert an RLinf, ROLL or SkyRL config to a native one."),
-    "export": (_export, "Export a checkpoint as a folder that transformers can load."),
-    "schema": (_schema, "Print the JSON schema of the config."),
+    "export": (_export, "Export a checkpoint of a run in Hugging Face format."),
+    "schema": (_schema, "Print the JSON schema of the config, for completion in editors."),
 }
 
 
@@ -331,7 +328,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     schema.add_argument("--markdown", action="store_true", help="print the Markdown reference instead")
     args, extra = parser.parse_known_args(argv)
     if args.verb_name is None:
-        sys.stdout.write(_HELP)
+        lines = [f"  {name:<8} {text}" for name, (_, text) in _VERBS.items()]
+        sys.stdout.write(_HELP.format(commands="\n".join(lines)))
         raise SystemExit(OK if args.help or not argv else USAGE)
     _take_extra(args, extra, verbs.choices[args.verb_name])
     return args
