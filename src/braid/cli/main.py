@@ -1,7 +1,7 @@
 """The command line: `braid VERB ...`.
 
-Owns argument parsing, exit codes and error output. Each verb loads the config and resolves the plan before
-importing anything heavy, so that config errors are reported at once, then calls braid.trainer.commands.
+Each verb loads the config and resolves the plan before it imports anything heavy, so that config errors are
+reported at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Loads a YAML file and overrides into a frozen RunConfig, with the origin of every value.
 
-    text ─source.py─> tree with origins ─OmegaConf─> interpolations resolved ─schema─> RunConfig
-
-All problems are collected and raised together as one ConfigError. Values derived from the config belong to
-braid.plan.
+text ─source.py─> tree with origins ─OmegaConf─> interpolations resolved ─schema─> RunConfig
 """
 
 from __future__ import annotations
@@ -112,9 +109,10 @@ def load_config(
     backend: str | None = None,
     engine: str | None = None,
 ) -> Loaded:
-    """Read, override, interpolate and validate a config; without a `path`, from overrides only.
+    """Read, override, interpolate and validate a config; without a `path`, from overrides only. `backend` and
+    `engine` take precedence over train.backend and rollout.engine.
 
-    `backend` and `engine` take precedence over train.backend and rollout.engine. Raises ConfigError with every problem found, each with its origin.
+    Raises one ConfigError with all problems found, each with its origin.
     """
     file = None if path is None else Path(path)
     written = Written() if file is None else read_file(file)

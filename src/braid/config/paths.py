@@ -1,8 +1,5 @@
 """Makes the paths of a config absolute: those in a file relative to its folder (or run.base_dir), those given
-on the command line relative to the working directory.
-
-The hub name of a model or data set is left unchanged, unless a folder of that name exists.
-"""
+on the command line relative to the working directory. Hub names without a folder of that name are unchanged."""
 
 from __future__ import annotations
 

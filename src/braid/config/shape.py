@@ -1,8 +1,4 @@
-"""Describes the schema's fields, as section classes and in words.
-
-Loading, the reference page and the command line all use this module, so that error messages and the reference
-agree on the allowed values.
-"""
+"""Describes the schema's fields, as section classes and in words, for error messages and the reference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Reads config text: YAML as plain data with the origin of every key, and `key=value` overrides.
+"""Reads config text, independent of the schema: YAML as plain data with the origin of every key, and overrides.
 
-Owns syntax and origins, and is independent of the schema. Scalars follow YAML 1.2: only true and false are
-booleans, 1e-6 is a number, and there are no dates. Key paths are written `data.train[0].size`; overrides also
-accept `data.train.0.size`.
+Scalars follow YAML 1.2: only true and false are booleans, 1e-6 is a number, and there are no dates.
 """
 
 from __future__ import annotations
