@@ -46,13 +46,10 @@ _PARTS: dict[str, dict[str, Any]] = {
     _JUDGE: {"kind": "judge", "prompt": _JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
 """Reward worker -> its first reward part."""
-_WORKERS: dict[str, str] = dict(
-    zip(
-        ("math_rule", "multiple_choice_boxed", "crossthinkqa", "code_sandbox", "llm_judge"),
-        _PARTS,
-        strict=True,
-    )
-)
+_WORKERS = {
+    "math_rule": "MathRuleRewardWorker", "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
+    "crossthinkqa": _CHOICE, "code_sandbox": "CodeSandboxRewardWorker", "llm_judge": _JUDGE,
+}  # fmt: skip
 """Domain -> its default reward worker."""
 _CHOICE_SCORES = {
     "loose": [1.0, 1.0, -1.0, -1.0],
@@ -88,12 +85,11 @@ def _worker(source: Source, domain: str) -> str:
 
 def _scored(source: Source) -> list[str]:
     """Domains with native reward parts, in the file's order; the workers of the others are unsupported."""
-    workers = {domain: _worker(source, domain) for domain in facts.domains(source)}
-    local = {
-        domain for domain in workers if source[f"rewards.{domain}.judge_model_type"] not in (None, "api")
-    }
     return [
-        of for of, worker in workers.items() if worker in _PARTS and (worker != _JUDGE or of not in local)
+        domain
+        for domain in facts.domains(source)
+        if (worker := _worker(source, domain)) in _PARTS
+        and (worker != _JUDGE or source[f"rewards.{domain}.judge_model_type"] in (None, "api"))
     ]
 
 
@@ -123,21 +119,18 @@ def reward_parts(source: Source) -> list[dict[str, Any]]:
 def missing_keys(source: Source) -> Iterator[tuple[str, str]]:
     """Keys that a domain needs."""
     for domain in facts.domains(source):
-        at, worker = f"rewards.{domain}", _worker(source, domain)
-        needed = {
-            "worker_cls": (not worker, "set it to the reward worker of the domain"),
-            "reward_type": (worker == _CHOICE, f"set it to one of {', '.join(_CHOICE_SCORES)}"),
-            "tag_included": (
-                len(facts.domains(source)) > 1,
-                "with several domains, each must list the tags of its rows",
-            ),
-        }
-        for name in ("judge_api_url", "judge_model_name"):
-            is_needed = worker == _JUDGE and domain in _scored(source)
-            needed[name] = (is_needed, "required for a judge: a model on an OpenAI-compatible server")
-        for name, (is_needed, why) in needed.items():
-            if is_needed and not source[f"{at}.{name}"]:
-                yield f"{at}.{name}", why
+        worker = _worker(source, domain)
+        needed = {} if worker else {"worker_cls": "set it to the reward worker of the domain"}
+        if len(facts.domains(source)) > 1:
+            needed["tag_included"] = "with several domains, each must list the tags of its rows"
+        if worker == _CHOICE:
+            needed["reward_type"] = f"set it to one of {', '.join(_CHOICE_SCORES)}"
+        if worker == _JUDGE and domain in _scored(source):
+            why = "required for a judge: a model on an OpenAI-compatible server"
+            needed |= {"judge_api_url": why, "judge_model_name": why}
+        for name, why in needed.items():
+            if not source[f"rewards.{domain}.{name}"]:
+                yield f"rewards.{domain}.{name}", why
 
 
 def _query_filter(_: Any, source: Source) -> Became:
@@ -155,38 +148,24 @@ def _domain(source: Source) -> str:
 _LOCAL_JUDGE = (
     "start a server for the judge, and set judge_model_type: api, judge_api_url and judge_model_name"
 )
-_SAMPLES = unless(
-    lambda s: role_of(s) == "validation" and not facts.samples_for_itself(s),
-    "evaluation uses the sampling settings of training",
-)
-_EVALUATES = unless(
-    lambda s: role_of(s) == "validation" and not facts.validates(s),
-    "there is no validation.data_args.file_name",
-)
-_SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain")
-_IS_SCORED = unless(
-    lambda s: _domain(s) not in _scored(s), "the domain's worker is unsupported, so its rows are dropped"
-)
-_IS_JUDGE = unless(
-    lambda s: _worker(s, _domain(s)) != _JUDGE or _domain(s) not in _scored(s),
-    "for judges on a server only (judge_model_type: api)",
-)
-_HAS_COLUMN = refused(
-    lambda _, s: (
-        facts.column_of(s, role_of(s)) is None
-        and "set its column: data_args.prompt for plain text, or data_args.messages for chat messages"
-    )
-)
-_ONE_COLUMN = refused(
-    lambda v, s: (
-        v and s[".prompt"] and "conflicts with data_args.prompt; set one of them, and the other to null"
-    )
-)
-_OTHER_COLUMN = unless_null("the other one of prompt and messages is used", implied)
 _PARTS_OF_ALL = computed(reward_parts)
 
 # One rule per line.
 # fmt: off
+_EVALUATES = unless(lambda s: role_of(s) == "validation" and not facts.validates(s),
+                    "there is no validation.data_args.file_name")
+_SAMPLES = unless(lambda s: role_of(s) == "validation" and not facts.samples_for_itself(s),
+                  "there is no evaluation, or it uses the sampling settings of training")
+_SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain, which scores all rows")
+_IS_SCORED = unless(lambda s: _domain(s) not in _scored(s),
+                    "the domain's worker is unsupported, so its rows are dropped")
+_IS_JUDGE = unless(lambda s: _worker(s, _domain(s)) != _JUDGE or _domain(s) not in _scored(s),
+                   "for judges on a server only (judge_model_type: api)")
+_HAS_COLUMN = refused(lambda _, s: facts.column_of(s, role_of(s)) is None and "set its column: data_args.prompt "
+                      "for plain text, or data_args.messages for chat messages")
+_ONE_COLUMN = refused(lambda v, s: v and s[".prompt"] and "conflicts with data_args.prompt; set one of them, and "
+                      "the other to null")
+_OTHER_COLUMN = unless_null("the other one of prompt and messages is used", implied)
 DATA = rows(
     to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES, default="native",
        note="native, qwen2_5, qwen3: the tokenizer's own; without one, plain text is unchanged"),
@@ -206,7 +185,7 @@ DATA = rows(
         missing("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_total_pixels "
                 "video_fps video_max_frames video_resize_chunk_frames image_folder video_folder audio_folder "
                 "custom_data_kwargs_func", "remove it; only text prompts are supported")),
-    section("{actor_infer,validation}.generating_args", "{sampling}", _EVALUATES, _SAMPLES)(
+    section("{actor_infer,validation}.generating_args", "{sampling}", _SAMPLES)(
         to("temperature", ".temperature", "non-negative", greedy_at_0, default=0.95,
            note="also in training, unlike in ROLL, whose ratios compare two distributions. 0: greedy"),
         to("top_p", ".top_p", "fraction", default=0.7,
@@ -228,7 +207,7 @@ DATA = rows(
             "overridden by num_return_sequences_in_group, as in ROLL"),
     section("validation")(
         to("data_args.template", "", "text", NO_VALIDATION, _same_template),
-        to("generating_args.max_new_tokens", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION, _SAMPLES,
+        to("generating_args.max_new_tokens", "eval.sampling.max_new_tokens", "count?", _SAMPLES,
            computed(facts.eval_max_new_tokens), default=None),
         to("generating_args.num_return_sequences", "eval.samples_per_prompt", "count", NO_VALIDATION,
            default=1),
@@ -244,8 +223,7 @@ REWARDS = rows(
                "use a function (braid.reward.parts, kind function); if ignored, rows are dropped"),
            _IS_SCORED, _PARTS_OF_ALL, note="reward part of this domain's rows"),
         to("tag_included", ".parts", "[text]",
-           unless(lambda s: len(facts.domains(s)) == 1, "a single domain scores all rows"), _IS_SCORED,
-           _PARTS_OF_ALL),
+           _SEVERAL, _IS_SCORED, _PARTS_OF_ALL),
         to("reward_type", ".parts", "text", _IS_SCORED,
            lambda v, s: v if _worker(s, _domain(s)) == _CHOICE else unsupported(
                "use a function: braid.reward.parts (kind function)"),

@@ -10,25 +10,15 @@ from .conditions import needs, refused, unless
 from .conversions import algorithm, as_is, computed, folder_name, null_as, or_null, sets, unless_null
 from .roll_facts import NO_VALIDATION, ONE_PROCESS, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, implied, no_effect, unsupported
+from .table import Became, Source, implied, unsupported
 from .values import Takes, choice, takes
 
-NO_VALUES = unless(
-    lambda s: s["adv_estimator"] != "gae", lambda s: f"adv_estimator={s['adv_estimator']} uses no values"
-)
-_NOT_IN_LOSS = unless(
-    lambda s: kl_place(s) != "loss", "there is no KL in the loss (use_kl_loss, kl_loss_coef)"
-)
-_NOT_IN_REWARD = unless(
-    lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)"
-)
-_PPO_ONLY = unless(lambda s: variant(s) != "ppo", lambda s: f"pg_variant={variant(s)} has fixed bounds")
 _TRACKERS = {
-    "tensorboard": Became({"report.tensorboard": True}),
+    "tensorboard": True,
     "wandb": Became({"report.tensorboard": False, "report.wandb.mode": "online"}),
     "swanlab": Became({"report.tensorboard": False, "report.swanlab.mode": "cloud"}),
     "trackio": unsupported("use tensorboard, wandb or swanlab"),
-    "stdout": Became({"report.tensorboard": False}),
+    "stdout": False,
     "ml_tracker": unsupported("use tensorboard, wandb or swanlab"),
 }
 
@@ -36,15 +26,6 @@ _TRACKERS = {
 def with_batches(value: Any, source: Source) -> Became:
     """Set the key's own native keys, and the optimizer steps that follow from it."""
     return Became(dict.fromkeys(source.native, value) | facts.batches(source))
-
-
-def _divided(value: int, source: Source) -> int:
-    dp = facts.data_parallel(source, "actor_train")
-    if facts.backend(source, "actor_train") == "megatron" and value % dp:
-        raise ValueError(
-            f"{value} prompts cannot be divided among dp={dp} ranks; set it to a multiple of {dp}"
-        )
-    return value
 
 
 def _eval_length(_: Any, source: Source) -> Any:
@@ -56,8 +37,6 @@ def _eval_length(_: Any, source: Source) -> Any:
     if whole <= prompt:
         why = f"val_sequence_length={whole} leaves no room for a response with val_prompt_length={prompt}"
         raise ValueError(f"{why}; raise it")
-    if not facts.validates(source):
-        return no_effect("there is no validation.data_args.file_name")
     if prompt != source["prompt_length"]:
         return unsupported("set it to prompt_length; evaluation uses the prompt length of training")
     return facts.eval_max_new_tokens(source)
@@ -65,6 +44,7 @@ def _eval_length(_: Any, source: Source) -> Any:
 
 # One rule per line.
 # fmt: off
+_NO_VALUES = needs("adv_estimator", "gae")
 PIPELINE = rows(
     # The run
     to("exp_name", "run.name", "text", folder_name),
@@ -104,9 +84,13 @@ PIPELINE = rows(
     to("pretrain", "model.path", "path",
        unless(lambda s: s["actor_train.model_args.model_name_or_path"] not in (None, s["pretrain"]),
               "overridden by actor_train.model_args.model_name_or_path, unlike in ROLL")),
-    to("reward_pretrain", "critic.path", "path", NO_VALUES, note="initial model of the critic"),
+    to("reward_pretrain", "critic.path", "path", _NO_VALUES, note="initial model of the critic"),
     # Sizes
-    to("rollout_batch_size", "rollout.prompts_per_round", "count", _divided, with_batches, default=128,
+    to("rollout_batch_size", "rollout.prompts_per_round", "count",
+       refused(lambda v, s: facts.backend(s, "actor_train") == "megatron" and
+               v % (dp := facts.data_parallel(s, "actor_train")) and
+               f"{v} prompts cannot be divided among dp={dp} ranks; set it to a multiple of {dp}"),
+       with_batches, default=128,
        note="prompts per round, of S = rollout_batch_size * num_return_sequences_in_group trajectories"),
     to("num_return_sequences_in_group", "rollout.group_size", "count", with_batches, default=1,
        note="samples per prompt; in braid a mini-batch contains all samples of its prompts"),
@@ -143,7 +127,8 @@ PIPELINE = rows(
     # Evaluation
     to("eval_steps", "eval.every_rounds", "natural", NO_VALIDATION, default=10),
     to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION, default=128),
-    to("val_prompt_length val_sequence_length", "eval.sampling.max_new_tokens", "count?", _eval_length,
+    to("val_prompt_length val_sequence_length", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION,
+       _eval_length,
        note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
@@ -165,11 +150,9 @@ PIPELINE = rows(
 # Advantages and loss
 
 _AGGREGATIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean_token_mean",
-    "seq-mean-token-sum": "sequence_mean_token_sum",
-    "seq-mean-token-sum-norm": "token_sum_constant",
-}
+    "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum", "seq-mean-token-sum-norm": "token_sum_constant",
+}  # fmt: skip
 _KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3", "full": "full"}
 _LEVELS = {"token": "token", "segment": "turn_geometric", "geometric": "geometric", "sequence": "sequence"}
 _OTHER_ESTIMATOR = "use gae, reinforce or grpo; it belongs to ROLL's agentic pipeline"
@@ -182,17 +165,9 @@ _ESTIMATORS = {
         else algorithm(advantage="reinforce", reward_mean="group", reward_std="group")
     ),
     "gigpo": unsupported(f"{_OTHER_ESTIMATOR} (for gigpo: braid.algorithm.advantage=gigpo)"),
-    "step_reinforce": unsupported(_OTHER_ESTIMATOR),
-    "agentic_reinforce": unsupported(_OTHER_ESTIMATOR),
+    **dict.fromkeys(("step_reinforce", "agentic_reinforce"), unsupported(_OTHER_ESTIMATOR)),
 }
 _STATISTICS = {name: name for name in ("batch", "group", "running")} | {"None": "none", None: "none"}
-
-
-def _reward_clip(value: float | None, source: Source) -> Became:
-    """Clip the normalized reward of a response, and, if it includes KL, the reward of each token."""
-    if kl_place(source) == "reward":
-        return algorithm(reward_clip=value, token_reward_clip=value)
-    return algorithm(reward_clip=value)
 
 
 def _clip(_: Any, source: Source) -> Became:
@@ -267,19 +242,18 @@ def _difficulty_mask(value: bool, source: Source) -> Became:
 
 
 _LONG_FAILURES = computed(lambda s: s["error_max_len_threshold"] if s["error_max_len_clip"] else "off")
-_BY_GROUP = unless(
-    lambda s: s["adv_estimator"] == "grpo", "adv_estimator=grpo always normalizes by the group"
-)
-_UNREAD_CLIP = unless(
-    lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"], "overridden by use_pg_clip_range"
-)
-_FILTERED = unless(
-    lambda s: any(facts.query_filters(s)), "the query filter drops all groups that difficulty_mask masks"
-)
-_WEIGHTED = needs("train_infer_correction.is_weight.enabled")
 
 # One rule per line.
 # fmt: off
+_BY_GROUP = unless(lambda s: s["adv_estimator"] == "grpo", "adv_estimator=grpo always normalizes by the group")
+_PPO_ONLY = unless(lambda s: variant(s) != "ppo", lambda s: f"pg_variant={variant(s)} has fixed bounds")
+_UNREAD_CLIP = unless(lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"],
+                      "overridden by use_pg_clip_range")
+_NOT_IN_LOSS = unless(lambda s: kl_place(s) != "loss", "there is no KL in the loss (use_kl_loss, kl_loss_coef)")
+_NOT_IN_REWARD = unless(lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)")
+_FILTERED = unless(lambda s: any(facts.query_filters(s)),
+                   "the query filter drops all groups that difficulty_mask masks")
+_MASKED, _WEIGHTED = needs("difficulty_mask"), needs("train_infer_correction.is_weight.enabled")
 ALGORITHM = section("", "algorithm")(
     # Advantages
     to("adv_estimator", ".advantage", _ESTIMATORS, default="gae",
@@ -287,18 +261,18 @@ ALGORITHM = section("", "algorithm")(
        "normalized so"),
     to("gamma", ".gamma", "share",
        unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0),
-    to("lambd", ".gae_lambda", "share", NO_VALUES, default=0.95),
+    to("lambd", ".gae_lambda", "share", _NO_VALUES, default=0.95),
     to("norm_mean_type", ".reward_mean", _STATISTICS, _BY_GROUP, default=None,
        note="over the round; in ROLL over each domain"),
     to("norm_std_type", ".reward_std", _STATISTICS, _BY_GROUP, default=None,
        note="divides by the unbiased deviation + 1e-6"),
-    to("reward_clip", ".reward_clip", "positive?", unless_null("no clipping", implied), _reward_clip,
-       note="clips a response's reward after normalisation, and each token's after subtracting KL"),
+    to("reward_clip", {".reward_clip": as_is, ".token_reward_clip": lambda v, s: v if kl_place(s) == "reward" else
+       None}, "positive?", unless_null("no clipping", implied), note="clips a response's reward after normalisation, and each token's after subtracting KL"),
     to("whiten_rewards", ".*", "bool", default=False, note="over the tokens of the round"),
     to("whiten_advantages", ".*", "bool", default=False),
     to("advantage_clip", ".*", "positive?", null_as("off"), default=None, note="after whitening"),
-    to("critic_warmup", "critic.warmup_rounds", "natural", NO_VALUES, default=0, note="critic-only rounds"),
-    to("value_clip", ".*", "positive?", NO_VALUES, null_as("off"), default=None),
+    to("critic_warmup", "critic.warmup_rounds", "natural", _NO_VALUES, default=0, note="critic-only rounds"),
+    to("value_clip", ".*", "positive?", _NO_VALUES, null_as("off"), default=None),
     # Loss
     to("ppo_epochs", "{trained}.passes_per_round", "count", default=1),
     to("pg_clip", ".clip_high", "positive", _PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
@@ -349,10 +323,8 @@ ALGORITHM = section("", "algorithm")(
     to("max_len_mask", ".mask_truncated", "bool", default=False),
     to("difficulty_mask", "rollout.filter.min_mean", "bool", _difficulty_mask,
        note="keeps groups with low < mean reward < high; ROLL compares the mean score, which is 0 or 1"),
-    to("difficulty_low_threshold", "rollout.filter.min_mean", "number", needs("difficulty_mask"), _FILTERED,
-       default=0.0),
-    to("difficulty_high_threshold", "rollout.filter.max_mean", "number", needs("difficulty_mask"), _FILTERED,
-       default=1.0),
+    to("difficulty_low_threshold", "rollout.filter.min_mean", "number", _MASKED, _FILTERED, default=0.0),
+    to("difficulty_high_threshold", "rollout.filter.max_mean", "number", _MASKED, _FILTERED, default=1.0),
     to("error_max_len_clip", ".mask_long_failures", "bool", _LONG_FAILURES, default=False,
        note="masks responses of at least error_max_len_threshold tokens with score 0"),
     to("error_max_len_threshold", ".mask_long_failures", "count", needs("error_max_len_clip"),

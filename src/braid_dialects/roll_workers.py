@@ -14,15 +14,12 @@ from .devices import DEVICES, parse_devices
 from .roll_facts import CONFIG, ENGINES, ONE_PROCESS, TRAIN, file_backend, role_of, used
 from .roll_pipeline import with_batches
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Convert, Source, implied, no_effect, unsupported
+from .table import Became, Source, implied, no_effect, unsupported
 from .values import choice, nullable
 
-_DECAYS = {
-    **{name: name for name in ("linear", "cosine", "constant")},
-    "constant_with_warmup": "constant",
-    "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "wsd",
-}
+_DECAYS = {name: name for name in ("linear", "cosine", "constant", "inverse_sqrt")} | {
+    "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"
+}  # fmt: skip
 _SCHEDULES = _DECAYS | dict.fromkeys(
     ("cosine_with_restarts", "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr"),
     unsupported(f"use one of {', '.join(_DECAYS)}"),
@@ -100,13 +97,6 @@ def _sized(value: Any, source: Source) -> Became:
     return Became(made) if made else BY_BACKEND(value, source)
 
 
-def _of_file(backend: str) -> Convert:
-    return unless(
-        lambda s: file_backend(s, role_of(s)) != backend,
-        lambda s: f"the file's strategy is {file_backend(s, role_of(s))}",
-    )
-
-
 def _tokens(_: Any, source: Source) -> Any:
     """A limit of micro-batches in tokens."""
     what = source.at.rpartition("_")[2]
@@ -137,24 +127,14 @@ def _engine_sizes(value: int, source: Source) -> Became:
 
 
 _AUTOCAST = {"fp32": "none", "bf16": "bf16", "fp16": _scaled, None: "auto"}
-_IS_LORA = needs(".lora_target")
-_BETAS = computed(lambda s: [s[".adam_beta1"], s[".adam_beta2"]])
-_IS_TOPR = unless(lambda s: facts.variant(s) != "topr", "pg_variant is not topr")
-_BY_ROWS = unless(
-    lambda s: s[".use_dynamic_batching_in_infer"], "overridden by use_dynamic_batching_in_infer"
-)
-_SERVED = of_engine("vllm", "sglang")
 _ACCUMULATION = "actor_train.training_args.gradient_accumulation_steps"
-_STAGES = refused(
-    lambda v, s: (
-        (v or 1) > 1
-        and s[_ACCUMULATION] % (stages := s[".pipeline_model_parallel_size"] or 1)
-        and f"needs {_ACCUMULATION} to be a multiple of pipeline_model_parallel_size={stages}; change one of them"
-    )
-)
+_BETAS = computed(lambda s: [s[".adam_beta1"], s[".adam_beta2"]])
+_IS_LORA, _SERVED = needs(".lora_target"), of_engine("vllm", "sglang")
 
 # One rule per line.
 # fmt: off
+_OF_MEGATRON = unless(lambda s: file_backend(s, role_of(s)) != "megatron", "the file's strategy is fsdp2")
+_OF_FSDP2 = unless(lambda s: file_backend(s, role_of(s)) != "fsdp2", "the file's strategy is megatron")
 _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
     to("name", "cluster.group_names.{placed}", "text", used, ONE_PROCESS),
     to("device_mapping", "cluster.placement.{placed}", nullable(DEVICES), used,
@@ -163,8 +143,9 @@ _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
     to("system_envs", "cluster.env", "{text}",
        lambda v, _: Became({f"cluster.env.{name}": text for name, text in v.items()}),
        note="applies to every worker"),
-    ignored("max_concurrency offload_nccl model_args.{model_type,num_labels,device_map,autocast_adapter_dtype}",
-            "determined by the role and its placement; adapters have the dtype of the weights"),
+    ignored("max_concurrency offload_nccl use_remove_padding "
+            "model_args.{model_type,num_labels,device_map,autocast_adapter_dtype,flash_attn}",
+            "determined by the role, its placement and model_args; rows are always packed"),
     missing("model_args.{model_config_kwargs,moe_aux_loss_coef}", "set it in config.json of the model folder; "
             "there is no auxiliary router loss"),
     missing("model_args.{freeze_module_prefix,additional_target}", "use adapters: lora_target"))
@@ -210,11 +191,13 @@ _TRAINED = section("{actor_train,critic}")(
 
 _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
     always("num_gpus_per_worker", "training workers always have one device, as in ROLL", "count"),
-    to("infer_batch_size", "{train}.infer_batch_rows", "count", used, _BY_ROWS, default=16),
+    to("infer_batch_size", "{train}.infer_batch_rows", "count", used,
+       unless(lambda s: s[".use_dynamic_batching_in_infer"], "overridden by use_dynamic_batching_in_infer"),
+       default=16),
     to("model_args.dtype", "{train}.autocast", _AUTOCAST, used, default="bf16"),
-    to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _of_file("fsdp2"), _sized,
+    to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _OF_FSDP2, _sized,
        default=1, note="sequence-parallel size (Ulysses); dp = devices / ulysses_size"),
-    section(CONFIG, "{train}.megatron", used, _of_file("megatron"), _sized)(
+    section(CONFIG, "{train}.megatron", used, _OF_MEGATRON, _sized)(
         to("{tensor_model,pipeline_model,context}_parallel_size", ".{tensor,pipeline,context}_parallel", "count?",
            note="dp = devices / (TP * PP * CP)")),
     to("backend_timeout", "{train}.megatron.timeout_minutes", "count", used, of_backend("megatron"),
@@ -225,10 +208,15 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
        needs(".use_dynamic_batching_in_infer"), _tokens),
     to("sequence_packing_args.max_packed_sequence_length_forward", "{train}.infer_batch_tokens", "count?",
        used, needs("..use_sequence_packing"), unless_null("no separate limit", implied)),
+    ignored("use_sequence_packing sequence_length_round_in_{train,infer} sequence_packing_args.{algorithm,"
+            "min_num_micro_batches_train,min_num_micro_batches_forward}", "rows are packed and balanced"),
     section(CONFIG, "{train}.megatron", used, of_backend("megatron"))(
         to("expert_model_parallel_size", ".expert_parallel", "count?", null_as(1)),
         to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
-        to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?", _STAGES),
+        to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?",
+           refused(lambda v, s: (v or 1) > 1 and
+                   s[_ACCUMULATION] % (stages := s[".pipeline_model_parallel_size"] or 1) and
+                   f"needs {_ACCUMULATION} to be a multiple of pipeline_model_parallel_size={stages}; change one")),
         to("sequence_parallel", ".*", "bool",
            unless(lambda s: (s[".tensor_model_parallel_size"] or 1) == 1,
                   "for tensor_model_parallel_size above 1 only"),
@@ -252,6 +240,8 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
                 "the loss is set by loss_agg_mode, and steps that are not finite are skipped"),
         ignored("save_hf_model save_merged_model ckpt_format async_save_ckpt ckpt_d2h_non_blocking",
                 "checkpoints have one format; for exports use training_args.save_hf_model"),
+        ignored("sequence_packing variable_seq_lengths bf16 use_flash_attn",
+                "rows are packed without padding; for the others use model_args, as in ROLL"),
         ignored("overlap_p2p_comm compile_warmup use_batched_model_update",
                 "use braid.train.megatron.transformer, braid.train.compile and model_update_buffer_size_mb"),
         missing("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
@@ -298,7 +288,8 @@ _ACTOR_TRAIN = section("actor_train")(
               "needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL"),
        note="vanilla, tis, cispo: -A log p with ratio 1, clip(ratio, 0, 1), clip(ratio, 0.9, 1.1); topr: "
        "clip(ratio, 0, 1) where A < 0; kimi15: + 0.05 (log p - old log p)^2"),
-    to("{topr_positive_weight,topr_negative_weight}", "algorithm.*", "non-negative", _IS_TOPR, default=1.0),
+    to("{topr_positive_weight,topr_negative_weight}", "algorithm.*", "non-negative",
+       unless(lambda s: facts.variant(s) != "topr", "pg_variant is not topr"), default=1.0),
     missing("model_update_frequency", "set it to 1; weights are synced every round", default=1))
 
 _REFERENCE = section("reference")(
@@ -355,15 +346,6 @@ WORKERS = rows(
        note="of the critic, instead of reward_pretrain"),
     ignored("critic.training_args.save_hf_model", "only the policy is exported"),
     always("{critic,reference}.model_args.attn_implementation", "same as the policy's", "sdpa|fa2|auto?"),
-    ignored("{actor_train,critic,reference,actor_infer}.use_remove_padding {actor_train,critic}.sequence_length_"
-            "round_in_train {actor_train,critic,reference}.{use_sequence_packing,sequence_length_round_in_infer} "
-            "{actor_train,critic,reference}.sequence_packing_args.{algorithm,min_num_micro_batches_train} "
-            "{actor_train,critic,reference}.sequence_packing_args.min_num_micro_batches_forward "
-            f"{{actor_train,critic,reference}}.{CONFIG}.{{sequence_packing,variable_seq_lengths}}",
-            "rows are packed without padding, and balanced"),
-    ignored("{actor_train,critic,reference,actor_infer}.model_args.flash_attn "
-            f"{{actor_train,critic,reference}}.{CONFIG}.{{bf16,use_flash_attn}}",
-            "overridden by model_args.dtype and model_args.attn_implementation, as in ROLL"),
     ignored("{critic,reference,actor_infer}.data_args.*", "read only under actor_train and validation"),
     ignored("{critic,reference,actor_infer}.worker_cls", "determined by the role and its strategy"),
     ignored("{reference,actor_infer}.world_size", "determined by device_mapping"),

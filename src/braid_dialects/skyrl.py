@@ -47,6 +47,8 @@ def _base(source: Source) -> dict[str, Any]:
     the working directory."""
     out: dict[str, Any] = {"run.base_dir": str(Path.cwd())}
     out |= {f"{path}.shuffle": False for path in facts.trained(source)}
+    if source["trainer.eval_interval"] <= 0:
+        out["eval.before"] = False
     if source.backend is not None:
         out |= {f"{path}.backend": source.backend for path in facts.models(source)}
     return out if facts.is_one_process(source) else out | facts.cluster(source)

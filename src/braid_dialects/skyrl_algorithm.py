@@ -50,12 +50,9 @@ _LOSSES = {
         "-r*A, reduced by loss_reduction; SkyRL sums over tokens", policy_loss="importance_sampling"),
 }  # fmt: skip
 _REDUCTIONS = {
-    "sequence_mean": "sequence_mean_token_mean",
-    "token_mean": "token_mean",
-    "token_mean_legacy": "token_mean",
-    "seq_mean_token_sum_norm": "token_sum_constant",
-    "prompt_mean": "prompt_mean",
-}
+    "sequence_mean": "sequence_mean_token_mean", "token_mean": "token_mean", "token_mean_legacy": "token_mean",
+    "seq_mean_token_sum_norm": "token_sum_constant", "prompt_mean": "prompt_mean",
+}  # fmt: skip
 
 
 def _kl_place(_: bool, source: Source) -> Became:
@@ -77,16 +74,6 @@ def _kl_control(value: str, source: Source) -> Became:
     if value == "adaptive" and not source[f"{AT}.use_kl_in_reward"]:
         return no_effect("in SkyRL only KL in the reward has an adaptive coefficient")
     return algorithm(kl_target=source[".kl_target"] if value == "adaptive" else "off")
-
-
-_NAMED = unless(
-    lambda s: s[f"{AT}.kl_estimator_type"],
-    lambda s: f"overridden by kl_estimator_type={s[f'{AT}.kl_estimator_type']}",
-)
-_ADAPTIVE = unless(
-    lambda s: s[f"{AT}.kl_ctrl.type"] != "adaptive" or not s[f"{AT}.use_kl_in_reward"],
-    "the KL coefficient is fixed",
-)
 
 
 def corrections(source: Source) -> list[dict[str, Any]]:
@@ -120,31 +107,21 @@ def _tolerance(_: Any, source: Source) -> float:
     return source[f"{AT}.zero_variance_filter_tol"] if source[f"{AT}.zero_variance_filter"] else 0.0
 
 
-_CLIPPED = needs(f"{AT}.ppo_loss_type", "regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
-_WHITENED = unless(
-    lambda s: s[f"{AT}.advantage_estimator"] in ("gae", "reinforce++"),
-    lambda s: f"{s[f'{AT}.advantage_estimator']} always whitens advantages",
-)
-_OLD_TIS = unless(
-    lambda s: not s[f"{AT}.use_tis"] or s[f"{FIX}.tis_ratio_type"] is not None,
-    "overridden by off_policy_correction",
-)
-
-_BELOW_HIGH = refused(
-    lambda low, s: (
-        None not in (low, high := s[s.at.replace("_low", "_high")])
-        and low > high
-        and f"{low} is above {s.name.replace('_low', '_high')}={high}; lower it"
-    )
-)
-_CISPO, _SAPO, _CLIP_COV, _KL_COV, _DPPO = (
-    needs(f"{AT}.ppo_loss_type", name) for name in ("cispo", "sapo", "clip_cov", "kl_cov", "dppo")
-)
-
 # One rule per line.
 # fmt: off
+_NAMED = unless(lambda s: s[".kl_estimator_type"], "overridden by kl_estimator_type")
+_ADAPTIVE = unless(lambda s: s[".type"] != "adaptive" or not s["..use_kl_in_reward"], "the KL coefficient is fixed")
+_WHITENED = unless(lambda s: s[".advantage_estimator"] in ("gae", "reinforce++"),
+                   "advantage_estimator=gae and reinforce++ always whiten advantages")
+_OLD_TIS = unless(lambda s: not s[".use_tis"] or s[f"{FIX}.tis_ratio_type"], "overridden by off_policy_correction")
+_CLIPPED = needs(".ppo_loss_type", "regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
+_CISPO, _SAPO, _CLIP_COV, _KL_COV, _DPPO = (
+    needs("..ppo_loss_type", name) for name in ("cispo", "sapo", "clip_cov", "kl_cov", "dppo"))
 _TOKEN, _SEQUENCE = (needs(".tis_ratio_type", name) for name in ("token", "sequence"))
 _GEO, _PRODUCT = (needs(".sequence_mask_metric", name) for name in ("geometric", "product"))
+_BELOW_HIGH = refused(
+    lambda low, s: None not in (low, high := s[s.at.replace("_low", "_high")]) and low > high and
+    f"{low} is above {s.name.replace('_low', '_high')}={high}; lower it")
 _CORRECTIONS = section("off_policy_correction")(
     to("tis_ratio_type", ".corrections", choice(None, "token", "sequence"), _corrected, default=None),
     to("token_tis_ratio_clip_high", ".corrections", "positive", _TOKEN, _corrected, default=2.0),

@@ -164,9 +164,8 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("batched", "", "bool",
        refused(lambda v, s: not v and not s[".async_engine"] and
                "async_engine=false can only generate in batches; set batched=true"), already("all prompts of a round are requested at once"), default=True),
-    to("vllm_v1_disable_multiproc", ".in_process", "bool", _IS_VLLM, default=True),
-    to("enable_prefix_caching", ".prefix_caching", "bool", _IS_VLLM, default=True),
-    to("enable_chunked_prefill", ".chunked_prefill", "bool", _IS_VLLM, default=True),
+    to("{vllm_v1_disable_multiproc,enable_prefix_caching,enable_chunked_prefill}",
+       ".{in_process,prefix_caching,chunked_prefill}", "bool", _IS_VLLM, default=True),
     to("max_num_batched_tokens", ".prefill_tokens", "count", default=8192, note="prompt tokens per pass"),
     to("max_num_seqs", ".max_running", "count", default=1024, note="sequences decoded concurrently"),
     to("enforce_eager", ".cuda_graphs", "bool", opposite, default=False),
@@ -183,14 +182,11 @@ NEWER = section("{generator,generator.inference_engine}")(
             "enable_ray_prometheus_stats offload_kv_for_weight_sync router_init_kwargs",
             "engines are started, reached and freed by the run itself, which writes its own metrics"),
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
-    ignored("language_model_only", "only text models are supported"),
-    ignored("fully_sharded_loras", "engines always receive merged weights"),
-    missing("engine_init_kwargs", "use the options of rollout.vllm in docs/config.md"),
-    missing("speculative_config", "remove it; speculative decoding is not supported"),
-    missing("enable_return_routed_experts", "set it to false; there is no routing replay", default=False),
-    missing("enable_pd", "set it to false; prefill and decoding share an engine", default=False),
-    missing("serialized_weight_sync_mode", "remove it; weights are sent in the engine's dtype"),
-    missing("delta_weight_sync", "use weight_sync_backend=nccl"),
+    ignored("language_model_only fully_sharded_loras", "models are of text; engines receive merged weights"),
+    missing("engine_init_kwargs speculative_config", "use the options of rollout.vllm in docs/config.md"),
+    missing("enable_return_routed_experts enable_pd", "set it to false; there is no routing replay, and prefill "
+            "and decoding share an engine", default=False),
+    missing("serialized_weight_sync_mode delta_weight_sync", "use weight_sync_backend=nccl"),
     missing("external_proxy_url", "use remote_inference_engine_urls"))
 
 SAMPLING = section("generator")(

@@ -112,16 +112,6 @@ def _rows_and_tokens(value: int, source: Source) -> Became:
     return Became({path: tokens if path.endswith("tokens") else value for path in source.native})
 
 
-def _eval_interval(value: int, _: Source) -> Became:
-    never = {} if value > 0 else {"eval.before": False}
-    return Became({"eval.every_rounds": max(value, 0), "eval.at_end": value > 0, **never})
-
-
-def _resume(_: Any, source: Source) -> str:
-    mode, path = source["trainer.resume_mode"], source["trainer.resume_path"]
-    return (path or "none") if mode == "from_path" else mode or "none"
-
-
 def _resume_path(value: str | None, _: Source) -> Any:
     if value is None:
         raise ValueError("resume_mode=from_path needs the folder of a checkpoint; set it, or use latest")
@@ -144,10 +134,6 @@ _LOGGERS = {
         ("mlflow", "vemlp_wandb"), unsupported("use tensorboard, wandb or swanlab, or read metrics.jsonl")
     ),
 }
-_BY_SAMPLES = unless(
-    lambda s: s["trainer.max_tokens_per_microbatch"] > 0, "overridden by max_tokens_per_microbatch"
-)
-_LORA = needs("trainer.policy.model.lora.rank")
 _SCHEDULES = {
     "constant_with_warmup": "constant",
     "constant": lambda _, source: Became({
@@ -161,28 +147,18 @@ _SCHEDULES = {
         unsupported("use constant_with_warmup, linear, cosine or inverse_sqrt"),
     ),
 }  # fmt: skip
-_TRACKED = needs("trainer.logger", "wandb", "swanlab")
-_SHARED_DEVICES = unless(
-    lambda s: not facts.is_one_process(s) and not facts.is_colocated(s),
-    "without colocate_all no other role uses the optimizer's devices",
-)
-_DEEPSPEED_OFFLOADS = refused(
-    lambda v, s: (
-        facts.backend(s) == "deepspeed"
-        and not v
-        and "DeepSpeed always offloads the optimizer after a "
-        "step; set it to true, or use another trainer.strategy"
-    )
-)
-_COLOCATED = unless(facts.is_colocated, "colocate_all places all roles on the same devices")
-_IS_SYNC = needs(".enabled")
-_FSDP_ONLY, _MEGATRON_ONLY = of_backend("fsdp", "fsdp2"), of_backend("megatron")
 _OTHER_DEEPSPEED = "only the stage, zero_hpz_partition_size and CPU offload of DeepSpeed are supported"
 _OTHER_MEGATRON = "use the options of train.megatron in docs/config.md"
 _CPU_OFFLOAD = "parameters and optimizer live on the CPU, where offload_after_step moves them after each step"
 
 # One rule per line.
 # fmt: off
+_LORA, _IS_ASYNC = needs("trainer.policy.model.lora.rank"), needs(".enabled")
+_FSDP_ONLY, _MEGATRON_ONLY = of_backend("fsdp", "fsdp2"), of_backend("megatron")
+_BY_SAMPLES = unless(lambda s: s[".max_tokens_per_microbatch"] > 0, "overridden by max_tokens_per_microbatch")
+_SHARED_DEVICES = unless(lambda s: not facts.is_one_process(s) and not facts.is_colocated(s),
+                         "without colocate_all no other role uses the optimizer's devices")
+_COLOCATED = unless(facts.is_colocated, "colocate_all places all roles on the same devices")
 PLACEMENT = section("trainer.placement", "cluster", ONE_PROCESS)(
     to("colocate_all", ".placement", "bool", _colocate_all, default=True),
     to("colocate_policy_ref", ".placement", "bool", NO_REFERENCE, _COLOCATED, _placed, default=True),
@@ -219,9 +195,8 @@ GENERAL = section("trainer")(
     to("flash_attn", "model.attention", {True: "auto", False: "sdpa"}, default=True),
     always("recompute_old_logprobs_per_minibatch", "log-probs do not depend on batching", "bool"),
     always("sequence_parallel_backend", "sequence parallelism is always Ulysses", choice("ulysses")),
-    ignored("gradient_checkpointing_use_reentrant", "always non-reentrant; it does not change gradients"),
-    ignored("disable_fast_tokenizer", "transformers' fast tokenizers are always used"),
-    ignored("use_orm_score", "not read by SkyRL"),
+    ignored("gradient_checkpointing_use_reentrant disable_fast_tokenizer use_orm_score",
+            "checkpointing is always non-reentrant, tokenizers are fast ones, and SkyRL does not read the other"),
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
     ignored("{logprobs_chunk_size,vocab_entropy_chunk_size,vocab_entropy_chunk_memory_mb} "
             "{fused_lm_head_logprob,fused_lm_head_logprob_backend}",
@@ -231,10 +206,10 @@ GENERAL = section("trainer")(
     to("fully_async.enabled", "pipeline.on_new_weights pipeline.over_lag", "bool",
        lambda v, s: sets("interrupt", "keep")(v, s) if v else implied("it is off"), default=False,
        note="sampling goes on during training, and running requests continue with new weights"),
-    to("fully_async.max_staleness_steps", "pipeline.max_lag", "natural", _IS_SYNC, default=4),
-    to("fully_async.num_parallel_generation_workers", "pipeline.groups_in_flight", "count", _IS_SYNC,
+    to("fully_async.max_staleness_steps", "pipeline.max_lag", "natural", _IS_ASYNC, default=4),
+    to("fully_async.num_parallel_generation_workers", "pipeline.groups_in_flight", "count", _IS_ASYNC,
        default=768),
-    to("fully_async.clear_kv_cache_on_weight_sync", "rollout.native.recompute_cache", "bool", _IS_SYNC,
+    to("fully_async.clear_kv_cache_on_weight_sync", "rollout.native.recompute_cache", "bool", _IS_ASYNC,
        default=False),
     missing("fully_async.{sample_full_batch,simulate_training}",
             "set it to false: prompts are drawn as places become free, and trained on", default=False),
@@ -243,8 +218,9 @@ GENERAL = section("trainer")(
 REPORT = section("trainer")(
     to("eval_batch_size", "eval.batch_prompts", "count", NO_EVALUATION, default=1024),
     to("eval_before_train", "eval.before", "bool", NO_EVALUATION, default=True),
-    to("eval_interval", "eval.every_rounds", "int", _eval_interval, default=5),
-    to("resume_mode", "run.resume", choice(None, "none", "latest", "from_path"), _resume, default="latest",
+    to("eval_interval", {"eval.every_rounds": at_least_0, "eval.at_end": positive}, "int", default=5),
+    to("resume_mode", "run.resume", choice(None, "none", "latest", "from_path"),
+       lambda v, s: s[".resume_path"] or "none" if v == "from_path" else v or "none", default="latest",
        note="a resumed run ends where it would have; SkyRL runs further epochs"),
     to("resume_path", "run.resume", "text?",
        needs(".resume_mode", "from_path"), _resume_path, default=None,
@@ -259,15 +235,15 @@ REPORT = section("trainer")(
     to("export_path", "checkpoint.export_dir", "path",
        unless(lambda s: s["trainer.hf_save_interval"] <= 0, "hf_save_interval disables exports"), _expanded),
     to("logger", "report.tensorboard", _LOGGERS, default="wandb"),
-    to("project_name", "report.{tracker}.project", "text", _TRACKED, default="skyrl"),
+    to("project_name", "report.{tracker}.project", "text", needs(".logger", "wandb", "swanlab"),
+       default="skyrl"),
     to("run_name", {"run.name": folder_name, "{trackers}.name": as_is}, "text", default="test_run"),
     to("dump_data_batch", "report.batches_every_rounds", "bool", as_int, default=False),
     to("dump_eval_results", "report.eval_samples", "bool", NO_EVALUATION, default=True),
-    ignored("log_path", "logs are written to the terminal"),
-    ignored("tags", "trackers always receive the whole config"),
-    ignored("print_example_interval", "use braid.rollout.print_outputs to log samples"),
-    ignored("{num_logger_eval_samples,num_logger_train_samples}", "use braid.report.samples_every_rounds"),
-    ignored("enable_ray_gpu_monitor", "braid has no GPU monitor"),
+    ignored("log_path tags enable_ray_gpu_monitor",
+            "logs are written to the terminal, trackers receive the whole config, and GPUs are not monitored"),
+    ignored("print_example_interval num_logger_eval_samples num_logger_train_samples",
+            "use braid.rollout.print_outputs and braid.report.samples_every_rounds"),
     missing("s3_export.enabled", "copy the export folder manually", default=False),
     ignored("s3_export.*", "nothing is uploaded"))
 
@@ -276,7 +252,10 @@ _OPTIMIZER = section("trainer.{policy,critic}.optimizer_config", "{train}", used
     to("weight_decay", ".optimizer.weight_decay", "non-negative", default=0.01,
        note="decoupled (AdamW), not L2; biases and norm weights are excluded"),
     to("max_grad_norm", ".max_grad_norm", "non-negative", or_null, default=1.0, note="0: no clipping"),
-    to("offload_after_step", ".offload.optimizer", "bool", _DEEPSPEED_OFFLOADS, _SHARED_DEVICES, default=True),
+    to("offload_after_step", ".offload.optimizer", "bool",
+       refused(lambda v, s: not v and facts.backend(s) == "deepspeed" and "DeepSpeed always offloads the "
+               "optimizer after a step; set it to true, or use another trainer.strategy"),
+       _SHARED_DEVICES, default=True),
     to("num_warmup_steps", ".optimizer.schedule.warmup_steps", "natural", note="optimizer steps"),
     to("scheduler", ".optimizer.schedule.decay", _SCHEDULES, default="constant_with_warmup"))
 
@@ -311,15 +290,14 @@ _TEMPLATES = section("deepspeed_config.{train,eval}")(
 _MEGATRON = section("trainer.{policy,ref}.megatron_config", "{train}.megatron", _MEGATRON_ONLY, used)(
     to("tensor_model_parallel_size", {".tensor_parallel": as_is, ".sequence_parallel": lambda v, _: v > 1},
        "count", default=1),
-    to("pipeline_model_parallel_size", ".pipeline_parallel", "count", default=1),
-    to("context_parallel_size", ".context_parallel", "count", default=1),
-    to("expert_model_parallel_size", ".expert_parallel", "count", default=1),
+    to("{pipeline_model,context,expert_model}_parallel_size", ".{pipeline,context,expert}_parallel", "count",
+       default=1),
     to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
     to("moe_token_dispatcher_type", ".moe_token_dispatcher", "alltoall|allgather|flex", default="alltoall"),
     to("moe_grouped_gemm", ".*", "bool", default=True),
     to("ddp_config.{overlap_grad_reduce,overlap_param_gather}", ".*", "bool", default=False),
-    to("transformer_config_kwargs.recompute_granularity", ".*", "full|selective?",
-       null_as("off"), default="full"),
+    to("transformer_config_kwargs.recompute_granularity", ".*", "full|selective?", null_as("off"),
+       default="full"),
     to("transformer_config_kwargs.recompute_method", ".*", "block|uniform?", default="uniform"),
     to("transformer_config_kwargs.recompute_num_layers", ".*", "count?", default=1),
     to("transformer_config_kwargs.gradient_accumulation_fusion", ".transformer.*", "bool", default=False),

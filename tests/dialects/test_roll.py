@@ -194,11 +194,15 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"response_length": None}, "response_length: set response_length, or sequence_length"),
     ({"sequence_length": 64}, "sequence_length: 64 leaves no room for a response with prompt_length=64"),
     (
-        {"val_prompt_length": 64},
+        {"val_prompt_length": 64, "validation": {"data_args": {"file_name": "aime.jsonl"}}},
         "val_prompt_length: set both val_prompt_length and val_sequence_length, or neither",
     ),
     (
-        {"val_prompt_length": 64, "val_sequence_length": 32},
+        {
+            "val_prompt_length": 64,
+            "val_sequence_length": 32,
+            "validation": {"data_args": {"file_name": "aime.jsonl"}},
+        },
         "val_sequence_length=32 leaves no room for a response with val_prompt_length=64",
     ),
     (
