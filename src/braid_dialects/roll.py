@@ -15,8 +15,9 @@ from .table import Dialect, Source, table
 NO_MODEL = "(none: set pretrain)"
 """Placeholder for the model folder in a file that names none: the file can be explained, but not run."""
 _MARKS = frozenset([
-    "rollout_batch_size", "prompt_length", "response_length", "sequence_length", "adv_estimator", "pretrain",
-    "num_return_sequences_in_group", "actor_train", "actor_infer", "reference", "rewards", "hydra", "defaults",
+    "rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length", "pretrain",
+    "sequence_length", "adv_estimator", "actor_train", "actor_infer", "reference", "rewards", "hydra",
+    "defaults",
 ])  # fmt: skip
 _DATA = {"actor_train": "data.train[0]", "validation": "data.eval[0]"}
 _SAMPLING = {"actor_infer": "rollout.sampling", "validation": "eval.sampling"}

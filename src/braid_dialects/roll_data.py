@@ -156,15 +156,15 @@ _EVALUATES = unless(lambda s: role_of(s) == "validation" and not facts.validates
                     "there is no validation.data_args.file_name")
 _SAMPLES = unless(lambda s: role_of(s) == "validation" and not facts.samples_for_itself(s),
                   "there is no evaluation, or it uses the sampling settings of training")
-_SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is only one reward domain, which scores all rows")
+_SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is one reward domain, which scores all rows")
 _IS_SCORED = unless(lambda s: _domain(s) not in _scored(s),
                     "the domain's worker is unsupported, so its rows are dropped")
 _IS_JUDGE = unless(lambda s: _worker(s, _domain(s)) != _JUDGE or _domain(s) not in _scored(s),
                    "for judges on a server only (judge_model_type: api)")
-_HAS_COLUMN = refused(lambda _, s: facts.column_of(s, role_of(s)) is None and "set its column: data_args.prompt "
-                      "for plain text, or data_args.messages for chat messages")
-_ONE_COLUMN = refused(lambda v, s: v and s[".prompt"] and "conflicts with data_args.prompt; set one of them, and "
-                      "the other to null")
+_HAS_COLUMN = refused(lambda _, s: facts.column_of(s, role_of(s)) is None and "set its column: "
+                      "data_args.prompt for plain text, or data_args.messages for chat messages")
+_ONE_COLUMN = refused(lambda v, s: v and s[".prompt"] and "conflicts with data_args.prompt; set one of them, "
+                      "and the other to null")
 _OTHER_COLUMN = unless_null("the other one of prompt and messages is used", implied)
 DATA = rows(
     to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES, default="native",
@@ -222,16 +222,17 @@ REWARDS = rows(
            lambda v, _: v if v.rpartition(".")[2] in _PARTS else unsupported(
                "use a function (braid.reward.parts, kind function); if ignored, rows are dropped"),
            _IS_SCORED, _PARTS_OF_ALL, note="reward part of this domain's rows"),
-        to("tag_included", ".parts", "[text]",
-           _SEVERAL, _IS_SCORED, _PARTS_OF_ALL),
+        to("tag_included", ".parts", "[text]", _SEVERAL, _IS_SCORED, _PARTS_OF_ALL),
         to("reward_type", ".parts", "text", _IS_SCORED,
            lambda v, s: v if _worker(s, _domain(s)) == _CHOICE else unsupported(
                "use a function: braid.reward.parts (kind function)"),
-           refused(lambda v, _: v not in _CHOICE_SCORES and f"{v!r} is not one of {', '.join(_CHOICE_SCORES)}"), _PARTS_OF_ALL,
+           refused(lambda v, _: v not in _CHOICE_SCORES and
+                   f"{v!r} is not one of {', '.join(_CHOICE_SCORES)}"),
+           _PARTS_OF_ALL,
            note="scores of a right letter in a box and elsewhere, and of a wrong one in a box and elsewhere"),
-        to("query_filter_config.type", "rollout.filter.then", "no_filter|mean_filter|std_filter", _query_filter,
-           note="drops groups with mean <= threshold_down, mean >= threshold_up or deviation <= "
-           "std_threshold"),
+        to("query_filter_config.type", "rollout.filter.then", "no_filter|mean_filter|std_filter",
+           _query_filter,
+           note="drops groups with mean <= threshold_down or >= threshold_up, or deviation <= std_threshold"),
         to("query_filter_config.filter_args", "rollout.filter.min_mean", "{number}", _query_filter),
         always("response_filter_config.type", "all answers are used", choice("no_filter")),
         missing("response_length_penalty_coef", "use braid.reward.overlong.buffer_tokens", default=0),

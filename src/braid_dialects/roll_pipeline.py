@@ -103,7 +103,8 @@ PIPELINE = rows(
     to("sequence_length", "rollout.sampling.max_new_tokens", "integer >= 2?",
        unless_null("prompt_length + response_length", implied),
        refused(lambda v, s: v <= (prompt := s["prompt_length"]) and
-               f"{v} leaves no room for a response with prompt_length={prompt}; raise it"), computed(facts.max_new_tokens)),
+               f"{v} leaves no room for a response with prompt_length={prompt}; raise it"),
+       computed(facts.max_new_tokens)),
     # How rollouts run
     to("async_generation_ratio", "pipeline.max_lag pipeline.on_new_weights pipeline.over_lag", "non-negative",
        lambda value, source: sets(ceil(value), "interrupt", "drop")(value, source) if value else
@@ -245,12 +246,12 @@ _LONG_FAILURES = computed(lambda s: s["error_max_len_threshold"] if s["error_max
 
 # One rule per line.
 # fmt: off
-_BY_GROUP = unless(lambda s: s["adv_estimator"] == "grpo", "adv_estimator=grpo always normalizes by the group")
+_BY_GROUP = unless(lambda s: s["adv_estimator"] == "grpo", "adv_estimator=grpo normalizes by the group")
 _PPO_ONLY = unless(lambda s: variant(s) != "ppo", lambda s: f"pg_variant={variant(s)} has fixed bounds")
 _UNREAD_CLIP = unless(lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"],
                       "overridden by use_pg_clip_range")
-_NOT_IN_LOSS = unless(lambda s: kl_place(s) != "loss", "there is no KL in the loss (use_kl_loss, kl_loss_coef)")
-_NOT_IN_REWARD = unless(lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)")
+_IN_LOSS = unless(lambda s: kl_place(s) != "loss", "there is no KL in the loss (use_kl_loss, kl_loss_coef)")
+_IN_REWARD = unless(lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)")
 _FILTERED = unless(lambda s: any(facts.query_filters(s)),
                    "the query filter drops all groups that difficulty_mask masks")
 _MASKED, _WEIGHTED = needs("difficulty_mask"), needs("train_infer_correction.is_weight.enabled")
@@ -266,8 +267,10 @@ ALGORITHM = section("", "algorithm")(
        note="over the round; in ROLL over each domain"),
     to("norm_std_type", ".reward_std", _STATISTICS, _BY_GROUP, default=None,
        note="divides by the unbiased deviation + 1e-6"),
-    to("reward_clip", {".reward_clip": as_is, ".token_reward_clip": lambda v, s: v if kl_place(s) == "reward" else
-       None}, "positive?", unless_null("no clipping", implied), note="clips a response's reward after normalisation, and each token's after subtracting KL"),
+    to("reward_clip", {".reward_clip": as_is,
+                       ".token_reward_clip": lambda v, s: v if kl_place(s) == "reward" else None},
+       "positive?", unless_null("no clipping", implied),
+       note="clips a response's reward after normalisation, and each token's after subtracting KL"),
     to("whiten_rewards", ".*", "bool", default=False, note="over the tokens of the round"),
     to("whiten_advantages", ".*", "bool", default=False),
     to("advantage_clip", ".*", "positive?", null_as("off"), default=None, note="after whitening"),
@@ -291,19 +294,19 @@ ALGORITHM = section("", "algorithm")(
     to("entropy_loss_coef", ".entropy_coef", "number", default=0.0, note="loss - coef * entropy"),
     to("use_kl_loss", ".kl_coef", "bool", _kl, default=False,
        note="+ kl_loss_coef * k3(policy, reference), clamped to 10, in the loss"),
-    to("kl_loss_coef", ".kl_coef", "non-negative", _NOT_IN_LOSS, _kl, default=0.0),
+    to("kl_loss_coef", ".kl_coef", "non-negative", _IN_LOSS, _kl, default=0.0),
     to("add_token_level_kl", ".kl_coef", "bool",
-       refused(lambda v, s: v and kl_place(s) == "loss" and
-               "conflicts with use_kl_loss: braid has only one KL term, in the loss or in the reward; choose one"),
+       refused(lambda v, s: v and kl_place(s) == "loss" and "conflicts with use_kl_loss: braid has only one "
+               "KL term, in the loss or in the reward; choose one"),
        _kl, default=False, note="reward_t - init_kl_coef * KL_t for each token"),
-    to("init_kl_coef", ".kl_coef", "non-negative", _NOT_IN_REWARD, _kl, default=0.2,
+    to("init_kl_coef", ".kl_coef", "non-negative", _IN_REWARD, _kl, default=0.2,
        note="above 0, ROLL loads a reference and recomputes old log-probs; here only if KL is used"),
-    to("kl_penalty", ".kl_estimator", choice(*_KL_PENALTIES), _NOT_IN_REWARD, _kl, default="kl",
+    to("kl_penalty", ".kl_estimator", choice(*_KL_PENALTIES), _IN_REWARD, _kl, default="kl",
        note="d = log policy - log reference. kl: d; mse: d^2/2; k3: exp(-d) + d - 1; full: over the "
        "vocabulary. The KL in the loss is always k3"),
-    to("target_kl", ".kl_target", "positive?", _NOT_IN_REWARD, null_as("off"), default=None,
+    to("target_kl", ".kl_target", "positive?", _IN_REWARD, null_as("off"), default=None,
        note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
-    to("kl_horizon", ".kl_horizon", "count", _NOT_IN_REWARD, needs("target_kl"), default=10000),
+    to("kl_horizon", ".kl_horizon", "count", _IN_REWARD, needs("target_kl"), default=10000),
     always("enable_reference", "a reference model is loaded whenever a KL term needs it", "bool"),
     to("enable_old_logprobs_recompute", ".old_logprobs", "bool", _old_logprobs,
        default=False, note="false: only if a round has several steps or another feature needs them"),

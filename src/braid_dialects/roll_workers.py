@@ -146,8 +146,8 @@ _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
     ignored("max_concurrency offload_nccl use_remove_padding "
             "model_args.{model_type,num_labels,device_map,autocast_adapter_dtype,flash_attn}",
             "determined by the role, its placement and model_args; rows are always packed"),
-    missing("model_args.{model_config_kwargs,moe_aux_loss_coef}", "set it in config.json of the model folder; "
-            "there is no auxiliary router loss"),
+    missing("model_args.{model_config_kwargs,moe_aux_loss_coef}",
+            "set it in config.json of the model folder; there is no auxiliary router loss"),
     missing("model_args.{freeze_module_prefix,additional_target}", "use adapters: lora_target"))
 
 _TRAINED = section("{actor_train,critic}")(
@@ -198,8 +198,8 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
     to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _OF_FSDP2, _sized,
        default=1, note="sequence-parallel size (Ulysses); dp = devices / ulysses_size"),
     section(CONFIG, "{train}.megatron", used, _OF_MEGATRON, _sized)(
-        to("{tensor_model,pipeline_model,context}_parallel_size", ".{tensor,pipeline,context}_parallel", "count?",
-           note="dp = devices / (TP * PP * CP)")),
+        to("{tensor_model,pipeline_model,context}_parallel_size", ".{tensor,pipeline,context}_parallel",
+           "count?", note="dp = devices / (TP * PP * CP)")),
     to("backend_timeout", "{train}.megatron.timeout_minutes", "count", used, of_backend("megatron"),
        default=30),
     always("router_replay.mode", "no router replay", choice("disable")),
@@ -216,7 +216,8 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
         to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?",
            refused(lambda v, s: (v or 1) > 1 and
                    s[_ACCUMULATION] % (stages := s[".pipeline_model_parallel_size"] or 1) and
-                   f"needs {_ACCUMULATION} to be a multiple of pipeline_model_parallel_size={stages}; change one")),
+                   f"needs {_ACCUMULATION} to be a multiple of pipeline_model_parallel_size={stages}; "
+                   "change one of them")),
         to("sequence_parallel", ".*", "bool",
            unless(lambda s: (s[".tensor_model_parallel_size"] or 1) == 1,
                   "for tensor_model_parallel_size above 1 only"),
@@ -233,9 +234,9 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
         to("overlap_param_gather", ".*", "bool", note="not supported by ROLL"),
         to("use_distributed_optimizer", ".distributed_optimizer", "bool", default=False),
         to("{apply_rope_fusion,bias_activation_fusion}", ".transformer.*", "bool"),
-        ignored("accumulate_allreduce_grads_in_fp32 delay_grad_reduce moe_router_dtype moe_shared_expert_overlap",
-                "routers compute in fp32, without shared experts, and gradients are summed in fp32 after the "
-                "last micro-batch"),
+        ignored("accumulate_allreduce_grads_in_fp32 delay_grad_reduce moe_router_dtype "
+                "moe_shared_expert_overlap", "gradients are summed in fp32 after the last micro-batch; "
+                "routers compute in fp32, without shared experts"),
         ignored("calculate_per_token_loss cross_entropy_loss_fusion check_for_nan_in_loss_and_grad",
                 "the loss is set by loss_agg_mode, and steps that are not finite are skipped"),
         ignored("save_hf_model save_merged_model ckpt_format async_save_ckpt ckpt_d2h_non_blocking",

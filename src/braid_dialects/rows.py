@@ -5,8 +5,8 @@
     ignored    changes nothing in braid
     missing    asks for a feature that braid lacks; stops the run unless allowed by name
 
-`actor.{lr,eps}` stands for two keys, as does `actor.lr actor.eps`; `to("{lr,eps}", "optimizer.{lr,epsilon}")` sets
-a native key each. values.py has the notation of values.
+`actor.{lr,eps}` stands for two keys, as does `actor.lr actor.eps`; with `{a,b}` as its native path, each key
+sets its own. values.py has the notation of values.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ _LOSSES = {
         "-r*A, reduced by loss_reduction; SkyRL sums over tokens", policy_loss="importance_sampling"),
 }  # fmt: skip
 _REDUCTIONS = {
-    "sequence_mean": "sequence_mean_token_mean", "token_mean": "token_mean", "token_mean_legacy": "token_mean",
+    "sequence_mean": "sequence_mean_token_mean",
+    "token_mean": "token_mean", "token_mean_legacy": "token_mean",
     "seq_mean_token_sum_norm": "token_sum_constant", "prompt_mean": "prompt_mean",
 }  # fmt: skip
 
@@ -63,8 +64,8 @@ def _kl_place(_: bool, source: Source) -> Became:
 
 
 def _estimator(_: Any, source: Source) -> Became:
-    """The KL estimator: named, or selected by the first release's two flags (|k3| is k3, never negative). SkyRL
-    has clamped k3 since 2025."""
+    """The KL estimator: named, or selected by the first release's two flags (|k3| is k3). SkyRL has
+    clamped k3 since 2025."""
     flagged = "k3" if source[f"{AT}.use_kl_estimator_k3"] else "abs" if source[f"{AT}.use_abs_kl"] else "k1"
     kind = source[f"{AT}.kl_estimator_type"] or flagged
     return algorithm(kl_estimator=kind, kl_clamp=10.0 if kind == "k3" else "off")
@@ -110,10 +111,12 @@ def _tolerance(_: Any, source: Source) -> float:
 # One rule per line.
 # fmt: off
 _NAMED = unless(lambda s: s[".kl_estimator_type"], "overridden by kl_estimator_type")
-_ADAPTIVE = unless(lambda s: s[".type"] != "adaptive" or not s["..use_kl_in_reward"], "the KL coefficient is fixed")
+_ADAPTIVE = unless(lambda s: s[".type"] != "adaptive" or not s["..use_kl_in_reward"],
+                   "the KL coefficient is fixed")
 _WHITENED = unless(lambda s: s[".advantage_estimator"] in ("gae", "reinforce++"),
                    "advantage_estimator=gae and reinforce++ always whiten advantages")
-_OLD_TIS = unless(lambda s: not s[".use_tis"] or s[f"{FIX}.tis_ratio_type"], "overridden by off_policy_correction")
+_OLD_TIS = unless(lambda s: not s[".use_tis"] or s[f"{FIX}.tis_ratio_type"],
+                  "overridden by off_policy_correction")
 _CLIPPED = needs(".ppo_loss_type", "regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
 _CISPO, _SAPO, _CLIP_COV, _KL_COV, _DPPO = (
     needs("..ppo_loss_type", name) for name in ("cispo", "sapo", "clip_cov", "kl_cov", "dppo"))
@@ -156,7 +159,8 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     to("use_kl_estimator_k3", ".kl_estimator", "bool", NO_REFERENCE, _NAMED, _estimator, default=True,
        note="k3 = exp(-d) - 1 + d, clamped at 10; false: k1 = d; d = logp - ref logp"),
     to("use_abs_kl", ".kl_estimator", "bool", NO_REFERENCE, _NAMED,
-       unless(lambda s: s[".use_kl_estimator_k3"], "k3 is never negative"), _estimator, default=False, note="|k1|; also in the loss (in SkyRL only in the reward)"),
+       unless(lambda s: s[".use_kl_estimator_k3"], "k3 is never negative"), _estimator, default=False,
+       note="|k1|; also in the loss (in SkyRL only in the reward)"),
     to("kl_estimator_type", ".kl_estimator", "k1|k2|k3|abs", NO_REFERENCE, _estimator),
     to("kl_ctrl.type", ".kl_target", "fixed|adaptive", NO_REFERENCE, _kl_control, default="fixed"),
     to("kl_ctrl.kl_target", ".kl_target", "positive", NO_REFERENCE, _ADAPTIVE, default=0.1,
@@ -181,10 +185,9 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
        default=False),
     to("entropy_loss_coef", ".entropy_coef", "number", needs(".use_entropy_loss"), default=0.01),
     to("temperature", "", "positive?",
-       refused(lambda v, s: v not in (None, s["generator.sampling_params.temperature"]) and
-               "log-probs always use the sampling temperature; set it to sampling_params.temperature, or to null"),
-       lambda *_: implied("log-probs of policy, old policy and reference always use the sampling temperature"),
-       default=None),
+       refused(lambda v, s: v not in (None, s["generator.sampling_params.temperature"]) and "log-probs "
+               "always use the sampling temperature; set it to sampling_params.temperature, or to null"),
+       lambda *_: implied("all log-probs use the sampling temperature"), default=None),
     to("cispo.cispo_eps_clip_low", ".clip_low", "non-negative", _CISPO, default=1.0),
     to("cispo.cispo_eps_clip_high", ".clip_high", "non-negative", _CISPO, default=4.0),
     to("cispo.cispo_anchor", ".old_logprobs", {"old": "recompute", "rollout": "behavior"}, _CISPO,

@@ -79,9 +79,8 @@ def ranks(source: Source, role: str) -> int:
 
 def engine_gpus(source: Source) -> int:
     """Number of GPUs of all engines that the run starts."""
-    sizes = (
-        source[f"generator.inference_engine_{kind}_parallel_size"] for kind in ("tensor", "pipeline", "data")
-    )
+    kinds = ("tensor", "pipeline")
+    sizes = (source[f"generator.inference_engine_{kind}_parallel_size"] for kind in kinds)
     return source["generator.num_inference_engines"] * math.prod(sizes)
 
 

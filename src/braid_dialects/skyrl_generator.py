@@ -8,11 +8,10 @@ from typing import Any
 
 from . import skyrl_facts as facts
 from .conditions import BY_ENGINE, of_engine, refused, unless
-from .conversions import already, as_is, at_least_0, greedy_at_0, only, opposite, unless_null
+from .conversions import already, as_is, at_least_0, greedy_at_0, opposite, unless_null
 from .rows import always, ignored, missing, rows, section, to
 from .skyrl_facts import NO_EVALUATION, ONE_PROCESS, SERVED, engine, is_remote
-from .table import Became, Source, implied, no_effect, unsupported
-from .values import Takes, takes
+from .table import Became, Source, implied, unsupported
 
 _FILES = (".parquet", ".json", ".jsonl")
 ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground_truth"}
@@ -46,9 +45,6 @@ _REWARDS = {
         note="1 if the boxed answer equals the reference, else -1 (0 in evaluation)",
     ),
 }
-_ENVIRONMENTS = Takes(
-    f"the name of an environment; supported are {', '.join(ANSWER_KEYS)}", takes("text").accepts
-)
 
 
 def _servers(value: bool, source: Source) -> Any:
@@ -69,28 +65,16 @@ def _num_engines(value: int, source: Source) -> str:
     if not facts.is_colocated(source) or gpus == policy:
         return ""
     return (
-        f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines times their "
-        f"parallel sizes is {gpus}; make them equal, or set trainer.placement.colocate_all=false"
+        f"with colocate_all the engines use the policy's {policy} GPUs, but num_inference_engines times "
+        f"their parallel sizes is {gpus}; make them equal, or set trainer.placement.colocate_all=false"
     )
 
 
-def _with_placement(value: int, source: Source) -> Became:
-    """Add a note where the engines have their own devices, so that the placement changes too."""
-    has_own = not facts.is_one_process(source) and not facts.is_colocated(source)
-    note = f"on {facts.engine_gpus(source)} separate devices (cluster.placement)" if has_own else ""
-    return Became(dict.fromkeys(source.native, value), note=note)
-
-
-def _sync(value: str, source: Source) -> Any:
-    if value == "delta":
-        return unsupported("use nccl or gloo")
-    if facts.is_one_process(source) and engine(source) == "native":
-        return no_effect("in a single process the engine uses the trainer's tensors")
-    if value == "nccl" and facts.is_colocated(source):
-        return Became(
-            {"rollout.weight_sync.transport": "auto"}, note="CUDA IPC on the same devices, as in SkyRL"
-        )
-    return value
+_TRANSPORTS = {
+    "nccl": lambda _, source: "auto" if facts.is_colocated(source) else "nccl",
+    "gloo": "gloo",
+    "delta": unsupported("use nccl or gloo"),
+}
 
 
 def _input_length(value: int | None, source: Source) -> Became:
@@ -131,7 +115,7 @@ DATA = rows(
     to("data.val_data", "data.eval", "[path]", NO_EVALUATION, _sources,
        default=["~/data/gsm8k/validation.parquet"]),
     ignored("data.dataloader.{num_workers,persistent_workers}", "prompts are read into memory once"),
-    to("environment.env_class", "reward.parts", _ENVIRONMENTS,
+    to("environment.env_class", "reward.parts", "text",
        lambda v, _: _REWARDS.get(v, _OTHER_ENVIRONMENT), default="gsm8k",
        note="applies to all rows; a column env_class is not read"),
     ignored("environment.max_env_workers environment.skyrl_gym.max_env_workers",
@@ -145,16 +129,19 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("run_engines_locally", ".servers", "bool", _IS_SERVED, _servers, default=True),
     to("num_inference_engines", ".replicas", "count",
        refused(_num_engines), lambda v, s: implied("one engine per URL") if is_remote(s) else v, _IS_SERVED,
-       _with_placement, default=1),
+       default=1),
     to("remote_inference_engine_urls", ".servers", "[text]?",
        refused(lambda v, s: is_remote(s) and not v and
-               "with run_engines_locally=false, list the URLs of running servers"), _IS_LOCAL, _urls, default=["127.0.0.1:8001"]),
-    to("inference_engine_tensor_parallel_size", ".tensor_parallel", "count", _IS_SERVED, _with_placement,
+               "with run_engines_locally=false, list the URLs of running servers"), _IS_LOCAL, _urls,
+       default=["127.0.0.1:8001"]),
+    to("inference_engine_tensor_parallel_size", ".tensor_parallel", "count", _IS_SERVED,
        default=4, note="the first release's default; later ones have 1"),
     to("inference_engine_pipeline_parallel_size", ".pipeline_parallel", "count", _IS_SERVED, default=1),
-    to("inference_engine_data_parallel_size", "", "count",
-       only(1, "use more engines, or tensor parallelism", "one model replica per engine"), default=1),
-    to("weight_sync_backend", "rollout.weight_sync.transport", "nccl|gloo|delta", _sync, default="nccl"),
+    missing("inference_engine_data_parallel_size", "use more engines, or tensor parallelism", default=1),
+    to("weight_sync_backend", "rollout.weight_sync.transport", _TRANSPORTS,
+       unless(lambda s: facts.is_one_process(s) and engine(s) == "native",
+              "in a single process the engine uses the trainer's tensors"), default="nccl",
+       note="on the same devices CUDA IPC, as in SkyRL"),
     to("override_existing_update_group", "rollout.weight_sync.existing_group",
        {"auto": "auto", "enable": "replace", "disable": "refuse"},
        unless(lambda s: not is_remote(s), "for remote engines only"), default="auto"),
@@ -163,7 +150,8 @@ ENGINES = section("generator", "rollout.{engine}")(
     to("async_engine", "", "bool", already("engines are always asynchronous"), default=True),
     to("batched", "", "bool",
        refused(lambda v, s: not v and not s[".async_engine"] and
-               "async_engine=false can only generate in batches; set batched=true"), already("all prompts of a round are requested at once"), default=True),
+               "async_engine=false can only generate in batches; set batched=true"),
+       already("all prompts of a round are requested at once"), default=True),
     to("{vllm_v1_disable_multiproc,enable_prefix_caching,enable_chunked_prefill}",
        ".{in_process,prefix_caching,chunked_prefill}", "bool", _IS_VLLM, default=True),
     to("max_num_batched_tokens", ".prefill_tokens", "count", default=8192, note="prompt tokens per pass"),
@@ -184,8 +172,8 @@ NEWER = section("{generator,generator.inference_engine}")(
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
     ignored("language_model_only fully_sharded_loras", "models are of text; engines receive merged weights"),
     missing("engine_init_kwargs speculative_config", "use the options of rollout.vllm in docs/config.md"),
-    missing("enable_return_routed_experts enable_pd", "set it to false; there is no routing replay, and prefill "
-            "and decoding share an engine", default=False),
+    missing("enable_return_routed_experts enable_pd", "set it to false; there is no routing replay, and "
+            "prefill and decoding share an engine", default=False),
     missing("serialized_weight_sync_mode delta_weight_sync", "use weight_sync_backend=nccl"),
     missing("external_proxy_url", "use remote_inference_engine_urls"))
 
@@ -196,7 +184,7 @@ SAMPLING = section("generator")(
     to("max_turns", "env.max_turns", "count", _NO_TOOLS, default=1),
     to("use_conversation_multi_turn", "", "bool", _NO_TOOLS,
        refused(lambda v, _: v and "tool replies are part of the policy's turn; set it to false"),
-       lambda *_: implied("tool replies are always part of the policy's turn, token for token"), default=False),
+       lambda *_: implied("tool replies are part of the policy's turn, token for token"), default=False),
     ignored("append_eos_token_after_stop_str_in_multi_turn", "turns are always token for token as sampled"),
     to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024),
     to("eval_sampling_params.max_generate_length", "eval.sampling.max_new_tokens", "count?", NO_EVALUATION,

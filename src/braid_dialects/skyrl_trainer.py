@@ -74,7 +74,7 @@ def _samples_per_rank(source: Source, role: str) -> tuple[int, str]:
 
 
 def _steps(mini: int, source: Source) -> int:
-    """Optimizer steps: a batch divides into mini-batches (both in prompts), and no rank is left without one."""
+    """Optimizer steps: a batch divides into mini-batches of prompts, and no rank is without one."""
     role, batch = facts.role_of(source), source["trainer.train_batch_size"]
     per_rank, how = _samples_per_rank(source, role)
     if batch < mini:
@@ -95,15 +95,6 @@ def _micro_batch(micro: int, source: Source) -> int:
             why = f"the mini-batch of one rank of the {role} is not divisible by {micro}: {how}"
             raise ValueError(f"{why}; set it to {_fitting(micro, per_rank)}")
     return micro
-
-
-def _enough(batch: int, source: Source) -> int:
-    whole = batch * source["generator.n_samples_per_prompt"]
-    least = math.lcm(*(facts.ranks(source, role) for role in facts.roles(source)))
-    if whole < least:
-        why = f"a batch has {whole} samples, fewer than the {least} needed by the models' data-parallel ranks"
-        raise ValueError(f"{why}; raise it")
-    return batch
 
 
 def _rows_and_tokens(value: int, source: Source) -> Became:
@@ -143,7 +134,8 @@ _SCHEDULES = {
     }),
     **{name: name for name in ("linear", "cosine", "inverse_sqrt")},
     **dict.fromkeys(
-        ("cosine_with_restarts", "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr", "warmup_stable_decay"),
+        ("cosine_with_restarts", "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr",
+         "warmup_stable_decay"),
         unsupported("use constant_with_warmup, linear, cosine or inverse_sqrt"),
     ),
 }  # fmt: skip
@@ -174,7 +166,7 @@ GENERAL = section("trainer")(
     to("epochs", "run.max_epochs", "count", default=1, note="SkyRL drops prompts that do not fill a round"),
     to("max_training_steps", "run.max_rounds", "count?"),
     to("update_epochs_per_batch", "{trained}.passes_per_round", "count", default=1),
-    to("train_batch_size", "rollout.prompts_per_round", "count", _enough, default=1024, note="in prompts"),
+    to("train_batch_size", "rollout.prompts_per_round", "count", default=1024, note="in prompts"),
     to("{policy,critic}_mini_batch_size", "{train}.steps_per_pass", "count", used, _steps, default=256,
        note="optimizer steps = train_batch_size / mini_batch_size, in prompts over all ranks"),
     to("micro_train_batch_size_per_gpu", "{trained}.micro_batch_rows {trained}.micro_batch_tokens", "count",
@@ -196,7 +188,7 @@ GENERAL = section("trainer")(
     always("recompute_old_logprobs_per_minibatch", "log-probs do not depend on batching", "bool"),
     always("sequence_parallel_backend", "sequence parallelism is always Ulysses", choice("ulysses")),
     ignored("gradient_checkpointing_use_reentrant disable_fast_tokenizer use_orm_score",
-            "checkpointing is always non-reentrant, tokenizers are fast ones, and SkyRL does not read the other"),
+            "checkpointing is non-reentrant, tokenizers are fast ones, SkyRL does not read the other"),
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
     ignored("{logprobs_chunk_size,vocab_entropy_chunk_size,vocab_entropy_chunk_memory_mb} "
             "{fused_lm_head_logprob,fused_lm_head_logprob_backend}",
@@ -227,8 +219,8 @@ REPORT = section("trainer")(
        note="a checkpoint of braid; of SkyRL's, only HF exports can be read"),
     to("ckpt_path", "checkpoint.dir", "path", _expanded),
     to("max_ckpts_to_keep", "checkpoint.keep", "int",
-       refused(lambda v, _: v == 0 and "0 would keep no checkpoint; set it to -1 to keep all, or to the number of "
-               "checkpoints to keep"), lambda v, _: v if v > 0 else None, default=-1),
+       refused(lambda v, _: v == 0 and "0 would keep no checkpoint; set it to -1 to keep all, or to the "
+               "number of checkpoints to keep"), lambda v, _: v if v > 0 else None, default=-1),
     to("ckpt_interval", {"checkpoint.every_rounds": at_least_0, "checkpoint.at_end": positive}, "int",
        default=10),
     to("hf_save_interval", "checkpoint.export_every_rounds", "int", at_least_0, default=-1),
@@ -241,7 +233,7 @@ REPORT = section("trainer")(
     to("dump_data_batch", "report.batches_every_rounds", "bool", as_int, default=False),
     to("dump_eval_results", "report.eval_samples", "bool", NO_EVALUATION, default=True),
     ignored("log_path tags enable_ray_gpu_monitor",
-            "logs are written to the terminal, trackers receive the whole config, and GPUs are not monitored"),
+            "logs go to the terminal, trackers receive the whole config, GPUs are not monitored"),
     ignored("print_example_interval num_logger_eval_samples num_logger_train_samples",
             "use braid.rollout.print_outputs and braid.report.samples_every_rounds"),
     missing("s3_export.enabled", "copy the export folder manually", default=False),
@@ -274,14 +266,14 @@ _DEEPSPEED = section("trainer.{policy,critic,ref}.deepspeed_config", "{train}.de
     ignored(f"{_DEEPSPEED_KEYS}.*", "it affects only the speed of copies between CPU and GPU"),
     ignored("gradient_clipping torch_autocast",
             "overridden by optimizer_config.max_grad_norm, as in SkyRL, and by trainer.bf16"),
-    ignored("zero_optimization.{sub_group_size,reduce_bucket_size,round_robin_gradients} "
-            "disable_trace_cache wall_clock_breakdown",
+    ignored("zero_optimization.{sub_group_size,reduce_bucket_size,round_robin_gradients,"
+            "stage3_max_live_parameters,stage3_max_reuse_distance,stage3_prefetch_bucket_size,"
+            "stage3_param_persistence_threshold} disable_trace_cache wall_clock_breakdown",
             "it affects only DeepSpeed's memory and speed; braid sets its own value"),
     missing("prescale_gradient zero_optimization.{zero_quantized_weights,zero_quantized_gradients}",
             _OTHER_DEEPSPEED, default=False),
     missing("data_types", _OTHER_DEEPSPEED, default={"grad_accum_dtype": "fp32"}),
-    missing("zero_optimization.* *", _OTHER_DEEPSPEED, unless(
-        lambda s: s.name.startswith("stage3_"), "it affects only DeepSpeed's memory and speed"), default="auto"))
+    missing("zero_optimization.* *", _OTHER_DEEPSPEED, default="auto"))
 
 _TEMPLATES = section("deepspeed_config.{train,eval}")(
     ignored(f"* zero_optimization.* zero_optimization.{{stage,zero_hpz_partition_size}} {_DEEPSPEED_KEYS}.*",
@@ -335,8 +327,8 @@ MODELS = section("trainer")(
     to("policy.optimizer_config.lr", "train.optimizer.lr", "positive", default=1e-6),
     to("critic.optimizer_config.lr", "critic.train.optimizer.lr", "positive", used, default=5e-6),
     to("{policy,critic}.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used,
-       refused(lambda v, s: v and facts.backend(s) == "fsdp" and "FSDP1 cannot offload a trained model; set it to "
-               "false, or use trainer.strategy=fsdp2"), default=False,
+       refused(lambda v, s: v and facts.backend(s) == "fsdp" and "FSDP1 cannot offload a trained model; set "
+               "it to false, or use trainer.strategy=fsdp2"), default=False,
        note=_CPU_OFFLOAD),
     to("ref.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used, default=True,
        note=_CPU_OFFLOAD),
