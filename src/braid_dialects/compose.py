@@ -233,20 +233,15 @@ def _below(written: Written, at: _Place) -> Written:
 
 
 def _lay(under: Written, over: Written) -> None:
-    """Merge `over` into `under` in place: mappings are merged, other values replaced."""
-    under.tree = _merged(under.tree, over.tree, under, "")
+    under.tree = merged(under.tree, over.tree)
     under.origins |= over.origins
     under.problems += over.problems
 
 
-def _merged(under: dict[str, Any], over: dict[str, Any], written: Written, path: str) -> dict[str, Any]:
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge mappings; other values of `over` replace those of `under`."""
     out = dict(under)
     for key, value in over.items():
-        name, below = child(path, key), under.get(key)
-        if isinstance(value, dict) and isinstance(below, dict):
-            out[key] = _merged(below, value, written, name)
-        else:
-            for stale in [o for o in written.origins if o.startswith((f"{name}.", f"{name}["))]:
-                del written.origins[stale]
-            out[key] = value
+        below = out.get(key)
+        out[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return out

@@ -7,22 +7,22 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from braid.config.load import Loaded, interpolate, load_config, validate
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
-from braid.config.source import Written, read_file
+from braid.config.source import Written, parse_path, place, read_file
 from braid.errors import ConfigError, Problem
 from braid.plan import derive, unused_keys, why_unused
 from braid.plan.available import missing_sections
 
-from .compose import compose
+from .compose import compose, merged
 from .rlinf import RLINF
 from .roll import ROLL
 from .skyrl import SKYRL
 from .table import Dialect, DialectName, Entry
-from .translate import NATIVE, defaults_tree, overlap, translate
+from .translate import NATIVE, overlap, translate
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL)}
 Language = Literal["native", "rlinf", "roll", "skyrl"]
@@ -122,9 +122,13 @@ def ledger_text(ledger: Sequence[Entry]) -> str:
 
 
 def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Written:
-    """Read a foreign file: merge its presets, apply the overrides, and resolve interpolations."""
+    """Read a foreign file: merge its presets, apply the overrides, and resolve interpolations, which may refer to
+    keys missing from the file that have a default."""
     foreign = compose(path, overrides)
-    foreign.tree = interpolate(foreign, lambda tree: defaults_tree(dialect, tree))
+    defaults: dict[str, Any] = {}
+    for key, value in dialect.defaults():
+        place(defaults, parse_path(key), value)
+    foreign.tree = interpolate(foreign, lambda tree: merged(defaults, tree))
     foreign.problems = [replace(p, key=p.key or NATIVE) for p in foreign.problems]
     return foreign
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
@@ -92,7 +93,15 @@ Check = Callable[["Source"], Iterator[tuple[str, str]]]
 """source -> (foreign key, error) for each violated constraint between keys."""
 
 
-@dataclass(frozen=True, slots=True)
+def _patterns(path: str) -> Iterator[str]:
+    """The path, and the path with `*` in place of each of its names."""
+    yield path
+    parts = path.split(".")
+    for i in reversed(range(len(parts))):
+        yield ".".join([*parts[:i], "*", *parts[i + 1 :]])
+
+
+@dataclass(frozen=True)
 class Dialect:
     """Config language of one system.
 
@@ -111,14 +120,34 @@ class Dialect:
     checks: tuple[Check, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
+    def name_of(self, path: str) -> str:
+        """A foreign path in the table's spelling."""
+        return self.aliases.get(path, path)
+
     def rule_of(self, path: str) -> Rule | None:
-        """Return the rule of a foreign path; for names chosen by users, the rule with `*` in place of that
-        name."""
-        if (found := self.rules.get(path)) is not None:
-            return found
-        parts = path.split(".")
-        patterns = (".".join([*parts[:i], "*", *parts[i + 1 :]]) for i in reversed(range(len(parts))))
-        return next((self.rules[pattern] for pattern in patterns if pattern in self.rules), None)
+        """The rule of a foreign path; for names chosen by users, the rule with `*` in place of that name."""
+        return next((self.rules[p] for p in _patterns(self.name_of(path)) if p in self.rules), None)
+
+    def is_section(self, path: str) -> bool:
+        """Whether there are keys below a foreign path."""
+        return any(pattern in self._sections for pattern in _patterns(self.name_of(path)))
+
+    def takes_mapping(self, path: str) -> bool:
+        """Whether a mapping at a foreign path is a value. A path that matches a `*` rule and also has rules for
+        keys below it is a section."""
+        is_named = self.name_of(path) in self.rules
+        return is_named or (self.rule_of(path) is not None and not self.is_section(path))
+
+    @cached_property
+    def _sections(self) -> frozenset[str]:
+        parts = [path.split(".") for path in (*self.rules, *self.aliases)]
+        return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
+
+    def defaults(self) -> Iterator[tuple[str, Any]]:
+        """The original's default of each key, in the table's spelling."""
+        for path, rule in self.rules.items():
+            if rule.disposition == "applied" and rule.default is not ABSENT and "*" not in path:
+                yield path, rule.default
 
     def natives(self, rule: Rule) -> list[str]:
         """The native paths of a rule in a file without keys."""

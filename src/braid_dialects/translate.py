@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from braid.config.explain import MAX_HINTS, show_value
-from braid.config.load import leaves as config_leaves
 from braid.config.secrets import Reference, distinct, hidden
-from braid.config.source import Written, child, parse_path, path_text, place
+from braid.config.source import Written, child, is_within, leaves, parse_path, path_text, place
 from braid.errors import Problem, suggest
 
-from .table import ABSENT, Became, Dialect, Entry, Source
+from .table import Became, Dialect, Entry, Source
 
 NATIVE = "braid"
 """Top-level key of a foreign file or an override below which native keys may be set."""
-
-
 DEFAULT_OF, WHOLE = " default of ", " file as a whole"
 """Markers in the origins of values that no key in the file sets: the original's default of a key, and values
 derived from the file as a whole."""
-
 ALL = "*"
 """Allows all unsupported keys, in place of their names."""
 
@@ -48,36 +43,36 @@ def translate(
     `backend` and `engine` take precedence over the file's. `allowed` names unsupported keys (or sections)
     that may be ignored. Problems, including those of `foreign`, are in the result's `written.problems`.
     """
-    tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
-    leaves = list(_leaves(tree, lambda path: _takes_mapping(path, dialect)))
-    native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
-    values = _by_name(leaves, dialect, foreign, native.problems)
-    native.problems += _refused(leaves, dialect, foreign)
-    if native.problems:
-        # Conversions rely on values that the table accepts: they do not see the others.
-        why = {problem.key: problem.message for problem in native.problems}
-        bad = {dialect.aliases.get(path, path) for path, _ in leaves if path in why}
-        seen = Source(dialect, {name: value for name, value in values.items() if name not in bad})
-        rows = (_entry(path, value, seen, foreign, why.get(path)) for path, value in leaves)
-        return Translation(native, tuple(_without_secrets(row, foreign, Written()) for row in rows))
-    below, prefix = foreign.tree.get(NATIVE), f"{NATIVE}."
+    below = foreign.tree.get(NATIVE)
     own = dict(_leaves(below)) if isinstance(below, dict) else {}
-    kept = {path: of for path, of in foreign.references.items() if path.startswith(prefix)}
-    native.references |= {path.removeprefix(prefix): of for path, of in kept.items()}
-    source, writer = Source(dialect, values, backend, engine, own), _Writer(native)
-    ledger = []
-    for path, value in leaves:
-        entry = _entry(path, value, source, foreign)
+    tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
+    given = list(_leaves(tree, dialect.takes_mapping))
+    native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
+    native.problems += (
+        Problem(path, why, _origin(foreign, path)) for path, why in _mistakes(given, dialect, foreign)
+    )
+    # Conversions rely on values that the table accepts: they do not see the others.
+    wrong = {problem.key: problem.message for problem in native.problems}
+    bad = {dialect.name_of(path) for path, _ in given if path in wrong}
+    values = {name: value for path, value in given if (name := dialect.name_of(path)) not in bad}
+    source = Source(dialect, values, backend, engine, own)
+    ledger = [_entry(path, value, source, foreign, wrong.get(path)) for path, value in given]
+    if native.problems:
+        return Translation(native, tuple(_without_secrets(entry, foreign, Written()) for entry in ledger))
+
+    for path, reference in foreign.references.items():
+        if path.startswith(f"{NATIVE}."):
+            native.references[path.removeprefix(f"{NATIVE}.")] = reference
+    writer = _Writer(native)
+    for entry in ledger:
         if entry.disposition == "refused":
-            native.problems.append(Problem(path, entry.note, entry.origin))
-            ledger.append(entry)
-            continue
-        if entry.disposition == "unsupported" and not _is_allowed(path, allowed):
-            message = f"{show_value(value)} is not supported: {entry.note}"
-            message = f"{message}; to ignore it: --allow-unsupported {path}"
-            native.problems.append(Problem(path, message, entry.origin))
-        writer.put(entry.native, f"{entry.origin} {path}")
-        ledger.append(_without_secrets(entry, foreign, native))
+            native.problems.append(Problem(entry.path, entry.note, entry.origin))
+        elif entry.disposition == "unsupported" and not _is_allowed(entry.path, allowed):
+            why = f"{show_value(entry.value)} is not supported: {entry.note}"
+            message = f"{why}; to ignore it: --allow-unsupported {entry.path}"
+            native.problems.append(Problem(entry.path, message, entry.origin))
+        writer.put(entry.native, f"{entry.origin} {entry.path}")
+    shown = tuple(_without_secrets(entry, foreign, native) for entry in ledger)
     for path, became in _defaults(source, native.problems):
         writer.fill(became.native, f"{dialect.title}{DEFAULT_OF}{path}")
     writer.fill(dialect.base(source), f"{dialect.title}{WHOLE}")
@@ -90,50 +85,7 @@ def translate(
     if not native.problems:
         found = (problem for check in dialect.checks for problem in check(source))
         native.problems += [Problem(key, message, _origin(foreign, key)) for key, message in found]
-    return Translation(native, tuple(ledger))
-
-
-def _without_secrets(entry: Entry, foreign: Written, native: Written) -> Entry:
-    """Replace secrets in a row by references: values that came from environment variables, and the variables
-    set in cluster.env. References in native values are recorded in `native`."""
-    secrets: dict[str, str] = {}
-    if any(overlap(entry.path, path) for path in foreign.references):
-        secrets |= foreign.secrets
-    for path, value in entry.native.items():
-        if path.startswith("cluster.env.") and isinstance(value, str):
-            secrets[value] = f"${{oc.env:{path.removeprefix('cluster.env.')},null}}"
-        elif path == "cluster.env" and isinstance(value, dict):
-            secrets |= {text: f"${{oc.env:{name},null}}" for name, text in value.items() if text}
-    if not secrets:
-        return entry
-    kept = {path: hidden(value, secrets) for path, value in entry.native.items()}
-    native.references |= {
-        path_text((*parse_path(path), *below)): item
-        for path, value in kept.items()
-        for below, item in config_leaves(value)
-        if isinstance(item, Reference)
-    }
-    return replace(
-        entry, value=hidden(entry.value, secrets), native=kept, note=hidden(entry.note, distinct(secrets))
-    )
-
-
-def defaults_tree(dialect: Dialect, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the tree over the original system's defaults, so that interpolations may refer to keys missing
-    from the file."""
-    out: dict[str, Any] = {}
-    for path, rule in dialect.rules.items():
-        if rule.disposition == "applied" and rule.default is not ABSENT and "*" not in path:
-            place(out, parse_path(path), rule.default)
-    return _merged(out, tree)
-
-
-def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(below)
-    for key, value in above.items():
-        under = out.get(key)
-        out[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
-    return out
+    return Translation(native, shown)
 
 
 def _leaves(
@@ -148,79 +100,52 @@ def _leaves(
             yield path, value
 
 
-def _by_name(
-    leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written, problems: list[Problem]
-) -> dict[str, Any]:
-    """Index the leaves by the table's spelling; two different values under two spellings of a key are a
-    problem."""
-    values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for path, value in leaves:
-        name = dialect.aliases.get(path, path)
-        if name in spelled and values[name] != value:
-            message = f"is an alias of {spelled[name]}, which is {show_value(values[name])}; remove one"
-            problems.append(Problem(path, message, _origin(foreign, path)))
-        values[name] = value
-        spelled[name] = path
-    return values
-
-
-def _refused(leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written) -> Iterator[Problem]:
-    """Yield problems of single leaves: unknown keys, and values that a key does not accept."""
+def _mistakes(
+    given: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written
+) -> Iterator[tuple[str, str]]:
+    """Yield (path, error) of unknown keys, of values that a key does not accept, and of different values under
+    two spellings of a key."""
+    spelled: dict[str, tuple[str, Any]] = {}
     num_unknown = 0
-    for path, value in leaves:
-        rule = dialect.rule_of(dialect.aliases.get(path, path))
-        if rule is None:
-            is_section = _is_section(path, dialect)
-            if not (is_section and value in (None, {})) and not _is_variable(path, dialect, foreign):
-                num_unknown += 1
-                message = f"unknown key of {dialect.title}"
-                if num_unknown <= MAX_HINTS:
-                    message = _unknown(path, value, dialect, is_section=is_section)
-                yield Problem(path, message, _origin(foreign, path))
-        elif not rule.takes.accepts(value):
-            yield Problem(path, f"{show_value(value)} is not {rule.takes.words}", _origin(foreign, path))
-
-
-def _takes_mapping(path: str, dialect: Dialect) -> bool:
-    """Whether a mapping at a foreign path is a value. A path that matches a `*` rule and also has rules for
-    keys below it is a section."""
-    name = dialect.aliases.get(path, path)
-    return name in dialect.rules or (dialect.rule_of(name) is not None and not _is_section(path, dialect))
-
-
-def _is_section(path: str, dialect: Dialect) -> bool:
-    heads = _heads((*dialect.rules, *dialect.aliases))
-    parts = tuple(dialect.aliases.get(path, path).split("."))
-    return parts in heads or any((*parts[:i], "*", *parts[i + 1 :]) in heads for i in range(len(parts)))
-
-
-@cache
-def _heads(paths: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
-    """Return the sections of a dialect: paths with keys below them; `*` matches any name."""
-    split = [tuple(path.split(".")) for path in paths]
-    return frozenset(parts[:end] for parts in split for end in range(1, len(parts)))
+    for path, value in given:
+        first, other = spelled.setdefault(dialect.name_of(path), (path, value))
+        if other != value:
+            yield path, f"is an alias of {first}, which is {show_value(other)}; remove one"
+        if (rule := dialect.rule_of(path)) is not None:
+            if not rule.takes.accepts(value):
+                yield path, f"{show_value(value)} is not {rule.takes.words}"
+        elif dialect.is_section(path):
+            if value not in (None, {}):
+                yield path, f"{show_value(value)} is not a mapping"
+        elif not _is_variable(path, dialect, foreign):
+            num_unknown += 1
+            near = _near(path, dialect) if num_unknown <= MAX_HINTS else ""
+            yield path, f"unknown key of {dialect.title}{near}"
 
 
 def _is_variable(path: str, dialect: Dialect, foreign: Written) -> bool:
     """Whether a leaf that the dialect does not know is the file's own variable: at the top level or in a
     separate section, with an interpolation that refers to it."""
-    parts = path.split(".")
-    above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return not _is_section(parts[0], dialect) and not foreign.variables.isdisjoint(above)
+    section = path.partition(".")[0]
+    return not dialect.is_section(section) and any(is_within(path, name) for name in foreign.variables)
 
 
-def _entry(path: str, value: Any, source: Source, foreign: Written, refused: str | None = None) -> Entry:
-    """Build the ledger row of a leaf: refused, for a reason known before or because its conversion rejects
-    the value, or translated."""
+def _near(path: str, dialect: Dialect) -> str:
+    known = [*dialect.rules, *dialect.aliases]
+    homes = [name for name in known if name.rpartition(".")[2] == path.rpartition(".")[2]]
+    return suggest(path, known) or (f", did you mean {' or '.join(homes[:2])}?" if homes else "")
+
+
+def _entry(path: str, value: Any, source: Source, foreign: Written, wrong: str | None) -> Entry:
+    """Build the ledger row of a leaf: refused if it is wrong or its conversion rejects it, or translated."""
     origin, dialect = _origin(foreign, path), source.dialect
-    name = dialect.aliases.get(path, path)
-    if refused is not None:
-        return Entry(path, value, "refused", {}, refused, origin)
-    if (rule := dialect.rule_of(name)) is None:
-        if _is_section(path, dialect):
+    if wrong is not None:
+        return Entry(path, value, "refused", {}, wrong, origin)
+    if (rule := dialect.rule_of(path)) is None:
+        if dialect.is_section(path):
             return Entry(path, value, "implied", {}, "an empty section: its keys have their defaults", origin)
         return Entry(path, value, "no effect", {}, f"a variable of the file, used as ${{{path}}}", origin)
+    name = dialect.name_of(path)
     try:
         became = rule.become(value, replace(source, at=name))
     except ValueError as error:
@@ -230,34 +155,42 @@ def _entry(path: str, value: Any, source: Source, foreign: Written, refused: str
 
 
 def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Became]]:
-    for path, rule in source.dialect.rules.items():
-        if rule.disposition != "applied" or rule.default is ABSENT or "*" in path or path in source.values:
-            continue
-        try:
-            yield path, rule.become(rule.default, replace(source, at=path))
-        except ValueError as error:
-            problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
+    for path, default in source.dialect.defaults():
+        if path not in source.values:
+            try:
+                yield path, source.dialect.rules[path].become(default, replace(source, at=path))
+            except ValueError as error:
+                problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
 
 
-def _unknown(path: str, value: Any, dialect: Dialect, *, is_section: bool) -> str:
-    if is_section:
-        return f"{show_value(value)} is not a mapping"
-    known = [*dialect.rules, *dialect.aliases]
-    homes = [name for name in known if name.rpartition(".")[2] == path.rpartition(".")[2]]
-    near = suggest(path, known) or (f", did you mean {' or '.join(homes[:2])}?" if homes else "")
-    return f"unknown key of {dialect.title}{near}"
+def _without_secrets(entry: Entry, foreign: Written, native: Written) -> Entry:
+    """Replace secrets in a row by references: values that came from environment variables, and the variables
+    set in cluster.env. References in native values are recorded in `native`."""
+    from_variables = any(overlap(entry.path, path) for path in foreign.references)
+    secrets = dict(foreign.secrets) if from_variables else {}
+    for path, value in entry.native.items():
+        for at, text in leaves(value, parse_path(path)):
+            if at[:2] == ("cluster", "env") and text and isinstance(text, str):
+                secrets[text] = f"${{oc.env:{at[2]},null}}"
+    if not secrets:
+        return entry
+    kept = {path: hidden(value, secrets) for path, value in entry.native.items()}
+    for path, value in kept.items():
+        for at, item in leaves(value, parse_path(path)):
+            if isinstance(item, Reference):
+                native.references[path_text(at)] = item
+    note = hidden(entry.note, distinct(secrets))
+    return replace(entry, value=hidden(entry.value, secrets), native=kept, note=note)
 
 
 def _is_allowed(path: str, allowed: Sequence[str]) -> bool:
-    return ALL in allowed or any(path == name or path.startswith(f"{name}.") for name in allowed)
+    return ALL in allowed or any(is_within(path, name) for name in allowed)
 
 
 def _origin(foreign: Written, path: str) -> str:
-    while path:
-        if (found := foreign.origins.get(path)) is not None:
-            return found
+    while path and path not in foreign.origins:
         path = path.rpartition(".")[0]
-    return ""
+    return foreign.origins.get(path, "")
 
 
 class _Writer:
@@ -285,8 +218,7 @@ class _Writer:
 
     def replace(self, path: str, value: Any, origin: str) -> None:
         """Set the value, replacing any value at or below its path."""
-        for below in [other for other in self._put if other.startswith((f"{path}.", f"{path}["))]:
-            del self._put[below]
+        self._put = {other: old for other, old in self._put.items() if not is_within(other, path)}
         self._put[path] = value
         self._native.origins[path] = origin
 
@@ -299,7 +231,4 @@ class _Writer:
 
 def overlap(one: str, other: str) -> bool:
     """Whether two native paths are equal or one contains the other."""
-    if one == other:
-        return True
-    long, short = (one, other) if len(one) > len(other) else (other, one)
-    return long.startswith((f"{short}.", f"{short}["))
+    return is_within(one, other) or is_within(other, one)
