@@ -126,7 +126,7 @@ def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Writ
     keys missing from the file that have a default."""
     foreign = compose(path, overrides)
     defaults: dict[str, Any] = {}
-    for key, value in dialect.defaults():
+    for key, value in dialect.defaults.items():
         place(defaults, parse_path(key), value)
     foreign.tree = interpolate(foreign, lambda tree: merged(defaults, tree))
     foreign.problems = [replace(p, key=p.key or NATIVE) for p in foreign.problems]

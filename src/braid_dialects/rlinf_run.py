@@ -15,7 +15,7 @@ from .conditions import needs, unless
 from .conversions import at_least_0, computed, folder_name, listed, positive, unless_null, wandb_mode
 from .rlinf_facts import ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
-from .table import ABSENT, Became, Source, no_effect, unsupported
+from .table import Became, Source, no_effect, unsupported
 from .values import Takes, choice
 
 
@@ -145,8 +145,7 @@ def _critic(value: bool, source: Source) -> Any:
 def _critic_view(source: Source) -> Source:
     """The file with the `critic` keys in place of those of `actor`."""
     own = {f"actor{key.removeprefix('critic')}": source[key] for key in source.values if _is_critic(key)}
-    aliases = source.dialect.aliases
-    return replace(source, values={**source.values, **{aliases.get(key, key): own[key] for key in own}})
+    return replace(source, values=source.values | {source.dialect.name_of(key): own[key] for key in own})
 
 
 def _is_critic(key: str) -> bool:
@@ -167,11 +166,11 @@ def critic_settings(source: Source) -> tuple[dict[str, Any], list[tuple[str, str
     if not facts.has_critic(source) or not own - {"critic.model.model_path"}:
         return {}, []
     view, native, errors = _critic_view(source), dict[str, Any](), list[tuple[str, str]]()
-    for path, rule in source.dialect.rules.items():
-        has_value = path in view.values or rule.default is not ABSENT
-        if rule.disposition == "applied" and has_value and "*" not in path and not _is_critic(path):
+    for path, value in (source.dialect.defaults | view.values).items():
+        rule = source.dialect.rules.get(path)
+        if rule is not None and rule.disposition == "applied" and not _is_critic(path):
             try:
-                native |= rule.become(view[path], replace(view, at=path)).native
+                native |= rule.become(value, replace(view, at=path)).native
             except ValueError as error:
                 errors += [(path, f"for the critic: {error}")] if path.startswith("actor.") else []
     chosen = {} if source.backend is None else {"critic.train.backend": source.backend}
@@ -181,12 +180,11 @@ def critic_settings(source: Source) -> tuple[dict[str, Any], list[tuple[str, str
 def _as_actor(value: Any, source: Source) -> Became:
     """Convert a key that the actor has too, using the actor's rule."""
     key = f"actor{source.at.removeprefix('critic')}"
-    name = source.dialect.aliases.get(key, key)
-    if (rule := source.dialect.rule_of(name)) is None:
+    if (rule := source.dialect.rule_of(key)) is None:
         raise ValueError(f"the critic has the same keys as the actor, and {key} does not exist")
     if not rule.takes.accepts(value):
         raise ValueError(f"{value!r} is not {rule.takes.words}")
-    made = rule.become(value, replace(_critic_view(source), at=name))
+    made = rule.become(value, replace(_critic_view(source), at=source.dialect.name_of(key)))
     if made.disposition != "applied":
         return made
     native = _of_critic(made.native)

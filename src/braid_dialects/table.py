@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
+from braid.config.source import is_within
+
 from .values import Takes
 
 Disposition = Literal["applied", "unused", "implied", "no effect", "unsupported", "refused"]
@@ -143,11 +145,11 @@ class Dialect:
         parts = [path.split(".") for path in (*self.rules, *self.aliases)]
         return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
 
-    def defaults(self) -> Iterator[tuple[str, Any]]:
-        """The original's default of each key, in the table's spelling."""
-        for path, rule in self.rules.items():
-            if rule.disposition == "applied" and rule.default is not ABSENT and "*" not in path:
-                yield path, rule.default
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The original's defaults, by key in the table's spelling."""
+        applied = {path: rule for path, rule in self.rules.items() if rule.disposition == "applied"}
+        return {path: rule.default for path, rule in applied.items() if rule.default is not ABSENT}
 
     def natives(self, rule: Rule) -> list[str]:
         """The native paths of a rule in a file without keys."""
@@ -162,7 +164,7 @@ class Source:
     """
 
     dialect: Dialect
-    values: Mapping[str, Any]
+    values: dict[str, Any]
     """Foreign path -> value of every leaf in the file, in the table's spelling."""
     backend: str | None = None
     engine: str | None = None
@@ -177,15 +179,11 @@ class Source:
         if path.startswith("."):
             name = path.lstrip(".")
             path = ".".join([*self.at.split(".")[: len(name) - len(path)], name])
-        if path in self.values:
-            return self.values[path]
-        rule = self.dialect.rules.get(path)
-        is_set = rule is not None and rule.disposition == "applied" and rule.default is not ABSENT
-        return rule.default if rule is not None and is_set else None
+        return self.values.get(path, self.dialect.defaults.get(path))
 
     def has(self, path: str) -> bool:
         """Whether the file has the key, or keys below it."""
-        return path in self.values or any(name.startswith(f"{path}.") for name in self.values)
+        return any(is_within(name, path) for name in self.values)
 
     def place(self, name: str) -> Any:
         """What `{name}` stands for in native paths."""

@@ -155,7 +155,7 @@ def _entry(path: str, value: Any, source: Source, foreign: Written, wrong: str |
 
 
 def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Became]]:
-    for path, default in source.dialect.defaults():
+    for path, default in source.dialect.defaults.items():
         if path not in source.values:
             try:
                 yield path, source.dialect.rules[path].become(default, replace(source, at=path))

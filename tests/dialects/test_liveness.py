@@ -256,7 +256,7 @@ def test_a_change_of_an_applied_key_changes_what_the_run_depends_on(
             if entry.disposition != "applied" or (row := (entry.path, *entry.native)) in tried:
                 continue
             tried.add(row)
-            rule = file.dialect.rule_of(file.dialect.aliases.get(entry.path, entry.path))
+            rule = file.dialect.rule_of(entry.path)
             assert rule is not None
             without += [
                 f"{seed.name} {chosen} {entry.path}: {entry.value!r} -> {value!r}"

@@ -91,7 +91,7 @@ def test_a_text_config_is_planned_for_one_process(reader: Reader, seed: Seed) ->
 def test_a_key_that_a_page_names_in_prose_has_a_rule(name: str) -> None:
     dialect = DIALECTS[name]  # pyright: ignore[reportArgumentType]
     for key in PROSE[name]:
-        rule = dialect.rule_of(dialect.aliases.get(key, key))
+        rule = dialect.rule_of(key)
         assert rule is not None, key
         assert rule.disposition != "unsupported", key
 

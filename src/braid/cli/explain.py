@@ -69,7 +69,7 @@ def print_key(key: str, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     found = False
     for dialect in DIALECTS.values():
-        rule = dialect.rule_of(dialect.aliases.get(key, key))
+        rule = dialect.rule_of(key)
         if rule is not None:
             found = True
             _print_facts(console, dialect.title, key, _facts(rule, key, dialect))
