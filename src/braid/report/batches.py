@@ -61,6 +61,7 @@ def write_batch(path: Path, groups: Sequence[Group], rows: Sequence[Row]) -> Non
             parts.setdefault(name, []).append(array)
     assert all(len(pieces) == len(rows) for pieces in parts.values()), "all rows have the same arrays"
     arrays = {name: np.ascontiguousarray(np.concatenate(pieces)) for name, pieces in parts.items()}
+    path.parent.mkdir(exist_ok=True)
     write_atomically(path.with_suffix(".safetensors"), [save(arrays)])
     write_atomically(
         path.with_suffix(".json"), [to_json({"arrays": sorted(arrays), "rows": index}, indent=1)]

@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -39,6 +40,21 @@ class Counted(Protocol):
     def counts(self) -> Mapping[str, Any]: ...
 
 
+_NO_EVAL: dict[str, Any] = {"round": None, "results": {}}
+
+
+@dataclass(slots=True)
+class _State:
+    """What a resumed run continues. `wall_s` is the time before this process started or resumed."""
+
+    round: int | None = None
+    step: int = 0
+    wall_s: float = 0.0
+    first_eval: dict[str, Any] = field(default_factory=lambda: _NO_EVAL)
+    last_eval: dict[str, Any] = field(default_factory=lambda: _NO_EVAL)
+    restarts: int = 0
+
+
 class Reporter:
     """Reports the progress and results of a run. Built before the run's components, so that they can report
     too.
@@ -64,7 +80,7 @@ class Reporter:
         self._data: dict[str, dict[str, dict[str, int]]] = {}
         self._evaluated: Path | None = None
         self._is_summary_late = False
-        self._num_restarts = -1
+        self._state = _State(restarts=-1)
         self.restart()
 
     @contextmanager
@@ -101,11 +117,12 @@ class Reporter:
         metrics.add("time/round_s", now - self._line_s)
         self._line_s = now
         flat = metrics.flat()
-        self._round, self._step = round_, step
+        of = self._state
+        of.round, of.step = round_, step
         if results := _eval_results(flat):
-            self._last_eval = {"round": round_, "results": results}
-            if self._first_eval["round"] is None:
-                self._first_eval = self._last_eval
+            of.last_eval = {"round": round_, "results": results}
+            if of.first_eval["round"] is None:
+                of.first_eval = of.last_eval
         for sink in tuple(self._sinks):
             self._try(sink, lambda sink=sink: sink.log(round_, step, flat))
         try:
@@ -118,22 +135,21 @@ class Reporter:
     def store_samples(self, name: str, groups: Sequence[Group], rows: Sequence[Row] = ()) -> None:
         """Store trajectories with their training values as samples/`name`.jsonl. Write errors are only
         logged."""
-        self._begin()
-        path = self._samples(name)
-        try:
-            write_samples(path, groups, rows, decode=self.decode)
-        except OSError as error:
-            logger.warning("cannot store samples: cannot write %s: %s", path, error.strerror)
+        write = partial(write_samples, groups=groups, rows=rows, decode=self.decode)
+        self._store("samples", self._samples(name), write)
 
     def store_batch(self, name: str, groups: Sequence[Group], rows: Sequence[Row]) -> None:
         """Store all arrays of training rows as batches/`name`. Write errors are only logged."""
+        self._store(
+            "training rows", self.run_dir.batches / name, partial(write_batch, groups=groups, rows=rows)
+        )
+
+    def _store(self, what: str, path: Path, write: Callable[[Path], None]) -> None:
         self._begin()
-        path = self.run_dir.batches / name
         try:
-            path.parent.mkdir(exist_ok=True)
-            write_batch(path, groups, rows)
+            write(path)
         except OSError as error:
-            logger.warning("cannot store training rows: cannot write %s: %s", path, error.strerror)
+            logger.warning("cannot store %s: cannot write %s: %s", what, path, error.strerror)
 
     def tell_evaluated(self, checkpoint: Path | None) -> None:
         """Report which checkpoint is evaluated, also in the summary. None: the model of the config."""
@@ -143,34 +159,21 @@ class Reporter:
     def restart(self) -> None:
         """Reset when the run starts over or resumes from a checkpoint (then `load` follows) in the same
         process. The summary counts restarts."""
-        self._num_restarts += 1
-        self._round: int | None = None
-        self._step = 0
-        self._first_eval = self._last_eval = _NO_EVAL
-        self._earlier_s = 0.0
+        self._state = _State(restarts=self._state.restarts + 1)
         self._start_s = self._line_s = time.monotonic()
         self._is_begun = False
 
     def state(self, stored_round: int) -> dict[str, Any]:
         """Return the state that a resumed run needs: the round, the elapsed time, the first and last
         evaluation, ... `stored_round` is the last round whose samples may be stored already."""
-        return {
-            "round": self._round,
-            "stored_round": stored_round,
-            "step": self._step,
-            "wall_s": self._wall_s,
-            "first_eval": self._first_eval,
-            "last_eval": self._last_eval,
-            "restarts": self._num_restarts,
-        }
+        return {**asdict(self._state), "wall_s": self._wall_s, "stored_round": stored_round}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a checkpoint; records of later rounds are removed from the run folder."""
-        self._round, self._step = state["round"], state["step"]
-        self._earlier_s = state["wall_s"]
-        self._first_eval, self._last_eval = state["first_eval"], state["last_eval"]
-        self._num_restarts = max(self._num_restarts, state["restarts"])
-        self._begin(state["stored_round"])
+        kept: dict[str, Any] = {**state, "restarts": max(self._state.restarts, state["restarts"])}
+        stored_round = kept.pop("stored_round")
+        self._state = _State(**kept)
+        self._begin(stored_round)
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
         """Write the final summary, close all sinks and show the closing report. A summary that cannot be
@@ -191,23 +194,23 @@ class Reporter:
     @property
     def first_eval(self) -> dict[str, dict[str, float]]:
         """Results of the first evaluation, source -> name -> value; empty if there is none yet."""
-        return self._first_eval["results"]
+        return self._state.first_eval["results"]
 
     @property
     def last_eval(self) -> dict[str, dict[str, float]]:
         """Results of the latest evaluation."""
-        return self._last_eval["results"]
+        return self._state.last_eval["results"]
 
     @property
     def _wall_s(self) -> float:
-        return self._earlier_s + time.monotonic() - self._start_s
+        return self._state.wall_s + time.monotonic() - self._start_s
 
     def _begin(self, stored_round: int | None = None) -> None:
         """Before the first write: rewind the run folder to the round from which this run resumes."""
         if self._is_begun:
             return
         self._is_begun = True
-        self.run_dir.rewind(self._round, stored_round)
+        self.run_dir.rewind(self._state.round, stored_round)
         self.console.go_on(self.run_dir.read_metrics())
 
     def _try(self, sink: Sink, act: Callable[[], None]) -> None:
@@ -217,41 +220,38 @@ class Reporter:
             raise
         except Exception as error:  # a tracker's failure must not end the run
             self._sinks.remove(sink)
-            logger.warning(
-                "%s failed and is disabled for the rest of the run: %s: %s",
-                sink.name,
-                type(error).__name__,
-                error,
-            )
+            why = f"{type(error).__name__}: {error}"
+            logger.warning("%s failed and is disabled for the rest of the run: %s", sink.name, why)
 
     def _summarize(self, status: Status, error: BaseException | None = None) -> None:
-        self.run_dir.write_summary(
-            {
-                "status": status,
-                "round": self._round or 0,
-                "num_rounds": self.console.num_rounds,
-                "steps": self._step,
-                "wall_s": round(self._wall_s, 3),
-                "restarts": self._num_restarts,
-                "eval": {
-                    "first": self.first_eval,
-                    "last": self.last_eval,
-                    "first_round": self._first_eval["round"],
-                    "last_round": self._last_eval["round"],
-                },
-                "checkpoint": None if self._evaluated is None else str(self._evaluated),
-                "data": self._data,
-                "error": None if error is None else f"{type(error).__name__}: {error}",
-            }
-        )
+        of = self._state
+        summary = {
+            "status": status,
+            "round": of.round or 0,
+            "num_rounds": self.console.num_rounds,
+            "steps": of.step,
+            "wall_s": round(self._wall_s, 3),
+            "restarts": of.restarts,
+            "eval": {
+                "first": self.first_eval,
+                "last": self.last_eval,
+                "first_round": of.first_eval["round"],
+                "last_round": of.last_eval["round"],
+            },
+            "checkpoint": None if self._evaluated is None else str(self._evaluated),
+            "data": self._data,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+        self.run_dir.write_summary(summary)
 
     def _closing(self, status: Status) -> RenderableType:
-        run, first, last = self.run_dir, self._first_eval["round"], self._last_eval["round"]
+        run, evals = self.run_dir, (self._state.first_eval, self._state.last_eval)
+        first, last = (self._samples(f"eval_{of['round'] or 0:06d}") for of in evals)
         return closing(
             status,
             time_text=clock(self._wall_s),
             results=(self.first_eval, self.last_eval),
-            samples=(self._samples(f"eval_{first or 0:06d}"), self._samples(f"eval_{last or 0:06d}")),
+            samples=(first, last),
             files={
                 "run": run.path,
                 "metrics": run.metrics,
@@ -264,9 +264,6 @@ class Reporter:
 
     def _samples(self, name: str) -> Path:
         return self.run_dir.samples / f"{name}.jsonl"
-
-
-_NO_EVAL: dict[str, Any] = {"round": None, "results": {}}
 
 
 def _eval_results(flat: Mapping[str, float]) -> dict[str, dict[str, float]]:

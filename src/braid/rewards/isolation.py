@@ -190,21 +190,19 @@ def _start(role: Role, isolation: Isolation, limits: Limits, folder: str, errors
     """Start the process: a subprocess.Popen, or sandlock's equivalent with the same streams."""
     user = 1_900_000_000 + secrets.randbelow(100_000_000) if isolation == "bubblewrap" else 0
     command = _command(role, isolation, limits, user)
-    try:
-        if isolation == "sandlock":
-            return _start_sandlock(command, limits, folder)
-        if isolation == "process":
-            return _popen(command, errors, env=_ENVIRONMENT, cwd="/")
-        with seccomp.program() as filter_fd:
-            fds = () if filter_fd is None else (filter_fd,)
-            return _popen([*_bubblewrap(user, filter_fd), *command], errors, env={}, pass_fds=fds)
-    except (OSError, RuntimeError, ImportError) as error:
-        raise SandboxError(f"{type(error).__name__}: {error}") from error
-
-
-def _popen(command: Sequence[str], errors: IO[bytes], **options: Any) -> Any:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-    return subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes, **options)
+    with contextlib.ExitStack() as stack:
+        try:
+            if isolation == "sandlock":
+                return _start_sandlock(command, limits, folder)
+            options: dict[str, Any] = {"env": _ENVIRONMENT, "cwd": "/"}
+            if isolation != "process":
+                filter_fd = stack.enter_context(seccomp.program())
+                command = [*_bubblewrap(user, filter_fd), *command]
+                options = {"env": {}, "pass_fds": () if filter_fd is None else (filter_fd,)}
+            options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            return subprocess.Popen(command, bufsize=0, start_new_session=True, **options)
+        except (OSError, RuntimeError, ImportError) as error:
+            raise SandboxError(f"{type(error).__name__}: {error}") from error
 
 
 def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> list[str]:

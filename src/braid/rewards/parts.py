@@ -35,7 +35,7 @@ from .isolation import START_LIMIT_S, Isolation, find_isolation
 from .processes import ScoringProcesses
 from .programs import read_tests
 from .rules import Extract, choice, exact, extraction, length, matches, repetition
-from .threads import LoopThread, ReplaceableThreads
+from .threads import CallThreads, LoopThread
 
 OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
 """Parameters that a reward function may declare, besides its own."""
@@ -89,7 +89,7 @@ def build_part(  # noqa: C901  # one case per kind
             function = load_function(part.path, base_dir=base_dir, key=f"{key}.path")
             names = offered_names(function, part.params, path=part.path, key=key)
             is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-            runner = LoopThread() if is_async else ReplaceableThreads(max_stuck=config.concurrency)
+            runner = LoopThread() if is_async else CallThreads(max_stuck=config.concurrency)
             call = partial(function, **part.params)
             return Part(
                 lambda t: partial(runner.run, partial(call, **_offered(t, names)), timeout_s), runner.close

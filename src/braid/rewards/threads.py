@@ -72,7 +72,7 @@ def _as_reward_error() -> Iterator[None]:
         raise RewardError(f"{type(error).__name__}: {error}{where}") from error
 
 
-class ReplaceableThreads:
+class CallThreads:
     """Runs a synchronous function with a time limit, several calls at a time."""
 
     def __init__(self, *, max_stuck: int) -> None:
