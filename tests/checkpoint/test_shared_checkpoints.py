@@ -149,7 +149,7 @@ KILLS = textwrap.dedent(
         meeting = f"file://{folder.parent}/meeting_{trial}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
         store = CheckpointStore(folder, keep=2)
-        step = store.load()[0] if store.steps() else 0
+        step = store.locate()[1] if store.steps() else 0
         for count in range(step + 1, 10**6):
             half = torch.full((10_001 if rank else 10_000,), float(count))
             boxes = {str(i): Boxes.of_range(half, (20_001,), rank * 10_000) for i in range(4)}

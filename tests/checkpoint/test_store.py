@@ -37,12 +37,12 @@ def store(tmp_path: Path) -> CheckpointStore:
 def test_the_newest_checkpoint_is_loaded(store: CheckpointStore) -> None:
     for step in (2, 10):
         assert store.save(step, state(step)) == store.folder / f"step_{step}"
-    step, back = store.load()
+    _, step, back = store.locate()
     assert step == 10
     assert back["rng"] == (1 << 100, b"\0x")
     assert back["policy"]["w"] is back["policy"]["tied"]
     assert value_of(back) == 10
-    assert store.load(store.path(2))[0] == 2
+    assert store.locate(store.path(2))[1] == 2
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
     store.save(3, state(1))
     store.save(3, state(2))
-    assert value_of(store.load()[1]) == 2
+    assert value_of(store.locate()[2]) == 2
     assert os.listdir(store.folder) == ["step_3"]
 
 
@@ -78,16 +78,16 @@ def test_resuming_from_a_step_can_remove_later_checkpoints(store: CheckpointStor
 
 def test_nothing_to_load_is_an_error_that_says_what_to_do(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*run\.resume=none"):
-        store.load()
+        store.locate()
     with pytest.raises(CheckpointError, match="no such checkpoint folder: nowhere/step_1"):
-        store.load("nowhere/step_1")
+        store.locate("nowhere/step_1")
 
 
 def test_a_run_folder_given_for_a_checkpoint_leads_to_the_newest_in_it(store: CheckpointStore) -> None:
     store.save(7, state(7))
     for folder in (store.folder, store.folder.parent):
         with pytest.raises(CheckpointError, match=r"is a folder of checkpoints, not a checkpoint; .*step_7"):
-            store.load(folder)
+            store.locate(folder)
 
 
 def flip_byte(path: Path) -> None:
@@ -109,13 +109,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
         store.save(step, state(step))
     damage(store.path(20) / name)
     with caplog.at_level(logging.WARNING):
-        step, back = store.load()
+        _, step, back = store.locate()
     assert (step, value_of(back)) == (10, 10)
     assert f"checkpoint {store.path(20)} is damaged: " in caplog.text
     assert name in caplog.text
     assert f"using the previous one, {store.path(10)}" in caplog.text
     with pytest.raises(CheckpointError, match="is damaged"):
-        store.load(store.path(20))
+        store.locate(store.path(20))
 
 
 def test_every_byte_counts(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_any_flipped_bit_of_a_manifest_is_found_and_the_checkpoint_before_is_use
         manifest.write_bytes(changed)
         with pytest.raises(CheckpointError, match=r"is damaged|has format"):
             read_checkpoint(store.path(20))
-        step, back = store.load()
+        _, step, back = store.locate()
         assert (step, back["count"]) == (10, 10), bit
 
 
@@ -172,14 +172,14 @@ def test_if_all_are_damaged_each_is_reported(store: CheckpointStore) -> None:
         CheckpointError,
         match=r"(?s)all checkpoints are damaged:.*step_20.*bytes.*step_10.*manifest.json is missing",
     ):
-        store.load()
+        store.locate()
 
 
 def test_a_checkpoint_of_another_format_is_told_apart_from_a_damaged_one(store: CheckpointStore) -> None:
     manifest = store.save(1, state(1)) / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
     with pytest.raises(CheckpointError, match="has format 99, but this version of braid reads 1"):
-        store.load(store.path(1))
+        store.locate(store.path(1))
 
 
 def test_a_state_that_cannot_be_saved_changes_nothing(store: CheckpointStore) -> None:
@@ -201,12 +201,12 @@ def test_leftovers_of_killed_saves_are_removed_and_a_replaced_checkpoint_is_rest
     (store.folder / ".removing_step_0").mkdir()
     store.path(2).rename(store.folder / ".replaced_step_2")  # killed between the two renames of a replacement
     assert store.steps() == [1, 2]
-    assert store.load()[0] == 2
+    assert store.locate()[1] == 2
     store.clean()
     assert sorted(os.listdir(store.folder)) == ["step_1", "step_2"]
     store.path(2).rename(store.folder / ".replaced_step_2")
     store.save(2, state(5))
-    assert value_of(store.load()[1]) == 5
+    assert value_of(store.locate()[2]) == 5
     assert sorted(os.listdir(store.folder)) == ["step_1", "step_2"]
 
 
@@ -240,7 +240,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_what_is_missing(small_
         assert f"the newest checkpoint is still {store.path(1)}" in text
         assert "run.resume=latest" in text
         assert os.listdir(store.folder) == ["step_1"]
-    assert value_of(store.load()[1]) == 1
+    assert value_of(store.locate()[2]) == 1
     store.save(2, state(2, num=200_000))
     assert store.steps() == [2]
 
@@ -263,7 +263,7 @@ KILLS = textwrap.dedent(
 
     def write(pipe):
         store = CheckpointStore(folder, keep=2)
-        step = store.load()[0] if store.steps() else 1
+        step = store.locate()[1] if store.steps() else 1
         for count in range(10**6):
             step += stride
             weights = {str(i): torch.full((20_000,), float(count)) for i in range(8)}
@@ -284,7 +284,7 @@ KILLS = textwrap.dedent(
             os.waitpid(writer, 0)
             reported = [int(line) for line in pipe if line.endswith("\\n")]
         leftovers += any(name.startswith(".") for name in os.listdir(folder))
-        step, back = CheckpointStore(folder).load()
+        _, step, back = CheckpointStore(folder).locate()
         assert {float(w.unique()) for w in back["weights"].values()} == {float(back["count"])}
         assert not reported or step in (reported[-1], reported[-1] + stride), (step, reported)
         assert len(CheckpointStore(folder).steps()) <= 3

@@ -96,7 +96,7 @@ def test_checkpoints_can_be_in_another_folder(load_tiny: LoadTiny, tmp_path: Pat
     commands.train(load_tiny("run.resume=latest", *common))
     assert CheckpointStore(folder).steps() == [2, 3]
     model = AutoModelForCausalLM.from_pretrained(commands.export(run))
-    _, state = CheckpointStore(folder).load()
+    *_, state = CheckpointStore(folder).locate()
     assert torch.equal(
         model.state_dict()["lm_head.weight"], state["policy"]["weights"]["model.embed_tokens.weight"]
     )
@@ -122,7 +122,7 @@ def test_models_exported_while_training_are_those_of_their_rounds(
     assert sorted(p.name for p in (run / "exports").iterdir()) == ["step_2", "step_4"]
     for step in (2, 4):
         exported = AutoModelForCausalLM.from_pretrained(run / "exports" / f"step_{step}").state_dict()
-        _, state = CheckpointStore(run / "checkpoints").load(run / "checkpoints" / f"step_{step}")
+        *_, state = CheckpointStore(run / "checkpoints").locate(run / "checkpoints" / f"step_{step}")
         assert all(torch.equal(exported[name], tensor) for name, tensor in state["policy"]["weights"].items())
     assert AutoTokenizer.from_pretrained(run / "exports" / "step_2").eos_token == "<eos>"
     elsewhere = commands.train(
@@ -209,7 +209,7 @@ def test_explicit_critic_settings_equal_to_the_policys_change_nothing(load_tiny:
 def test_mini_batches_of_the_critic_do_not_affect_the_policy(load_tiny: LoadTiny) -> None:
     own = "critic.train={steps_per_pass: 4, passes_per_round: 3, shuffle: false, optimizer: {lr: 3.0e-3}}"
     run = commands.train(load_tiny(own, "checkpoint.every_rounds=1", *PPO)).run_dir
-    _, state = CheckpointStore(run / "checkpoints").load()
+    *_, state = CheckpointStore(run / "checkpoints").locate()
     assert (state["critic"]["num_steps"], state["policy"]["num_steps"]) == (3 * 4 * 3, 3 * 2 * 2)
     assert json.loads((run / "plan.json").read_text())["planned_critic_steps"] == 36
     commands.train(load_tiny("run.name=parts", "run.max_rounds=1", own, "checkpoint.every_rounds=1", *PPO))
@@ -233,7 +233,7 @@ def test_the_reference_takes_over_the_policy_after_each_pass_over_the_prompts(
     ]
     run = commands.train(load_tiny("run.name=whole", "run.max_rounds=5", *common)).run_dir
     store = CheckpointStore(run / "checkpoints")
-    states = [store.load(store.path(step))[1] for step in range(6)]
+    states = [store.locate(store.path(step))[2] for step in range(6)]
     policy, reference = ([state[role]["weights"] for state in states] for role in ("policy", "reference"))
     assert equal(reference[2], policy[2])
     assert equal(reference[3], policy[2])

@@ -15,7 +15,7 @@ from .conftest import LoadTiny
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
-    _, state = CheckpointStore(run / "checkpoints").load()
+    *_, state = CheckpointStore(run / "checkpoints").locate()
     return state["policy"]["weights"]
 
 
@@ -115,7 +115,7 @@ def test_steps_past_the_early_stop_are_counted_and_change_nothing(load_tiny: Loa
     settings = ("algorithm.early_stop_ratio=0.5", "train.passes_per_round=2", "train.max_skipped_steps=1")
     run = commands.train(load_tiny(*settings, "checkpoint.every_rounds=1")).run_dir
     store = CheckpointStore(run / "checkpoints")
-    weights = [store.load(store.path(step))[1]["policy"]["weights"] for step in store.steps()]
+    weights = [store.locate(store.path(step))[2]["policy"]["weights"] for step in store.steps()]
     assert len(weights) > 1
     assert all(torch.equal(weights[0][name], weights[-1][name]) for name in weights[0])
     for line in _lines(run)[1:]:

@@ -26,7 +26,7 @@ def lines(run: Path) -> list[dict]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    _, state = CheckpointStore(run / "checkpoints").load()
+    *_, state = CheckpointStore(run / "checkpoints").locate()
     return state["policy"]["weights"]
 
 

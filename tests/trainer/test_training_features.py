@@ -23,7 +23,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
 
 
 def _state(run: Path) -> dict[str, Any]:
-    return CheckpointStore(run / "checkpoints").load()[1]
+    return CheckpointStore(run / "checkpoints").locate()[2]
 
 
 def _weights(run: Path, role: str = "policy") -> dict[str, torch.Tensor]:

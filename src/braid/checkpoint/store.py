@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.errors import CheckpointError, ConfigError, Problem
-from braid.report.files import lock
+from braid.report.files import human_bytes, lock
 
 from .tensors import read_tensors, write_tensors
 from .tree import pack, unpack
@@ -124,19 +124,13 @@ class CheckpointStore:
         self._prune(step)
         return self.path(step)
 
-    def load(self, which: str | Path = "latest") -> tuple[int, dict[str, Any]]:
-        """Return (step, state) of the newest complete checkpoint, or of the one in the folder `which`. Files
-        written by workers are not read; `locate` returns their folder.
+    def locate(self, which: str | Path = "latest") -> tuple[Path, int, dict[str, Any]]:
+        """Return (folder, step, state) of the newest complete checkpoint, or of the one in the folder `which`.
+        Files written by workers are not read.
 
         Raises CheckpointError when there is none. `latest` skips a damaged checkpoint with a warning; a
         damaged one given by path is an error.
         """
-        path, step, state = self.locate(which)
-        del path
-        return step, state
-
-    def locate(self, which: str | Path = "latest") -> tuple[Path, int, dict[str, Any]]:
-        """Return (folder, step, state) of the checkpoint that `load` loads."""
         if which != "latest":
             return Path(which), *read_checkpoint(Path(which))
         problems: list[str] = []
@@ -150,11 +144,8 @@ class CheckpointStore:
                 logger.warning("%s; using the previous one, %s", problem, path)
             return path, step, state
         if problems:
-            raise CheckpointError(
-                "all checkpoints are damaged:\n  - "
-                + "\n  - ".join(problems)
-                + "\nStart a new run with run.resume=none"
-            )
+            listed = "\n  - ".join(["all checkpoints are damaged:", *problems])
+            raise CheckpointError(f"{listed}\nStart a new run with run.resume=none")
         raise CheckpointError(
             f"no checkpoint in {self.folder}; start a new run with run.resume=none, or set run.resume to the path of a checkpoint"
         )
@@ -220,15 +211,15 @@ class CheckpointStore:
         with suppress(OSError):
             self.clean()
         steps = self.steps()
-        before = (
+        newest = (
             f"the newest checkpoint is still {self.path(steps[-1])}"
             if steps
             else "there is no earlier checkpoint"
         )
         return CheckpointError(
             f"cannot write the checkpoint of step {step} to {self.folder}: {error.strerror or error}; "
-            f"{'' if needed is None else f'it needs {_size(needed)}, '}{_size(_free(self.folder))} are free. Temporary files "
-            f"were removed; {before}. Free disk space (checkpoint.keep limits the number of checkpoints), then resume with "
+            f"{'' if needed is None else f'it needs {human_bytes(needed)}, '}{human_bytes(_free(self.folder))} are free. Temporary "
+            f"files were removed; {newest}. Free disk space (checkpoint.keep limits the number of checkpoints), then resume with "
             "run.resume=latest"
         )
 
@@ -335,12 +326,3 @@ def _free(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

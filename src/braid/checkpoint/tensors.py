@@ -1,41 +1,23 @@
-"""Streaming writer for safetensors files, one tensor at a time.
+"""Streaming writer for safetensors files: 8 bytes of header length, JSON header, data.
 
 The library's own writer needs all tensors contiguous in host memory at once, and reports a full disk without
-its errno. This one copies at most one tensor at a time, and passes the bytes on, so that they can be hashed
-while they are written. Files are read with the library. Format: https://huggingface.co/docs/safetensors (8
-bytes of header length, JSON header, data).
+its errno. This one copies one tensor at a time, and its bytes can be hashed while they are written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from braid.errors import CheckpointError
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+DTYPES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+"""Names of the types in the format."""
 
 
 def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, Tensor]) -> None:
@@ -61,20 +43,10 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
     write(text)
     for name in names:
         if tensors[name].numel():
-            write(_bytes_of(tensors[name]))
+            plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+            write(plain.flatten().view(torch.uint8).numpy().data)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of the file into newly allocated CPU memory."""
-    return dict(_tensors_of(path))
-
-
-def _tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  # the file is not a mapping
-            yield name, file.get_tensor(name).clone()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.flatten().view(torch.uint8).numpy().data
+    return {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}

@@ -28,8 +28,8 @@ from braid.errors import CheckpointError
 def pack(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """Convert a state to (JSON data, tensors by name). Tensors are not copied. Raises CheckpointError for a
     value of an unsupported type."""
-    packer = _Packer()
-    return packer.pack(state, ""), packer.tensors
+    tensors = _Tensors()
+    return _pack(state, "", tensors), tensors.by_name
 
 
 def unpack(data: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -63,57 +63,47 @@ def _unpack_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
             )
 
 
-class _Packer:
-    """Converts a state and collects its tensors under their paths."""
+def _pack(value: Any, path: str, tensors: _Tensors) -> Any:
+    match value:
+        case np.generic():
+            return _pack(value.item(), path, tensors)
+        case float() if not math.isfinite(value):
+            return {"$float": repr(value)}
+        case None | bool() | str() | int() | float():
+            return value
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        case Tensor():
+            return {"$tensor": tensors.add(value, path)}
+        case np.ndarray():
+            try:
+                native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+                tensor = torch.from_numpy(native if native.flags.writeable else native.copy())
+            except (TypeError, ValueError):
+                raise _cannot(path, f"a numpy array of {value.dtype}") from None
+            return {"$array": tensors.add(tensor, path)}
+        case tuple():
+            return {"$tuple": _pack(list(value), path, tensors)}
+        case list():
+            return [_pack(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        case Mapping() if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _pack(item, f"{path}/{key}", tensors) for key, item in value.items()}
+        case Mapping():
+            pairs = value.items()
+            return {"$dict": [[_pack(k, path, tensors), _pack(v, f"{path}/{k}", tensors)] for k, v in pairs]}
+        case _:
+            raise _cannot(path, f"a {type(value).__name__}")
+
+
+class _Tensors:
+    """The tensors of a state under their paths."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.by_name: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
-    def pack(self, value: Any, path: str) -> Any:
-        match value:
-            case None | bool():
-                return value
-            case str():
-                return str.__str__(value)
-            case int() | np.integer() | np.bool_():
-                return bool(value) if isinstance(value, np.bool_) else int(value)
-            case float() | np.floating():
-                number = float(value)
-                return number if math.isfinite(number) else {"$float": repr(number)}
-            case bytes():
-                return {"$bytes": base64.b64encode(value).decode("ascii")}
-            case Tensor():
-                return {"$tensor": self._name(value, path)}
-            case np.ndarray():
-                return {"$array": self._name(self._as_tensor(value, path), path)}
-            case tuple():
-                return {"$tuple": self._items(value, path)}
-            case list():
-                return self._items(value, path)
-            case Mapping():
-                return self._mapping(value, path)
-            case _:
-                raise _cannot(path, f"a {type(value).__name__}")
-
-    def _items(self, values: list[Any] | tuple[Any, ...], path: str) -> list[Any]:
-        return [self.pack(value, f"{path}/{i}") for i, value in enumerate(values)]
-
-    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {str.__str__(key): self.pack(item, f"{path}/{key}") for key, item in value.items()}
-        return {"$dict": [[self.pack(k, path), self.pack(v, f"{path}/{k}")] for k, v in value.items()]}
-
-    def _as_tensor(self, array: np.ndarray, path: str) -> Tensor:
-        try:
-            native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-            return torch.from_numpy(native if native.flags.writeable else native.copy())
-        except (TypeError, ValueError):
-            raise _cannot(path, f"a numpy array of {array.dtype}") from None
-
-    def _name(self, tensor: Tensor, path: str) -> str:
-        """Name under which the tensor is stored: its path, or that of an earlier leaf that is the same
-        tensor."""
+    def add(self, tensor: Tensor, path: str) -> str:
+        """The name of the tensor: its path, or that of an earlier leaf that is the same tensor."""
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise _cannot(path, f"a tensor that is not dense ({tensor.layout}, {tensor.device})")
         tensor = tensor.detach()
@@ -121,9 +111,9 @@ class _Packer:
         if tensor.numel() and same in self._names:
             return self._names[same]
         name = path.removeprefix("/")
-        while name in self.tensors or name == "__metadata__":
+        while name in self.by_name or name == "__metadata__":
             name += "~"
-        self.tensors[name] = tensor
+        self.by_name[name] = tensor
         if tensor.numel():
             self._names[same] = name
         return name

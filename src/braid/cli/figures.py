@@ -12,6 +12,7 @@ from braid.errors import ConfigError
 from braid.plan import Plan
 from braid.plan.end_tokens import end_tokens
 from braid.plan.sizes import kv_budget_tokens
+from braid.report.files import human_bytes
 from braid.rewards.isolation import find_isolation
 
 UNKNOWN = "unknown"
@@ -34,14 +35,6 @@ def figures(config: RunConfig, plan: Plan) -> list[Figure]:
         "eval": (_lengths, _end_tokens, _rewards),
     }
     return [figure for part in parts[plan.verb] for figure in part(config, plan)]
-
-
-def human_bytes(count: int) -> str:
-    """1536 as "1.5 KiB"."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def human_count(count: int) -> str:

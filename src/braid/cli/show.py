@@ -20,8 +20,9 @@ from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.config.source import DEFAULT, OVERRIDE, KeyPath, leaves, path_text
 from braid.plan import Plan, merge_recipe, unused_keys, why_unused
+from braid.report.files import human_bytes
 
-from .figures import figures, human_bytes, human_count
+from .figures import figures, human_count
 from .placement_table import placement_table, placement_title
 
 _WIDE = 120
