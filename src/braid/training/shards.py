@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -80,13 +81,7 @@ class Boxes:
     @classmethod
     def of_range(cls, flat: Tensor, shape: Sequence[int], start: int) -> Boxes:
         """Boxes of `flat`, which holds the whole's elements from `start` in row-major order."""
-        parts: list[tuple[Sequence[int], Tensor]] = []
-        done = 0
-        for offsets, sizes in boxes_of_range(shape, start, start + flat.numel()):
-            size = math.prod(sizes)
-            parts.append((offsets, flat.view(-1)[done : done + size].view(sizes)))
-            done += size
-        return cls(shape, flat.dtype, parts)
+        return cls(shape, flat.dtype, list(boxes_of_range(flat.view(-1), shape, start)))
 
     def size(self) -> torch.Size:
         """Shape of the whole tensor."""
@@ -152,35 +147,19 @@ class _Unpickler(pickle.Unpickler):
     an index is rejected."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _IN_INDEX:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _IN_INDEX:
             raise pickle.UnpicklingError(f"unexpected global {module}.{name}")
         return super().find_class(module, name)
 
 
-_DTYPES = {
-    ("torch", str(dtype).removeprefix("torch."))
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
-_IN_INDEX = _DTYPES | {
+_IN_INDEX = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
     *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    *((metadata.__name__, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
 }
 
 
@@ -191,22 +170,14 @@ class _Reader(dcp.FileSystemReader):
         assert not kwargs.get("rank"), "there is a single index, written by rank 0"
         try:
             with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = _Unpickler(file).load()
-        except (
-            pickle.UnpicklingError,
-            EOFError,
-            AttributeError,
-            TypeError,
-            ValueError,
-            IndexError,
-            KeyError,
-        ) as error:
+                index = _Unpickler(file).load()
+        except Exception as error:  # of many types, for damaged data
             raise CheckpointError(f"the checkpoint {self.path} is damaged: .metadata: {error}") from error
-        if not isinstance(metadata, Metadata):
+        if not isinstance(index, Metadata):
             raise CheckpointError(
-                f"the checkpoint {self.path} is damaged: .metadata contains a {type(metadata).__name__}"
+                f"the checkpoint {self.path} is damaged: .metadata contains a {type(index).__name__}"
             )
-        return metadata
+        return index
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -222,29 +193,23 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].parts[index.index][1]
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(offsets, sizes) of boxes that partition the elements [start, stop) of a tensor in row-major order."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield [start][: len(shape)], [stop - start][: len(shape)]
-        return
+def boxes_of_range(flat: Tensor, shape: Sequence[int], start: int) -> Iterator[tuple[list[int], Tensor]]:
+    """Boxes (offsets, part) in `flat` [n], which holds a tensor's elements from `start` in row-major order. The
+    parts are views."""
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
-        return
-    if start % row:
-        yield from _in_row(shape, first - 1, start % row, row)
-    if first < last:
-        yield [first, *[0] * (len(shape) - 1)], [last - first, *shape[1:]]
-    if stop % row:
-        yield from _in_row(shape, last, 0, stop % row)
-
-
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
-    for offsets, sizes in boxes_of_range(shape[1:], start, stop):
-        yield [row, *offsets], [1, *sizes]
+    while len(flat):
+        if not shape:
+            yield [], flat.view(())
+            return
+        index, inner = divmod(start, row)
+        if inner == 0 and len(flat) >= row:
+            size = len(flat) // row * row
+            yield [index, *[0] * (len(shape) - 1)], flat[:size].view(-1, *shape[1:])
+        else:
+            size = min(row - inner, len(flat))
+            for offsets, part in boxes_of_range(flat[:size], shape[1:], inner):
+                yield [index, *offsets], part.unsqueeze(0)
+        start, flat = start + size, flat[size:]
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> Written:

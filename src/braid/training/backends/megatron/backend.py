@@ -66,9 +66,7 @@ class MegatronBackend(RankBackend):
         """The process group must be initialized. `model` holds its weights on rank 0 in host memory, and is
         moved to the meta device. Raises TrainingError or ModelError if it cannot be partitioned as
         `config.megatron` says."""
-        if not isinstance(model, CausalLM | ValueModel) or (
-            isinstance(model, CausalLM) and model.has_adapters
-        ):
+        if not isinstance(model, CausalLM | ValueModel) or getattr(model, "has_adapters", False):
             raise ModelError(
                 "train.backend=megatron supports only full training of language models and critics on them; set "
                 "train.backend to fsdp2, fsdp or single"
@@ -170,10 +168,8 @@ class MegatronBackend(RankBackend):
                 passed = stage(batch, outputs)
             return passed, partial(loss, batch)
 
-        for stage in self._stages:
-            stage.train(
-                not forward_only
-            )  # there is no dropout; activations are recomputed in train mode only
+        for stage in self._stages:  # there is no dropout; activations are recomputed in train mode only
+            stage.train(not forward_only)
         data = [iter(batches) for _ in self._stages]
         return get_forward_backward_func()(
             forward_step_func=step,

@@ -30,13 +30,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from braid.config.backends import MegatronConfig
 from braid.config.train import TrainConfig
 from braid.models.attention import LayerCall, PackedAttention, attend
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM, spread, written_positions
-from braid.models.kernels import AttentionKind, packed_attention
-from braid.models.logprobs import DEFAULT_CHUNK_BYTES, Head, token_logprobs
+from braid.models.kernels import packed_attention
+from braid.models.logprobs import Head, token_logprobs
 from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
 
@@ -111,17 +112,12 @@ def layer_options(
 def _recompute_options(train: TrainConfig) -> dict[str, Any]:
     own = train.megatron
     kind = own.recompute_granularity
-    if kind == "off" and train.gradient_checkpointing:
+    if kind == "full" or (kind == "off" and train.gradient_checkpointing):
+        settings = own if kind == "full" else MegatronConfig()
         return {
             "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if kind == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": own.recompute_method or "uniform",
-            "recompute_num_layers": own.recompute_num_layers or 1,
+            "recompute_method": settings.recompute_method or "uniform",
+            "recompute_num_layers": settings.recompute_num_layers or 1,
         }
     modules = ["core_attn"] * (kind == "selective") + ["moe"] * own.moe_layer_recompute
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
@@ -180,8 +176,7 @@ class PackedCoreAttention(nn.Module):
 
 
 def _all_positions(x: Tensor, size: int) -> Tensor:
-    """Gather positions and scatter heads over context-parallel ranks: [T / size, H, d] -> [T, H / size,
-    d]."""
+    """Over context-parallel ranks: [T / size, H, d] -> [T, H / size, d]."""
     parts = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
     return tensor_parallel.all_to_all(groups.get_context_parallel_group(), parts).flatten(0, 1)
 
@@ -243,25 +238,6 @@ def _num_experts(config: PreTrainedConfig) -> int | None:
     return getattr(config, "num_experts", None) or config.num_local_experts
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Settings of a forward pass outside the layers: attention (models.kernels) and log-probs
-    (models.logprobs)."""
-
-    temperature: float
-    chunk_bytes: int
-    compiles: bool
-    vocab_size: int
-    attention: AttentionKind
-
-    @classmethod
-    def of(cls, model: CausalLM | ValueModel) -> Rule:
-        """Settings of `model`. For a critic only `attention` is meaningful."""
-        if isinstance(model, ValueModel):
-            return cls(1.0, DEFAULT_CHUNK_BYTES, compiles=False, vocab_size=0, attention=model.attention)
-        return cls(model.temperature, model.chunk_bytes, model.compiles, model.vocab_size, model.attention)
-
-
 class Decoder(GPTModel):
     """One pipeline stage. The first stage takes token ids; the last returns log-probs, or values for a
     critic; all others return hidden states."""
@@ -295,7 +271,8 @@ class Decoder(GPTModel):
         rotary: Any = model.backbone.rotary_emb
         assert rotary.attention_scaling == 1.0, "holds for the rotary embeddings that check_model accepts"
         self._frequencies: Tensor = rotary.inv_freq.float().clone()
-        self._rule, self._ranks = Rule.of(model), ranks
+        self._source: Any = model
+        self._ranks = ranks
         self._padding: int | None = getattr(model.backbone.get_input_embeddings(), "padding_idx", None)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed rows, not a padded batch
@@ -323,7 +300,7 @@ class Decoder(GPTModel):
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), dim=1)[:, None, None],
             packed_seq_params=PackedRows(
-                attention=packed_attention(self._rule.attention, _padded_rows(batch, padded))
+                attention=packed_attention(self._source.attention, _padded_rows(batch, padded))
             ),
         )
         return self._outputs(hidden, batch, outputs, start, size) if self.post_process else hidden
@@ -345,9 +322,8 @@ class Decoder(GPTModel):
         is_here = (before >= start) & (before < start + size)
         own, here = written[is_here], before[is_here] - start
         if self.value_head is not None:
-            if (
-                self.config.sequence_parallel
-            ):  # every rank computes all values, and keeps the gradient of its own positions
+            if self.config.sequence_parallel:
+                # every rank computes all values, and keeps the gradient of its own positions
                 hidden = tensor_parallel.gather_from_sequence_parallel_region(
                     hidden, tensor_parallel_output_grad=False
                 )
@@ -381,10 +357,10 @@ class Decoder(GPTModel):
             hidden.squeeze(1).index_select(0, here),
             self._head(),
             ids,
-            temperature=self._rule.temperature,
+            temperature=self._source.temperature,
             with_entropy="entropy" in outputs,
-            chunk_bytes=self._rule.chunk_bytes,
-            compiles=self._rule.compiles,
+            chunk_bytes=self._source.chunk_bytes,
+            compiles=self._source.compiles,
         )
         return {"logprobs": logprobs, "entropy": entropy}
 
@@ -398,7 +374,7 @@ class Decoder(GPTModel):
         )
         assert weight is not None, "the last stage has one"
         first = self._ranks.tensor * len(weight)
-        own = weight[: max(0, min(len(weight), self._rule.vocab_size - first))]
+        own = weight[: max(0, min(len(weight), self._source.vocab_size - first))]
         group = groups.get_tensor_model_parallel_group() if self._ranks.tensor_size > 1 else None
         return Head(own, first=first, group=group)
 

@@ -9,7 +9,6 @@ modules, and the layout of transformers 5, which stores a layer's experts as one
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,13 +175,9 @@ class Names:
     def boxes(self, shard: Shard, flat: Tensor, start: int) -> Iterator[tuple[str, list[int], Tensor]]:
         """(name, offsets, part) of the boxes of whole tensors in `flat`, which holds a parameter's elements
         from `start` in row-major order. The parts are views of `flat`."""
-        done = 0
-        for (first, *columns), sizes in boxes_of_range(shard.parameter.shape, start, start + flat.numel()):
-            size = math.prod(sizes)
-            box = flat.view(-1)[done : done + size].view(sizes)
-            done += size
+        for (first, *columns), box in boxes_of_range(flat.view(-1), shard.parameter.shape, start):
             for run in self._runs[shard.parameter]:
-                begin, end = max(first, run.start), min(first + sizes[0], run.start + run.size)
+                begin, end = max(first, run.start), min(first + len(box), run.start + run.size)
                 if begin >= end:
                     continue
                 offsets = [run.row + begin - run.start, *(run.column + column for column in columns)]
