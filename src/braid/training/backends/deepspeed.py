@@ -1,19 +1,15 @@
 """DeepSpeed ZeRO-3 backend: weights, gradients and optimizer states are sharded, and weights gathered module
 by module.
 
-DeepSpeed moves weights and gradients and calls braid's optimizer. Steps, clipping, schedule, loss scale and
-reports are shared with the other backends (see single and ranks): gradients are read and scaled in place in
-ZeRO's partitions before the step.
-
 A rank's part of a parameter is a range of its elements, zero-padded on the last rank. ZeRO concatenates the
-parts of all parameters of an optimizer group in one flat tensor, which the optimizer updates. For
-half-precision weights this tensor is a float32 copy, and `state` returns the copy.
+parts of an optimizer group in one flat tensor, which braid's optimizer updates: for half-precision weights a
+float32 copy, which is also what checkpoints hold.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -209,25 +205,22 @@ class DeepSpeedBackend(RankBackend):
     def to_host(self) -> None:
         """See TrainingBackend. Storages are resized to zero so that all views of them stay valid."""
         self._let_go()
-        kept, scratch = [], []
-        if self._config.offload.weights:
-            kept = [p.ds_tensor for p in self._names]
-            kept += [] if self._optimizer is None else self._zero.fp32_partitioned_groups_flat
-        if self._config.offload.gradients and self._optimizer is not None:
-            scratch = [self._zero.grad_partitions_flat_buffer]
-            scratch += [bucket.buffer for bucket in self._zero.ipg_buckets.values()]
-        for tensors, is_kept in ((kept, True), (scratch, False)):
-            for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
-                self._park(storage, is_kept=is_kept)
+        offload, zero = self._config.offload, self._zero
+        if offload.weights:
+            flats = [] if self._optimizer is None else zero.fp32_partitioned_groups_flat
+            self._park([*(p.ds_tensor for p in self._names), *flats], is_kept=True)
+        if offload.gradients and self._optimizer is not None:
+            buckets = (bucket.buffer for bucket in zero.ipg_buckets.values())
+            self._park([zero.grad_partitions_flat_buffer, *buckets], is_kept=False)
         release_memory()
 
-    def _park(self, storage: torch.UntypedStorage, *, is_kept: bool) -> None:
-        if not storage.nbytes():
-            return
-        held = _bytes_of(storage)
-        copy = (moved(held, HOST) if held.is_cuda else held.clone()) if is_kept else None
-        self._parked.append((storage, storage.nbytes(), copy))
-        storage.resize_(0)
+    def _park(self, tensors: Iterable[Tensor], *, is_kept: bool) -> None:
+        for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
+            if size := storage.nbytes():
+                held = _bytes_of(storage)
+                copy = (moved(held, HOST) if held.is_cuda else held.clone()) if is_kept else None
+                self._parked.append((storage, size, copy))
+                storage.resize_(0)
 
     def to_device(self) -> None:
         for storage, size, copy in self._parked:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -95,16 +95,14 @@ class FsdpBackend(RankBackend):
             for p in model.module.parameters():
                 p.grad_dtype = None  # gradients stay in half precision until they are reduced
         self._dtypes = {name: tensor.dtype for name, tensor in whole.items()}
-        self._pass = Pass(model)
-        self._net: nn.Module = self._pass
+        self._net: nn.Module = Pass(model)
         if kind == "fsdp2":
-            _shard(self._pass, config.fsdp, mesh, computes_in)
+            _shard(self._net, config.fsdp, mesh, computes_in)
         else:
-            self._net = _wrap(self._pass, config.fsdp, mesh, device, computes_in)
+            self._net = _wrap(self._net, config.fsdp, mesh, device, computes_in)
         self._is_sharded = mesh.size(1) > 1 and (kind == "fsdp2" or config.fsdp.sharding != "none")
         self._shard_group = mesh.get_group("shard")
         self._starts = self._flat_starts() if kind == "fsdp" and self._is_sharded else {}
-        self._syncs_last_only = config.fsdp.sync_last_micro_batch_only
         super().__init__(model, config, total_steps=total_steps, device=device)
         boxes = {name: self._boxes_of(name, tensor) for name, tensor in self._own_tensors()}
         self._take_from_first(whole, boxes)
@@ -120,16 +118,29 @@ class FsdpBackend(RankBackend):
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ShardedBackend. FSDP2 gathers one tensor at a time, FSDP one layer."""
-        made = {stored: Recipe((name,)) for name, stored in self._weights.items()}
-        if merged:
-            made = self._recipes
-        stored_as = {recipe.parts[0]: stored for stored, recipe in made.items()}
+        made = self._recipes
+        if not merged:
+            made = {stored: Recipe((name,)) for name, stored in self._weights.items()}
         own = dict(self._own_tensors())
-        for gathered, names in self._gathered_together(stored_as):
-            with gathered:  # includes the layer's adapters
-                for stored in (stored_as[name] for name in names):
-                    tensors = [self._gathered(own[part], self._dtypes[part]) for part in made[stored].parts]
-                    yield stored, made[stored].weight(tensors) if dist.get_rank() == 0 else tensors[0]
+        for layer, names in self._by_layer(made).items():
+            gathered: AbstractContextManager[None] = nullcontext()
+            if layer is not None:  # includes the layer's adapters
+                gathered = FullyShardedDataParallel.summon_full_params(layer, recurse=False, writeback=False)
+            with gathered:
+                for name in names:
+                    tensors = [self._gathered(own[part], self._dtypes[part]) for part in made[name].parts]
+                    yield name, made[name].weight(tensors) if dist.get_rank() == 0 else tensors[0]
+
+    def _by_layer(self, made: Mapping[str, Recipe]) -> dict[FullyShardedDataParallel | None, list[str]]:
+        """Names of the weights that FSDP gathers with each layer; with FSDP2 all under None."""
+        layer_of: dict[str, FullyShardedDataParallel] = {}
+        for prefix, module in self._net.named_modules():
+            if isinstance(module, FullyShardedDataParallel):  # inner ones come later
+                layer_of.update((_own_name(name), module) for name, _ in module.named_parameters(prefix))
+        names: dict[FullyShardedDataParallel | None, list[str]] = {}
+        for name, recipe in made.items():
+            names.setdefault(layer_of.get(recipe.parts[0]), []).append(name)
+        return names
 
     def _gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The whole tensor as `dtype`. With FSDP the layer is gathered already; rank 0 gets a copy because
@@ -138,24 +149,6 @@ class FsdpBackend(RankBackend):
         if isinstance(value, DTensor):
             return value.to(self._device, dtype).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
         return value.to(dtype, copy=True) if dist.get_rank() == 0 else value
-
-    def _gathered_together(
-        self, names: Iterable[str]
-    ) -> Iterator[tuple[AbstractContextManager[None], list[str]]]:
-        """(context that gathers them, names) for each FSDP layer. For FSDP2 a single entry, with an empty
-        context."""
-        layer_of: dict[str, FullyShardedDataParallel] = {}
-        for prefix, module in self._net.named_modules():
-            if isinstance(module, FullyShardedDataParallel):  # inner ones come later
-                layer_of.update((_own_name(name), module) for name, _ in module.named_parameters(prefix))
-        parts: dict[FullyShardedDataParallel | None, list[str]] = {}
-        for name in names:
-            parts.setdefault(layer_of.get(name), []).append(name)
-        for layer, of in parts.items():
-            if layer is None:
-                yield nullcontext(), of
-            else:
-                yield FullyShardedDataParallel.summon_full_params(layer, recurse=False, writeback=False), of
 
     def _move_weights(self, device: torch.device) -> None:
         """Move the shards to `device`, keeping the views that each FSDP version has of them valid."""
@@ -203,8 +196,7 @@ class FsdpBackend(RankBackend):
         return self._net(batch, outputs)
 
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """See SingleBackend. Earlier passes skip the reduction if `sync_last_micro_batch_only` is set."""
-        travels = is_last or not self._syncs_last_only
+        travels = is_last or not self._config.fsdp.sync_last_micro_batch_only
         if isinstance(self._net, FullyShardedDataParallel):
             return nullcontext() if travels else self._net.no_sync()
         self._net.set_requires_gradient_sync(travels)  # pyright: ignore[reportCallIssue]
@@ -231,16 +223,12 @@ def _weight_names(model: TrainableModel) -> dict[str, str]:
 
 
 def _free_gathered(module: FullyShardedDataParallel) -> None:
-    """Free the parameters that FSDP gathered for a forward pass without gradients.
-
-    FSDP would keep using them even after the shards have been written to.
-    """
+    """Free the parameters that FSDP gathered for a forward pass without gradients, which it would keep using
+    even after the shards have been written to."""
     handle = module._handle
-    if (
-        handle is not None
-        and handle.uses_sharded_strategy
-        and hasattr(handle.flat_param, "_full_param_padded")
-    ):
+    if handle is None or not handle.uses_sharded_strategy:
+        return
+    if hasattr(handle.flat_param, "_full_param_padded"):
         handle.reshard(free_unsharded_flat_param=True)
 
 

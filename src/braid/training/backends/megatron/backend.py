@@ -1,18 +1,16 @@
 """Megatron-core backend of one rank.
 
-Megatron owns the layers, the pipeline schedule, the gradient buffers and the optimizer. Loss, steps, reports,
-learning rate and loss scale are shared with the other backends. All ranks run the same number of passes
-because experts and collectives span all of them: a rank that is out of rows runs a spare row with zero
-weight.
+Megatron owns the layers, the pipeline schedule, the gradient buffers and the optimizer; the rest is that of
+RankBackend.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,13 +46,13 @@ from braid.training.backend import HeldBytes, Loss
 from braid.training.backends.ranks import RankBackend
 from braid.training.backends.single import Running, autocast_dtype
 from braid.training.loss_scale import LossScale
-from braid.training.offload import HOST, move_states, move_weights, moved
+from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes
 from braid.training.shards import Boxes, WholeMoments
 
 from .checks import check_model
 from .model import Decoder, layer_options, padded_vocab, text_config
 from .names import Names, Shard, bridge_of
-from .ranks import Ranks, groups, join
+from .ranks import groups, join
 
 
 class MegatronBackend(RankBackend):
@@ -73,12 +71,12 @@ class MegatronBackend(RankBackend):
             )
         sizes = text_config(model)
         check_model(sizes, config.megatron)
-        self._ranks = join(config.megatron)
+        join(config.megatron)
         dtype = next(model.module.parameters()).dtype
         options = layer_options(sizes, config, dtype, autocast_dtype(config, device))
-        bridge = bridge_of(sizes, padded_vocab(sizes.vocab_size, self._ranks), **options)
+        bridge = bridge_of(sizes, padded_vocab(sizes.vocab_size), **options)
         self._layers = bridge.config
-        stages = [stage.to(device) for stage in _stages(model, self._layers, self._ranks)]
+        stages = [stage.to(device) for stage in _stages(model, self._layers)]
         for stage in stages:
             stage.requires_grad_(total_steps > 0)
         weights = {name: tensor.detach() for name, tensor in model.named_weights()}
@@ -86,13 +84,13 @@ class MegatronBackend(RankBackend):
         self._stages = [_wrapped(stage, index, config, self._layers) for index, stage in enumerate(stages)]
         self._dtype, self._is_offloaded = dtype, False
         super().__init__(model, config, total_steps=total_steps, device=device)
-        self._num_sharers = dist.get_world_size() // self._ranks.data_size
+        self._num_sharers = dist.get_world_size() // groups.get_data_parallel_world_size()
         self._take_from_first(weights, self._weight_boxes())
         model.module.to("meta")
         self._layers.finalize_model_grads_func = _finalize
         if config.megatron.overlap_grad_reduce:
-            self._layers.no_sync_func = _of_stages([stage.no_sync for stage in self._stages])
-            self._layers.grad_sync_func = _of_stages([stage.start_grad_sync for stage in self._stages])
+            self._layers.no_sync_func = _per_stage([stage.no_sync for stage in self._stages])
+            self._layers.grad_sync_func = _per_stage([stage.start_grad_sync for stage in self._stages])
         self._scale = _loss_scale(config, dtype)
 
     def _build_optimizer(self) -> Any:
@@ -123,11 +121,12 @@ class MegatronBackend(RankBackend):
 
     def data_place(self) -> tuple[int, int]:
         """See ShardedBackend: all ranks of a model replica have the same rows."""
-        return self._ranks.data, self._ranks.data_size
+        return groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
 
     @property
     def _counts_rows(self) -> bool:
-        return self._ranks.tensor == self._ranks.context == 0 and groups.is_pipeline_last_stage()
+        is_first = groups.get_tensor_model_parallel_rank() == groups.get_context_parallel_rank() == 0
+        return is_first and groups.is_pipeline_last_stage()
 
     def _outputs(
         self, batches: Iterable[PackedBatch], outputs: frozenset[Output]
@@ -170,11 +169,10 @@ class MegatronBackend(RankBackend):
 
         for stage in self._stages:  # there is no dropout; activations are recomputed in train mode only
             stage.train(not forward_only)
-        data = [iter(batches) for _ in self._stages]
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=data if len(data) > 1 else data[0],
-            model=self._stages if len(self._stages) > 1 else self._stages[0],
+            data_iterator=_per_stage([iter(batches) for _ in self._stages]),
+            model=_per_stage(self._stages),
             num_microbatches=len(batches),
             seq_length=1,  # unused: with variable_seq_lengths stages send the shapes
             micro_batch_size=1,
@@ -183,12 +181,12 @@ class MegatronBackend(RankBackend):
 
     def _num_passes(self, own: int) -> int:
         """See SingleBackend. With the interleaved schedule, a multiple of the pipeline-parallel size."""
-        multiple = self._ranks.pipeline_size if len(self._stages) > 1 else 1
+        multiple = groups.get_pipeline_model_parallel_world_size() if len(self._stages) > 1 else 1
         return -(-max(super()._num_passes(own), 1) // multiple) * multiple
 
     def _from_last(self, values: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Broadcast `values` of the last pipeline stage to all stages."""
-        if self._ranks.pipeline_size == 1:
+        if groups.get_pipeline_model_parallel_world_size() == 1:
             assert values is not None, "a single stage is the last"
             return values
         if values is None:
@@ -342,7 +340,7 @@ class MegatronBackend(RankBackend):
             if not (stage.ddp_config.use_distributed_optimizer and stage.buffers):
                 move_weights(stage.module, device)
                 continue
-            for buffer in itertools.chain(stage.buffers, stage.expert_parallel_buffers):
+            for buffer in chain(stage.buffers, stage.expert_parallel_buffers):
                 move = buffer.offload_to_cpu if device == HOST else buffer.reload_from_cpu
                 move(move_params=True, move_grads=False)
         for master in self._float32_copies():
@@ -366,17 +364,11 @@ class MegatronBackend(RankBackend):
 
     def held_bytes(self) -> HeldBytes:
         weights = [shard.parameter for shard in self._names.shards]
-        gradients = (
-            buffer.grad_data.numel() * buffer.grad_data.itemsize
-            for stage in self._stages
-            for buffer in itertools.chain(stage.buffers, stage.expert_parallel_buffers)
-        )
-        states = (state for inner in self._inner() for state in inner.state.values())
+        buffers = (chain(stage.buffers, stage.expert_parallel_buffers) for stage in self._stages)
         return HeldBytes(
             weights=sum(p.nbytes for p in weights),
-            gradients=sum(gradients),
-            optimizer=sum(tensor.nbytes for state in states for tensor in state.values())
-            + sum(master.nbytes for master in self._float32_copies()),
+            gradients=sum(buffer.grad_data.nbytes for of_stage in buffers for buffer in of_stage),
+            optimizer=sum(map(num_bytes, self._inner())) + sum(x.nbytes for x in self._float32_copies()),
             is_on_device=not self._is_offloaded,
         )
 
@@ -396,16 +388,17 @@ class _Part:
     def of(cls, optimizer: Any, shard: Shard) -> _Part | None:
         """This rank's part, or None if other data-parallel ranks hold all of the parameter."""
         parameter: Any = shard.parameter
+        inner, start = optimizer.optimizer, 0
         if not isinstance(optimizer, DistributedOptimizer):
             main = getattr(parameter, "main_param", None)
             main = parameter if main is None else main
-            return cls(main.detach(), 0, optimizer.optimizer.state[main], _num_steps(optimizer.optimizer))
-        if parameter not in optimizer.model_param_group_index_map:
+        elif parameter not in optimizer.model_param_group_index_map:
             return None
-        group, place = optimizer.model_param_group_index_map[parameter]
-        main = optimizer.optimizer.param_groups[group]["params"][place]
-        start = optimizer._get_model_param_range_map(parameter)["param"].start
-        return cls(main.detach(), start, optimizer.optimizer.state[main], _num_steps(optimizer.optimizer))
+        else:
+            group, place = optimizer.model_param_group_index_map[parameter]
+            main = inner.param_groups[group]["params"][place]
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+        return cls(main.detach(), start, inner.state[main], _num_steps(inner))
 
 
 def _num_steps(optimizer: torch.optim.Optimizer) -> int | None:
@@ -432,22 +425,10 @@ def _head_names(model: CausalLM | ValueModel) -> dict[str, str]:
     return {f"value_head.{name}": stored[id(tensor)] for name, tensor in own.items()}
 
 
-def _stages(model: CausalLM | ValueModel, layers: Any, ranks: Ranks) -> list[Any]:
+def _stages(model: CausalLM | ValueModel, layers: Any) -> list[Any]:
     """Build this rank's stages: one, or several non-adjacent ones with the interleaved schedule."""
     number = layers.virtual_pipeline_model_parallel_size
-    stages: list[Any] = []
-    for index in range(number or 1):
-        place: dict[str, Any] = {"ignore_virtual": number is None, "vp_stage": index if number else None}
-        stages.append(
-            Decoder(
-                model,
-                layers,
-                ranks,
-                is_first=groups.is_pipeline_first_stage(**place),
-                is_last=groups.is_pipeline_last_stage(**place),
-                vp_stage=place["vp_stage"],
-            )
-        )
+    stages = [Decoder(model, layers, index) for index in (range(number) if number else [None])]
     for stage in stages:
         for parameter in stage.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -477,9 +458,9 @@ def _finalize(stages: list[Any], num_tokens: Tensor | None, **options: Any) -> N
     finalize_model_grads(stages, None, **options)
 
 
-def _of_stages(calls: list[Any]) -> Any:
-    """A single callable, or one per interleaved stage, as Megatron's schedules expect."""
-    return calls if len(calls) > 1 else calls[0]
+def _per_stage(values: list[Any]) -> Any:
+    """One value, or a list of one per interleaved stage, as Megatron's schedules expect."""
+    return values if len(values) > 1 else values[0]
 
 
 def _outputs_of(

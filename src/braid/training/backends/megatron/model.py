@@ -42,7 +42,7 @@ from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
 
 from .checks import is_mixture
-from .ranks import Ranks, groups
+from .ranks import groups
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]  # Megatron 0.16 compares it with None
@@ -242,26 +242,18 @@ class Decoder(GPTModel):
     """One pipeline stage. The first stage takes token ids; the last returns log-probs, or values for a
     critic; all others return hidden states."""
 
-    def __init__(
-        self,
-        model: CausalLM | ValueModel,
-        config: TransformerConfig,
-        ranks: Ranks,
-        *,
-        is_first: bool,
-        is_last: bool,
-        vp_stage: int | None,
-    ) -> None:
+    def __init__(self, model: CausalLM | ValueModel, config: TransformerConfig, vp_stage: int | None) -> None:
         """`vp_stage` is the index of this stage among the rank's stages in the interleaved schedule."""
+        is_last = groups.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
         hf, is_critic = text_config(model), isinstance(model, ValueModel)
         super().__init__(
             config=config,
             transformer_layer_spec=stage_spec(hf, config, vp_stage),  # pyright: ignore[reportArgumentType]
-            vocab_size=padded_vocab(hf.vocab_size, ranks),
+            vocab_size=padded_vocab(hf.vocab_size),
             max_sequence_length=hf.max_position_embeddings,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and not is_critic,
             position_embedding_type="none",  # passed to `decoder` with each batch
-            pre_process=is_first,
+            pre_process=groups.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
             post_process=is_last,
             vp_stage=vp_stage,
         )
@@ -272,7 +264,6 @@ class Decoder(GPTModel):
         assert rotary.attention_scaling == 1.0, "holds for the rotary embeddings that check_model accepts"
         self._frequencies: Tensor = rotary.inv_freq.float().clone()
         self._source: Any = model
-        self._ranks = ranks
         self._padding: int | None = getattr(model.backbone.get_input_embeddings(), "padding_idx", None)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed rows, not a padded batch
@@ -284,11 +275,13 @@ class Decoder(GPTModel):
         Other stages return hidden states [T', 1, D], where T' is T divided by the context-parallel size and,
         with sequence parallelism, the tensor-parallel size.
         """
-        ranks = self._ranks
-        split = ranks.context_size * (ranks.tensor_size if self.config.sequence_parallel else 1)
+        num_slices = groups.get_context_parallel_world_size()
+        split = num_slices * (
+            groups.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
+        )
         padded = batch.num_positions + -batch.num_positions % split
-        size = padded // ranks.context_size
-        start = ranks.context * size
+        size = padded // num_slices
+        start = groups.get_context_parallel_rank() * size
         hidden = None
         if self.pre_process:
             ids = F.pad(batch.inputs["input_ids"], (0, padded - batch.num_positions))
@@ -312,7 +305,9 @@ class Decoder(GPTModel):
         if self._padding is None:
             return hidden
         if self.config.sequence_parallel:
-            ids = ids.chunk(self._ranks.tensor_size)[self._ranks.tensor]
+            ids = ids.chunk(groups.get_tensor_model_parallel_world_size())[
+                groups.get_tensor_model_parallel_rank()
+            ]
         return torch.where((ids == self._padding)[:, None, None], hidden.detach(), hidden)
 
     def _outputs(
@@ -332,7 +327,7 @@ class Decoder(GPTModel):
         else:
             computed = self._logprobs(hidden, here, batch.inputs["input_ids"].index_select(0, own), outputs)
         flat = {name: spread(computed[name], own, batch) for name in outputs}
-        if self._ranks.context_size == 1:
+        if groups.get_context_parallel_world_size() == 1:
             return flat
         # Each position is nonzero on one rank only. All ranks compute the same loss and keep the gradient of
         # their positions.
@@ -373,9 +368,13 @@ class Decoder(GPTModel):
             else output_layer.weight
         )
         assert weight is not None, "the last stage has one"
-        first = self._ranks.tensor * len(weight)
+        first = groups.get_tensor_model_parallel_rank() * len(weight)
         own = weight[: max(0, min(len(weight), self._source.vocab_size - first))]
-        group = groups.get_tensor_model_parallel_group() if self._ranks.tensor_size > 1 else None
+        group = (
+            groups.get_tensor_model_parallel_group()
+            if groups.get_tensor_model_parallel_world_size() > 1
+            else None
+        )
         return Head(own, first=first, group=group)
 
 
@@ -384,9 +383,9 @@ def text_config(model: CausalLM | ValueModel) -> PreTrainedConfig:
     return model.backbone.config.get_text_config(decoder=True)
 
 
-def padded_vocab(vocab_size: int, ranks: Ranks) -> int:
+def padded_vocab(vocab_size: int) -> int:
     """Vocabulary size rounded up to a multiple of the tensor-parallel size."""
-    return vocab_size + -vocab_size % ranks.tensor_size
+    return vocab_size + -vocab_size % groups.get_tensor_model_parallel_world_size()
 
 
 def _padded_rows(batch: PackedBatch, padded: int) -> PackedBatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +17,7 @@ groups: Any = parallel_state
 """Megatron's process-wide registry of the groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Position of this process in the groups. `tensor`, `context` and `data` are its ranks within them."""
-
-    tensor: int
-    tensor_size: int
-    context: int
-    context_size: int
-    pipeline_size: int
-    data: int
-    data_size: int
-
-
-def join(config: MegatronConfig) -> Ranks:
+def join(config: MegatronConfig) -> None:
     """Create the groups within the default process group, which must be initialized. Raises TrainingError if
     the world size is not divisible accordingly."""
     _check_device()
@@ -64,15 +50,6 @@ def join(config: MegatronConfig) -> Ranks:
         },
         timeout_minutes=config.timeout_minutes or distributed_c10d.default_pg_timeout.total_seconds() / 60,
     )
-    return Ranks(
-        tensor=groups.get_tensor_model_parallel_rank(),
-        tensor_size=config.tensor_parallel,
-        context=groups.get_context_parallel_rank(),
-        context_size=config.context_parallel,
-        pipeline_size=config.pipeline_parallel,
-        data=groups.get_data_parallel_rank(),
-        data_size=groups.get_data_parallel_world_size(),
-    )
 
 
 _set_up_with: dict[str, int | None] = {}
@@ -93,9 +70,8 @@ def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
         create_gloo_process_groups=False,
     )
     _set_up_with.update(sizes)
-    model_parallel_cuda_manual_seed(
-        0
-    )  # any seed: initial weights are overwritten, but sequence parallelism forks the generator's state
+    # Any seed: initial weights are overwritten, but sequence parallelism forks the generator's state.
+    model_parallel_cuda_manual_seed(0)
 
 
 def _check_device() -> None:
