@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import TypeAdapter
@@ -54,13 +55,17 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, F
 
 def allowed(field: FieldInfo, item: int | None = None) -> str:
     """The allowed values of a field, or of an item of its list, in words: "an integer > 0, or null"."""
-    annotation: Any = Annotated[field.annotation, field]  # pyright: ignore[reportInvalidTypeForm]
-    schema = TypeAdapter(annotation).json_schema()
-    found = schema
+    found = schema = _json_schema(field)
     if item is not None:
-        found = next(option for option in schema.get("anyOf", [schema]) if option["type"] == "array")
+        found = next(option for option in schema.get("anyOf", [schema]) if option.get("type") == "array")
         found = found["items"] if "items" in found else found["prefixItems"][item]
     return _words(found, schema.get("$defs", {}))
+
+
+@cache
+def _json_schema(field: FieldInfo) -> dict[str, Any]:
+    annotation: Any = Annotated[field.annotation, field]  # pyright: ignore[reportInvalidTypeForm]
+    return TypeAdapter(annotation).json_schema()
 
 
 _PLAIN = {

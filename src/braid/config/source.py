@@ -16,20 +16,13 @@ import yaml
 
 from braid.errors import ConfigError, Problem, suggest
 
-ROOT = "config"
-"""Key of problems that concern the whole file."""
-DEFAULT = "default"
-"""Origin of values that the user did not set."""
-OVERRIDE = "override"
-"""Origin of values given on the command line."""
-MAX_DEPTH = 50
-"""Maximum nesting depth of mappings and lists."""
-MAX_VALUES = 20_000
-"""Maximum number of keys and values in a file, with aliases expanded."""
-MAX_BYTES = 2**20
-"""Maximum file size, in bytes."""
-MAX_DIGITS = 308
-"""Maximum digits of an integer: larger ones do not fit in a float."""
+ROOT = "config"  # key of problems that concern the whole file
+DEFAULT = "default"  # origin of values that the user did not set
+OVERRIDE = "override"  # origin of values given on the command line
+MAX_DEPTH = 50  # of nested mappings and lists
+MAX_VALUES = 20_000  # keys and values in a file, with aliases expanded
+MAX_BYTES = 2**20  # of a file
+MAX_DIGITS = 308  # of an integer: larger ones do not fit in a float
 _TOO_DEEP = f"more than {MAX_DEPTH} levels of nested mappings and lists"
 KeyPath = tuple[str | int, ...]
 """Components of a key path: ("data", "train", 0)."""
