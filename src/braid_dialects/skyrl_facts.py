@@ -110,13 +110,13 @@ def shares(source: Source, role: str) -> str:
 def cluster(source: Source) -> dict[str, Any]:
     """Cluster settings. The file does not give the number of devices per node: all of them if the policy is
     on one node, else the number that the policy uses on each."""
-    seats = {"policy": "policy", "critic": "critic", "ref": "reference"}
+    native = {"policy": "policy", "critic": "critic", "ref": "reference"}
     used, apart = roles(source), not is_colocated(source)
-    first = [seats[role] for role in used if role == "policy" or shares(source, role)]
+    first = [native[role] for role in used if role == "policy" or shares(source, role)]
     sizes = {",".join(first if apart else [*first, "rollout"]): world(source, "policy")}
     for role in ("ref", "critic"):
         if role in used and not shares(source, role):
-            sizes[seats[role]] = world(source, role)
+            sizes[native[role]] = world(source, role)
     if apart and not is_remote(source):
         sizes["rollout"] = engine_gpus(source)
     placed, start = {}, 0
