@@ -155,8 +155,6 @@ def test_chain_sums_are_worked_from_left_to_right(expression: str, written: str)
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({}, "set one of sft.data[0].response_key (a column) and sft.data[0].response_function"),
-        ({"response_key": "solution", "response_function": "a.b"}, "set only one of sft.data[0].response_key"),
         ({"response_key": "solutions"}, "row 0: no column 'solutions', did you mean 'solution'?; the columns"),
         ({"response_function": "teach.py:number"}, "row 0: teach.py:number returned 7, but a response must be a string"),
         ({"response_function": "teach.py:fail"}, "row 0: teach.py:fail raised KeyError: 'no'"),

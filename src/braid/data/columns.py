@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-
-class NoColumn(LookupError):
-    """`inside` (the path so far; empty for the row itself) has no item `name`; `present` lists its items."""
-
-    def __init__(self, name: str, inside: str, present: Iterable[object]) -> None:
-        super().__init__(name)
-        self.name, self.inside = name, inside
-        self.present = [str(key) for key in present]
+from braid.errors import suggest
 
 
 def find(row: Mapping[str, Any], path: str) -> Any:
     """Return the value of column `path`, or the nested value at `a.b`: item `b` of column `a`, which is a
-    mapping (by key), a list (by index) or JSON text. Raises NoColumn."""
+    mapping (by key), a list (by index) or JSON text. Raises LookupError, which lists the columns that are there."""
     if path in row:
         return row[path]
     value: Any = row
-    inside = ""
-    for name in path.split("."):
-        value = _item(value, name, inside)
-        inside = f"{inside}.{name}" if inside else name
+    names = path.split(".")
+    for i, name in enumerate(names):
+        if isinstance(value, str):
+            value = parse_json(value)
+        if isinstance(value, list):
+            value = {str(index): item for index, item in enumerate(value)}
+        present: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+        if name not in present:
+            inside = f" inside {'.'.join(names[:i])!r}" if i else ""
+            has = f"the columns{inside} are {', '.join(map(str, present))}"
+            has = has if present else f"there are no columns{inside}"
+            raise LookupError(f"no column {name!r}{inside}{suggest(name, map(str, present))}; {has}")
+        value = present[name]
     return value
 
 
@@ -37,17 +39,3 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _item(value: Any, name: str, inside: str) -> Any:
-    if isinstance(value, str):
-        value = parse_json(value)
-    if isinstance(value, Mapping):
-        if name in value:
-            return value[name]
-        raise NoColumn(name, inside, value)
-    if isinstance(value, list):
-        if name.isdecimal() and int(name) < len(value):
-            return value[int(name)]
-        raise NoColumn(name, inside, range(len(value)))
-    raise NoColumn(name, inside, ())

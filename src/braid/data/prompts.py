@@ -6,6 +6,7 @@ Every error is a DataError that names the source, the row, and the config key to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from braid.config.data import DataConfig, Source
 from braid.errors import DataError, suggest
 from braid.types import Message, Prompt
 
-from .columns import NoColumn, find, parse_json
+from .columns import parse_json
 from .sources import DataRow, SourceRows, read_sources
 
 if TYPE_CHECKING:
@@ -72,10 +73,9 @@ def load_prompts(
         for item in encoded:
             name, fields = _source_name(source, item.index), _fields(source, item.index)
             if role == "eval" and name == "all":
-                key = "source_key" if source.config.source_key else "name"
-                raise DataError(
-                    f"{source.key}: the name 'all' is reserved for the result over all sources; change {source.key}.{key}"
-                )
+                key = f"{source.key}.{'source_key' if source.config.source_key else 'name'}"
+                why = "the name 'all' is reserved for the result over all sources"
+                raise DataError(f"{source.key}: {why}; change {key}")
             prompts.append(Prompt(f"{source.name}:{item.index}", name, item.token_ids, item.messages, fields))
     return PromptSet(prompts, counts)
 
@@ -85,17 +85,17 @@ def _fields(source: SourceRows, index: int) -> DataRow:
     if key is None:
         return row
     no_answer = "set it to null if there is no answer"
-    return {**row, "answer": cell(source, index, "answer_key", key, or_else=no_answer)}
+    return {**row, "answer": source.cell(index, "answer_key", key, or_else=no_answer)}
 
 
 def _source_name(source: SourceRows, index: int) -> str:
     key = source.config.source_key
     if key is None:
         return source.name
-    name = cell(source, index, "source_key", key)
+    name = source.cell(index, "source_key", key)
     if not isinstance(name, str) or not name:
         raise DataError(
-            f"{_where(source, index)}: column {key!r} ({source.key}.source_key) contains {name!r}, but the name of a source "
+            f"{source.where(index)}: column {key!r} ({source.key}.source_key) contains {name!r}, but the name of a source "
             "must be a string; set source_key to null to use one name for all rows"
         )
     return name
@@ -117,9 +117,9 @@ def encode(
 ) -> tuple[list[Encoded], SourceCounts]:
     """Apply templates to a source's rows and tokenize them; overlong prompts are handled as `config.overlong`
     says."""
-    messages, texts, is_templated = [], [], []
+    messages, texts, is_templated, used = [], [], [], _template_columns(source)
     for index in range(len(source.rows)):
-        of_row, is_chat = _messages(source, index)
+        of_row, is_chat = _messages(source, index, used)
         use_template = _use_chat_template(source, index, is_chat, config, tokenizer)
         text = render(source, index, of_row, config, tokenizer) if use_template else of_row[-1]["content"]
         messages.append(of_row)
@@ -130,104 +130,91 @@ def encode(
     return _fit(source, config, list(items))
 
 
-def _messages(source: SourceRows, index: int) -> tuple[tuple[Message, ...], bool]:
-    """A row's prompt as chat messages, and whether the row itself holds chat messages."""
-    row, config, where = source.rows[index], source.config, _where(source, index)
-    uses_column = any(name is not None and _column(name) == "prompt" for _, name, _, _ in _parsed(source))
-    value = (
-        cell(source, index, "prompt_key", config.prompt_key) if uses_column else row.get(config.prompt_key)
-    )
+def _messages(source: SourceRows, index: int, used: Sequence[str]) -> tuple[tuple[Message, ...], bool]:
+    """A row's prompt as chat messages, and whether the row itself holds chat messages. `used` are the columns in
+    the template."""
+    config, where, column = source.config, source.where(index), source.config.prompt_key
+    value = source.cell(index, "prompt_key", column) if "prompt" in used else source.rows[index].get(column)
     if isinstance(value, str) and _is_chat(parsed := parse_json(value)):
         value = parsed
     system: tuple[Message, ...] = ({"role": "system", "content": config.system},) if config.system else ()
     if not isinstance(value, list):
-        return (
-            *system,
-            {"role": "user", "content": _fill_template(source, index, value, uses_column)},
-        ), False
+        return (*system, {"role": "user", "content": _fill_template(source, index, value, used)}), False
     if config.template != "{prompt}":
         raise DataError(f"{where}: {source.key}.template does not apply to chat messages; remove it")
-    chat = tuple(_message(message, where, config.prompt_key) for message in value)
-    if not chat or chat[-1]["role"] == "assistant":
+    for message in value:
+        match message:
+            case {"role": str(), "content": str()}:
+                pass
+            case _:
+                shape = "which is not a chat message {role: string, content: string}"
+                raise DataError(f"{where}: column {column!r} contains {message!r}, {shape}")
+    if not value or value[-1]["role"] == "assistant":
+        fault = "must not end with an assistant message" if value else "are empty"
         raise DataError(
-            f"{where}: the messages in column {config.prompt_key!r} "
-            f"{'must not end with an assistant message' if chat else 'are empty'}; end them with a message for the policy"
+            f"{where}: the messages in column {column!r} {fault}; end them with a message for the policy"
         )
-    if system and chat[0]["role"] == "system":
+    if system and value[0]["role"] == "system":
         raise DataError(f"{where}: already has a system message; remove {source.key}.system")
+    chat: list[Message] = [{"role": message["role"], "content": message["content"]} for message in value]
     return (*system, *chat), True
 
 
 def _is_chat(value: Any) -> bool:
     """Whether parsed JSON is a list of chat messages; any other JSON text is a plain-text prompt."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
 
 
-def _message(value: Any, where: str, column: str) -> Message:
-    match value:
-        case {"role": str(role), "content": str(content)}:
-            return {"role": role, "content": content}
-    raise DataError(
-        f"{where}: column {column!r} contains {value!r}, which is not a chat message {{role: string, content: string}}"
-    )
-
-
-def _parsed(source: SourceRows) -> list[tuple[str, str | None, str | None, str | None]]:
+def _template_columns(source: SourceRows) -> list[str]:
+    """The columns that a source's template refers to: `metadata` for `metadata[terms]`."""
+    template = source.config.template
     try:
-        return list(Formatter().parse(source.config.template))
+        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
     except ValueError as error:
-        raise DataError(
-            f"{source.key}.template: invalid template {source.config.template!r}: {error}; write literal braces as {{{{ and }}}}"
-        ) from error
+        why = f"invalid template {template!r}: {error}; write literal braces as {{{{ and }}}}"
+        raise DataError(f"{source.key}.template: {why}") from error
+    return [re.split(r"[.\[]", field)[0] for field in fields]
 
 
-def _column(field: str) -> str:
-    """The column that a template field refers to: `metadata` for `metadata[terms]`."""
-    return field.partition("[")[0].partition(".")[0]
-
-
-def _fill_template(source: SourceRows, index: int, value: Any, uses_column: bool) -> str:
-    if uses_column and not isinstance(value, str):
-        raise DataError(
-            f"{_where(source, index)}: column {source.config.prompt_key!r} ({source.key}.prompt_key) contains {value!r}, "
-            "but a prompt must be a string or a list of chat messages"
-        )
-    template, columns = source.config.template, {**source.rows[index], "prompt": value}
+def _fill_template(source: SourceRows, index: int, value: Any, used: Sequence[str]) -> str:
+    where, config = source.where(index), source.config
+    if "prompt" in used and not isinstance(value, str):
+        column = f"column {config.prompt_key!r} ({source.key}.prompt_key)"
+        rule = "but a prompt must be a string or a list of chat messages"
+        raise DataError(f"{where}: {column} contains {value!r}, {rule}")
+    columns = {**source.rows[index], "prompt": value}
     try:
-        text = template.format_map(columns)
+        text = config.template.format_map(columns)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
-        unknown = [n for _, n, _, _ in _parsed(source) if n is not None and _column(n) not in columns]
+        unknown = [name for name in used if name not in columns]
         problem = f"no column {unknown[0]!r}{suggest(unknown[0], columns)}" if unknown else str(error)
         raise DataError(
-            f"{_where(source, index)}: cannot fill {source.key}.template {template!r}: {problem}; the columns are "
+            f"{where}: cannot fill {source.key}.template {config.template!r}: {problem}; the columns are "
             f"{', '.join(map(str, source.rows[index]))}; write literal braces as {{{{ and }}}}"
         ) from error
     if not text:
-        raise DataError(f"{_where(source, index)}: the prompt is empty")
+        raise DataError(f"{where}: the prompt is empty")
     return text
 
 
 def _use_chat_template(
     source: SourceRows, index: int, is_chat: bool, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
-    mode, has_template = config.use_chat_template, bool(tokenizer.chat_template)
+    mode, has_template, needs = config.use_chat_template, bool(tokenizer.chat_template), ""
     if is_chat:
         needs = "the prompt is a list of chat messages"
     elif source.config.system:
         needs = f"{source.key}.system is set"
-    else:
-        needs = "data.use_chat_template is 'always'" if mode == "always" else None
+    elif mode == "always":
+        needs = "data.use_chat_template is 'always'"
     if needs and mode == "never":
-        raise DataError(
-            f"{_where(source, index)}: {needs}, but data.use_chat_template is 'never'; set it to 'auto'"
-        )
+        why = f"{needs}, but data.use_chat_template is 'never'; set it to 'auto'"
+        raise DataError(f"{source.where(index)}: {why}")
     if needs and not has_template:
         raise DataError(
-            f"{_where(source, index)}: {needs}, but the tokenizer has no chat template; set model.chat_template to a "
+            f"{source.where(index)}: {needs}, but the tokenizer has no chat template; set model.chat_template to a "
             "Jinja template or the path of a .jinja file, or use plain-text prompts"
         )
     return mode != "never" and has_template
@@ -255,7 +242,7 @@ def render(
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise DataError(
-            f"{_where(source, index)}: the chat template rejects the messages (roles "
+            f"{source.where(index)}: the chat template rejects the messages (roles "
             f"{', '.join(m['role'] for m in messages)}): {error}; change the messages, {source.key}.system or "
             "model.chat_template"
         ) from error
@@ -294,48 +281,24 @@ def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[
     limit, rule = config.max_prompt_tokens, config.overlong
     lengths = [len(item.token_ids) for item in items]
     if min(lengths) == 0:
-        raise DataError(f"{_where(source, lengths.index(0))}: the prompt has no tokens")
+        raise DataError(f"{source.where(lengths.index(0))}: the prompt has no tokens")
     overlong = sum(length > limit for length in lengths)
-    if overlong == 0:
-        return items, SourceCounts(rows=len(items))
+    if overlong and rule == "error":
+        first = next(i for i, length in enumerate(lengths) if length > limit)
+        raise DataError(
+            f"{source.where(first)}: the prompt has {lengths[first]} tokens, but data.max_prompt_tokens is {limit} "
+            f"({overlong} of {len(items)} prompts are too long; the longest has {max(lengths)}); raise it, or set "
+            "data.overlong to drop, truncate_left or truncate_right"
+        )
     if rule == "drop":
-        fitting = [item for item in items if len(item.token_ids) <= limit]
-        if not fitting:
+        if overlong == len(items):
             raise DataError(
                 f"{source.key} ({source.name}): all prompts are too long: the shortest has {min(lengths)} tokens, the "
                 f"longest {max(lengths)}, but data.max_prompt_tokens is {limit}; raise it, or set data.overlong to "
                 "truncate_left or truncate_right"
             )
+        fitting = [item for item in items if len(item.token_ids) <= limit]
         return fitting, SourceCounts(rows=len(items), dropped_overlong=overlong)
-    if rule == "error":
-        first = next(i for i, length in enumerate(lengths) if length > limit)
-        raise DataError(
-            f"{_where(source, first)}: the prompt has {lengths[first]} tokens, but data.max_prompt_tokens is {limit} "
-            f"({overlong} of {len(items)} prompts are too long; the longest has {max(lengths)}); raise it, or set "
-            "data.overlong to drop, truncate_left or truncate_right"
-        )
     kept = slice(-limit, None) if rule == "truncate_left" else slice(limit)
     cut = [replace(item, token_ids=item.token_ids[kept]) for item in items]
     return cut, SourceCounts(rows=len(items), truncated=overlong)
-
-
-def cell(source: SourceRows, index: int, key: str, path: str, *, or_else: str = "") -> Any:
-    """Return a row's value at `path`, which config key `key` of its source specifies. Raises DataError if
-    there is no such column."""
-    try:
-        return find(source.rows[index], path)
-    except NoColumn as missing:
-        inside = f" inside {missing.inside!r}" if missing.inside else ""
-        has = (
-            f"the columns{inside} are {', '.join(missing.present)}"
-            if missing.present
-            else f"there are no columns{inside}"
-        )
-        raise DataError(
-            f"{_where(source, index)}: no column {missing.name!r}{inside}{suggest(missing.name, missing.present)}; "
-            f"{has}; set {source.key}.{key} to one of them" + (f", or {or_else}" if or_else else "")
-        ) from None
-
-
-def _where(source: SourceRows, index: int) -> str:
-    return f"{source.key} ({source.name}), row {index}"

@@ -19,6 +19,8 @@ from typing import Any
 from braid.config.data import FileSource, HubSource, ProceduralSource, Source, source_name
 from braid.errors import DataError, suggest
 
+from .columns import find
+
 DataRow = dict[str, Any]
 
 
@@ -30,6 +32,19 @@ class SourceRows:
     key: str
     config: Source
     rows: list[DataRow]
+
+    def where(self, index: int) -> str:
+        """A row in error messages."""
+        return f"{self.key} ({self.name}), row {index}"
+
+    def cell(self, index: int, key: str, path: str, *, or_else: str = "") -> Any:
+        """Return a row's value at `path`, which key `key` of the source's section specifies. Raises DataError if
+        there is no such column."""
+        try:
+            return find(self.rows[index], path)
+        except LookupError as error:
+            fix = f"set {self.key}.{key} to one of them" + (f", or {or_else}" if or_else else "")
+            raise DataError(f"{self.where(index)}: {error}; {fix}") from None
 
 
 def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list[SourceRows]:
@@ -73,9 +88,8 @@ def _file_rows(source: FileSource, base_dir: Path, key: str) -> Iterator[DataRow
     for path in [file for pattern in paths for file in _matches(pattern, base_dir, f"{key}.path")]:
         reader = _READERS.get(path.suffix)
         if reader is None:
-            raise DataError(
-                f"{key}.path: unsupported file type: {path}; convert it to one of {', '.join(_READERS)}"
-            )
+            known = ", ".join(_READERS)
+            raise DataError(f"{key}.path: unsupported file type: {path}; convert it to one of {known}")
         try:
             yield from reader(path)
         except UnicodeDecodeError as error:
@@ -88,46 +102,27 @@ def _matches(pattern: str, base_dir: Path, key: str) -> list[Path]:
     path = base_dir / Path(pattern).expanduser()
     if path.is_file():
         return [path]
+    relative = "; paths are relative to the config's folder"
     if glob.has_magic(pattern):
-        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-        if found:
+        if found := sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()):
             return found
-        raise DataError(f"{key}: no file matches {path}; paths are relative to the config's folder")
+        raise DataError(f"{key}: no file matches {path}{relative}")
     if path.is_dir():
-        raise DataError(
-            f"{key}: {path} is a folder; list its files, for example {pattern.rstrip('/')}/*.jsonl"
-        )
+        example = f"{pattern.rstrip('/')}/*.jsonl"
+        raise DataError(f"{key}: {path} is a folder; list its files, for example {example}")
     near = suggest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
-    raise DataError(
-        f"{key}: no such file: {path}{near}" + ("" if near else "; paths are relative to the config's folder")
-    )
+    raise DataError(f"{key}: no such file: {path}{near or relative}")
 
 
 def _read_jsonl(path: Path) -> Iterator[DataRow]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                try:
-                    row = json.loads(line.rstrip())
-                except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{path}:{number}: not JSON: {error.msg} at column {error.colno}"
-                    ) from error
-                yield _object(row, f"{path}:{number}")
+                yield _object(_json(line.rstrip(), path, number), f"{path}:{number}")
 
 
 def _read_json(path: Path) -> Iterator[DataRow]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        hint = (
-            "; use the extension .jsonl for a file with one object per line"
-            if error.msg == "Extra data"
-            else ""
-        )
-        raise DataError(
-            f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}{hint}"
-        ) from error
+    rows = _json(path.read_text(encoding="utf-8-sig"), path)
     if not isinstance(rows, list):
         raise DataError(
             f"{path}: contains a JSON {_json_type(rows)}; it must be a list of objects, one per row"
@@ -136,20 +131,30 @@ def _read_json(path: Path) -> Iterator[DataRow]:
         yield _object(row, f"{path}: row {i}")
 
 
+def _json(text: str, path: Path, number: int | None = None) -> Any:
+    """Parse a file, or its line `number`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        is_jsonl = number is None and error.msg == "Extra data"
+        hint = "; use the extension .jsonl for a file with one object per line" if is_jsonl else ""
+        at = f"{path}:{number or error.lineno}"
+        raise DataError(f"{at}: not JSON: {error.msg} at column {error.colno}{hint}") from error
+
+
 def _read_csv(path: Path) -> Iterator[DataRow]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:
             header = next(reader, [])
+            names = ", ".join(header)
             if len(set(header)) < len(header):
-                raise DataError(f"{path}:1: duplicate column name: {', '.join(header)}")
-            for cells in reader:
-                if not cells:
-                    continue
+                raise DataError(f"{path}:1: duplicate column name: {names}")
+            for cells in filter(None, reader):
                 if len(cells) != len(header):
                     raise DataError(
-                        f"{path}:{reader.line_num}: {len(cells)} cells, but the header has {len(header)} columns "
-                        f"({', '.join(header)}); enclose cells that contain commas in double quotes"
+                        f"{path}:{reader.line_num}: {len(cells)} cells, but the header has {len(header)} columns ({names}); "
+                        "enclose cells that contain commas in double quotes"
                     )
                 yield dict(zip(header, cells, strict=True))
         except csv.Error as error:
@@ -205,27 +210,23 @@ def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
     """The generator's entries; the column `reasoning_gym` holds what is needed to recreate the scorer."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    if source.generator not in DATASETS:
-        raise DataError(
-            f"{key}.generator: reasoning-gym has no generator {source.generator!r}"
-            f"{suggest(source.generator, DATASETS) or '; available: ' + ', '.join(sorted(DATASETS))}"
-        )
-    known = [f.name for f in dataclasses.fields(DATASETS[source.generator][1])]
-    for name in source.params:
+    generator, params = source.generator, source.params
+    if generator not in DATASETS:
+        near = suggest(generator, DATASETS) or f"; available: {', '.join(sorted(DATASETS))}"
+        raise DataError(f"{key}.generator: reasoning-gym has no generator {generator!r}{near}")
+    known = [f.name for f in dataclasses.fields(DATASETS[generator][1]) if f.name not in ("size", "seed")]
+    for name in params:
         if name in ("size", "seed"):
             raise DataError(f"{key}.params: set {name!r} as {key}.{name} instead")
         if name not in known:
-            raise DataError(
-                f"{key}.params: {source.generator} has no parameter {name!r}{suggest(name, known)}; "
-                f"available: {', '.join(n for n in known if n not in ('size', 'seed'))}"
-            )
+            near = f"{suggest(name, known)}; available: {', '.join(known)}"
+            raise DataError(f"{key}.params: {generator} has no parameter {name!r}{near}")
     try:
-        entries = create_dataset(source.generator, size=source.size, seed=source.seed, **source.params)
+        entries = create_dataset(generator, size=source.size, seed=source.seed, **params)
     except Exception as error:  # generators validate their parameters differently, mostly by assert
-        raise DataError(f"{key}.params: {source.generator} rejects {source.params}: {error}") from error
-    origin = {"reasoning_gym": {"generator": source.generator, "params": source.params}}
+        raise DataError(f"{key}.params: {generator} rejects {params}: {error}") from error
     for i in range(source.size):
         try:
-            yield {**entries[i], **origin}
+            yield {**entries[i], "reasoning_gym": {"generator": generator, "params": params}}
         except Exception as error:
-            raise DataError(f"{key}: {source.generator} failed to make task {i}: {error!r}") from error
+            raise DataError(f"{key}: {generator} failed to make task {i}: {error!r}") from error

@@ -12,7 +12,7 @@ from braid.errors import DataError
 from braid.functions import load_function
 from braid.types import Message
 
-from .prompts import Encoded, SourceCounts, cell, encode, render
+from .prompts import Encoded, SourceCounts, encode, render
 from .sources import SourceRows, read_sources
 
 if TYPE_CHECKING:
@@ -126,21 +126,17 @@ def _fitting(
 
 
 def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> list[Sequence[Piece]]:
+    """The response of each row, from its column or its function; the plan ensures that one of them is set."""
     column, path = source.config.response_key, source.config.response_function
-    if (column is None) == (path is None):
-        raise DataError(
-            f"{source.key} ({source.name}): set {'only one' if path else 'one'} of {source.key}.response_key (a column) "
-            f"and {source.key}.response_function (a function of the row)"
-        )
     write = load_function(path, base_dir=base_dir, key=f"{source.key}.response_function") if path else None
     responses: list[Sequence[Piece]] = []
     for index in indices:
-        row, where = source.rows[index], f"{source.key} ({source.name}), row {index}"
+        where = source.where(index)
         if write is None:
-            response = cell(source, index, "response_key", str(column))
+            response = source.cell(index, "response_key", str(column))
         else:
             try:
-                response = write(row)
+                response = write(source.rows[index])
             except Exception as error:
                 raise DataError(f"{where}: {path} raised {type(error).__name__}: {error}") from error
         if isinstance(response, str):
