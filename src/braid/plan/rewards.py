@@ -26,11 +26,9 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         if not isinstance(part, JudgeReward) or part.url != "policy":
             continue
         if limit is not None and part.max_tokens >= limit:
-            yield (
-                f"reward.parts[{i}].max_tokens",
-                f"{part.max_tokens} tokens for the reply leave no room for the question: the policy accepts {limit} tokens "
-                f"in total; lower it below {limit}",
-            )
+            why = f"{part.max_tokens} tokens for the reply leave no room for the question"
+            fix = f"the policy accepts {limit} tokens in total; lower it below {limit}"
+            yield f"reward.parts[{i}].max_tokens", f"{why}: {fix}"
 
 
 def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -42,17 +40,13 @@ def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tu
     names = ", ".join(sorted(known))
     for i, of in enumerate(mix):
         if of.share and REST not in of.sources and not set(of.sources) & set(known):
-            yield (
-                f"data.mix[{i}].sources",
-                f"no training source is named {', '.join(of.sources)}; the sources are {names}",
-            )
+            why = f"no training source is named {', '.join(of.sources)}; the sources are {names}"
+            yield f"data.mix[{i}].sources", why
     for name in sorted({name for name in named if named.count(name) > 1}):
         yield "data.mix", f"the source {name!r} has two shares; remove one"
     for name in sorted(set(known) - set(named) if REST not in named else ()):
-        yield (
-            "data.mix",
-            f"the source {name!r} has no share; add it to an entry, or to one with share: 0 to exclude it",
-        )
+        fix = "add it to an entry, or to one with share: 0 to exclude it"
+        yield "data.mix", f"the source {name!r} has no share; {fix}"
     if not sum(of.share for of in mix):
         yield "data.mix", "all shares are 0, so no prompts would be drawn; raise one"
 
@@ -73,15 +67,11 @@ def source_problems(
         for j, name in enumerate(part.sources):
             if name not in known and not (by_row and set(part.sources) & known):
                 names = ", ".join(sorted(known - {REST}))
-                yield (
-                    f"reward.parts[{i}].sources[{j}]",
-                    f"unknown data source {name!r}{suggest(name, known - {REST})}; the sources are {names}",
-                )
+                near = f"{suggest(name, known - {REST})}; the sources are {names}"
+                yield f"reward.parts[{i}].sources[{j}]", f"unknown data source {name!r}{near}"
     if parts and REST not in named and all(part.sources for part in parts):
         shared = {name for of in mix for name in of.sources}
         excluded = {s for s in trained for of in mix if not of.share and covers(of.sources, shared, s)}
         for name in sorted({*evaluated, *(set(trained) - excluded)} - named):
-            yield (
-                "reward.parts",
-                f"no part scores the source {name!r}; add it to the sources of a part, or add a part without sources",
-            )
+            fix = "add it to the sources of a part, or add a part without sources"
+            yield "reward.parts", f"no part scores the source {name!r}; {fix}"

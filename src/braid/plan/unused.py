@@ -224,9 +224,7 @@ def _of_choice(key: str, chosen: str, fields: Mapping[str, frozenset[str]]) -> _
 
 def _statistics(_: RunConfig, plan: Plan) -> _Unused:
     recipe, advantage = plan.recipe, plan.recipe.advantage
-    if (
-        recipe.whiten_rewards
-    ):  # subtracting a constant, and at which position, then matters, as does the scale
+    if recipe.whiten_rewards:  # over positions, so a constant subtracted at one of them matters
         return
     is_of_groups = advantage == "grpo" and recipe.advantage_level == "trajectory"
     if advantage in ("rloo", "remax", "raft") or is_of_groups:
@@ -248,11 +246,8 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
     if is_of_text(config) and not config.data.eval:
-        why = "there are no data.eval sources"
-        yield (
-            why,
-            "eval.{every_rounds,samples_per_prompt,pass_at,sampling,batch_prompts,shuffle} report.eval_samples",
-        )
+        why, keys = "there are no data.eval sources", "every_rounds,samples_per_prompt,pass_at,sampling"
+        yield why, f"eval.{{{keys},batch_prompts,shuffle}} report.eval_samples"
         if plan.recipe.supervised_coef == 0:
             yield f"{why}, and algorithm.supervised_coef is 0", "eval.success_reward"
     if config.model.path is None and config.model.tokenizer is None:
