@@ -112,11 +112,7 @@ _WHILE: tuple[tuple[str, Any, str], ...] = (
     ("rollout.sglang.torch_compile", False, "rollout.sglang.torch_compile_max_batch"),
     ("rollout.vllm.cuda_graphs", False, "rollout.vllm.cuda_graph_max_batch"),
     ("run.resume", "none", "run.allow_changes"),
-    (
-        "@.optimizer.kind",
-        "sgd",
-        "@.optimizer.{betas,eps} @.megatron.{overlap_param_gather,distributed_optimizer}",
-    ),
+    ("@.optimizer.kind", "sgd", "@.optimizer.{betas,eps}"),
     ("@.optimizer.schedule.decay", "constant", "@.optimizer.schedule.{min_ratio,decay_steps}"),
     ("@.optimizer.schedule.decay", "inverse_sqrt", "@.optimizer.schedule.decay_steps"),
     ("@.backend", "fsdp", "@.fsdp.{pin_memory,reshard_after_forward}"),
@@ -383,6 +379,8 @@ def _megatron(config: RunConfig, plan: Plan, train: TrainConfig) -> _Unused:
     if plan.model_size is not None and not plan.model_size.num_experts and not is_other:
         keys = "@.megatron.{moe_grouped_gemm,moe_layer_recompute,moe_token_dispatcher}"
         yield "the model has no experts", keys
+    if train.optimizer.kind == "sgd":
+        yield "SGD has no optimizer states", "@.megatron.{distributed_optimizer,overlap_param_gather}"
     if train.megatron.recompute_granularity != "off":
         yield "@.megatron.recompute_granularity is used instead", "@.gradient_checkpointing"
     why = "the backend megatron uses @.megatron.dynamic_loss_scale_window"
