@@ -206,21 +206,25 @@ def _in_one_process(folder: Path) -> Iterator[None]:
         yield
 
 
-class Threads(InProcessGroup):
+class Threads(InProcessGroup[Any]):
     """Replaces RayGroup: one worker, in a thread of this process."""
 
     def __init__(self, role: str, *_: Any, **__: Any) -> None:
-        self.role, self._loop, self._is_closed, self._has_threads = role, None, False, False
+        self.role, self._has_threads, self._workers = role, False, {}
         self._pool = ThreadPoolExecutor(1)
 
-    def make(self, factory: Callable[[Place], Any], logs: Path) -> None:
-        self._worker = self._pool.submit(factory, Place(0, 1)).result()
+    def make(self, factory: Callable[[Place], Any], logs: Path) -> Threads:
+        place = Place(0, 1, workers=self._workers)
+        self._worker = self._workers[self.role] = self._pool.submit(factory, place).result()
+        return self
 
-    def start(self, method: str, *args: Any) -> Doing:  # type: ignore[override]
-        return Doing(self._pool.submit(super().call, method, *args))
+    def add(self, name: str, factory: Callable[[Place], Any], **_: Any) -> Threads:
+        other = Threads(name)
+        other._pool, other._workers = self._pool, self._workers
+        return other.make(factory, Path())
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return self.start(method, *args).wait()
+    def _start(self, *call: Any, **options: Any) -> Doing:
+        return Doing(self._pool.submit(lambda: super(Threads, self)._start(*call, **options).wait()))
 
     def close(self) -> None:
         super().close()

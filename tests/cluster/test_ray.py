@@ -20,7 +20,7 @@ from tests.leftovers import LIMIT_S
 from braid.cluster.oom import KillCount
 from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.cluster.reports import give_up
-from braid.cluster.workers import Place
+from braid.cluster.workers import Joined, Place
 from braid.config.cluster import ClusterConfig
 from braid.errors import EngineError, WorkerError
 
@@ -46,6 +46,9 @@ class Worker:
 
     def add(self, a: int, b: int) -> int:
         return a + b + self._place.rank
+
+    def ranks(self) -> list[int]:
+        return list(range(self._place.rank + 1))
 
     def pid(self) -> int:
         return os.getpid()
@@ -98,6 +101,22 @@ class Worker:
         raise RuntimeError("connection closed by peer")
 
 
+class Beside:
+    """A worker in the process of another one."""
+
+    def __init__(self, place: Place) -> None:
+        self._first, self._rank = place.workers["main"], place.rank
+
+    def sum(self, number: int) -> int:
+        return self._first.add(number, 1) + self._rank
+
+    def fail(self) -> None:
+        raise ValueError("no such thing")
+
+    def count(self, items: list[int]) -> int:
+        return len(items)
+
+
 class Broken:
     def __init__(self, place: Place) -> None:
         raise OSError("no model here")
@@ -116,26 +135,26 @@ def _group(config: ClusterConfig | None = None) -> RayGroup:
 
 def test_calls_reach_every_rank_and_results_are_ordered_by_rank() -> None:
     group = _group()
-    assert group.call("add", 1, 2) == [3, 4]
-    assert group.scatter("add", [(1, 2), (30, 40)]) == [3, 71]
+    assert group.call(Worker.add, 1, 2) == [3, 4]
+    assert group.scatter(Worker.add, [(1, 2), (30, 40)]) == [3, 71]
     group.close()
 
 
 def test_the_configs_environment_reaches_workers() -> None:
     group = _group(ClusterConfig(env={"BRAID_TEST": "here"}))
-    assert group.call("env", "BRAID_TEST") == ["here", "here"]
+    assert group.call(Worker.env, "BRAID_TEST") == ["here", "here"]
     group.close()
 
 
 def test_a_call_that_waits_beside_others_is_answered_first_if_it_finishes_first() -> None:
     group = _group()
-    waiting = [group.start_on(rank, "pass_gate", is_beside=True) for rank in range(2)]
-    assert group.call("add", 1, 2) == [3, 4]
-    group.start_on(1, "open_gate").wait()
+    waiting = [group.start_beside(rank, Worker.pass_gate) for rank in range(2)]
+    assert group.call(Worker.add, 1, 2) == [3, 4]
+    group.start_on(1, Worker.open_gate).wait()
     (answered,) = group.wait_any(waiting)
     assert answered is waiting[1]
     assert answered.wait() == [1]
-    failing = group.start_on(1, "fail", is_beside=True)
+    failing = group.start_beside(1, Worker.fail)
     with pytest.raises(WorkerError, match=r"policy worker 1 of 2 failed while in fail\(\)"):
         group.wait_any([failing])
 
@@ -153,22 +172,22 @@ def test_a_call_that_waits_beside_others_is_answered_first_if_it_finishes_first(
 )
 def test_a_worker_that_fails_ends_its_group_with_its_name(method: str, message: str) -> None:
     group = _group()
-    pids = group.call("pid")
+    pids = group.call(Worker.pid)
     with pytest.raises(WorkerError, match=message):
-        group.call(method)
+        group.call(getattr(Worker, method))
     _await_end(pids)
 
 
 def test_the_dead_worker_is_named_rather_than_the_disconnected_one() -> None:
     with pytest.raises(WorkerError, match=r"policy worker 1 of 2 died while in fail_late\(\)"):
-        _group().call("fail_late")
+        _group().call(Worker.fail_late)
 
 
 def test_a_call_on_one_rank_names_that_rank_and_ends_the_group() -> None:
     group = _group()
-    assert group.start_on(1, "add", 1, 2).wait() == [4]
+    assert group.start_on(1, Worker.add, 1, 2).wait() == [4]
     with pytest.raises(WorkerError, match=r"policy worker 1 of 2 failed while in fail\(\)"):
-        group.start_on(1, "fail").wait()
+        group.start_on(1, Worker.fail).wait()
 
 
 @pytest.mark.parametrize("is_oom", [False, True])
@@ -180,8 +199,8 @@ def test_an_idle_worker_that_is_killed_ends_the_calls_of_every_group(
     counter.write_text("oom 0\noom_kill 3\n")
     monkeypatch.setattr("braid.cluster.ray.KillCount", partial(KillCount, counter))
     group, other = _group(), RayGroup("rollout", 1, ClusterConfig()).make(Worker)
-    pid = group.call("pid")[1]
-    waiting = other.start("pass_gate")
+    pid = group.call(Worker.pid)[1]
+    waiting = other.start(Worker.pass_gate)
     if is_oom:
         counter.write_text("oom 1\noom_kill 4\n")
     os.kill(pid, signal.SIGKILL)
@@ -196,8 +215,8 @@ def test_an_idle_worker_that_is_killed_ends_the_calls_of_every_group(
 
 def test_a_worker_that_gives_up_ends_the_calls_in_progress_with_its_reason() -> None:
     group = _group()
-    waiting = group.start_on(0, "pass_gate")
-    group.start_on(1, "give_up").wait()
+    waiting = group.start_on(0, Worker.pass_gate)
+    group.start_on(1, Worker.give_up).wait()
     with pytest.raises(
         WorkerError, match=r"policy worker 1 of 2 cannot continue while in pass_gate\(\): no engine \(pid"
     ):
@@ -210,7 +229,7 @@ def test_warnings_of_ranks_are_logged_once_and_everything_is_in_their_logs(
     """A message that a rank logs twice is reported twice, whenever the other logs it."""
     group = RayGroup("policy", 2, ClusterConfig()).make(Worker, tmp_path)
     with caplog.at_level(logging.WARNING):
-        group.call("say")
+        group.call(Worker.say)
         deadline = time.monotonic() + LIMIT_S
         while not all(f"policy worker {rank} of 2: rank {rank}" in caplog.text for rank in range(2)):
             assert time.monotonic() < deadline, caplog.text
@@ -231,16 +250,31 @@ def test_warnings_of_ranks_are_logged_once_and_everything_is_in_their_logs(
 
 def test_references_bring_values_from_one_group_to_another() -> None:
     group, other = _group(), _group()
-    sums = group.start("add", 1, 2)
-    assert other.call("add", sums.refs[0], sums.refs[1]) == [7, 8]
+    sums = group.start(Worker.add, 1, 2)
+    assert other.call(Worker.add, sums.refs[0], sums.refs[1]) == [7, 8]
     group.close()
     other.close()
+
+
+def test_further_workers_share_a_process_and_end_alone() -> None:
+    group = _group()
+    other = group.add("critic", Beside)
+    assert other.call(Beside.sum, 4) == [5, 7]
+    failing = other.start_on(1, Beside.fail)
+    lists = [group.start_on(rank, Worker.ranks).refs[0] for rank in (1, 0)]
+    assert other.call(Beside.count, Joined(lists)) == [3, 3]
+    other.close()
+    assert group.call(Worker.add, 1, 2) == [3, 4]
+    with pytest.raises(
+        WorkerError, match=r"policy worker 1 of 2 failed while in critic\.fail\(\): .*no such"
+    ):
+        failing.wait()
 
 
 def test_a_worker_that_hangs_ends_its_group_at_the_deadline(tmp_path: Path) -> None:
     group = _group(ClusterConfig(call_timeout_s=2.0))
     with pytest.raises(WorkerError, match=r"workers 0, 1 of 2 did not answer in time while in hang\(\)"):
-        group.call("hang", tmp_path)
+        group.call(Worker.hang, tmp_path)
     _await_end([int(file.name) for file in tmp_path.iterdir()])
 
 
@@ -249,7 +283,7 @@ def test_stopped_workers_end_with_all_their_child_processes(tmp_path: Path) -> N
     with pytest.raises(
         WorkerError, match=r"policy workers 0, 1 of 2 did not answer in time while in stop\(\)"
     ):
-        group.call("stop", tmp_path)
+        group.call(Worker.stop, tmp_path)
     _await_end([int(file.name) for file in tmp_path.iterdir()])
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from braid.training.worker import Ranks
+from braid.training.worker import Rank
 
 
-class SuccessiveRanks(Ranks):
+class SuccessiveRanks(Rank):
     """Megatron has one set of groups in a process; a run's roles share it, the layouts of a test cannot."""
 
-    def drop(self, name: str) -> None:
-        super().drop(name)
+    def leave(self) -> None:
         leave_groups()
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from tests.contracts.megatron_ranks import SuccessiveRanks
+from tests.on_ranks import OnRanks
 from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -36,9 +37,7 @@ from braid.models.roles import make_critic
 from braid.trainer import commands
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
-from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss, value_loss_of
-from braid.training.role_group import RoleGroup
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -120,12 +119,12 @@ def _single(config: RunConfig) -> SingleBackend:
 
 
 @contextmanager
-def _on(pair: RayGroup, role: TrainingRole, config: RunConfig) -> Iterator[GroupBackend]:
+def _on(pair: RayGroup, role: TrainingRole, config: RunConfig) -> Iterator[OnRanks]:
     """A model on the ranks, for the block."""
-    pair.call("add", role, role, config, 9)
-    group = RoleGroup(pair, role)
-    yield GroupBackend(group)
+    group = OnRanks(pair, role, config)
+    yield group
     group.close()
+    pair.call(SuccessiveRanks.leave)
 
 
 def _rows() -> list[Row]:
@@ -156,7 +155,7 @@ VALUES: frozenset[Output] = frozenset({"values"})
 
 
 def _train(
-    backend: GroupBackend | SingleBackend,
+    backend: OnRanks | SingleBackend,
     num_steps: int,
     rows: list[Row] | None = None,
     loss: Loss = GRPO,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.on_ranks import OnRanks
 from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,16 +23,15 @@ from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
 from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.model import LoraConfig, ModelConfig
+from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_tokenizer, save_pretrained
 from braid.models.roles import make_critic, make_policy, make_reference
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
-from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss, value_loss_of
-from braid.training.role_group import RoleGroup
-from braid.training.worker import Ranks
+from braid.training.worker import Rank
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -90,7 +90,7 @@ def four(cluster: None) -> Iterator[RayGroup]:
 
 def _ranks(size: int) -> Iterator[RayGroup]:
     config = _config({})
-    group = RayGroup("policy", size, config.cluster).make(partial(Ranks, config=config))
+    group = RayGroup("policy", size, config.cluster).make(partial(Rank, config=config))
     yield group
     group.close()
 
@@ -117,9 +117,8 @@ def _config(train: dict[str, Any]) -> RunConfig:
     )
 
 
-def _group(workers: RayGroup, role: str, train: dict[str, Any]) -> GroupBackend:
-    workers.call("add", role, role, _config(train), 9)
-    return GroupBackend(RoleGroup(workers, role))
+def _group(workers: RayGroup, role: TrainingRole, train: dict[str, Any]) -> OnRanks:
+    return OnRanks(workers, role, _config(train))
 
 
 def _single(role: str) -> SingleBackend:
@@ -145,12 +144,15 @@ def _rows() -> list[Row]:
     return rows
 
 
-LOSSES = {"policy": policy_loss(RECIPES["grpo"]), "critic": value_loss_of(RECIPES["ppo"])}
+LOSSES: dict[TrainingRole, Loss] = {
+    "policy": policy_loss(RECIPES["grpo"]),
+    "critic": value_loss_of(RECIPES["ppo"]),
+}
 OUTPUTS = {"policy": frozenset({"logprobs", "entropy"}), "critic": frozenset({"values"})}
 
 
 def _train(
-    backend: GroupBackend | SingleBackend, loss: Loss, num_steps: int = 1, rows: list[Row] | None = None
+    backend: OnRanks | SingleBackend, loss: Loss, num_steps: int = 1, rows: list[Row] | None = None
 ) -> list[StepReport]:
     rows = rows or _rows()
     weights = row_weights(
@@ -186,9 +188,7 @@ def test_the_full_kl_of_a_layout_is_that_of_one_process(pair: RayGroup, layout: 
         config.model_copy(update={"model": made, "run": config.run.model_copy(update={"seed": seed})})
         for seed in (0, 1)
     )
-    pair.call("add", "policy", "policy", config, 9)
-    pair.call("add", "reference", "reference", other, 0)
-    group, reference = (GroupBackend(RoleGroup(pair, role)) for role in ("policy", "reference"))
+    group, reference = OnRanks(pair, "policy", config), OnRanks(pair, "reference", other, 0)
     try:
         train = _config({}).train
         single = SingleBackend(make_policy(config, CPU), train, total_steps=9, device=CPU)
@@ -222,7 +222,7 @@ FROM_FILES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_only_the_first_rank_reads_a_models_files(
-    pair: RayGroup, tmp_path: Path, layout: str, role: str, model: str
+    pair: RayGroup, tmp_path: Path, layout: str, role: TrainingRole, model: str
 ) -> None:
     made = _config(FROM_FILES[layout])
     spec = made.model.build.model_copy(update={"tie_embeddings": model == "tied"})
@@ -232,8 +232,7 @@ def test_only_the_first_rank_reads_a_models_files(
     config = made.model_copy(update={"model": ModelConfig(path=str(tmp_path), lora=lora)})
 
     num_steps = 0 if role == "reference" else 9
-    pair.call("add", role, role, config, num_steps)
-    group = GroupBackend(RoleGroup(pair, role))
+    group = OnRanks(pair, role, config, num_steps)
     try:
         make = {"policy": make_policy, "critic": make_critic, "reference": make_reference}[role]
         single = SingleBackend(make(config, CPU), made.train, total_steps=num_steps, device=CPU)
@@ -267,8 +266,7 @@ def test_attention_sinks_are_sharded_with_their_heads(
     pair: RayGroup, with_sinks: ModelConfig, backend: str
 ) -> None:
     config = _config({"backend": backend, "sequence_parallel": 2}).model_copy(update={"model": with_sinks})
-    pair.call("add", "policy", "policy", config, 9)
-    group = GroupBackend(RoleGroup(pair, "policy"))
+    group = OnRanks(pair, "policy", config)
     try:
         single = SingleBackend(make_policy(config, CPU), _config({}).train, total_steps=9, device=CPU)
         before = {name: tensor.clone() for name, tensor in single.full_weights().items()}
@@ -294,7 +292,7 @@ def _holds_as_one_process(workers: RayGroup, train: dict[str, Any]) -> None:
             group.close()
 
 
-def _infer_alike(group: GroupBackend, single: SingleBackend, outputs: Any) -> None:
+def _infer_alike(group: OnRanks, single: SingleBackend, outputs: Any) -> None:
     # 2 layers: sums over 62 and 93 features and up to 48 positions; numbers of size 1
     tolerance, rows = rounding(2 * (62 + 93 + 48)), _rows()
     for mine, other in zip(group.infer(rows, outputs), single.infer(rows, outputs), strict=True):
@@ -302,7 +300,7 @@ def _infer_alike(group: GroupBackend, single: SingleBackend, outputs: Any) -> No
             np.testing.assert_allclose(mine[name], other[name], atol=tolerance)
 
 
-def _learn_alike(group: GroupBackend, single: SingleBackend, loss: Loss) -> None:
+def _learn_alike(group: OnRanks, single: SingleBackend, loss: Loss) -> None:
     for mine, other in zip(_train(group, loss, 3), _train(single, loss, 3), strict=True):
         assert mine.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-6)
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
@@ -316,7 +314,7 @@ def _learn_alike(group: GroupBackend, single: SingleBackend, loss: Loss) -> None
     _assert_close(group.full_weights(), single.full_weights())
 
 
-def _leave_steps_out_alike(group: GroupBackend, loss: Loss) -> None:
+def _leave_steps_out_alike(group: OnRanks, loss: Loss) -> None:
     """A step that is not finite, or stopped by its loss, does not change weights but counts for the schedule."""
     before = copy.deepcopy(group.state())
     spoiled = _rows()
@@ -339,7 +337,7 @@ def _leave_steps_out_alike(group: GroupBackend, loss: Loss) -> None:
     group.load(before)
 
 
-def _go_on_alike(group: GroupBackend, single: SingleBackend, loss: Loss) -> None:
+def _go_on_alike(group: OnRanks, single: SingleBackend, loss: Loss) -> None:
     """States equal those of one process, and each resumes from the other's."""
     group.to_host()
     _assert_close(group.full_weights(), single.full_weights())

@@ -9,8 +9,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from tests.several import Several
 
-from braid.cluster.workers import InProcessGroup
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector
 from braid.trainer.rollouts import Rollouts
@@ -199,29 +199,15 @@ def test_in_the_background_sampling_goes_on_and_calls_run_beside_one_that_waits(
         assert told == [2]
 
 
-class Cluster(InProcessGroup):
-    """Two workers in this process."""
-
-    size = 2
-
-    def __init__(self, gates: Sequence[Gates]) -> None:
-        self._has_threads = False
-        self.groups = [InProcessGroup("rollout", lambda _, of=of: make(of)) for of in gates]
-
-    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [g.call(method, *args)[0] for g, args in zip(self.groups, arguments, strict=True)]
-
-    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Any:
-        return self.groups[rank].start_on(0, method, *args, is_beside=is_beside)
-
-    def close(self) -> None:
-        for group in self.groups:
-            group.close()
+def _on_workers(gates: Sequence[Gates]) -> Rollouts:
+    """Rollouts on two workers in this process."""
+    workers = Several("rollout", [lambda _, of=of: make(of) for of in gates])
+    return Rollouts(workers, {"train": PROMPTS, "eval": PROMPTS})
 
 
 def test_groups_go_to_the_least_loaded_worker_and_its_load_ends_with_them() -> None:
     gates = [Gates(*range(100)), Gates(*range(100))]
-    with closing(Rollouts(Cluster(gates), {"train": PROMPTS, "eval": PROMPTS})) as rollouts:
+    with closing(_on_workers(gates)) as rollouts:
         rollouts.submit("train", [5, 1, 2, 0], 2, keys(0, 1, 2, 3))  # loads of 6, 2, 3 and 1
         done = {g.key[-1]: g for _ in range(2) for g in rollouts.finished("train")[0]}
         assert [done[n].prompt for n in range(4)] == [PROMPTS[i] for i in (5, 1, 2, 0)]
@@ -239,7 +225,7 @@ def test_groups_go_to_the_least_loaded_worker_and_its_load_ends_with_them() -> N
 
 def test_what_is_in_flight_can_be_submitted_again() -> None:
     gates = Gates(1)
-    with closing(Rollouts(Cluster([gates, Gates()]), {"train": PROMPTS, "eval": PROMPTS})) as rollouts:
+    with closing(_on_workers([gates, Gates()])) as rollouts:
         rollouts.submit("train", [5, 0, 1], 2, keys(0, 1, 2))
         rollouts.cancel("train", keys(2))
         assert rollouts.running("train") == keys(0, 1)

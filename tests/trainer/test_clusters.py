@@ -29,7 +29,6 @@ from braid.errors import ConfigError, WorkerError
 from braid.plan import derive
 from braid.plan.layout import Worker
 from braid.trainer import commands
-from braid.trainer.cluster import Cluster as Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -71,7 +70,7 @@ def test_workers_start_on_the_machine_and_see_the_gpus_of_their_seats(joined: Cl
     machines = Machines(joined, [2, 2], devices_per_node=2)
     assert not ray.available_resources().get("GPU"), "the run holds them"
     group = RayGroup("policy", workers, joined, machines=machines).make(Told)
-    nodes, visible, *places = zip(*group.call("tell"), strict=True)
+    nodes, visible, *places = zip(*group.call(Told.tell), strict=True)
     group.close()
     machines.close()
 
@@ -108,7 +107,7 @@ def test_a_driver_without_gpus_does_not_leave_those_of_its_cluster_unused(joined
     config = load_config(None, ["model.build={}", *overrides]).config
     layout = derive(config, None, "train").layout
     with pytest.raises(ConfigError, match=r"run.device: auto finds no GPU .* the Ray cluster has 4"):
-        Workers.open(config, layout)
+        RayCluster.open(config, layout)
 
 
 def test_a_run_folder_missing_on_another_machine_is_reported(joined: ClusterConfig) -> None:

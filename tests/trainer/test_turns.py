@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from braid.cluster.workers import InProcessGroup
+from braid.config.schema import RunConfig
+from braid.models import roles
 from braid.plan import derive
 from braid.rollout.engines.native import NativeEngine
-from braid.trainer import commands, on_workers, one_process
-from braid.trainer.data_plane import DataPlane
+from braid.trainer import build, collectors, commands
+from braid.trainer.buffer import Buffer
+from braid.trainer.cluster import ROWS, Cluster, OneProcess
 from braid.trainer.rollouts import Rollouts
-from braid.training.group import GroupBackend
+from braid.training.backends.single import SingleBackend
 
 from .conftest import LoadTiny
 
 WATCHED = {
     Rollouts: ("wake", "collect", "sleep", "set_weights"),
-    GroupBackend: ("to_host", "to_device"),
-    DataPlane: ("start_infer", "train"),
+    SingleBackend: ("to_host", "to_device"),
+    Buffer: ("start_infer", "train"),
 }
 
 
@@ -66,6 +68,23 @@ class _Built(Exception):
     """A model of the trainer is built."""
 
 
+class _Workers(Cluster):
+    """Rollout workers with `engine`."""
+
+    def __init__(self, config: RunConfig, engine: Any) -> None:
+        self.config, self._engine = config, engine
+
+    def make(self, *_: Any) -> dict[str, Any]:
+        return {"policy": None, ROWS: None, "rollout": InProcessGroup("rollout", lambda _: self._engine)}
+
+    def model(self, *_: Any, **__: Any) -> Any:
+        raise _Built
+
+    def export(self, *_: Any) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 @pytest.mark.parametrize("is_here", [True, False])
 @pytest.mark.parametrize("pipeline", ["null", "{}"])
 def test_an_engine_on_the_trainers_device_sleeps_before_any_model_is_built(
@@ -74,28 +93,25 @@ def test_an_engine_on_the_trainers_device_sleeps_before_any_model_is_built(
     """vLLM and SGLang size their caches by the memory that they find free, and fail if it changes meanwhile. With a
     pipeline they never sleep."""
     calls: list[str] = []
-    engine = SimpleNamespace(
-        sleep=lambda: calls.append("sleep"),
-        start_on=lambda rank, method: SimpleNamespace(wait=lambda: calls.append(f"{method} {rank}")),
-        close=lambda: calls.append("close"),
-    )
+    engine = SimpleNamespace(sleep=lambda: calls.append("sleep"), close=lambda: calls.append("close"))
 
     def built(*_: Any, **__: Any) -> Any:
         raise _Built
 
-    config = load_tiny("rollout.engine=vllm", f"pipeline={pipeline}").config
-    plan: Any = derive(config, None, "train")
-    inputs: Any = SimpleNamespace(tokenizer=None, prompts={}, examples=SimpleNamespace(examples=None))
-    reporter: Any = SimpleNamespace(run_dir=SimpleNamespace(path=Path()))
-    monkeypatch.setattr(one_process, "make_policy", built)
-    monkeypatch.setattr(one_process, "start_engines", lambda *_: [engine])
-    cluster: Any = SimpleNamespace(groups={"policy": None, "rollout": engine}, backend=built)
-    build: Callable[[], Any] = (
-        partial(one_process._policy_and_engine, config, plan, inputs, reporter)
-        if is_here
-        else partial(on_workers._parts_on, cluster, config, plan, inputs, reporter, None)  # type: ignore[arg-type]
+    loaded = load_tiny("rollout.engine=vllm", f"pipeline={pipeline}")
+    plan = derive(loaded.config, None, "train")
+    data: Any = SimpleNamespace(by_source=dict, prompts=[1])
+    inputs: Any = SimpleNamespace(
+        tokenizer=None, prompts={}, train=data, eval=data, examples=SimpleNamespace(examples=None)
     )
+    reporter: Any = SimpleNamespace(run_dir=SimpleNamespace(path=Path()))
+    monkeypatch.setattr(roles, "make_policy", built)
+    monkeypatch.setattr(collectors, "start_engines", lambda *_, **__: [engine])
+    monkeypatch.setattr(collectors, "text_collector", lambda *_, **__: engine)
+    here = OneProcess(loaded.config, has_threads=False)
+    cluster = here if is_here else _Workers(loaded.config, engine)
     with pytest.raises(_Built):
-        build()
-    slept = ["sleep" if is_here else "sleep 0"] if pipeline == "null" else []
+        build._build(loaded, plan, inputs, reporter, None, cluster)  # type: ignore[arg-type]
+    here.leave()
+    slept = ["sleep"] if pipeline == "null" else []
     assert calls == slept + (["close"] if is_here else [])

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.on_ranks import OnRanks
 
 from braid.algorithms.recipes import RECIPES
 from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.schema import RunConfig
 from braid.models.roles import make_policy
 from braid.training.backends.single import SingleBackend
-from braid.training.group import GroupBackend
 from braid.training.losses import policy_loss
-from braid.training.role_group import RoleGroup
-from braid.training.worker import Ranks
+from braid.training.worker import Rank
 from braid.types import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -32,7 +31,7 @@ LOSS = policy_loss(RECIPES["grpo"])
 def ranks() -> Iterator[RayGroup]:
     config = _config()
     connect(config.cluster, num_processes=2)
-    group = RayGroup("policy", 2, config.cluster).make(partial(Ranks, config=config))
+    group = RayGroup("policy", 2, config.cluster).make(partial(Rank, config=config))
     yield group
     group.close()
     disconnect()
@@ -46,10 +45,8 @@ def _config(train: dict[str, Any] | None = None, **model: Any) -> RunConfig:
     )
 
 
-def _group(ranks: RayGroup, config: RunConfig, total_steps: int = 9) -> GroupBackend:
-    role = "policy" if total_steps else "reference"
-    ranks.call("add", role, role, config, total_steps)
-    return GroupBackend(RoleGroup(ranks, role))
+def _group(ranks: RayGroup, config: RunConfig, total_steps: int = 9) -> OnRanks:
+    return OnRanks(ranks, "policy" if total_steps else "reference", config, total_steps)
 
 
 def _single(config: RunConfig) -> SingleBackend:
@@ -68,11 +65,11 @@ def _rows() -> list[Row]:
     return rows
 
 
-def _train(backend: GroupBackend | SingleBackend) -> float:
+def _train(backend: OnRanks | SingleBackend) -> float:
     return backend.train(_rows(), [0.02] * 4, LOSS).grad_norm
 
 
-def _assert_infers_alike(group: GroupBackend, single: SingleBackend, atol: float) -> None:
+def _assert_infers_alike(group: OnRanks, single: SingleBackend, atol: float) -> None:
     rows = _rows()
     for mine, other in zip(group.infer(rows, OUTPUTS), single.infer(rows, OUTPUTS), strict=True):
         np.testing.assert_allclose(mine["logprobs"], other["logprobs"], atol=atol)

@@ -46,14 +46,13 @@ def test_ranks_that_cannot_reach_each_other_are_reported_before_a_model_is_built
     worker.check_reach(CPU, place, 60.0)
     never = threading.Event()
     monkeypatch.setattr(dist, "all_reduce", lambda _: never.wait())
+    monkeypatch.setattr(worker, "_join", lambda *_: CPU)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    config = load_config(None, ["model.build={}", "run.device=cpu"]).config
-    ranks: Any = worker.Ranks.__new__(worker.Ranks)
-    ranks._device, ranks._place, ranks._start_timeout_s, ranks._backends = CPU, place, 0.0, {}
+    overrides = ["model.build={}", "run.device=cpu", "cluster.start_timeout_s=0.01"]
     with pytest.raises(
         TrainingError, match=r"rank 0 of 1 on .* by gloo .*interface is eth7; set GLOO_SOCKET_IFNAME"
     ):
-        ranks.add("policy", "policy", config, 0)
+        worker.Rank(place, config=load_config(None, overrides).config)
     never.set()
 
 
@@ -63,26 +62,26 @@ TINY = "model.build={hidden_size: 32, intermediate_size: 48, num_layers: 2, num_
 @pytest.mark.parametrize(
     "options", [{"autocast": "bf16"}, {"fsdp": {"param_dtype": "bf16"}}, {"backend": "fsdp"}], ids=str
 )
-@pytest.mark.usefixtures("place")
-def test_a_wrapped_model_agrees_with_its_own_forward_pass_up_to_rounding(options: dict[str, Any]) -> None:
+def test_a_wrapped_model_agrees_with_its_own_forward_pass_up_to_rounding(
+    place: Place, options: dict[str, Any]
+) -> None:
     train = {"backend": "fsdp2", **options}
     config = load_config(
         None, [TINY, "run.device=cpu", f"train={train}", "rollout.sampling.temperature=0.7"]
     ).config
-    backend = worker._backend_of("policy", config, 3, CPU)
+    backend = worker.make_backend(place, role="policy", config=config, total_steps=3)
     assert backend.take_work() == Work()
 
 
-@pytest.mark.usefixtures("place")
-def test_a_model_that_its_wrapper_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_its_wrapper_changes_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """As mixed precision would that rounds rotary frequencies."""
-    wrap = worker._WRAPS["fsdp2"]
+    wrap = worker._wrapped
 
     def damaging(model: Any, *args: Any) -> Any:
         model.backbone.rotary_emb.inv_freq.mul_(1.5)
         return wrap(model, *args)
 
-    monkeypatch.setitem(worker._WRAPS, "fsdp2", damaging)
+    monkeypatch.setattr(worker, "_wrapped", damaging)
     config = load_config(None, [TINY, "run.device=cpu", "train.backend=fsdp2"]).config
     with pytest.raises(ModelError, match=r"train.backend=fsdp2 gives different log-probs"):
-        worker._backend_of("policy", config, 3, CPU)
+        worker.make_backend(place, role="policy", config=config, total_steps=3)

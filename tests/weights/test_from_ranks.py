@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.on_ranks import OnRanks
 from torch import Tensor
 
 from braid.cluster.ray import RayGroup, connect, disconnect
@@ -16,8 +17,7 @@ from braid.config.schema import RunConfig
 from braid.models.lora import named_adapters
 from braid.models.roles import make_policy
 from braid.training.backends.single import SingleBackend
-from braid.training.role_group import RoleGroup
-from braid.training.worker import Ranks
+from braid.training.worker import Rank
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.sending import SendOptions
 from braid.weights.wire import Ticket
@@ -32,7 +32,7 @@ BACKENDS = ("fsdp2", "fsdp", "deepspeed")
 def ranks() -> Iterator[RayGroup]:
     config = _config("fsdp2")
     connect(config.cluster, num_processes=2)
-    group = RayGroup("policy", 2, config.cluster).make(partial(Ranks, config=config))
+    group = RayGroup("policy", 2, config.cluster).make(partial(Rank, config=config))
     yield group
     group.close()
     disconnect()
@@ -40,7 +40,7 @@ def ranks() -> Iterator[RayGroup]:
 
 @pytest.fixture(scope="module")
 def receiver(ranks: RayGroup) -> Iterator[Receiver]:
-    ticket = ranks.call("open_sender", ["engine"], SendOptions("shared_memory", 2**14, 60.0))[0]
+    ticket = ranks.call(Rank.open_sender, ["engine"], SendOptions("shared_memory", 2**14, 60.0))[0]
     receiver = open_receiver(Ticket(**ticket), engine="engine", timeout_s=300.0)
     yield receiver
     receiver.close()
@@ -59,14 +59,14 @@ def _config(backend: str, **model: Any) -> RunConfig:
 
 def _published(ranks: RayGroup, receiver: Receiver, config: RunConfig, *, merged: bool) -> dict[str, Tensor]:
     """Weights that an engine receives of a new policy whose adapters, if any, are non-zero."""
-    ranks.call("add", "policy", "policy", config, 9)
+    policy = OnRanks(ranks, "policy", config)
     if config.model.lora is not None:
-        RoleGroup(ranks, "policy").call("load_weights", _adapters(config))
+        policy.load_weights(_adapters(config))
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(ranks.call, "send_weights", "policy", 0, merged)
+        sent = pool.submit(ranks.call, Rank.send_weights, 0, merged)
         taken = {name: tensor.clone() for name, tensor in receiver.receive(0)}
         sent.result(timeout=300)
-    ranks.call("drop", "policy")
+    policy.close()
     return taken
 
 

@@ -6,10 +6,8 @@ torch.distributed. If there is no cluster, one is started on this machine and st
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import importlib
-import inspect
 import logging
 import os
 import socket
@@ -43,7 +41,7 @@ from .machines import Machines, connect, family_of, interface_of, is_joined, num
 from .machines import leave as disconnect
 from .oom import KillCount
 from .reports import Report, log_to, reports
-from .workers import Factory, Pending, Place, Placement
+from .workers import Factory, Joined, Pending, Place, Placement, T, W, WorkerGroup
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
 
@@ -53,6 +51,8 @@ LOOPBACK = "127.0.0.1"
 _BESIDE, _REPORTS = "beside", "reports"
 _CONCURRENCY = {_BESIDE: 2, _REPORTS: 1}
 """Concurrency groups of calls that run beside the others, and their numbers of threads."""
+_MAIN = "main"
+"""Name, in its process, of the worker that a group was made for."""
 _TICK_S = 0.2
 """Interval, in seconds, at which waiting calls check for lost workers of any group."""
 _GRACE_S = 1.0
@@ -74,7 +74,7 @@ class Loss:
     """A lost worker: `rank` of its group. `said` is the reason that it reported; None if its process died, as
     Ray's `error` says; `is_oom` if it was killed for lack of memory (False: unknown)."""
 
-    group: RayGroup
+    group: RayGroup[Any]
     rank: int
     said: str | None = None
     error: RayError | None = None
@@ -132,7 +132,7 @@ class _Host:
         self._is_local = is_local
         if is_local and (interface := interface_of(LOOPBACK)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        self._worker: Any = None
+        self._workers: dict[str, Any] = {}
         self._listener: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
@@ -168,18 +168,23 @@ class _Host:
         for module in modules:
             importlib.import_module(module)
 
-    def make(self, factory: Factory, place: Place) -> None:
-        self._worker = factory(replace(place, listener=self._listener))
+    def make(self, name: str, factory: Factory[Any], place: Place) -> None:
+        self._workers[name] = factory(replace(place, listener=self._listener, workers=self._workers))
 
-    def run(self, method: str, *args: Any) -> Any:
-        value = getattr(self._worker, method)(*[_value(arg) for arg in args])
-        return asyncio.run(value) if inspect.iscoroutine(value) else value
+    def drop(self, name: str) -> None:
+        del self._workers[name]
+
+    def run(self, name: str, method: str, kwargs: Mapping[str, Any], *args: Any) -> Any:
+        kwargs = {key: _value(arg) for key, arg in kwargs.items()}
+        return getattr(self._workers[name], method)(*[_value(arg) for arg in args], **kwargs)
 
 
 def _value(arg: Any) -> Any:
     """Resolve references in an argument: the argument itself, or the items of a list or tuple."""
     if isinstance(arg, ray.ObjectRef):
         return ray.get(arg)
+    if isinstance(arg, Joined):
+        return [item for part in arg for item in _value(part)]
     if isinstance(arg, list | tuple) and any(isinstance(item, ray.ObjectRef) for item in arg):
         return type(arg)(_value(item) for item in arg)
     return arg
@@ -189,7 +194,7 @@ def _value(arg: Any) -> Any:
 class _Pending:
     """See cluster.workers.Pending."""
 
-    group: RayGroup
+    group: RayGroup[Any]
     refs: list[Any]
     ranks: Sequence[int]
     doing: str
@@ -200,8 +205,8 @@ class _Pending:
         return self.group._wait(self.refs, self.ranks, self.doing, self.deadline)
 
 
-class RayGroup:
-    """See cluster.workers.WorkerGroup."""
+class RayGroup(WorkerGroup[W]):
+    """See WorkerGroup. Owns the processes of its workers."""
 
     def __init__(
         self,
@@ -229,6 +234,7 @@ class RayGroup:
         self._processes: list[_Process] = []
         self._asked = ["nothing"] * self.size
         self._hosts: list[Any] = []
+        self._places: list[Place] = []
         self._listening = threading.Thread(target=self._listen, name=f"reports of {role}", daemon=True)
         is_local = not is_joined(config) or (machines is not None and machines.is_one)
         given = config.variables
@@ -242,7 +248,7 @@ class RayGroup:
             self.close()
             raise
 
-    def make(self, factory: Factory, logs: Path | None = None) -> Self:
+    def make(self, factory: Factory[W], logs: Path | None = None) -> Self:
         """Create a worker in each process. From then on its output goes to `ROLE-RANK.log` in `logs`, without
         `logs` to Ray's log file. Raises WorkerError if a worker fails or is not
         up in time."""
@@ -254,7 +260,7 @@ class RayGroup:
             raise
         return self
 
-    def _make(self, factory: Factory, logs: Path | None, deadline: float) -> None:
+    def _make(self, factory: Factory[W], logs: Path | None, deadline: float) -> None:
         ranks = range(self.size)
         if logs is not None:
             logs.mkdir(exist_ok=True)
@@ -265,36 +271,47 @@ class RayGroup:
         self._processes = self._wait(processes, ranks, "starting", deadline)
         self._listening.start()
         (address,) = self._wait(rendezvous, [0], "starting", deadline) if rendezvous else [None]
-        places = [Place(rank, self.size, address) for rank in ranks]
+        self._places = [Place(rank, self.size, address) for rank in ranks]
         if self._placements is not None:
-            places = [
+            self._places = [
                 replace(p, node=s.node, devices=s.devices)
-                for p, s in zip(places, self._placements, strict=True)
+                for p, s in zip(self._places, self._placements, strict=True)
             ]
-        makes = [h.make.remote(factory, place) for h, place in zip(self._hosts, places, strict=True)]
-        self._wait(makes, ranks, "being built", deadline)
+        self._make_workers(_MAIN, factory, deadline)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def _make_workers(self, name: str, factory: Factory[Any], deadline: float) -> None:
+        makes = [
+            h.make.remote(name, factory, place) for h, place in zip(self._hosts, self._places, strict=True)
+        ]
+        self._wait(makes, range(self.size), "being built", deadline)
+
+    def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
         """See WorkerGroup."""
-        return self.start(method, *args).wait()
+        self._make_workers(name, factory, time.monotonic() + self._timeout_s)
+        return _Added(self, name)
 
-    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """See WorkerGroup."""
-        return self.start_each(method, arguments).wait()
+    def _start(
+        self,
+        ranks: Sequence[int],
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        *,
+        is_beside: bool = False,
+        name: str = "",
+    ) -> _Pending:
+        """`name` is that of an added worker."""
+        options = {"concurrency_group": _BESIDE} if is_beside else {}
+        shown = f"{method}()" if name in ("", self.role) else f"{name}.{method}()"
+        calls = []
+        for rank, args in zip(ranks, arguments, strict=True):
+            title = f"{self.role} {rank}: {shown.removesuffix('()')}"  # process title during the call
+            self._asked[rank] = shown
+            run = self._hosts[rank].run.options(name=title, **options)
+            calls.append(run.remote(name or _MAIN, method, kwargs, *args))
+        return _Pending(self, calls, ranks, f"in {shown}", time.monotonic() + self._timeout_s)
 
-    def start(self, method: str, *args: Any) -> _Pending:
-        """See WorkerGroup."""
-        return self._pending(range(self.size), method, [args] * self.size)
-
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> _Pending:
-        """See WorkerGroup."""
-        return self._pending(range(self.size), method, arguments)
-
-    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> _Pending:
-        """See WorkerGroup."""
-        return self._pending([rank], method, [args], **({"concurrency_group": _BESIDE} if is_beside else {}))
-
-    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
+    def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         """See WorkerGroup."""
         rank_of = {
             call: rank
@@ -306,6 +323,14 @@ class RayGroup:
         until = None if within_s is None else time.monotonic() + within_s
         left = self._watch(rank_of, doing, deadline, is_any=True, until=until)
         return [of for of in pending if not any(call in left for call in of.refs)]
+
+    def _drop(self, name: str) -> None:
+        self._wait(
+            [h.drop.remote(name) for h in self._hosts],
+            range(self.size),
+            f"in {name}.close()",
+            time.monotonic() + self._timeout_s,
+        )
 
     def close(self) -> None:
         """See WorkerGroup."""
@@ -344,17 +369,6 @@ class RayGroup:
                     logged[report] += 1
                     logger.log(report.level, "%s: %s", self._name(rank), report.text)
             kills.update()
-
-    def _pending(
-        self, ranks: Sequence[int], method: str, arguments: Sequence[tuple[Any, ...]], **options: Any
-    ) -> _Pending:
-        calls = []
-        for rank, args in zip(ranks, arguments, strict=True):
-            title = f"{self.role} {rank}: {method}"  # process title during the call
-            self._asked[rank] = _shown(method, self.role)
-            calls.append(self._hosts[rank].run.options(name=title, **options).remote(method, *args))
-        doing = f"in {_shown(method, self.role)}"
-        return _Pending(self, calls, ranks, doing, time.monotonic() + self._timeout_s)
 
     def _wait(self, calls: Sequence[Any], ranks: Sequence[int], doing: str, deadline: float) -> list[Any]:
         """Results by rank."""
@@ -451,9 +465,26 @@ class RayGroup:
         return " | ".join(lines[-_NUM_LAST_LINES:])
 
 
-def _shown(method: str, role: str) -> str:
-    """`train()` for the group's own role, `critic.train()` for another one in its processes."""
-    return f"{method.removeprefix(f'{role}.')}()"
+class _Added(WorkerGroup[W]):
+    """Further workers in the processes of a RayGroup."""
+
+    def __init__(self, processes: RayGroup[Any], name: str) -> None:
+        self.role, self.size, self._processes = name, processes.size, processes
+
+    def _start(self, *call: Any, **options: Any) -> _Pending:
+        return self._processes._start(*call, **options, name=self.role)
+
+    def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
+        """See WorkerGroup."""
+        return self._processes.wait_any(pending, within_s)
+
+    def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
+        """See WorkerGroup."""
+        return self._processes.add(name, factory)
+
+    def close(self) -> None:
+        """See WorkerGroup."""
+        self._processes._drop(self.role)
 
 
 def _is_death(error: RayError) -> bool:

@@ -1,28 +1,34 @@
 """Worker groups: the interface, and the in-process group.
 
-A worker is a plain object; a group holds one per rank and calls their methods. `call` waits for the values;
-`start` returns a `Pending`, whose references can be arguments of further calls, of this group or another. The
-called worker receives the value; it never passes through the caller's process.
+A worker is a plain object; a group holds one per rank and calls its methods, which are named by the class's own:
 
-    rows = rollout.start("make_rows", prompts)        # on rollout workers
-    policy.start("train", rows.refs, loss).wait()     # from there to the ranks of the policy
+    rows = rollout.start(Collector.rows, kept)                # on rollout workers
+    policy.call(TrainingBackend.infer, rows.refs[0], outputs) # from there to the ranks of the policy
 
-Every call has a deadline. If a worker dies, hangs or raises, the call fails with one WorkerError that names
-it. `InProcessGroup` calls its single worker directly, so that a debugger can step into it; cluster.ray has
-the group of processes.
+`call` waits for the values; `start` returns a `Pending`, whose references can be arguments of further calls, of
+this group or another. The called worker receives the value; it never passes through the caller's process. Every
+call has a deadline. If a worker dies, hangs or raises, the call fails with one WorkerError that names it.
+`InProcessGroup` calls its single worker directly, so that a debugger can step into it; cluster.ray has the group of
+processes.
 """
 
 from __future__ import annotations
 
-import inspect
 import socket
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from .loops import Loop, in_thread
+from .loops import in_thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+W = TypeVar("W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,7 @@ class Place:
 
     `rendezvous` is the address (host, port) where the ranks meet: that of the socket `listener` of rank 0,
     which is open from before the ranks learn the address until rank 0's process exits. None for a single
-    worker."""
+    worker. `workers` are those that the process holds already, by name."""
 
     rank: int
     size: int
@@ -40,6 +46,7 @@ class Place:
     listener: socket.socket | None = None
     node: int = 0
     devices: tuple[int, ...] = ()
+    workers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Placement(Protocol):
@@ -52,7 +59,7 @@ class Placement(Protocol):
     def devices(self) -> tuple[int, ...]: ...
 
 
-Factory = Callable[[Place], Any]
+Factory = Callable[[Place], W]
 """Creates a worker, in the worker's process."""
 
 Ref = Any
@@ -60,7 +67,11 @@ Ref = Any
 item of a list or tuple argument."""
 
 
-class Pending(Protocol):
+class Joined(tuple[Ref, ...]):
+    """References to lists, as an argument that the called worker receives as one list."""
+
+
+class Pending(Protocol[R]):
     """A running call, on all ranks of a group or on one."""
 
     @property
@@ -68,130 +79,153 @@ class Pending(Protocol):
         """References to the values, by rank."""
         ...
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> list[R]:
         """Wait for the values, by rank. Raises WorkerError if a worker fails or the deadline passes."""
         ...
 
 
-class WorkerGroup(Protocol):
-    """Workers of one role. Calls to a rank run one at a time, in the order in which they were made, except those
-    that run beside the others; `async def` methods run to completion."""
+class WorkerGroup(ABC, Generic[W]):
+    """One worker per rank, all of one class. Calls to a process run one at a time, in the order in which they were
+    made, except those of `start_beside`. References may take the place of arguments."""
 
-    @property
-    def size(self) -> int: ...
+    role: str
+    size: int
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call `method(*args)` on all workers in parallel; returns the values by rank. Raises WorkerError."""
-        ...
+    def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call the method on all workers in parallel; returns the values by rank. Raises WorkerError."""
+        return self.start(method, *args, **kwargs).wait()
 
-    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def scatter(
+        self, method: Callable[Concatenate[W, ...], R], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[R]:
         """`call` with separate arguments for each rank."""
-        ...
+        return self.start_each(method, arguments).wait()
 
-    def start(self, method: str, *args: Any) -> Pending:
+    def start(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """`call` without waiting."""
-        ...
+        return self._start(range(self.size), method.__name__, [args] * self.size, kwargs)
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending:
+    def start_each(
+        self, method: Callable[Concatenate[W, ...], R], arguments: Sequence[tuple[Any, ...]]
+    ) -> Pending[R]:
         """`scatter` without waiting."""
-        ...
+        return self._start(range(self.size), method.__name__, arguments, {})
 
-    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Pending:
-        """Start `method(*args)` on one worker; the result has its value only. With `is_beside` it runs in another
-        thread, beside other calls."""
-        ...
+    def start_on(
+        self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """`start` on one worker; the result has its value only."""
+        return self._start([rank], method.__name__, [args], kwargs)
 
-    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
+    def start_beside(
+        self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """`start_on` in another thread of the worker's process, beside other calls."""
+        return self._start([rank], method.__name__, [args], kwargs, is_beside=True)
+
+    @abstractmethod
+    def _start(
+        self,
+        ranks: Sequence[int],
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        *,
+        is_beside: bool = False,
+    ) -> Pending[Any]: ...
+
+    @abstractmethod
+    def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         """Wait until one of these calls has finished or failed, for `within_s` seconds at most; returns those that
         have. Raises WorkerError."""
-        ...
 
+    @abstractmethod
+    def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
+        """Create another worker in each process. Closing its group frees it and leaves the processes running."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop the workers (one in this process by its `close`, if it has one) and their processes.
         Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class Started(Generic[R]):
     """See Pending. A call in a thread of this process."""
 
-    future: Future[list[Any]]
+    future: Future[list[R]]
 
     @property
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[R]:
         """See Pending. Waits for the values, which are the references themselves."""
         return self.wait()
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> list[R]:
         """See Pending."""
         return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(Generic[R]):
     """See Pending. A completed call; the references are the values themselves."""
 
-    refs: list[Any]
+    refs: list[R]
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> list[R]:
         """See Pending."""
         return self.refs
 
 
-class InProcessGroup:
-    """See WorkerGroup. A single worker in this process, called directly: exceptions propagate unchanged,
-    nothing is copied, and a call is complete when `start` returns."""
+class InProcessGroup(WorkerGroup[W]):
+    """A single worker in this process, called directly: exceptions propagate unchanged, nothing is copied, and a
+    call is complete when `start` returns. With `has_threads`, calls beside others run in threads."""
 
     size = 1
 
-    def __init__(self, role: str, factory: Factory, *, has_threads: bool = False) -> None:
+    def __init__(
+        self,
+        role: str,
+        factory: Factory[W],
+        *,
+        workers: dict[str, Any] | None = None,
+        has_threads: bool = False,
+    ) -> None:
+        """`workers` are those of other groups in this process, which the new one joins."""
         self.role, self._has_threads = role, has_threads
-        self._worker = factory(Place(0, 1))
-        self._loop: Loop | None = None
-        self._is_closed = False
+        self._workers: dict[str, Any] = {} if workers is None else workers
+        self._worker: Any = factory(Place(0, 1, workers=self._workers))
+        self._workers[role] = self._worker
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """See WorkerGroup."""
-        value = getattr(self._worker, method)(*args)
-        if inspect.iscoroutine(value):
-            self._loop = self._loop or Loop()
-            value = self._loop.run(value)
-        return [value]
-
-    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """See WorkerGroup."""
+    def _start(
+        self,
+        ranks: Sequence[int],
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        *,
+        is_beside: bool = False,
+    ) -> Pending[Any]:
+        assert list(ranks) == [0], f"there is only one {self.role} worker, not {ranks}"
         (args,) = arguments
-        return self.call(method, *args)
-
-    def start(self, method: str, *args: Any) -> Done:
-        """See WorkerGroup."""
-        return Done(self.call(method, *args))
-
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Done:
-        """See WorkerGroup."""
-        return Done(self.scatter(method, arguments))
-
-    def start_on(self, rank: int, method: str, *args: Any, is_beside: bool = False) -> Pending:
-        """See WorkerGroup. With `has_threads`, calls beside others run in threads."""
-        assert rank == 0, f"there is only one {self.role} worker, not rank {rank}"
+        args = [list(chain(*arg)) if isinstance(arg, Joined) else arg for arg in args]
+        called = partial(getattr(self._worker, method), *args, **kwargs)
         if is_beside and self._has_threads:
-            return Started(in_thread(partial(self.call, method, *args)))
-        return Done(self.call(method, *args))
+            return Started(in_thread(lambda: [called()]))
+        return Done([called()])
 
-    def wait_any(self, pending: Sequence[Pending], within_s: float | None = None) -> Sequence[Pending]:
+    def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         """See WorkerGroup."""
         if not self._has_threads:
             return pending
         futures = {of.future: of for of in pending if isinstance(of, Started)}
         return [futures[of] for of in wait(futures, within_s, FIRST_COMPLETED).done]
 
+    def add(self, name: str, factory: Factory[T], *, has_threads: bool = False) -> InProcessGroup[T]:
+        """See WorkerGroup."""
+        return InProcessGroup(name, factory, workers=self._workers, has_threads=has_threads)
+
     def close(self) -> None:
         """See WorkerGroup."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if hasattr(self._worker, "close"):
-            self.call("close")
-        if self._loop is not None:
-            self._loop.close()
+        worker = self._workers.pop(self.role, None)
+        if hasattr(worker, "close"):
+            worker.close()

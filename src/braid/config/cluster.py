@@ -39,6 +39,9 @@ class ClusterConfig(Section):
     env: dict[str, Annotated[str | None, BeforeValidator(_as_text)]] = Field(default_factory=dict)
     """Environment variables set in every worker, in the driver, and in its scoring processes; null leaves a
     variable unchanged. A run's config.yaml stores `${oc.env:NAME,null}` instead of each value."""
+    buffer_processes: PositiveInt = 1
+    """Processes that hold the rollout buffer, on the machines of the rollout workers in turn. More than one when its
+    rows, such as images, need more memory than one machine has."""
     start_timeout_s: PositiveFloat = 600.0
     """Timeout for starting all workers, in seconds."""
     call_timeout_s: PositiveFloat = 3600.0

@@ -9,13 +9,15 @@ from typing import Literal
 
 import torch
 
-from braid.config.roles import train_config
+from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.plan import longest_row
+from braid.types import ActionSpace
 
 from .adapter_reference import AdapterReference
 from .causal_lm import CausalLM
 from .loading import load_policy
+from .mlp import MlpPolicy, MlpValue
 from .value import ValueModel
 
 
@@ -71,6 +73,27 @@ def make_reference(
         reference = _load_folder(config, "reference", config.reference.path, device, rank)
     reference.module.requires_grad_(False)
     return reference
+
+
+def make_robot_model(
+    role: TrainingRole, config: RunConfig, observation_size: int, actions: ActionSpace, device: torch.device
+) -> MlpPolicy | MlpValue:
+    """Build the policy or the critic for a simulator's observations and actions."""
+    spec, seed = config.model.mlp, config.run.seed
+    assert spec is not None, "the plan checks that it is there"
+    if role == "policy":
+        model = MlpPolicy(spec, observation_size, actions, seed=seed)
+    else:
+        assert role == "critic", f"simulators have no {role}"
+        model = MlpValue(
+            spec,
+            observation_size,
+            seed=seed + 1,
+            head_name=config.critic.head_name,
+            normalizes=config.critic.normalize_values,
+        )
+    model.module.to(device)
+    return model
 
 
 def _load_folder(

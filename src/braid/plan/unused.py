@@ -319,7 +319,7 @@ def _cluster(config: RunConfig, plan: Plan) -> _Unused:
     if plan.layout.mode == "in_process":
         why, keys = (
             "everything runs in one process",
-            "cluster.{group_names,address,start_timeout_s,call_timeout_s}",
+            "cluster.{group_names,address,buffer_processes,start_timeout_s,call_timeout_s}",
         )
         yield why, f"{keys} {_TRAIN}.balance_ranks"
         if not config.cluster.placement:

@@ -116,18 +116,19 @@ class Collector:
         shape: Callable[[Trajectory], ShapedReward] | None,
         limits: Mapping[Use, int | None] = MappingProxyType({}),
         link: WeightLink | None = None,
+        check: Callable[[int], None] | None = None,
         in_background: bool = False,
     ) -> None:
         """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
         reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
         reward itself. `limits` are the numbers of prompts that are sampled at a time. `link` receives new
-        weights; None if the engine reads the trainer's tensors. Sampling goes on `in_background`, or only
+        weights; None if the engine reads the trainer's tensors. `check` is called with each new version. Sampling goes on `in_background`, or only
         while the caller waits for groups."""
         self._streams: dict[Use, _Stream] = {
             use: _Stream(prompts[use], drivers[use], limits.get(use)) for use in drivers
         }
         self._greedy, self._engine = greedy, engine
-        self._scorer, self._shape, self._link = scorer, shape, link
+        self._scorer, self._shape, self._link, self._check = scorer, shape, link, check
         self._loop = Loop(in_background=in_background)
 
     def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
@@ -222,6 +223,8 @@ class Collector:
         they are the trainer's own tensors."""
         load = None if self._link is None else partial(self._link.take, version, ticket)
         self._loop.run(self._engine.set_weights(version, when, load))
+        if self._check is not None:
+            self._check(version)
 
     def receivers(self) -> Sequence[str]:
         """See WeightLink.names."""

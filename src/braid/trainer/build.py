@@ -1,32 +1,43 @@
-"""Builds the parts of a run from a loaded config.
+"""Builds the parts of a run from its plan, in one process or on workers alike: `cluster` decides where things are.
 
-A run in one process has everything in the driver, and its engine shares the tensors that are trained
-(one_process.py). In a run on workers the driver has only the loop: each training role, the rollout workers and the
-rollout buffer are in separate processes (on_workers.py).
+env        the simulators, in the driver's process
+policy     the role's model; likewise critic, reference and inference
+rollout    engine, environments and scorer
+rows       the rollout buffer
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from braid.checkpoint.store import CheckpointStore
 from braid.cluster.memory_record import MemoryRecorder
+from braid.cluster.workers import Place
 from braid.config.load import Loaded, to_yaml
+from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
+from braid.functions import GIVEN
 from braid.plan import Plan
 from braid.report.reporter import Reporter
+from braid.rollout.collector import Collector
+from braid.training.rollout_buffer import RolloutBuffer
+from braid.training.worker import device_of
 
+from .buffer import Buffer
+from .cluster import ROWS, Cluster, OneProcess, RayCluster
 from .costs import held_bytes
-from .inputs import TextInputs, read_inputs
+from .inputs import NUM_RESET_STATES, TextInputs, prompt_sampler, reset_states
 from .parts import Parts
 from .pipeline import Pipeline, PipelineSettings
-from .roles import device_of
+from .rollouts import Rollouts
+from .supervised import sampler_of, supervised_of, warm_up_config
+from .weight_sync import WeightSync, send_options
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
-
-__all__ = ["build", "read_inputs"]
+    from braid.envs.simulators.gymnasium import GymnasiumSimulator
+    from braid.training.group import ModelGroup
 
 
 def build(
@@ -35,33 +46,120 @@ def build(
     inputs: TextInputs | None,
     reporter: Reporter,
     store: CheckpointStore,
-    cluster: Cluster | None = None,
+    cluster: RayCluster | None = None,
 ) -> Parts:
-    """Build all parts of a run, in their initial state. `cluster` is used if it is open and has no workers
-    yet."""
-    if inputs is not None and plan.layout.mode != "in_process":
-        from .on_workers import build_on_workers
-
-        parts = build_on_workers(loaded, plan, inputs, reporter, store, cluster)
+    """Build all parts of a run, in their initial state; `inputs` of a text run. `cluster` is used if it is open and
+    has no workers yet. If building fails, all processes are stopped."""
+    where: Cluster
+    if plan.layout.mode == "in_process":
+        where = OneProcess(loaded.config, has_threads=plan.is_pipelined)
     else:
-        from .one_process import (  # imports models, which a run on workers avoids
-            build_in_process,
-            build_simulator,
-        )
-
-        parts = (
-            build_simulator(loaded, plan, reporter, store)
-            if inputs is None
-            else build_in_process(loaded, plan, inputs, reporter, store)
-        )
+        where = cluster if cluster and cluster.is_open else RayCluster.open(loaded.config, plan.layout)
+    try:
+        parts = _build(loaded, plan, inputs, reporter, store, where)
+    except BaseException:
+        where.leave()
+        raise
     if plan.is_pipelined:
         parts.pipeline = Pipeline(settings_of(loaded.config, plan), parts.sampler.take)
-    parts.about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(loaded)}
     if loaded.config.train.record_memory:
         parts.memory = MemoryRecorder(
             reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)
         )
     return parts
+
+
+def _build(
+    loaded: Loaded,
+    plan: Plan,
+    inputs: TextInputs | None,
+    reporter: Reporter,
+    store: CheckpointStore,
+    cluster: Cluster,
+) -> Parts:
+    """An engine that reads the policy's own tensors is built after it. Others come before all models: they size
+    their caches by the memory that they find free, and then sleep if models use their devices too."""
+    config, run_dir, is_local = cluster.config, reporter.run_dir.path, isinstance(cluster, OneProcess)
+    reads_policy = is_local and config.rollout.engine == "native"
+
+    def new_supervised() -> ModelGroup:
+        name = "policy" if plan.verb == "sft" else "warm_up"
+        return cluster.model("policy", total_steps=plan.sft_steps, config=warm_up_config(config), name=name)
+
+    def new_policy() -> ModelGroup:
+        if plan.verb == "sft" and supervised is not None:
+            return supervised.model
+        return cluster.model("policy", total_steps=plan.num_steps)
+
+    supervised = (
+        None if inputs is None else supervised_of(config, plan, inputs.examples.examples, new_supervised)
+    )
+    if inputs is None:
+        assert isinstance(config.env, GymnasiumEnv), "other environments have text inputs"
+        prompts = reset_states(config.env)
+        eval_prompts, sampler = {config.env.id: prompts["eval"]}, prompt_sampler(config, NUM_RESET_STATES)
+        cluster.make({"env": partial(_simulator, env=config.env)}, run_dir / "logs")
+    else:
+        prompts, eval_prompts = inputs.prompts, inputs.eval.by_source()
+        sampler = sampler_of(plan, supervised, config, inputs)
+    policy = new_policy() if reads_policy else None
+    given = {
+        "config": config,
+        "plan": plan,
+        "base_dir": loaded.base_dir,
+        "inputs": inputs,
+        "run_dir": run_dir,
+    }
+    groups = cluster.make(
+        {
+            "rollout": partial(_collector, dict(GIVEN), **given),
+            ROWS: partial(_rollout_buffer, plan),
+        },
+        run_dir / "logs",
+    )
+    weight_sync = None
+    if not is_local:
+        options = send_options(config, plan.layout, str(run_dir / "weights"), device_of(config))
+        merged = config.rollout.engine != "native"
+        weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
+    rollouts = Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)
+    rollouts.sleep()
+    return Parts(
+        config=config,
+        plan=plan,
+        reporter=reporter,
+        store=store,
+        cluster=cluster,
+        sampler=sampler,
+        eval_prompts=eval_prompts,
+        rollouts=rollouts,
+        buffer=Buffer(groups[ROWS]),
+        policy=policy or new_policy(),
+        critic=cluster.model("critic", total_steps=plan.num_critic_steps) if plan.needs_critic else None,
+        reference=cluster.model("reference", total_steps=0) if plan.needs_reference else None,
+        inference=cluster.model("inference", total_steps=0) if plan.layout.role("inference") else None,
+        supervised=supervised,
+        tokenizer=None if inputs is None else inputs.tokenizer,
+        about={"run_id": reporter.run_dir.run_id, "config": to_yaml(loaded)},
+    )
+
+
+def _simulator(_: Place, *, env: GymnasiumEnv) -> GymnasiumSimulator:
+    from braid.envs.simulators.gymnasium import GymnasiumSimulator
+
+    return GymnasiumSimulator(env.id, env.num_envs, env.kwargs)
+
+
+def _collector(functions: Mapping[str, Callable[..., Any]], place: Place, **given: Any) -> Collector:
+    """See collectors.make_collector; `functions` are those of GIVEN."""
+    from .collectors import make_collector  # models, engines and rewards: of no use to a driver with workers
+
+    GIVEN.update(functions)
+    return make_collector(place, **given)
+
+
+def _rollout_buffer(plan: Plan, place: Place) -> RolloutBuffer:
+    return RolloutBuffer(plan.recipe, plan.aggregation_constant, place.rank)
 
 
 def settings_of(config: RunConfig, plan: Plan) -> PipelineSettings:

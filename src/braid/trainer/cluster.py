@@ -1,27 +1,27 @@
-"""The workers of a run on a cluster: which processes there are, and which roles they run.
+"""Where the workers of a run are: all in the driver's process, or in processes of a Ray cluster:
 
     policy ranks     policy, and those of critic, reference and inference with its placement and backend
     NAME ranks       any other of these roles
     rollout          engines with drivers and scorer
     rows             the rollout buffer
 
-Their placement is the plan's layout. Importing libraries takes most of the startup time: `launched` lets all
+Each group of ranks is one of training.worker.Rank, beside which the models are added. Their placement is the plan's layout. Importing libraries takes most of the startup time: `launched` lets all
 workers import in parallel with each other and with the driver, so this file imports no large library itself.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from braid.cluster.environment import THREADS, environment
 from braid.cluster.interrupts import interrupts_held
-from braid.cluster.workers import Factory, Place
+from braid.cluster.workers import Factory, InProcessGroup, Place, WorkerGroup
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
 from braid.config.roles import TrainingRole, train_config
@@ -32,21 +32,23 @@ from braid.plan.available import missing_packages
 from braid.plan.layout import Layout, RoleLayout, Worker
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from braid.cluster.ray import Machines, RayGroup
-    from braid.training.group import GroupBackend
-    from braid.training.worker import Ranks
+    from braid.training.group import ModelGroup
+    from braid.training.worker import Rank
 
 ROWS = "rows"
-"""Name of the group of one worker that holds the rollout buffer. It is on the first machine and uses no
-device."""
+"""Name of the group that holds the rollout buffer, on the rollout workers' machines and without devices."""
 
 
 _READS = {"rollout": "braid.trainer.collectors", ROWS: "braid.training.rollout_buffer"}
-"""Module that a group's workers import at startup; that of Ranks in all other groups."""
+"""Module that a group's workers import at startup; those of Rank and its models in all other groups."""
+_RANKS_READ = ("braid.training.worker", "braid.models.selfcheck", "braid.models.roles")
 
 
 @contextmanager
-def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
+def launched(loaded: Loaded, verb: Verb) -> Iterator[RayCluster | None]:
     """Start the processes of a run on workers and stop them at the end of the block at the latest. Yields
     None for a run in one process. Raises ConfigError if a package that they need is missing."""
     loaded = with_absolute_paths(loaded)
@@ -58,27 +60,100 @@ def launched(loaded: Loaded, verb: Verb) -> Iterator[Cluster | None]:
     if missing := [Problem(key, why, loaded.origin(key)) for key, why in missing_packages(config, plan)]:
         raise ConfigError(missing)
     with environment(config.cluster.variables):
-        cluster = Cluster.open(config, plan.layout)
+        cluster = RayCluster.open(config, plan.layout)
         try:
             yield cluster
         finally:
             cluster.leave()
 
 
-@dataclass(slots=True)
-class Cluster:
-    """A connection to a Ray cluster, with the machines and the worker groups of the run. `is_own` if the run
-    opened the connection and has to close it."""
+class Cluster(ABC):
+    """The workers of a run."""
 
     config: RunConfig
-    layout: Layout
-    is_own: bool
-    groups: dict[str, RayGroup] = field(default_factory=dict)
-    machines: Machines | None = None
-    is_open: bool = True
+
+    @abstractmethod
+    def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:
+        """Create the workers of `factories`, by name of the group, with log files in `logs`. Returns all groups so
+        far."""
+
+    @abstractmethod
+    def model(
+        self,
+        role: TrainingRole,
+        *,
+        total_steps: int,
+        config: RunConfig | None = None,
+        name: str | None = None,
+    ) -> ModelGroup:
+        """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's."""
+
+    @abstractmethod
+    def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Stop all workers and their processes. Idempotent."""
+
+
+class OneProcess(Cluster):
+    """All workers in this process, where they share weights."""
+
+    def __init__(self, config: RunConfig, *, has_threads: bool) -> None:
+        """`has_threads` as in InProcessGroup."""
+        self.config, self._has_threads = config, has_threads
+        self._workers: dict[str, Any] = {}
+        self._groups: dict[str, WorkerGroup[Any]] = {}
+
+    def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:  # noqa: ARG002
+        """See Cluster."""
+        for name, factory in factories.items():
+            self._groups[name] = self._group(name, factory)
+        return self._groups
+
+    def _group(self, name: str, factory: Factory[Any]) -> InProcessGroup[Any]:
+        return InProcessGroup(name, factory, workers=self._workers, has_threads=self._has_threads)
+
+    def model(
+        self,
+        role: TrainingRole,
+        *,
+        total_steps: int,
+        config: RunConfig | None = None,
+        name: str | None = None,
+    ) -> ModelGroup:
+        """See Cluster."""
+        from braid.training.group import ModelGroup
+        from braid.training.worker import make_backend
+
+        factory = partial(make_backend, role=role, config=config or self.config, total_steps=total_steps)
+        return ModelGroup.of(self._group(name or role, factory))
+
+    def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """See Cluster."""
+        from braid.models.export import export_model
+
+        export_model(self._workers["policy"].model, tokenizer, folder)
+
+    def leave(self) -> None:
+        """See Cluster."""
+        for group in reversed(self._groups.values()):
+            group.close()
+        self._workers.clear()
+
+
+class RayCluster(Cluster):
+    """A connection to a Ray cluster, with the machines and the worker groups of the run."""
+
+    def __init__(self, config: RunConfig, layout: Layout, *, is_own: bool) -> None:
+        """`is_own` if the run opened the connection and has to close it."""
+        self.config, self.layout, self.is_own, self.is_open = config, layout, is_own, True
+        self.groups: dict[str, RayGroup[Any]] = {}
+        self.machines: Machines | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, layout: Layout) -> Cluster:
+    def open(cls, config: RunConfig, layout: Layout) -> RayCluster:
         """Connect to a cluster, or start a large enough one on this machine; then start the processes of the
         layout at their placement. `make` waits for them. Raises ConfigError if the cluster lacks the
         resources that the layout needs."""
@@ -88,10 +163,9 @@ class Cluster:
         config = _on_one_device(config, layout)
         homes = [_home(layout, of) for of in layout.roles if of.role != "rollout"]
         names = list(dict.fromkeys([*homes, "rollout", ROWS]))
-        placements = {name: _workers_of(layout, name) for name in names}
-        cluster = cls(
-            config, layout, connect(config.cluster, num_processes=sum(map(len, placements.values())))
-        )
+        workers = {name: _workers(config, layout, name) for name in names}
+        is_own = connect(config.cluster, num_processes=sum(map(len, workers.values())))
+        cluster = cls(config, layout, is_own=is_own)
         shown = {str(role): text for role, text in config.cluster.group_names.items()}
         try:
             if finds_none and (num_gpus := num_cluster_gpus()):
@@ -106,8 +180,8 @@ class Cluster:
                 )
             machines = Machines(config.cluster, _num_gpus(config, layout), layout.devices_per_node)
             cluster.machines = machines
-            for name, of in placements.items():
-                reads = [_READS.get(name, "braid.training.worker")]
+            for name, of in workers.items():
+                reads = [_READS[name]] if name in _READS else _RANKS_READ
                 cluster.groups[name] = RayGroup(
                     shown.get(name, name),
                     of,
@@ -121,13 +195,11 @@ class Cluster:
             raise
         return cluster
 
-    def make(self, factories: Mapping[str, Factory], logs: Path) -> None:
-        """Create the workers: from `factories`, keyed by group name, and Ranks in all other groups. Their log
-        files are in `logs`."""
-        ranks = partial(_ranks, config=self.config)
+    def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:
+        """See Cluster. Creates the Ranks of all other groups too."""
         with ThreadPoolExecutor(len(self.groups)) as pool:
             making = [
-                pool.submit(group.make, factories.get(name, ranks), logs)
+                pool.submit(group.make, factories.get(name) or partial(_rank, config=self.config), logs)
                 for name, group in self.groups.items()
             ]
             try:
@@ -136,28 +208,35 @@ class Cluster:
             except BaseException:
                 self._close_groups()  # unblocks the other threads
                 raise
+        return dict(self.groups)
 
-    def backend(
+    def model(
         self,
         role: TrainingRole,
         *,
         total_steps: int,
         config: RunConfig | None = None,
         name: str | None = None,
-    ) -> GroupBackend:
-        """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's."""
-        from braid.training.group import GroupBackend
-        from braid.training.role_group import RoleGroup
+    ) -> ModelGroup:
+        """See Cluster."""
+        from braid.training.group import ModelGroup
+        from braid.training.worker import make_backend
 
         config = config or self.config
-        role_layout = self.layout.role(role)
-        assert role_layout is not None, f"{role} has no workers in this run"
-        group = RoleGroup(self.groups[_home(self.layout, role_layout)], name or role)
-        group.group.call("add", group.name, role, config, total_steps)
-        return GroupBackend(group, balances=train_config(config, role).balance_ranks)
+        placed = self.layout.role(role)
+        assert placed is not None, f"{role} has no workers in this run"
+        factory = partial(make_backend, role=role, config=config, total_steps=total_steps)
+        ranks = self.groups[_home(self.layout, placed)].add(name or role, factory)
+        return ModelGroup.of(ranks, balances=train_config(config, role).balance_ranks)
+
+    def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """See Cluster. The first rank writes it."""
+        from braid.training.worker import Rank
+
+        self.groups["policy"].call(Rank.export, tokenizer, folder)
 
     def leave(self) -> None:
-        """Stop all processes, disconnect, and stop the cluster if it was started for this run. Idempotent."""
+        """See Cluster. Disconnects, and stops the cluster if it was started for this run."""
         from braid.cluster.ray import disconnect
 
         with interrupts_held():  # takes a second or two, and stops everything that a second Ctrl-C would
@@ -173,11 +252,11 @@ class Cluster:
             self.machines.close()
 
 
-def _ranks(place: Place, *, config: RunConfig) -> Ranks:
-    """See training.worker.Ranks."""
-    from braid.training.worker import Ranks
+def _rank(place: Place, *, config: RunConfig) -> Rank:
+    """See training.worker.Rank."""
+    from braid.training.worker import Rank
 
-    return Ranks(place, config=config)
+    return Rank(place, config=config)
 
 
 def environment_of(config: RunConfig, name: str) -> dict[str, str | None]:
@@ -210,13 +289,17 @@ def _num_gpus(config: RunConfig, layout: Layout) -> list[int]:
     return [counts.get(node, 0) for node in range(layout.num_nodes)]
 
 
-def _home(layout: Layout, role_layout: RoleLayout) -> str:
+def _home(layout: Layout, placed: RoleLayout) -> str:
     """Name of the group whose processes run a role."""
     policy = layout.role("policy")
     assert policy is not None, "the layout has no policy"
-    return "policy" if role_layout.shares_processes(policy) else role_layout.role
+    return "policy" if placed.shares_processes(policy) else placed.role
 
 
-def _workers_of(layout: Layout, name: str) -> tuple[Worker, ...]:
-    role_layout = layout.role(name)
-    return (Worker(0, 0, ()),) if role_layout is None else role_layout.workers
+def _workers(config: RunConfig, layout: Layout, name: str) -> tuple[Worker, ...]:
+    if name != ROWS:
+        placed = layout.role(name)
+        assert placed is not None, f"{name} has no workers in this run"
+        return placed.workers
+    nodes = [worker.node for worker in _workers(config, layout, "rollout")]
+    return tuple(Worker(i, nodes[i % len(nodes)], ()) for i in range(config.cluster.buffer_processes))

@@ -13,7 +13,6 @@ import torch
 from braid.cluster.workers import Place
 from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
 from braid.config.schema import RunConfig
-from braid.envs.simulators.base import reset_prompts
 from braid.envs.text.build import text_env_maker
 from braid.models.causal_lm import CausalLM
 from braid.models.mlp import MlpPolicy
@@ -30,42 +29,63 @@ from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import SimulatorEngine
 from braid.training.backends.single import autocast_dtype
-from braid.types import Prompt, ShapedReward, Trajectory
+from braid.training.worker import device_of
+from braid.types import ShapedReward, Trajectory
+from braid.weights.fingerprint import check_synced
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
 
-from .engines import EngineLink, as_one, start_engines
-from .inputs import TextInputs
-from .roles import device_of
+from .engines import EngineLink, LocalWeightLink, as_one, start_engines
+from .inputs import TextInputs, reset_states
 from .weight_sync import send_options
 
 if TYPE_CHECKING:
     from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from .services import reward_services
 
-NUM_RESET_STATES = 2**12
-"""Number of reset states in an epoch of a simulator."""
 _NAMES = {None: "auto", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def make_collector(
-    place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs, run_dir: Path
+    place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs | None, run_dir: Path
 ) -> Collector:
-    """Create the collector of a rollout worker: with the native engine on a copy of the policy's weights,
-    with an engine in a child process, or with all servers if the config names any. Weight syncs update the
-    engine's weights."""
-    torch.set_num_threads(config.run.num_threads or 1)
-    device, timeout_s = device_of(config), config.cluster.call_timeout_s
-    if config.rollout.engine == "native":
-        lm = make_policy(config, device)
-        lm.module.requires_grad_(False)
-        engine: RolloutEngine = native_engine(config, inputs, lm)
-        link: WeightLink = NativeLink(f"rollout {place.rank}", lm, timeout_s, device)
-    else:
+    """Create the collector of a rollout worker. In the driver's process a native engine reads the policy's own
+    tensors, which are then not offloaded, or copies them in a pipelined run; in a process of its own it has a copy of
+    the model. Other engines have child processes, or are servers. Weight syncs update the weights of all but the
+    first."""
+    device, is_local = device_of(config), plan.layout.mode == "in_process"
+    policy: Any = place.workers.get("policy")
+    check = None
+    if inputs is None:
+        policy.keep_weights()
+        return simulator_collector(config, plan, base_dir, place.workers["env"], policy.model)
+    if not is_local:
+        torch.set_num_threads(config.run.num_threads or 1)
+    if config.rollout.engine != "native":
         sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
         engines = start_engines(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
-        engine, link = as_one(engines), EngineLink(engines)
-    return text_collector(config, plan, base_dir, inputs, engine, link=link, in_background=True)
+        engine: RolloutEngine = as_one(engines)
+        link: WeightLink | None = LocalWeightLink(place.workers, engine) if is_local else EngineLink(engines)
+    elif is_local:
+        engine, link = native_engine(config, inputs, policy.model, owns_weights=plan.is_pipelined), None
+        if engine.shares_weights:
+            policy.keep_weights()
+        if config.rollout.check_weights:
+            folder = Path(config.rollout.check_weights_dir or run_dir / "check_weights")
+            check = partial(_check_weights, policy.model, engine, folder)
+    else:
+        lm = make_policy(config, device)
+        lm.module.requires_grad_(False)
+        engine = native_engine(config, inputs, lm)
+        link = NativeLink(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
+    in_background = plan.is_pipelined or not is_local
+    return text_collector(
+        config, plan, base_dir, inputs, engine, link=link, check=check, in_background=in_background
+    )
+
+
+def _check_weights(lm: CausalLM, engine: NativeEngine, folder: Path, version: int) -> None:
+    check_synced(lm.model.named_parameters(), engine.named_parameters(), version=version, folder=folder)
 
 
 class NativeLink:
@@ -124,9 +144,10 @@ def text_collector(
     engine: RolloutEngine,
     *,
     link: WeightLink | None = None,
+    check: Callable[[int], None] | None = None,
     in_background: bool = False,
 ) -> Collector:
-    """A collector of text episodes sampled with `engine`; `link` and `in_background` as in Collector."""
+    """A collector of text episodes sampled with `engine`; `link`, `check` and `in_background` as in Collector."""
     env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
     assert isinstance(env, SingleTurnEnv | ToolEnv), "env is a simulator, not a text environment"
 
@@ -162,6 +183,7 @@ def text_collector(
         shape=_shape_of(config),
         limits=_limits(config),
         link=link,
+        check=check,
         in_background=in_background,
     )
 
@@ -195,14 +217,6 @@ def simulator_collector(
 
 def _limits(config: RunConfig) -> dict[Use, int | None]:
     return {"train": config.rollout.request_batch, "eval": config.eval.batch_prompts}
-
-
-def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
-    """Prompts of a simulator: its reset states."""
-    return {
-        "train": reset_prompts(env.id, NUM_RESET_STATES),
-        "eval": reset_prompts(env.id, env.eval_episodes),
-    }
 
 
 def sampling_of(config: SamplingConfig, end_token_ids: Sequence[int]) -> Sampling:

@@ -46,13 +46,15 @@ from braid.report.sinks.base import Sink, Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.report.streams import reward_prints_in
+from braid.training.backend import TrainingBackend
 
 from . import build, imitation, on_policy, pipelined, steps
+from .inputs import read_inputs
 from .parts import Parts
 from .preflight import check_inputs
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .cluster import RayCluster
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ config or training: a restart may succeed (run.max_restarts). So it may after a 
 _LONGEST_PAUSE_S = 60.0
 
 
-def train(loaded: Loaded, cluster: Cluster | None = None, *, sinks: Sequence[Sink] = ()) -> Outcome:
+def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[Sink] = ()) -> Outcome:
     """`braid train`: reinforcement learning, after the supervised warm-up if the config has one. With
     run.eval_only, evaluate the config's model, or the checkpoint that run.resume names. Uses the processes of
     `cluster` if they have been launched already. `sinks` receive the metrics beside the config's."""
@@ -91,7 +93,7 @@ def sft(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
     return _run(with_absolute_paths(loaded), "sft", imitation.run, cluster)
 
 
-def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | None = None) -> Outcome:
+def evaluate(loaded: Loaded, cluster: RayCluster | None = None, *, run_dir: Path | None = None) -> Outcome:
     """`braid eval`: evaluate the config's model, or the newest checkpoint of the run in `run_dir`; `cluster`
     as in `train`.
 
@@ -102,7 +104,7 @@ def evaluate(loaded: Loaded, cluster: Cluster | None = None, *, run_dir: Path | 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
     """`braid export`: write a checkpoint of a run as a folder that transformers loads. Returns the folder."""
-    from braid.checkpoint.export import export_model
+    from braid.models.export import export_model
     from braid.models.loading import load_policy
 
     loaded = load_config(run_dir / "config.yaml")
@@ -128,7 +130,7 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
 
 
 def _evaluate(
-    loaded: Loaded, cluster: Cluster | None, found: tuple[Mapping[str, torch.Tensor], Path] | None = None
+    loaded: Loaded, cluster: RayCluster | None, found: tuple[Mapping[str, torch.Tensor], Path] | None = None
 ) -> Outcome:
     """Evaluate the config's model, with the weights of a checkpoint if given."""
     weights, source = found or ({}, None)
@@ -140,7 +142,7 @@ def _evaluate(
 
     def loop(parts: Parts) -> None:
         parts.reporter.tell_evaluated(source)
-        parts.policy.load_weights(weights)
+        parts.policy.ranks.call(TrainingBackend.load_weights, weights)
         steps.sync_weights(parts)
         steps.evaluate(parts, is_due=True)
         steps.report(parts)
@@ -179,7 +181,7 @@ def _run(
     loaded: Loaded,
     verb: Verb,
     loop: Callable[[Parts], None],
-    cluster: Cluster | None = None,
+    cluster: RayCluster | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Outcome:
     config = loaded.config
@@ -195,12 +197,12 @@ def _run_in_folder(
     loaded: Loaded,
     verb: Verb,
     loop: Callable[[Parts], None],
-    cluster: Cluster | None,
+    cluster: RayCluster | None,
     stop: StopSignals,
     sinks: Sequence[Sink],
 ) -> Outcome:
     config = loaded.config
-    inputs = build.read_inputs(loaded, verb)
+    inputs = read_inputs(loaded, verb)
     num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
     plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
     check_inputs(loaded, plan, inputs)

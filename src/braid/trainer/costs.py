@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from braid.training.backend import TrainingBackend
 from braid.types import Group
 
 from .parts import Parts
@@ -15,14 +16,14 @@ from .parts import Parts
 def device_freed(parts: Parts) -> Iterator[None]:
     """During the block (sampling and scoring), keep in host memory what train.offload names; at all other
     times engines that share devices with models sleep."""
-    backends = parts.backends.values()
-    for backend in backends:
-        backend.to_host()
+    models = parts.models.values()
+    for model in models:
+        model.ranks.call(TrainingBackend.to_host)
     parts.rollouts.wake()
     yield  # no cleanup after an error: the run ends or rebuilds its parts
     parts.rollouts.sleep()
-    for backend in backends:
-        backend.to_device()
+    for model in models:
+        model.ranks.call(TrainingBackend.to_device)
 
 
 def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
@@ -32,7 +33,8 @@ def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
         return
     trajectories = [t for group in groups for t in group.sampled]
     outputs = sum(t.num_output_tokens for t in trajectories)
-    flops = parts.policy.flops([t.lengths.total for t in trajectories], outputs)
+    lengths = [t.lengths.total for t in trajectories]
+    flops = parts.policy.ranks.call(TrainingBackend.flops, lengths, outputs)[0]
     parts.metrics.mean("flops/rollout_per_s", flops.forward / parts.metrics.value("time/rollout_s"))
 
 
@@ -40,7 +42,7 @@ def count_training(parts: Parts) -> None:
     """Record the floating-point operations per second of inference and training since the last call."""
     if not parts.config.train.count_flops:
         return
-    done = [backend.take_work() for backend in parts.backends.values()]
+    done = [model.take_work() for model in parts.models.values()]
     for name, flops, seconds in (
         ("infer", sum(w.infer_flops for w in done), sum(w.infer_s for w in done)),
         ("train", sum(w.train_flops for w in done), sum(w.train_s for w in done)),
@@ -51,5 +53,5 @@ def count_training(parts: Parts) -> None:
 
 def held_bytes(parts: Parts) -> Mapping[str, Mapping[str, int]]:
     """Memory held by each role and by the engine's cache, in bytes. Gradients exist only during a step."""
-    roles = {role: asdict(backend.held_bytes()) for role, backend in parts.backends.items()}
+    roles = {role: asdict(model.held_bytes()) for role, model in parts.models.items()}
     return roles | {"engine": {"kv_cache": parts.rollouts.cache_bytes}}

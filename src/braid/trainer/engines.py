@@ -25,9 +25,8 @@ from braid.rollout.engines.router import Router
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.vllm.engine import VllmEngine
 from braid.rollout.engines.vllm.options import engine_arguments, environment
+from braid.training.worker import device_of
 from braid.weights.sending import SendOptions
-
-from .roles import device_of
 
 
 def make_engine(
@@ -143,15 +142,16 @@ class EngineLink:
 
 @dataclass(frozen=True, slots=True)
 class LocalWeightLink:
-    """See collector.WeightLink. Sends the weights of a policy in this process to engines in other ones."""
+    """See collector.WeightLink. Sends the weights of the policy among the `workers` of this process to engines in other
+    ones."""
 
-    lm: CausalLM
+    workers: Mapping[str, Any]
     engine: RemoteEngine | Router
     names: Sequence[str] = ()
 
     def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:  # noqa: ARG002
         """See WeightLink."""
-        lm = self.lm
+        lm: CausalLM = self.workers["policy"].model
         self.engine.load_weights(version, lm.merged_weights() if lm.has_adapters else lm.named_weights())
 
     def close(self) -> None:

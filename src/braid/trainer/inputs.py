@@ -14,12 +14,16 @@ from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import ExampleSet, load_examples
+from braid.envs.simulators.base import reset_prompts
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.plan import Verb, policy_size
 from braid.plan.rewards import mix_problems, source_problems
 from braid.rollout.collector import Use
 from braid.types import Prompt
+
+NUM_RESET_STATES = 2**12
+"""Number of reset states in an epoch of a simulator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,14 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
         ),
         ends,
     )
+
+
+def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
+    """Prompts of a simulator: its reset states."""
+    return {
+        "train": reset_prompts(env.id, NUM_RESET_STATES),
+        "eval": reset_prompts(env.id, env.eval_episodes),
+    }
 
 
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from braid.algorithms.rewards import RunningMoments
 from braid.checkpoint.store import CheckpointStore
@@ -17,10 +18,11 @@ from braid.data.sampler import PromptSampler
 from braid.plan import Plan
 from braid.report.metrics import Metrics
 from braid.report.reporter import Reporter
-from braid.training.group import GroupBackend
+from braid.training.group import ModelGroup
 from braid.types import Prompt
 
-from .data_plane import DataPlane
+from .buffer import Buffer
+from .cluster import Cluster
 from .pipeline import Pipeline
 from .rollouts import Rollouts
 from .supervised import Supervised
@@ -82,13 +84,8 @@ class SaveClock:
 class Parts:
     """Everything that the stages of steps.py operate on. Built by build.py; lives as long as the run.
 
-    `follow_policy` copies the policy's current weights to the reference and the critic's backbone, unless the
-    config gives them separate weights; `update_reference` copies them to the reference in any case. `export`
-    writes the policy as a Hugging Face folder; None for policies without such a format. `check_weights`
-    compares the engine's weights with the trainer's, given the synced version; None unless enabled.
     `reward_moments` are those of all rounds so far, if rewards are normalised by them. `inference` computes
-    the policy's log-probs before the update, if it has separate devices for that. `leave` is called last,
-    after all workers have stopped. `about` is stored in checkpoints: the run's id, and its config as text.
+    the policy's log-probs before the update, if it has separate devices for that. `about` is stored in checkpoints: the run's id, and its config as text.
     `saved` is the progress in the newest checkpoint that this run wrote or was restored from, `update_s` the
     time that the last round took after its rollout. `pipeline` decides on the order of the pipelined loop.
     """
@@ -97,25 +94,22 @@ class Parts:
     plan: Plan
     reporter: Reporter
     store: CheckpointStore
+    cluster: Cluster
     sampler: PromptSampler
     eval_prompts: Mapping[str, Sequence[Prompt]]
     rollouts: Rollouts
-    data: DataPlane
-    policy: GroupBackend
-    critic: GroupBackend | None
-    reference: GroupBackend | None
+    buffer: Buffer
+    policy: ModelGroup
+    critic: ModelGroup | None
+    reference: ModelGroup | None
+    inference: ModelGroup | None
     supervised: Supervised | None
-    follow_policy: Callable[[], None]
-    update_reference: Callable[[], None]
-    inference: GroupBackend | None = None
-    leave: Callable[[], None] = lambda: None
-    export: Callable[[Path], None] | None = None
-    check_weights: Callable[[int], None] | None = None
+    tokenizer: PreTrainedTokenizerBase | None
+    about: Mapping[str, str]
     progress: Progress = field(default_factory=Progress)
     metrics: Metrics = field(default_factory=Metrics)
     memory: MemoryRecorder | None = None
     reward_moments: RunningMoments = field(default_factory=RunningMoments)
-    about: Mapping[str, str] = field(default_factory=dict)
     stop: StopSignals = field(default_factory=StopSignals)
     clock: SaveClock = field(default_factory=SaveClock)
     saved: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +121,7 @@ class Parts:
         self.watch = LearningWatch(self.config, self.plan)
 
     @property
-    def backends(self) -> dict[str, GroupBackend]:
+    def models(self) -> dict[str, ModelGroup]:
         """The models of the training roles, by role."""
         roles = {
             "policy": self.policy,
@@ -135,7 +129,7 @@ class Parts:
             "reference": self.reference,
             "inference": self.inference,
         }
-        return {role: backend for role, backend in roles.items() if backend is not None}
+        return {role: model for role, model in roles.items() if model is not None}
 
     @property
     def kl_coef(self) -> float:
@@ -150,5 +144,4 @@ class Parts:
     def close(self) -> None:
         """Stop the workers with their engines, environments and reward processes."""
         self.rollouts.close()
-        self.data.close()
-        self.leave()
+        self.cluster.leave()

@@ -8,13 +8,13 @@ depend on which worker samples it, nor on what else runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from braid.cluster.workers import Pending, Ref, WorkerGroup
 from braid.report.metrics import Metrics
-from braid.rollout.collector import Use
+from braid.rollout.collector import Collector, GroupMetadata, Use
 from braid.rollout.engine import NewWeights
 from braid.types import Group, Key, Prompt
 
@@ -34,7 +34,7 @@ class _Stream:
 
     homes: dict[Key, int] = field(default_factory=dict)
     running: dict[Key, int] = field(default_factory=dict)
-    asked: dict[int, Pending] = field(default_factory=dict)
+    asked: dict[int, Pending[tuple[list[GroupMetadata], Metrics]]] = field(default_factory=dict)
     """Calls of `finished` that have not been answered, by rank."""
 
 
@@ -43,7 +43,7 @@ class Rollouts:
     """Workers that run a Collector each. `weight_sync` syncs weights to them; None if they see the policy's
     weights themselves."""
 
-    workers: WorkerGroup
+    workers: WorkerGroup[Collector]
     prompts: Mapping[Use, Sequence[Prompt]]
     weight_sync: WeightSender | None = None
     in_turns: Sequence[int] = ()
@@ -67,7 +67,8 @@ class Rollouts:
             stream.homes[key] = rank
             stream.running[key] = prompt
         self.workers.scatter(
-            "submit", [(use, [prompts[i] for i in s], group_size, [keys[i] for i in s]) for s in shares]
+            Collector.submit,
+            [(use, [prompts[i] for i in s], group_size, [keys[i] for i in s]) for s in shares],
         )
 
     def finished(self, use: Use, within_s: float | None = None) -> tuple[list[Group], Metrics]:
@@ -77,7 +78,7 @@ class Rollouts:
         while stream.running and not groups:
             for rank in {stream.homes[key] for key in stream.running}:
                 if rank not in stream.asked:
-                    stream.asked[rank] = self.workers.start_on(rank, "finished", use, is_beside=True)
+                    stream.asked[rank] = self.workers.start_beside(rank, Collector.finished, use)
             answered = self.workers.wait_any(list(stream.asked.values()), within_s)
             for rank in [rank for rank, call in stream.asked.items() if call in answered]:
                 ((told, cost),) = stream.asked.pop(rank).wait()
@@ -107,7 +108,7 @@ class Rollouts:
         for key in keys:
             if key in stream.running:
                 self._end(use, key)
-        self._drop("cancel", use, keys)
+        self._drop(Collector.cancel, use, keys)
 
     def running(self, use: Use) -> list[Key]:
         """The groups that have not been returned by `finished`."""
@@ -121,12 +122,14 @@ class Rollouts:
         for place, group in enumerate(groups):
             kept[self._streams["train"].homes[group.key]].append((group.key, place, first))
             first += len(group.trajectories)
-        return self.workers.start_each("rows", [(of,) for of in kept]).refs
+        return self.workers.start_each(Collector.rows, [(of,) for of in kept]).refs
 
     def whole(self, use: Use, groups: Sequence[Group]) -> list[Group]:
         """The same groups with tokens and texts, for reports; copies them into this process."""
         asked = self._by_worker(use, [group.key for group in groups])
-        found = {g.key: g for of in self.workers.scatter("whole", [(use, a) for a in asked]) for g in of}
+        found = {
+            g.key: g for of in self.workers.scatter(Collector.whole, [(use, a) for a in asked]) for g in of
+        }
         return [found[group.key] for group in groups]
 
     def forget(self, use: Use, keys: Sequence[Key] | None = None) -> None:
@@ -134,12 +137,12 @@ class Rollouts:
         stream = self._streams[use]
         if keys is None:
             keys = [key for key in stream.homes if key not in stream.running]
-        self._drop("forget", use, keys)
+        self._drop(Collector.forget, use, keys)
 
     def set_weights(self, version: int, when: NewWeights = "drain") -> None:
         """Sample with the policy's current weights from now on, as `version`; see Engine.set_weights."""
         if self.weight_sync is None:
-            self.workers.call("set_weights", version, when)
+            self.workers.call(Collector.set_weights, version, when)
         else:
             self.weight_sync.send(version, when)
 
@@ -159,7 +162,9 @@ class Rollouts:
             shares[self._streams[use].homes[key]].append(key)
         return shares
 
-    def _drop(self, method: str, use: Use, keys: Sequence[Key]) -> None:
+    def _drop(
+        self, method: Callable[[Collector, Use, Sequence[Key]], None], use: Use, keys: Sequence[Key]
+    ) -> None:
         self.workers.scatter(method, [(use, of) for of in self._by_worker(use, keys)])
         for key in keys:
             del self._streams[use].homes[key]
@@ -167,13 +172,13 @@ class Rollouts:
     def sleep(self) -> None:
         """Have the engines that share devices with training free the memory that they do not need until
         `wake`."""
-        self._call_in_turns("sleep")
+        self._call_in_turns(Collector.sleep)
 
     def wake(self) -> None:
         """Prepare all engines for sampling and scoring."""
-        self._call_in_turns("wake")
+        self._call_in_turns(Collector.wake)
 
-    def _call_in_turns(self, method: str) -> None:
+    def _call_in_turns(self, method: Callable[[Collector], None]) -> None:
         pending = [self.workers.start_on(rank, method) for rank in self.in_turns]
         for call in pending:
             call.wait()
@@ -181,7 +186,7 @@ class Rollouts:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all engines' key/value caches."""
-        return sum(self.workers.call("cache_bytes"))
+        return sum(self.workers.call(Collector.cache_bytes))
 
     def close(self) -> None:
         """Stop the workers."""

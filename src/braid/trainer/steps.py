@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import time
@@ -25,12 +26,12 @@ from braid.report.outputs import log_outputs
 from braid.rollout.engine import NewWeights
 from braid.training.advantages import are_trained
 from braid.training.backend import StepReport
-from braid.training.group import GroupBackend
+from braid.training.group import ModelGroup
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.rollout_buffer import RowMetadata
 from braid.types import Group, Status
 
-from . import costs
+from . import costs, roles
 from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, EVAL_KEY, TRAIN_KEY
 from .parts import Parts
 from .pipeline import start_of
@@ -66,8 +67,8 @@ def warm_up(parts: Parts) -> None:
                 progress.warm_steps += 1
                 save(parts, is_due=False)
                 stop_if_asked(parts)
+        roles.follow_warm_up(parts)
         parts.supervised = None
-    parts.follow_policy()
     progress.is_warm, progress.is_reported = True, False
     sync_weights(parts)
 
@@ -211,12 +212,10 @@ def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
     empty list if there is nothing to learn from, which is logged, and raises TrainingError after
     MAX_EMPTY_ROUNDS in a row."""
     with _timed(parts, "compute_advantages"):
-        rows = parts.data.open(parts.rollouts.start_rows(selection.kept))
+        rows = parts.buffer.open(parts.rollouts.start_rows(selection.kept))
         if rows:
             _infer_fields(parts, rows)
-            computed, parts.reward_moments = parts.data.compute_advantages(
-                parts.kl_coef, parts.reward_moments
-            )
+            computed, parts.reward_moments = parts.buffer.compute_advantages(parts.kl_coef, parts.reward_moments)
             for name, value in computed.items():
                 parts.metrics.mean(name, value)
             if parts.plan.recipe.supervised_coef > 0:
@@ -236,21 +235,21 @@ def _num_trajectories(rows: Sequence[RowMetadata]) -> int:
 
 def _infer_fields(parts: Parts, rows: Sequence[RowMetadata]) -> None:
     """Compute log-probs and values before the update; models on separate workers run in parallel."""
-    asked: list[tuple[GroupBackend, Output, str]] = []
+    asked: list[tuple[ModelGroup, Output, str]] = []
     if parts.plan.old_logprobs == "recompute":
         asked.append((parts.inference or parts.policy, "logprobs", "old_logprobs"))
     elif parts.plan.old_logprobs == "behavior":
-        parts.data.copy_field("behavior_logprobs", "old_logprobs")
+        parts.buffer.copy_field("behavior_logprobs", "old_logprobs")
     elif parts.plan.old_logprobs == "interpolated":
-        parts.data.write_policy_versions()
+        parts.buffer.write_policy_versions()
     if parts.plan.recipe.full_kl_in == "reward":
         asked.append((parts.policy, "kl", "kl"))
     elif parts.reference is not None and parts.plan.recipe.full_kl_in is None:
         asked.append((parts.reference, "logprobs", "ref_logprobs"))
     if parts.critic is not None:
         asked.append((parts.critic, "values", "values"))
-    pending = [parts.data.start_infer(backend, rows, output, field) for backend, output, field in asked]
-    for call in pending:
+    started = [parts.buffer.start_infer(model, rows, output, field) for model, output, field in asked]
+    for call in itertools.chain.from_iterable(started):
         call.wait()
 
 
@@ -259,7 +258,7 @@ def _mark_successes(parts: Parts, groups: Sequence[Group], rows: Sequence[RowMet
     rewards = [t.reward for group in groups for t in group.trajectories]
     of_rows = [rewards[row.trajectory] for row in rows]
     success = parts.config.eval.success_reward
-    parts.data.mark_successes([reward is not None and reward >= success for reward in of_rows])
+    parts.buffer.mark_successes(rows, [reward is not None and reward >= success for reward in of_rows])
 
 
 def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> None:
@@ -296,13 +295,13 @@ def update(parts: Parts, rows: Sequence[RowMetadata]) -> None:
     parts.metrics.mean("train/tokens_per_s", tokens / parts.metrics.value("time/update_s"))
 
 
-def update_critic(parts: Parts, critic: GroupBackend, rows: Sequence[RowMetadata]) -> None:
+def update_critic(parts: Parts, critic: ModelGroup, rows: Sequence[RowMetadata]) -> None:
     recipe = parts.plan.recipe
     loss = value_loss_of(recipe)
     for batch in _batches(parts, rows, parts.config.critic.train or parts.config.train):
         counts = [row.num_decisions if recipe.values_turns else row.num_tokens for row in batch]
         weights = _weights(parts, batch, counts)
-        record(parts.metrics, "critic", parts.data.train(critic, batch, weights, loss))
+        record(parts.metrics, "critic", parts.buffer.train(critic, batch, weights, loss))
 
 
 def update_policy(parts: Parts, rows: Sequence[RowMetadata]) -> None:
@@ -311,9 +310,9 @@ def update_policy(parts: Parts, rows: Sequence[RowMetadata]) -> None:
         counts = [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in batch]
         weights = _weights(parts, batch, counts)
         key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
-        parts.data.write_step_fields(batch, key)
+        parts.buffer.write_step_fields(batch, key)
         loss = policy_loss(recipe, kl_coef=parts.kl_coef, version=parts.progress.round)
-        report = parts.data.train(parts.policy, batch, weights, loss)
+        report = parts.buffer.train(parts.policy, batch, weights, loss)
         record(parts.metrics, "policy", report)
         if recipe.early_stop_ratio is not None:
             parts.metrics.add("policy/early_stopped_steps", int(report.is_stopped))
@@ -385,17 +384,14 @@ def update_reference(parts: Parts) -> None:
     every = parts.config.reference.update_every_epochs
     if every and parts.sampler.epoch // every > parts.progress.reference_updates:
         parts.progress.reference_updates = parts.sampler.epoch // every
-        parts.update_reference()
+        roles.follow_policy(parts)
 
 
 def sync_weights(parts: Parts, when: NewWeights = "drain") -> None:
     """Sync the new weights to the engines, and to the inference role; `when` as in Engine.set_weights."""
     with _timed(parts, "sync_weights"):
         parts.rollouts.set_weights(parts.progress.round, when)
-        if parts.inference is not None:
-            parts.inference.load_weights(parts.policy.start_full_weights())
-        if parts.check_weights is not None:
-            parts.check_weights(parts.progress.round)
+        roles.sync_inference(parts)
 
 
 def store(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> None:
@@ -406,7 +402,7 @@ def store(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> No
     if not (is_read or is_kept):
         return
     groups = parts.rollouts.whole("train", [*selection.kept, *selection.dropped])
-    arrays = parts.data.whole(rows)
+    arrays = parts.buffer.whole(rows)
     if is_read:
         parts.reporter.store_samples(name, groups, arrays)
     if is_kept:
@@ -558,11 +554,11 @@ def export(parts: Parts) -> None:
     """Write the policy as a Hugging Face folder, in rounds that are a multiple of
     checkpoint.export_every_rounds."""
     config = parts.config.checkpoint
-    if parts.export is None or not parts.is_due(config.export_every_rounds):
+    if parts.tokenizer is None or not parts.is_due(config.export_every_rounds):
         return
     home = parts.reporter.run_dir.exports if config.export_dir is None else Path(config.export_dir)
     with _timed(parts, "export"):
-        parts.export(home / f"step_{parts.progress.step}")
+        parts.cluster.export(parts.tokenizer, home / f"step_{parts.progress.step}")
 
 
 def counters(parts: Parts) -> dict[str, Any]:
@@ -591,17 +587,17 @@ def _write_state(
     bit-exact resume, and the files written."""
     state: dict[str, object] = dict(at)
     files: dict[str, dict[str, object]] = {}
-    for role, backend in _saved_models(parts).items():
-        state[role], written = backend.save(folder / role)
+    for role, model in _saved_models(parts).items():
+        state[role], written = model.save(folder / role)
         files |= {f"{role}/{name}": line for name, line in written.items()}
     return state, files
 
 
-def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
+def _saved_models(parts: Parts) -> dict[str, ModelGroup]:
     """The models to save in a checkpoint. Excludes a reference that always equals the folder it was loaded
     from; during the warm-up, only the model being trained."""
     if (warm_up := _unfinished_warm_up(parts)) is not None:
-        return {"warm_up": warm_up.backend}
+        return {"warm_up": warm_up.model}
     config = parts.config.reference
     changes = config.path is None or config.update_every_epochs > 0
     models = {
@@ -609,15 +605,15 @@ def _saved_models(parts: Parts) -> dict[str, GroupBackend]:
         "critic": parts.critic,
         "reference": parts.reference if changes else None,
     }
-    return {role: backend for role, backend in models.items() if backend is not None}
+    return {role: model for role, model in models.items() if model is not None}
 
 
 def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
     """Restore the parts from the checkpoint in `folder`."""
     parts.progress.load(state["progress"])
-    for role, backend in _saved_models(parts).items():
+    for role, model in _saved_models(parts).items():
         if state.get(role) is not None:
-            backend.restore(state[role], folder / role)
+            model.restore(state[role], folder / role)
     parts.sampler.load(state["sampler"])
     if (warm_up := _unfinished_warm_up(parts)) is not None:
         warm_up.sampler.load(state["warm_up_sampler"])

@@ -19,7 +19,7 @@ from braid.data.sampler import PromptSampler
 from braid.data.worked import Example
 from braid.plan import Plan
 from braid.training.backend import StepReport
-from braid.training.group import GroupBackend
+from braid.training.group import ModelGroup
 from braid.training.losses import supervised_loss
 from braid.types import Row
 
@@ -28,17 +28,17 @@ from .inputs import TextInputs, prompt_sampler
 
 @dataclass
 class Supervised:
-    """Examples, their sampling order, and the backend trained on them, which is created on first use."""
+    """Examples, their sampling order, and the model trained on them, which is created on first use."""
 
     rows: Sequence[Row]
     sampler: PromptSampler
-    new_backend: Callable[[], GroupBackend]
+    new_model: Callable[[], ModelGroup]
     num_steps: int
     rows_per_step: int
 
     @cached_property
-    def backend(self) -> GroupBackend:
-        return self.new_backend()
+    def model(self) -> ModelGroup:
+        return self.new_model()
 
     def learn(self) -> StepReport:
         """Take one optimizer step."""
@@ -46,11 +46,11 @@ class Supervised:
         weights = row_weights(
             [row.num_tokens for row in batch], list(range(len(batch))), mode="token_mean", constant=None
         )
-        return self.backend.train(batch, weights, supervised_loss())
+        return self.model.train(batch, weights, supervised_loss())
 
 
 def supervised_of(
-    config: RunConfig, plan: Plan, examples: Sequence[Example], new_backend: Callable[[], GroupBackend]
+    config: RunConfig, plan: Plan, examples: Sequence[Example], new_model: Callable[[], ModelGroup]
 ) -> Supervised | None:
     """Supervised learning as set by the config's `sft`; None without it, and for evaluations."""
     sft = config.sft
@@ -59,7 +59,7 @@ def supervised_of(
     return Supervised(
         rows=[_row_of(example, i) for i, example in enumerate(examples)],
         sampler=PromptSampler(len(examples), seed=config.run.seed, shuffle=True),
-        new_backend=new_backend,
+        new_model=new_model,
         num_steps=plan.sft_steps,
         rows_per_step=sft.rows_per_step,
     )

@@ -13,7 +13,9 @@ from braid.cluster.workers import WorkerGroup
 from braid.config.schema import RunConfig
 from braid.models.folders import expand
 from braid.plan.layout import Layout
+from braid.rollout.collector import Collector
 from braid.rollout.engine import NewWeights
+from braid.training.worker import Rank
 from braid.weights.sending import SendOptions
 from braid.weights.transports import Meeting, choose_transport, on_existing
 
@@ -22,12 +24,11 @@ _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": 
 
 @dataclass(slots=True)
 class WeightSync:
-    """Weight sync from `ranks` (training.worker.Ranks, with the policy among them) to `engines`
-    (rollout.collector.Collector). With `merged`, adapters are merged into the weights that are sent. The
+    """Weight sync from `ranks` (with the policy) to `engines`. With `merged`, adapters are merged into the weights that are sent. The
     connection is opened at the first sync."""
 
-    ranks: WorkerGroup
-    engines: WorkerGroup
+    ranks: WorkerGroup[Rank]
+    engines: WorkerGroup[Collector]
     options: SendOptions
     merged: bool
     _ticket: Mapping[str, Any] | None = None
@@ -35,10 +36,10 @@ class WeightSync:
     def send(self, version: int, when: NewWeights) -> None:
         """Sync the policy's current weights to all engines, as `version`."""
         if self._ticket is None:
-            names = [name for of in self.engines.call("receivers") for name in of]
-            self._ticket = self.ranks.call("open_sender", names, self.options)[0]
-        taken = self.engines.start("set_weights", version, when, self._ticket)
-        self.ranks.call("send_weights", "policy", version, self.merged)
+            names = [name for of in self.engines.call(Collector.receivers) for name in of]
+            self._ticket = self.ranks.call(Rank.open_sender, names, self.options)[0]
+        taken = self.engines.start(Collector.set_weights, version, when, self._ticket)
+        self.ranks.call(Rank.send_weights, version, self.merged)
         taken.wait()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
+from braid.models.logprobs import TiledLogits
 from braid.types import Row
 
 
@@ -98,24 +99,75 @@ class Work:
 
 
 class TrainingBackend(Protocol):
-    """One model and its optimizer."""
+    """One model and its optimizer, or the part of one rank, whose calls are then collective.
 
-    def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, NDArray[np.float32]]]:
+    A rank with fewer micro-batches than another runs `spare`, a row, with zero weight.
+    """
+
+    def data_place(self) -> tuple[int, int]:
+        """(index, number) of the rank's share of the rows. Ranks that work on the same rows (of one tensor, pipeline,
+        context or sequence parallel group) have the same share, and each returns the results."""
+        ...
+
+    def infer(
+        self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
+    ) -> list[dict[str, NDArray[np.float32]]]:
         """Forward only: for each row, an array [len(row)] per output. No gradients, micro-batched by
         tokens."""
         ...
 
-    def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss) -> StepReport:
-        """One optimizer step over all `rows`. `weights` [B] is the loss weight of each position of a row
-        (algorithms.aggregate.row_weights, computed over the whole step)."""
+    def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport:
+        """One optimizer step over the rows of all ranks. `weights` [B] is the loss weight of each position of a row
+        (algorithms.aggregate.row_weights, computed over the whole step). Every rank reports the whole step."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under their checkpoint names, in order."""
+    def use_reference(self, logits: Callable[[PackedBatch], TiledLogits]) -> None:
+        """Measure the output "kl" of a policy from `logits` of the reference in the same process."""
+        ...
+
+    def logits(self, batch: PackedBatch) -> TiledLogits:
+        """Logits that predict the policy's tokens, for the output "kl" of another model. They stay valid
+        until the weights change."""
+        ...
+
+    def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
+        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others. In a single process these
+        are the trained tensors themselves. `merged` as in iter_weights."""
+        ...
+
+    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and whole tensors on their device, gathered in parts so that no rank holds all of
+        them: for weights.sender.join_send. All ranks must exhaust the iterator; only rank 0's tensors are
+        valid. With `merged` adapters are added to the weights that they belong to."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Load whole tensors by their checkpoint names."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Weights, optimizer and step counters, as tensors and plain data: everything that `load` needs to continue
+        bit for bit. Whole tensors on rank 0; the other ranks return only the small parts. The tensors may be the
+        live ones: write or copy them before the next step."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore copies of what `state` returned on rank 0; every rank gets the whole. Raises CheckpointError if it
+        belongs to another model."""
+        ...
+
+    def save(self, folder: str) -> Written:
+        """Write this rank's part of the state into `folder` (training.shards); a single process may return it
+        instead."""
+        ...
+
+    def restore(self, saved: dict[str, Any], folder: str) -> None:
+        """Restore what ranks of any layout have saved: the state returned by rank 0, and the folder. Raises
+        CheckpointError if it belongs to another model."""
         ...
 
     def to_host(self) -> None:
-        """Free the device for other roles: what `offload` names moves to host memory. Only `named_weights`,
+        """Free the device for other roles: what `offload` names moves to host memory. Only `full_weights`,
         `state` and `load` may be called until `to_device`."""
         ...
 
@@ -132,16 +184,5 @@ class TrainingBackend(Protocol):
         ...
 
     def held_bytes(self) -> HeldBytes:
-        """Memory of the model."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Weights, optimizer and step counters, as tensors and plain data: everything that `load` needs to
-        continue bit for bit.
-
-        The tensors are the live ones: write or copy them before the next step."""
-        ...
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore copies of what `state` returned. Raises CheckpointError if it belongs to another model."""
+        """Memory of this rank's part of the model."""
         ...

@@ -3,15 +3,16 @@ train.
 
     rollout workers ─rows─> RolloutBuffer ─shares of rows─> ranks ─log-probs, values─> RolloutBuffer ─mini-batches─> ranks
 
-A plain object in a worker group of one: in the driver's process, or in a separate process, in which
-case the driver handles only references and RowMetadata. Owns the arrays; mini-batches and shares are chosen
-from metadata alone (trainer.steps, training.group).
+A plain object in a worker group: in the driver's process, or in processes of its own, in which case the driver
+(trainer.buffer) handles only references and RowMetadata. Each process holds the whole trajectories of some rollout
+workers. Numbers that depend on all rows are computed in the first process, to which the others lend their rows
+without inputs and observations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,15 @@ from braid.models.base import Output
 from braid.types import Row
 
 from .advantages import compute_advantages
-from .group import bare
 from .step_fields import write_step_fields
 
 
 @dataclass(slots=True)  # frozen ones are slow to send, and there is one for each row
 class RowMetadata:
-    """Row metadata without arrays: `index` is the row's index in the RolloutBuffer; the others as in Row."""
+    """Row metadata without arrays: `index` is the row's index in the RolloutBuffer of process `shard`; the others as
+    in Row."""
 
+    shard: int
     index: int
     length: int
     num_tokens: int
@@ -45,12 +47,13 @@ class RowMetadata:
 
 
 class RolloutBuffer:
-    """The rows of one round."""
+    """The rows of one round in one process."""
 
-    def __init__(self, recipe: Recipe, constant: float | None) -> None:
+    def __init__(self, recipe: Recipe, constant: float | None, shard: int = 0) -> None:
         """`constant` is the denominator of token_sum_constant."""
-        self._recipe, self._constant = recipe, constant
+        self._recipe, self._constant, self._shard = recipe, constant, shard
         self._rows: list[Row] = []
+        self._lent: list[list[Row]] = []
 
     def open(self, pieces: Sequence[Sequence[Row]]) -> list[RowMetadata]:
         """Replace the rows of the last round. Rows are sorted by trajectory, so results do not depend on
@@ -58,6 +61,7 @@ class RolloutBuffer:
         self._rows = sorted((row for piece in pieces for row in piece), key=lambda row: row.trajectory)
         return [
             RowMetadata(
+                self._shard,
                 i,
                 len(row),
                 row.num_tokens,
@@ -72,11 +76,11 @@ class RolloutBuffer:
         ]
 
     def take(self, indices: Sequence[int], is_bare: bool) -> list[Row]:
-        """The current rows; without fields if `bare`, since a forward pass does not read them."""
+        """The current rows; without fields if `is_bare`, since a forward pass does not read them."""
         rows = [self._rows[i] for i in indices]
-        return [bare(row) for row in rows] if is_bare else rows
+        return [replace(row, fields={}) for row in rows] if is_bare else rows
 
-    def spare(self, is_bare: bool) -> Row:
+    def first(self, is_bare: bool) -> Row:
         """A row for ranks that have none, which take part in a pass without contributing."""
         return self.take([0], is_bare)[0]
 
@@ -84,13 +88,12 @@ class RolloutBuffer:
         self,
         output: Output,
         field: str,
-        shares: Sequence[Sequence[int]],
+        places: Sequence[tuple[int, int, int]],
         results: Sequence[Sequence[Mapping[Output, NDArray[np.float32]]]],
     ) -> None:
-        """Write a model's outputs, by share, into `field` of the rows of those shares."""
-        for indices, share in zip(shares, results, strict=True):
-            for index, result in zip(indices, share, strict=True):
-                self._rows[index].fields[field] = result[output]
+        """Write a model's outputs, by share, into `field` of rows: (index, share, place in the share) of each."""
+        for index, share, place in places:
+            self._rows[index].fields[field] = results[share][place][output]
 
     def copy_field(self, source: str, target: str) -> None:
         """Give every row the field `target`, the same as `source`."""
@@ -107,14 +110,36 @@ class RolloutBuffer:
         for row, value in zip(self._rows, is_success, strict=True):
             row.fields["is_success"] = np.full(len(row), value, np.float32)
 
+    def lend(self) -> list[Row]:
+        """The rows for the first process, without inputs and observations unless they are anchor states (GiGPO)."""
+        if self._recipe.advantage == "gigpo":
+            return self._rows
+        return [replace(row, inputs={}, observations={}) for row in self._rows]
+
+    def borrow(self, lent: Sequence[list[Row]]) -> None:
+        """Take the rows of the other processes into account, until `give_back`."""
+        self._lent = list(lent)
+
+    def give_back(self, lender: int) -> list[dict[str, NDArray[np.float32]]]:
+        """The fields of the rows of the process `lender`, as they are now."""
+        return [row.fields for row in self._lent[lender]]
+
+    def take_back(self, fields: Sequence[dict[str, NDArray[np.float32]]]) -> None:
+        """Replace the fields of all rows."""
+        for row, of in zip(self._rows, fields, strict=True):
+            row.fields = of
+
     def compute_advantages(
         self, kl_coef: float, running: RunningMoments
     ) -> tuple[dict[str, float], RunningMoments]:
-        """See advantages.compute_advantages. Returns its metrics, and `running` updated with this round's rewards."""
-        metrics = compute_advantages(self._rows, self._recipe, kl_coef=kl_coef, running=running)
+        """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, and `running` updated
+        with this round's rewards."""
+        rows = sorted((row for of in (self._rows, *self._lent) for row in of), key=lambda row: row.trajectory)
+        metrics = compute_advantages(rows, self._recipe, kl_coef=kl_coef, running=running)
         return metrics, running
 
-    def write_step_fields(self, indices: Sequence[int], key: tuple[int, ...]) -> None:
-        """See step_fields.write_step_fields; for the rows of one step."""
-        rows = [self._rows[i] for i in indices]
+    def write_step_fields(self, places: Sequence[tuple[int, int]], key: tuple[int, ...]) -> None:
+        """See step_fields.write_step_fields; for the rows of one step: (process, index) of each."""
+        held = (self._rows, *self._lent)
+        rows = [held[shard][index] for shard, index in places]
         write_step_fields(rows, self._recipe, constant=self._constant, key=key)

@@ -1,4 +1,8 @@
-"""Training worker processes: their start, and the models that they hold."""
+"""The processes of training roles: how ranks join, the models that they hold, and what leaves them: synced weights
+and exported models.
+
+Only what every process needs is imported at the top; the driver names these classes and functions too.
+"""
 
 from __future__ import annotations
 
@@ -6,71 +10,55 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from transformers import PreTrainedTokenizerBase
 
 from braid.cluster.loops import call_until
 from braid.cluster.workers import Place
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
-from braid.errors import TrainingError
-from braid.models.base import TrainableModel
-from braid.models.causal_lm import CausalLM
-from braid.models.loading import TORCH_DTYPES
-from braid.models.roles import make_critic, make_policy, make_reference
-from braid.models.selfcheck import PlainLogprobs
+from braid.errors import ConfigError, TrainingError
 from braid.plan import longest_row
 from braid.types import Row
 from braid.weights.sender import join_send, open_sender
 from braid.weights.sending import Sender, SendOptions
 
-from .backends.single import autocast_dtype
-from .group import ShardedBackend
+from .backend import TrainingBackend
 
-Wrap = Callable[[TrainableModel, TrainConfig, int, torch.device], ShardedBackend]
-"""(model, settings, total_steps, device) -> this rank's part of it."""
+if TYPE_CHECKING:
+    from braid.models.base import TrainableModel
 
-
-def make_backend(place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int) -> ShardedBackend:
-    """This rank's part of a role's model, with the initial weights of the config."""
-    return _backend_of(role, config, total_steps, _join(place, config))
+    from .backends.single import SingleBackend
 
 
-class Ranks:
-    """A process of a training group: holds the models of all roles placed there, which take turns."""
+def device_of(config: RunConfig) -> torch.device:
+    """The device that run.device names; auto is CUDA if there is a GPU. Raises ConfigError if there is none."""
+    name = config.run.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device=cuda, but torch finds no GPU; set run.device to cpu or auto")
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+class Rank:
+    """A process of training roles. Their models are workers beside it, which take turns."""
 
     def __init__(self, place: Place, *, config: RunConfig) -> None:
-        """Starts without models."""
-        self._device, self._place = _join(place, config), place
-        self._start_timeout_s = config.cluster.start_timeout_s
-        self._backends: dict[str, ShardedBackend] = {}
+        """Join the other ranks of the group. Raises TrainingError if they cannot exchange data."""
+        self._config, self._workers = config, place.workers
+        self._device = _join(place, config)
         self._sender: Sender | None = None
-
-    def add(self, name: str, role: TrainingRole, config: RunConfig, total_steps: int) -> None:
-        """Build this rank's part of a role's model under `name`. A reference is the one of a policy here."""
-        if not self._backends:
-            check_reach(self._device, self._place, self._start_timeout_s)
-        self._backends[name] = _backend_of(role, config, total_steps, self._device)
-        if role == "reference" and "policy" in self._backends:
-            self._backends["policy"].use_reference(self._backends[name].logits)
-
-    def __getattr__(self, name: str) -> Any:
-        """`NAME.METHOD` is that method of the backend `NAME`."""
-        backend, _, method = name.partition(".")
-        if not method or backend not in self._backends:
-            raise AttributeError(f"workers have no {name}")
-        return getattr(self._backends[backend], method)
-
-    def drop(self, name: str) -> None:
-        """Free a model."""
-        del self._backends[name]
+        check_reach(self._device, place, config.cluster.start_timeout_s)
 
     def open_sender(self, engines: Sequence[str], options: SendOptions) -> dict[str, Any] | None:
         """Open a weight sender to `engines` on rank 0 and return its ticket; None on the other ranks."""
@@ -79,10 +67,22 @@ class Ranks:
         self._sender = open_sender(engines, replace(options, device=self._device))
         return self._sender.ticket.as_dict()
 
-    def send_weights(self, name: str, version: int, merged: bool) -> None:
-        """Send a model's weights as `version` to the engines of `open_sender`; `merged` as in
-        ShardedBackend.iter_weights."""
-        join_send(self._sender, version, self._backends[name].iter_weights(merged=merged))
+    def send_weights(self, version: int, merged: bool) -> None:
+        """Send the policy's weights as `version` to the engines of `open_sender`; `merged` as in
+        TrainingBackend.iter_weights."""
+        join_send(self._sender, version, self._workers["policy"].iter_weights(merged=merged))
+
+    def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder, on rank 0."""
+        weights = self._workers["policy"].full_weights()
+        if dist.get_rank() == 0:
+            from braid.models.base import copy_weights
+            from braid.models.export import export_model
+            from braid.models.roles import make_policy
+
+            lm = make_policy(self._config, torch.device("cpu"))
+            copy_weights(weights, lm.named_weights())
+            export_model(lm, tokenizer, folder)
 
     def close(self) -> None:
         """Close the weight sender."""
@@ -90,21 +90,64 @@ class Ranks:
             self._sender.close()
 
 
-def _backend_of(
-    role: TrainingRole, config: RunConfig, total_steps: int, device: torch.device
-) -> ShardedBackend:
-    train = train_config(config, role)
-    wrap = _WRAPS[train.backend]
-    rank = None if train.backend == "single" else dist.get_rank()
-    model = _MODELS[role](config, device, rank=rank)
-    if rank is None or not isinstance(model, CausalLM) or train.liger_kernels:  # Liger needs a GPU
-        return wrap(model, train, total_steps, device)
+def make_backend(place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int) -> TrainingBackend:
+    """Build this rank's part of a role's model, in the process of a Rank or in that of the driver. `total_steps` is
+    the length of the learning rate schedule. A reference in the process of a policy is that policy's."""
+    train, device = train_config(config, role), device_of(config)
+    if train.backend == "single":
+        backend: TrainingBackend = _single(place, role, config, total_steps, device)
+    else:
+        backend = _sharded(role, config, train, total_steps, device)
+    if role == "reference" and (policy := place.workers.get("policy")) is not None:
+        policy.use_reference(backend.logits)
+    return backend
+
+
+def _single(
+    place: Place, role: TrainingRole, config: RunConfig, total_steps: int, device: torch.device
+) -> SingleBackend:
+    """A model in one process, sharing what it can with the policy there."""
+    from braid.models.causal_lm import CausalLM
+    from braid.models.roles import make_critic, make_policy, make_reference, make_robot_model
+
+    from .backends.single import SingleBackend
+
+    policy: SingleBackend | None = place.workers.get("policy")
+    lm = policy.model if policy is not None and isinstance(policy.model, CausalLM) else None
+    if config.model.mlp is not None:
+        env = place.workers["env"]
+        model: TrainableModel = make_robot_model(role, config, env.observation_size, env.action_space, device)
+    elif role == "critic":
+        model = make_critic(config, device, lm)
+    elif role == "reference":
+        model = make_reference(config, device, lm)
+    else:  # a warm-up trains the policy's own weights
+        model = lm if lm is not None and role == "policy" else make_policy(config, device)
+    return SingleBackend(model, train_config(config, role), total_steps=total_steps, device=device)
+
+
+def _sharded(
+    role: TrainingRole, config: RunConfig, train: TrainConfig, total_steps: int, device: torch.device
+) -> TrainingBackend:
+    """This rank's part of a model, compared with the whole model's log-probs."""
+    from braid.models.causal_lm import CausalLM
+    from braid.models.loading import TORCH_DTYPES
+    from braid.models.roles import make_critic, make_policy, make_reference
+    from braid.models.selfcheck import PlainLogprobs
+
+    from .backends.single import autocast_dtype
+
+    make = {"critic": make_critic, "reference": make_reference}.get(role, make_policy)
+    rank = dist.get_rank()
+    model = make(config, device, rank=rank)
+    if not isinstance(model, CausalLM) or train.liger_kernels:  # Liger needs a GPU
+        return _wrapped(model, train, total_steps, device)
     types = [autocast_dtype(train, device)]
     if "fsdp" in train.backend and train.fsdp.param_dtype:
         types.append(TORCH_DTYPES[train.fsdp.param_dtype])
     dtype = max((t for t in types if t), key=lambda t: torch.finfo(t).eps, default=None)
     plain = PlainLogprobs.of(model, longest_row(config), dtype, is_hollow=rank > 0)
-    backend = wrap(model, train, total_steps, device)
+    backend = _wrapped(model, train, total_steps, device)
     rows = [Row({"input_ids": ids}, np.arange(len(ids)) > 0, i, i) for i, ids in enumerate(plain.rows)]
     found = [row["logprobs"] for row in backend.infer(rows, frozenset({"logprobs"}), rows[0])]
     if rank == 0:  # the others may get their weights only when they are wrapped
@@ -113,71 +156,34 @@ def _backend_of(
     return backend
 
 
-class _Make(Protocol):
-    def __call__(self, config: RunConfig, device: torch.device, *, rank: int | None) -> TrainableModel: ...
-
-
-_MODELS: dict[TrainingRole, _Make] = {
-    "policy": make_policy,
-    "critic": make_critic,
-    "reference": make_reference,
-    "inference": make_policy,
-}
-
-
-def _fsdp(
+def _wrapped(
     model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
-) -> ShardedBackend:
-    from .backends.fsdp import FsdpBackend
+) -> TrainingBackend:
+    match train.backend:
+        case "fsdp" | "fsdp2":
+            from .backends.fsdp import FsdpBackend
 
-    assert train.backend in ("fsdp", "fsdp2"), f"unexpected backend {train.backend}"
-    return FsdpBackend(model, train, total_steps=total_steps, device=device, kind=train.backend)
+            return FsdpBackend(model, train, total_steps=total_steps, device=device, kind=train.backend)
+        case "deepspeed":
+            from .backends.deepspeed import DeepSpeedBackend
 
+            return DeepSpeedBackend(model, train, total_steps=total_steps, device=device)
+        case "megatron":
+            from .backends.megatron.backend import MegatronBackend
 
-def _deepspeed(
-    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
-) -> ShardedBackend:
-    from .backends.deepspeed import DeepSpeedBackend
-
-    return DeepSpeedBackend(model, train, total_steps=total_steps, device=device)
-
-
-def _megatron(
-    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
-) -> ShardedBackend:
-    from .backends.megatron.backend import MegatronBackend
-
-    return MegatronBackend(model, train, total_steps=total_steps, device=device)
-
-
-def _single(
-    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
-) -> ShardedBackend:
-    from .backends.single import SingleBackend
-
-    assert dist.get_world_size() == 1, "backend single needs exactly one process"
-    return SingleBackend(model, train, total_steps=total_steps, device=device)
-
-
-_WRAPS: dict[str, Wrap] = {
-    "single": _single,
-    "fsdp": _fsdp,
-    "fsdp2": _fsdp,
-    "deepspeed": _deepspeed,
-    "megatron": _megatron,
-}
+            return MegatronBackend(model, train, total_steps=total_steps, device=device)
+    raise AssertionError(f"backend {train.backend} is not sharded")
 
 
 def _join(place: Place, config: RunConfig) -> torch.device:
     """This rank's device, after the process group has been initialised."""
-    is_cuda = config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    device = device_of(config)
     torch.set_num_threads(config.run.num_threads or 1)
     timeout = datetime.timedelta(seconds=config.cluster.call_timeout_s)
     # Of the groups that libraries create; NCCL's would be 10 minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
-        "nccl" if is_cuda else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         store=_store(place, timeout),
         rank=place.rank,
         world_size=place.size,

@@ -70,16 +70,14 @@ class SingleBackend:
         *,
         total_steps: int,
         device: torch.device,
-        keeps_weights: bool = False,
     ) -> None:
         """`total_steps` is the length of the schedule; 0 for a model that is never trained, which has no
-        optimizer. With `keeps_weights` the weights stay on the device regardless of `config.offload`, because
-        they are used elsewhere too."""
+        optimizer."""
         self._model = model
         self._config = config
         self._total_steps = total_steps
         self._device = device
-        self._leaves_weights = config.offload.weights and not keeps_weights
+        self._leaves_weights = config.offload.weights
         self._masters: dict[Tensor, Tensor] = {}
         self._optimizer: Any = self._build_optimizer() if total_steps else None
         is_fp16 = config.autocast == "fp16" or any(
@@ -89,6 +87,15 @@ class SingleBackend:
         self._spare: PackedBatch | None = None
         self._work = Work()
         self._num_steps = self._skipped_in_row = 0
+
+    @property
+    def model(self) -> TrainableModel:
+        """The model that is trained."""
+        return self._model
+
+    def keep_weights(self) -> None:
+        """Leave the weights on the device regardless of `config.offload`, because they are used elsewhere too."""
+        self._leaves_weights = False
 
     def data_place(self) -> tuple[int, int]:
         """See ShardedBackend: a single share of all rows."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.several import Several
 
-from braid.algorithms.recipes import RECIPES
+from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.cluster.loops import in_thread
-from braid.cluster.workers import InProcessGroup, Started
+from braid.cluster.workers import InProcessGroup, Place, Started
+from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, TrajectoryMetadata
 from braid.rollout.rows import group_rows, rows_of
-from braid.trainer.data_plane import DataPlane
+from braid.trainer.buffer import Buffer
+from braid.training.group import ModelGroup
+from braid.training.losses import value_loss_of
 from braid.training.rollout_buffer import RolloutBuffer, RowMetadata
 from braid.types import Group, Prompt, Row, Segment, ShapedReward, Status, Trajectory, Turn
 
@@ -141,7 +145,8 @@ def test_inferred_values_reach_their_rows() -> None:
     buffer.open([rows])
     shares = [[2, 0], [], [1]]
     results = [[{"logprobs": np.full(n, n, np.float32)} for n in of] for of in ([3, 1], [], [2])]
-    buffer.merge("logprobs", "old_logprobs", shares, results)  # pyright: ignore[reportArgumentType]
+    places = [(index, s, i) for s, share in enumerate(shares) for i, index in enumerate(share)]
+    buffer.merge("logprobs", "old_logprobs", places, results)  # pyright: ignore[reportArgumentType]
     for row in buffer.take([0, 1, 2], False):
         assert row.fields["old_logprobs"].tolist() == [len(row)] * len(row)
     assert all(not row.fields for row in buffer.take([0, 1, 2], True))
@@ -170,14 +175,76 @@ def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
     assert [row.fields["advantages"][-1] > 0 for row in buffer.take([0, 1], False)] == [False, True]
 
 
-class Threads(InProcessGroup):
-    """Calls run in threads, so that `start` does not raise."""
+class Threads(InProcessGroup[Any]):
+    """Calls run in threads, so that starting one does not raise."""
 
-    def start(self, method: str, *args: Any) -> Any:
-        return Started(in_thread(partial(self.call, method, *args)))
+    def _start(self, *call: Any, **options: Any) -> Any:
+        started = super()._start
+        return Started(in_thread(lambda: started(*call, **options).wait()))
 
 
 def test_an_error_in_a_call_without_a_result_reaches_the_caller() -> None:
-    plane = DataPlane(Threads("rows", lambda _: RolloutBuffer(RECIPES["grpo"], None)))
+    buffer = Buffer(Threads("rows", lambda _: RolloutBuffer(RECIPES["grpo"], None)))
     with pytest.raises(IndexError):
-        plane.write_step_fields([RowMetadata(5, 1, 1, 1, 0, 0, 0, False, 0.0)], (0,))
+        buffer.write_step_fields([RowMetadata(0, 5, 1, 1, 1, 0, 0, 0, False, 0.0)], (0,))
+
+
+class _Model:
+    """Outputs and losses that depend on the row alone."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.trained: dict[int, float] = {}
+
+    def data_place(self) -> tuple[int, int]:
+        return self._place.rank, self._place.size
+
+    def infer(self, rows: list[Row], outputs: frozenset[Output], _: Row) -> list[dict[str, Any]]:
+        assert not any(row.fields for row in rows)
+        value = [np.sin(row.inputs["input_ids"] + row.trajectory).astype(np.float32) for row in rows]
+        return [dict.fromkeys(outputs, array * row.mask) for array, row in zip(value, rows, strict=True)]
+
+    def train(self, rows: list[Row], weights: list[float], *_: Any) -> float:
+        self.trained |= {row.trajectory: weight for row, weight in zip(rows, weights, strict=True)}
+        return sum(weights)
+
+
+def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, float], dict[int, float]]:
+    """Rows, metrics and trained weights of a round whose rows are in so many processes."""
+    buffer = Buffer(
+        Several("rows", [lambda _, n=n: RolloutBuffer(recipe, None, n) for n in range(num_shards)])
+    )
+    ranks: Any = Several("policy", [lambda _, n=n: _Model(Place(n, 2)) for n in range(2)])
+    model = ModelGroup.of(ranks)
+    with _collected(5) as (collector, groups):
+        kept = [(of.key, place, 3 * place) for place, of in enumerate(groups)]
+        rows = buffer.open([collector.rows([one]) for one in reversed(kept)])
+    assert [row.trajectory for row in rows] == [0, 1, 3, 4, 6, 7]
+    for call in buffer.start_infer(model, rows, "logprobs", "old_logprobs"):
+        call.wait()
+    buffer.mark_successes(rows, [row.trajectory % 2 == 1 for row in rows])
+    metrics, _ = buffer.compute_advantages(0.0, RunningMoments())
+    buffer.write_step_fields(rows[1:], (3,))
+    buffer.train(model, rows, [0.1 * row.trajectory for row in rows], value_loss_of(recipe))
+    trained = {key: value for of in ranks._groups for key, value in of._worker.trained.items()}
+    return buffer.whole(rows), metrics, trained
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy_loss": "clip_cov", "supervised_coef": 0.1, "whiten_advantages": True},
+        {"advantage": "gigpo"},
+    ],
+)
+def test_a_round_in_several_processes_is_that_of_one_to_the_bit(changes: dict[str, Any]) -> None:
+    recipe = replace(RECIPES["grpo"], **changes)
+    (whole, metrics, trained), several = _round_of(1, recipe), [_round_of(n, recipe) for n in (2, 3, 4)]
+    assert trained == pytest.approx({t: 0.1 * t for t in (0, 1, 3, 4, 6, 7)})
+    for rows, of_metrics, of_trained in several:
+        assert (of_metrics, of_trained) == (metrics, trained)
+        for mine, other in zip(rows, whole, strict=True):
+            assert mine.fields.keys() == other.fields.keys()
+            assert mine.inputs["input_ids"].tolist() == other.inputs["input_ids"].tolist()
+            for name, values in other.fields.items():
+                np.testing.assert_array_equal(mine.fields[name], values)

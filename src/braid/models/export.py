@@ -10,8 +10,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from braid.errors import CheckpointError
-from braid.models.causal_lm import CausalLM
-from braid.models.loading import save_pretrained
+
+from .causal_lm import CausalLM
+from .loading import save_pretrained
 
 logger = logging.getLogger(__name__)
 

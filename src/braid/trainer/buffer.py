@@ -1,0 +1,137 @@
+"""The driver's view of the rollout buffer: it assigns rows to ranks by their metadata, and forwards only references.
+
+The driver's cost grows with the number of rows, not with their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from braid.algorithms.rewards import RunningMoments
+from braid.cluster.workers import Joined, Pending, Ref, WorkerGroup
+from braid.models.base import Output
+from braid.training.backend import Loss, StepReport, TrainingBackend
+from braid.training.group import ModelGroup
+from braid.training.rollout_buffer import RolloutBuffer, RowMetadata
+from braid.types import Row
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Buffer:
+    """The rows of a round, in one or several processes."""
+
+    def __init__(self, shards: WorkerGroup[RolloutBuffer]) -> None:
+        self.shards = shards
+
+    def open(self, pieces: Sequence[Ref]) -> list[RowMetadata]:
+        """Store the rows of a round; each reference is to the list of rows of a rollout worker. Returns their
+        metadata."""
+        size = self.shards.size
+        parts = self.shards.scatter(RolloutBuffer.open, [(list(pieces[n::size]),) for n in range(size)])
+        return sorted((row for part in parts for row in part), key=lambda row: row.trajectory)
+
+    def start_infer(
+        self, model: ModelGroup, rows: Sequence[RowMetadata], output: Output, field: str
+    ) -> list[Pending[None]]:
+        """Start to compute the model's `output` for the rows and write it to their `field`. Other models
+        can run at the same time."""
+        shares, spare = self._shares(model, rows, is_bare=True)
+        arguments = [(share, frozenset({output}), spare) for share, _ in model.by_rank(shares)]
+        results = model.by_share(model.ranks.start_each(TrainingBackend.infer, arguments).refs)
+        places: list[list[tuple[int, int, int]]] = [[] for _ in range(self.shards.size)]
+        for number, (_, members) in enumerate(shares):
+            for place, row in enumerate(members):
+                places[row.shard].append((row.index, number, place))
+        return [
+            self.shards.start_on(shard, RolloutBuffer.merge, output, field, of, results)
+            for shard, of in enumerate(places)
+            if of
+        ]
+
+    def train(
+        self, model: ModelGroup, rows: Sequence[RowMetadata], weights: Sequence[float], loss: Loss
+    ) -> StepReport:
+        """Take one optimizer step on `rows`; `weights` as in TrainingBackend.train."""
+        shares, spare = self._shares(model, rows, is_bare=False)
+        weight_of = dict(zip(((row.shard, row.index) for row in rows), weights, strict=True))
+        arguments = [
+            (share, [weight_of[row.shard, row.index] for row in members], loss, spare)
+            for share, members in model.by_rank(shares)
+        ]
+        return model.ranks.scatter(TrainingBackend.train, arguments)[0]
+
+    def copy_field(self, source: str, target: str) -> None:
+        """Copy field `source` to `target` in all rows."""
+        self.shards.call(RolloutBuffer.copy_field, source, target)
+
+    def write_policy_versions(self) -> None:
+        """See RolloutBuffer.write_policy_versions."""
+        self.shards.call(RolloutBuffer.write_policy_versions)
+
+    def mark_successes(self, rows: Sequence[RowMetadata], is_success: Sequence[bool]) -> None:
+        """Mark for each of all `rows` whether its reward is a success."""
+        of_shards: list[list[bool]] = [[] for _ in range(self.shards.size)]
+        for row, value in zip(rows, is_success, strict=True):
+            of_shards[row.shard].append(value)
+        self.shards.scatter(RolloutBuffer.mark_successes, [(of,) for of in of_shards])
+
+    def compute_advantages(
+        self, kl_coef: float, running: RunningMoments
+    ) -> tuple[dict[str, float], RunningMoments]:
+        """See RolloutBuffer.compute_advantages."""
+        return self._over_all(RolloutBuffer.compute_advantages, kl_coef, running)
+
+    def write_step_fields(self, rows: Sequence[RowMetadata], key: tuple[int, ...]) -> None:
+        """Write the fields of training.step_fields to the `rows` of one step."""
+        self._over_all(RolloutBuffer.write_step_fields, [(row.shard, row.index) for row in rows], key)
+
+    def whole(self, rows: Sequence[RowMetadata]) -> list[Row]:
+        """The rows with all arrays, for reports; copies them into this process."""
+        found: dict[tuple[int, int], Row] = {}
+        for shard, indices in enumerate(self._by_shard(rows)):
+            (taken,) = self.shards.start_on(shard, RolloutBuffer.take, indices, False).wait()
+            found |= zip(((shard, index) for index in indices), taken, strict=True)
+        return [found[row.shard, row.index] for row in rows]
+
+    def _shares(
+        self, model: ModelGroup, rows: Sequence[RowMetadata], *, is_bare: bool
+    ) -> tuple[list[tuple[Ref, list[RowMetadata]]], Ref]:
+        """A reference to the rows of each share with their metadata in order, and one to a row for ranks without any,
+        which take part in a pass without contributing."""
+
+        def taken(shard: int, indices: list[int]) -> Ref:
+            return self.shards.start_on(shard, RolloutBuffer.take, indices, is_bare).refs[0]
+
+        shares: list[tuple[Ref, list[RowMetadata]]] = []
+        for share in model.shares(rows):
+            members = sorted((rows[i] for i in share), key=lambda row: row.shard)
+            refs = [taken(shard, of) for shard, of in enumerate(self._by_shard(members)) if of]
+            shares.append((refs[0] if len(refs) == 1 else Joined(refs), members))
+        return shares, self.shards.start_on(rows[0].shard, RolloutBuffer.first, is_bare).refs[0]
+
+    def _by_shard(self, rows: Sequence[RowMetadata]) -> list[list[int]]:
+        indices: list[list[int]] = [[] for _ in range(self.shards.size)]
+        for row in rows:
+            indices[row.shard].append(row.index)
+        return indices
+
+    def _over_all(
+        self, method: Callable[Concatenate[RolloutBuffer, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call the method in the first process with the rows of all."""
+        others = range(1, self.shards.size)
+        if not others:
+            return self.shards.call(method, *args, **kwargs)[0]
+        lent = [self.shards.start_on(shard, RolloutBuffer.lend).refs[0] for shard in others]
+        pending: list[Pending[Any]] = [self.shards.start_on(0, RolloutBuffer.borrow, lent)]
+        called = self.shards.start_on(0, method, *args, **kwargs)
+        for shard in others:
+            fields = self.shards.start_on(0, RolloutBuffer.give_back, shard - 1).refs[0]
+            pending.append(self.shards.start_on(shard, RolloutBuffer.take_back, fields))
+        (value,) = called.wait()
+        for call in pending:
+            call.wait()
+        return value
