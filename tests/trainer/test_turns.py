@@ -60,7 +60,7 @@ def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_le
     sampling = ["to_host", "wake", "collect", "sleep", "to_device"]
     round_ = [*sampling, "start_infer", "train", "set_weights", *sampling]  # the last for the evaluation
     order = [name for name, _ in itertools.groupby(name for name, _ in seen)]
-    assert order == ["set_weights", *round_, *round_]
+    assert order == ["sleep", "set_weights", *round_, *round_]
     assert {name for name, num_bytes in seen if num_bytes} == {"collect"}
 
 

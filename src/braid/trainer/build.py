@@ -16,6 +16,7 @@ from braid.checkpoint.store import CheckpointStore
 from braid.cluster.memory_record import MemoryRecorder
 from braid.cluster.workers import Place
 from braid.config.load import Loaded, to_yaml
+from braid.config.roles import TrainingRole
 from braid.config.rollout import GymnasiumEnv
 from braid.config.schema import RunConfig
 from braid.functions import GIVEN
@@ -86,6 +87,9 @@ def _build(
         name = "policy" if plan.verb == "sft" else "warm_up"
         return cluster.model("policy", total_steps=plan.sft_steps, config=warm_up_config(config), name=name)
 
+    def model(role: TrainingRole, total_steps: int) -> ModelGroup | None:
+        return cluster.model(role, total_steps=total_steps) if plan.layout.role(role) else None
+
     def new_policy() -> ModelGroup:
         if plan.verb == "sft" and supervised is not None:
             return supervised.model
@@ -135,9 +139,9 @@ def _build(
         rollouts=rollouts,
         buffer=Buffer(groups[ROWS]),
         policy=policy or new_policy(),
-        critic=cluster.model("critic", total_steps=plan.num_critic_steps) if plan.needs_critic else None,
-        reference=cluster.model("reference", total_steps=0) if plan.needs_reference else None,
-        inference=cluster.model("inference", total_steps=0) if plan.layout.role("inference") else None,
+        critic=model("critic", plan.num_critic_steps),
+        reference=model("reference", 0),
+        inference=model("inference", 0),
         supervised=supervised,
         tokenizer=None if inputs is None else inputs.tokenizer,
         about={"run_id": reporter.run_dir.run_id, "config": to_yaml(loaded)},
