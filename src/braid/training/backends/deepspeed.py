@@ -114,7 +114,7 @@ class DeepSpeedBackend(RankBackend):
         self.load_weights(changed)
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ShardedBackend. Gathers one tensor at a time."""
+        """See TrainingBackend. Gathers one tensor at a time."""
         with self._awake():
             if not merged:
                 yield from ((name, self._gathered(tensor)) for name, tensor in self._model.named_weights())

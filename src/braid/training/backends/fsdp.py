@@ -117,7 +117,7 @@ class FsdpBackend(RankBackend):
         return {name: sum(size[name] for size in before) for name in mine}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See ShardedBackend. FSDP2 gathers one tensor at a time, FSDP one layer."""
+        """See TrainingBackend. FSDP2 gathers one tensor at a time, FSDP one layer."""
         made = self._recipes
         if not merged:
             made = {stored: Recipe((name,)) for name, stored in self._weights.items()}

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RankBackend(SingleBackend):
-    """One rank's part of a model. See training.group.ShardedBackend; all calls are collective."""
+    """One rank's part of a model. See training.backend.TrainingBackend; all calls are collective."""
 
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
@@ -44,7 +44,7 @@ class RankBackend(SingleBackend):
         super().__init__(model, config, total_steps=total_steps, device=device)
 
     def data_place(self) -> tuple[int, int]:
-        """See ShardedBackend: one share per rank, or per sequence-parallel group."""
+        """See TrainingBackend: one share per rank, or per sequence-parallel group."""
         return dist.get_rank() // self._num_sharers, dist.get_world_size() // self._num_sharers
 
     @property

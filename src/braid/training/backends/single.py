@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class SingleBackend:
-    """A model, its optimizer and its learning rate schedule. See training.group.ShardedBackend.
+    """A model, its optimizer and its learning rate schedule. See training.backend.TrainingBackend.
 
     A step whose loss or gradient is not finite, or that exceeds a limit of its loss, changes neither weights
     nor optimizer state (moments and step count), but still advances the schedule, which follows the run's
@@ -98,7 +98,7 @@ class SingleBackend:
         self._leaves_weights = False
 
     def data_place(self) -> tuple[int, int]:
-        """See ShardedBackend: a single share of all rows."""
+        """See TrainingBackend: a single share of all rows."""
         return 0, 1
 
     def infer(
@@ -144,7 +144,7 @@ class SingleBackend:
     def train(
         self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row | None = None
     ) -> StepReport:
-        """See ShardedBackend. All ranks return the same report. Raises TrainingError after
+        """See TrainingBackend. All ranks return the same report. Raises TrainingError after
         `max_skipped_steps` consecutive skipped steps."""
         start = time.perf_counter()
         if (head := self._model.value_head) is not None and head.normalizes:
@@ -380,7 +380,7 @@ class SingleBackend:
         return self._model.named_weights()
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """See ShardedBackend; live tensors on their current device."""
+        """See TrainingBackend; live tensors on their current device."""
         return dict(self.iter_weights(merged=merged))
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -434,7 +434,7 @@ class SingleBackend:
         self.restore(state, "")
 
     def save(self, folder: str) -> Written:
-        """See ShardedBackend. Without a process group the state is returned for the caller to write."""
+        """See TrainingBackend. Without a process group the state is returned for the caller to write."""
         if not dist.is_initialized():
             return Written(self.state())
         with self._awake():

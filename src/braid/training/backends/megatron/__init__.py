@@ -4,5 +4,5 @@ checks.py    supported models and parallel layouts
 ranks.py     process groups, and which rows each rank trains on
 model.py     a Hugging Face model built from Megatron layers: packed attention, hidden states to log-probs
 names.py     conversion of weights and moments between Megatron shards and Hugging Face names
-backend.py   the backend of one rank (training.group.ShardedBackend)
+backend.py   the backend of one rank (training.backend.TrainingBackend)
 """

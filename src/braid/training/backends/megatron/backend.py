@@ -56,7 +56,7 @@ from .ranks import groups, join
 
 
 class MegatronBackend(RankBackend):
-    """See training.group.ShardedBackend; all calls are collective."""
+    """See training.backend.TrainingBackend; all calls are collective."""
 
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device
@@ -120,7 +120,7 @@ class MegatronBackend(RankBackend):
         return optimizer
 
     def data_place(self) -> tuple[int, int]:
-        """See ShardedBackend: all ranks of a model replica have the same rows."""
+        """See TrainingBackend: all ranks of a model replica have the same rows."""
         return groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
 
     @property
@@ -231,7 +231,7 @@ class MegatronBackend(RankBackend):
         return [part.optimizer for part in self._optimizer.chained_optimizers if part.optimizer is not None]
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # no adapters here
-        """See ShardedBackend. Gathers one tensor at a time, on rank 0 only."""
+        """See TrainingBackend. Gathers one tensor at a time, on rank 0 only."""
         with self._awake():
             self._gather_parameters()
             yield from self._names.gathered()
