@@ -6,19 +6,26 @@ Killing processes is tests/resume's; the command line's exit codes are tests/cli
 from __future__ import annotations
 
 import json
+import re
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from braid.algorithms import policy_loss
 from braid.checkpoint.store import CheckpointStore
 from braid.errors import CheckpointError, ConfigError, TrainingError
 from braid.report.names import describe
 from braid.report.samples import read_samples
 from braid.trainer import commands
+from braid.training import losses
 
 from .conftest import LoadTiny
+
+ROOT = Path(__file__).parents[2]
 
 
 def lines(run: Path) -> list[dict]:
@@ -199,3 +206,24 @@ def test_a_folder_of_a_trained_model_starts_another_run(load_tiny: LoadTiny) -> 
     folder = commands.export(commands.train(load_tiny()).run_dir)
     run = commands.train(load_tiny("run.name=second", "model.build=null", f"model.path={folder}")).run_dir
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+
+
+def test_the_files_that_the_readme_names_call_one_another(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        called[:] = [frame.filename for frame in traceback.extract_stack()]
+        return policy_loss.importance_ratio(*args, **kwargs)
+
+    monkeypatch.setattr(losses, "importance_ratio", seen)
+    commands.train(load_tiny("run.max_rounds=1", "eval.before=false", "eval.at_end=false"))
+    section = (ROOT / "README.md").read_text().partition("## Read the code")[2].partition("\n## ")[0]
+    named = [
+        name.removeprefix("src/braid/") for name in re.findall(r"^\d\. \[`(.*?)`\]", section, re.MULTILINE)
+    ]
+    passed = [file.partition("/src/braid/")[2] for file in called]
+    distinct = list(dict.fromkeys(passed[passed.index(named[0]) :]))
+    assert [*distinct, "algorithms/policy_loss.py"] == [*named[:3], "cluster/workers.py", *named[3:]]
+    assert len(named) == 6

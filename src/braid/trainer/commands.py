@@ -88,7 +88,7 @@ def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[
     return _evaluate(loaded, cluster, _weights_in(own, run.resume))
 
 
-def sft(loaded: Loaded, cluster: Cluster | None = None) -> Outcome:
+def sft(loaded: Loaded, cluster: RayCluster | None = None) -> Outcome:
     """`braid sft`: supervised learning only; `cluster` as in `train`."""
     return _run(with_absolute_paths(loaded), "sft", imitation.run, cluster)
 
