@@ -223,7 +223,7 @@ def test_the_files_that_the_readme_names_call_one_another(
     named = [
         name.removeprefix("src/braid/") for name in re.findall(r"^\d\. \[`(.*?)`\]", section, re.MULTILINE)
     ]
-    passed = [file.partition("/src/braid/")[2] for file in called]
+    passed = [file.partition("/src/braid/")[2] for file in called if "/src/braid/" in file]
     distinct = list(dict.fromkeys(passed[passed.index(named[0]) :]))
     assert [*distinct, "algorithms/policy_loss.py"] == [*named[:3], "cluster/workers.py", *named[3:]]
     assert len(named) == 6

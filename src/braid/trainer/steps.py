@@ -215,7 +215,9 @@ def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
         rows = parts.buffer.open(parts.rollouts.start_rows(selection.kept))
         if rows:
             _infer_fields(parts, rows)
-            computed, parts.reward_moments = parts.buffer.compute_advantages(parts.kl_coef, parts.reward_moments)
+            computed, parts.reward_moments = parts.buffer.compute_advantages(
+                parts.kl_coef, parts.reward_moments
+            )
             for name, value in computed.items():
                 parts.metrics.mean(name, value)
             if parts.plan.recipe.supervised_coef > 0:
