@@ -154,7 +154,8 @@ _PARTS_OF_ALL = computed(reward_parts)
 # fmt: off
 _EVALUATES = unless(lambda s: role_of(s) == "validation" and not facts.validates(s),
                     "there is no validation.data_args.file_name")
-_SAMPLES = unless(lambda s: role_of(s) == "validation" and not facts.samples_for_itself(s),
+_SAMPLES = unless(lambda s: role_of(s) == "validation" and not (facts.validates(s) and (
+    s.has("validation.generating_args") or s["val_sequence_length"])),
                   "there is no evaluation, or it uses the sampling settings of training")
 _SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is one reward domain, which scores all rows")
 _IS_SCORED = unless(lambda s: _domain(s) not in _scored(s),

@@ -198,12 +198,6 @@ def validates(source: Source) -> bool:
     return bool(source["validation.data_args.file_name"])
 
 
-def samples_for_itself(source: Source) -> bool:
-    """Whether evaluation has its own sampling settings."""
-    own = source.has("validation.generating_args") or source["val_sequence_length"] is not None
-    return validates(source) and own
-
-
 def column_of(source: Source, role: str) -> str | None:
     """The prompt column; for evaluation, the one of training by default."""
     roles = dict.fromkeys((role, "actor_train"))

@@ -234,9 +234,12 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
         to("overlap_param_gather", ".*", "bool", note="not supported by ROLL"),
         to("use_distributed_optimizer", ".distributed_optimizer", "bool", default=False),
         to("{apply_rope_fusion,bias_activation_fusion}", ".transformer.*", "bool"),
-        ignored("accumulate_allreduce_grads_in_fp32 delay_grad_reduce moe_router_dtype "
-                "moe_shared_expert_overlap", "gradients are summed in fp32 after the last micro-batch; "
-                "routers compute in fp32, without shared experts"),
+        to("moe_shared_expert_overlap", "", "bool",
+           refused(lambda v, s: v and (kind := s[".moe_token_dispatcher_type"]) != "alltoall" and
+                   f"needs moe_token_dispatcher_type=alltoall, not {kind}"),
+           lambda *_: no_effect("no supported model has shared experts")),
+        ignored("accumulate_allreduce_grads_in_fp32 delay_grad_reduce moe_router_dtype",
+                "gradients are summed in fp32 after the last micro-batch, and routers compute in fp32"),
         ignored("calculate_per_token_loss cross_entropy_loss_fusion check_for_nan_in_loss_and_grad",
                 "the loss is set by loss_agg_mode, and steps that are not finite are skipped"),
         ignored("save_hf_model save_merged_model ckpt_format async_save_ckpt ckpt_d2h_non_blocking",

@@ -51,7 +51,7 @@ def _base(source: Source) -> dict[str, Any]:
         out["eval.before"] = False
     if source.backend is not None:
         out |= {f"{path}.backend": source.backend for path in facts.models(source)}
-    return out if facts.is_one_process(source) else out | facts.cluster(source)
+    return out
 
 
 SKYRL = Dialect(

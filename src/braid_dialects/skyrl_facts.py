@@ -53,12 +53,6 @@ def uses_reference(source: Source) -> bool:
     return source[f"{AT}.use_kl_loss"] or source[f"{AT}.use_kl_in_reward"]
 
 
-def longest_row(source: Source) -> int:
-    """Maximum number of tokens of a training row."""
-    prompt = source["generator.max_input_length"] or source["trainer.max_prompt_length"]
-    return prompt + source["generator.sampling_params.max_generate_length"]
-
-
 def world(source: Source, role: str) -> int:
     """Number of GPUs of a role."""
     return math.prod(source[f"trainer.placement.{role}_num_{what}"] for what in ("nodes", "gpus_per_node"))

@@ -82,9 +82,13 @@ def _steps(mini: int, source: Source) -> int:
     if batch % mini:
         fit = _fitting(mini, batch)
         raise ValueError(f"trainer.train_batch_size={batch} is not divisible by {mini}; set it to {fit}")
+    num, dp = source["generator.n_samples_per_prompt"], facts.ranks(source, role)
     if per_rank == 0:
-        least = math.ceil(facts.ranks(source, role) / source["generator.n_samples_per_prompt"])
-        raise ValueError(f"the mini-batch of one rank is empty: {how}; raise it to at least {least}")
+        why = f"the mini-batch of one rank is empty: {how}"
+        raise ValueError(f"{why}; raise it to at least {math.ceil(dp / num)}")
+    if (whole := batch * num // dp) % per_rank:
+        why = f"the samples per rank of a batch, {batch}*{num}//{dp} = {whole}, are not divisible"
+        raise ValueError(f"{why} by those of a mini-batch: {how}")
     return batch // mini
 
 
@@ -99,7 +103,8 @@ def _micro_batch(micro: int, source: Source) -> int:
 
 def _rows_and_tokens(value: int, source: Source) -> Became:
     """Samples per forward pass; the token limit is set so that it never binds."""
-    tokens = value * facts.longest_row(source)
+    prompt = source["generator.max_input_length"] or source["trainer.max_prompt_length"]
+    tokens = value * (prompt + source["generator.sampling_params.max_generate_length"])
     return Became({path: tokens if path.endswith("tokens") else value for path in source.native})
 
 
@@ -166,7 +171,11 @@ GENERAL = section("trainer")(
     to("epochs", "run.max_epochs", "count", default=1, note="SkyRL drops prompts that do not fill a round"),
     to("max_training_steps", "run.max_rounds", "count?"),
     to("update_epochs_per_batch", "{trained}.passes_per_round", "count", default=1),
-    to("train_batch_size", "rollout.prompts_per_round", "count", default=1024, note="in prompts"),
+    to("train_batch_size", "rollout.prompts_per_round", "count",
+       refused(lambda v, s: (num := v * s["generator.n_samples_per_prompt"]) <
+               (least := math.lcm(*(facts.ranks(s, role) for role in facts.roles(s)))) and
+               f"a batch has {num} samples, fewer than the {least} needed by the models' data-parallel "
+               "ranks; raise it"), default=1024, note="in prompts"),
     to("{policy,critic}_mini_batch_size", "{train}.steps_per_pass", "count", used, _steps, default=256,
        note="optimizer steps = train_batch_size / mini_batch_size, in prompts over all ranks"),
     to("micro_train_batch_size_per_gpu", "{trained}.micro_batch_rows {trained}.micro_batch_tokens", "count",
@@ -339,24 +348,21 @@ MODELS = section("trainer")(
        refused(lambda v, s: v > 1 and not s["trainer.use_sample_packing"] and
                "sequence parallelism needs trainer.use_sample_packing=true"), default=1,
        note="data-parallel ranks = GPUs / sequence_parallel_size"),
-    to("policy.use_torch_compile", "train.compile", "bool", default=False, note="log-probs, entropy"),
-    to("policy.record_memory", "train.record_memory", "bool", default=False),
-    to("policy.use_liger_kernel", "train.liger_kernels", "bool", default=False),
-    ignored("ref.use_liger_kernel", "the policy's setting applies"),
+    to("policy.{use_torch_compile,record_memory,use_liger_kernel}",
+       "train.{compile,record_memory,liger_kernels}", "bool", default=False),
     _LORA_KEYS,
     to("target_modules", "model.lora.targets", "text or [text]?", _LORA,
        unless_null("set by policy.model.lora.target_modules"), listed),
     missing("exclude_modules", "list the wanted layers in target_modules"),
     missing("{critic,ref}.model.lora.rank", "only the policy has adapters", default=0),
-    ignored("{critic,ref}.model.lora.*", "only the policy has adapters"),
     missing("policy.model.fake_int4_qat.*", "remove it; quantization-aware training is not supported"),
     missing("{rope_scaling,rope_theta} {policy,critic,ref}.model_config_kwargs",
             "set it in config.json of the model folder"),
     missing("policy.torch_profiler_config.enable", "use record_memory, or an external profiler",
             default=False),
-    ignored("policy.torch_profiler_config.*", "for the profiler only"),
-    ignored("policy.inference_only_init", "only trained models have an optimizer"),
-    ignored("{policy,ref}.language_model_only", "only text models are supported"),
+    ignored("policy.torch_profiler_config.* policy.inference_only_init {policy,ref}.language_model_only "
+            "ref.use_liger_kernel {critic,ref}.model.lora.*",
+            "for the profiler, adapters, or models of text only, where the policy's setting applies"),
     missing("reward.model.path", "use braid.reward.parts=[{kind: model, path: ...}]"),
     ignored("reward.* reward.{fsdp_config,deepspeed_config,deepspeed_config.zero_optimization}.*",
             "reward models are reward parts (braid.reward.parts); SkyRL did not implement them"))

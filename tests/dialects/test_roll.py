@@ -245,6 +245,17 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (
         {
             "actor_train": {
+                "strategy_args": {
+                    "strategy_name": "megatron_train",
+                    "strategy_config": {"moe_shared_expert_overlap": True},
+                }
+            }
+        },
+        "moe_shared_expert_overlap: needs moe_token_dispatcher_type=alltoall, not allgather",
+    ),
+    (
+        {
+            "actor_train": {
                 "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
                 "strategy_args": {
                     "strategy_name": "megatron_train",

@@ -627,6 +627,11 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
             (f"{_A}.policy_loss_type=kl_cov", f"{_A}.off_policy_correction.tis_ratio_type=token"),
             f"{_A}.policy_loss_type: kl_cov does not apply off_policy_correction; disable the correction",
         ),
+        (
+            ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=1"),
+            ("trainer.train_batch_size: a batch has 2 samples, fewer than the 4 needed by the models' "
+"data-parallel ranks; raise it"),
+        ),
     ],
 )  # fmt: skip
 def test_rules_between_keys(file: Path, overrides: tuple[str, ...], expected: str) -> None:
