@@ -155,7 +155,7 @@ _PARTS_OF_ALL = computed(reward_parts)
 _EVALUATES = unless(lambda s: role_of(s) == "validation" and not facts.validates(s),
                     "there is no validation.data_args.file_name")
 _SAMPLES = unless(lambda s: role_of(s) == "validation" and not (facts.validates(s) and (
-    s.has("validation.generating_args") or s["val_sequence_length"])),
+                      s.has("validation.generating_args") or s["val_sequence_length"])),
                   "there is no evaluation, or it uses the sampling settings of training")
 _SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is one reward domain, which scores all rows")
 _IS_SCORED = unless(lambda s: _domain(s) not in _scored(s),
@@ -228,8 +228,7 @@ REWARDS = rows(
            lambda v, s: v if _worker(s, _domain(s)) == _CHOICE else unsupported(
                "use a function: braid.reward.parts (kind function)"),
            refused(lambda v, _: v not in _CHOICE_SCORES and
-                   f"{v!r} is not one of {', '.join(_CHOICE_SCORES)}"),
-           _PARTS_OF_ALL,
+                   f"{v!r} is not one of {', '.join(_CHOICE_SCORES)}"), _PARTS_OF_ALL,
            note="scores of a right letter in a box and elsewhere, and of a wrong one in a box and elsewhere"),
         to("query_filter_config.type", "rollout.filter.then", "no_filter|mean_filter|std_filter",
            _query_filter,

@@ -114,7 +114,8 @@ PIPELINE = rows(
     always("is_num_return_sequences_expand", "each sample is a request; prefills are shared", "bool"),
     missing("is_use_additional_prompts", "set it to false: keeping the first finished answers favors short "
             "ones; use a query_filter, which samples until the batch is full", default=False),
-    ignored("max_additional_running_prompts", "for is_use_additional_prompts only, which is not supported"),
+    ignored("max_additional_running_prompts rollout_mock.{mode,dump_dir} transfer_backend.backend_config",
+            "for a feature that is not supported"),
     to("max_running_requests", "rollout.{engine}.max_running", "count", default=128, note="per engine"),
     ignored("router_args.{router_name,router_config}", "a group always goes to the least loaded engine"),
     missing("reward_system_config.skip_special_tokens",
@@ -122,9 +123,7 @@ PIPELINE = rows(
     missing("user_defined_rollout_loop_cls", "use an environment or a reward function"),
     missing("rollout_mock.enable", "set it to false; trajectories are stored in samples/ of the run folder",
             default=False),
-    ignored("rollout_mock.{mode,dump_dir}", "for rollout_mock only, which is not supported"),
     missing("transfer_backend.backend_name", "remove it; rows are transferred by Ray's object store"),
-    ignored("transfer_backend.backend_config", "rows are transferred by Ray's object store"),
     # Evaluation
     to("eval_steps", "eval.every_rounds", "natural", NO_VALIDATION, default=10),
     to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION, default=128),
@@ -332,8 +331,8 @@ ALGORITHM = section("", "algorithm")(
        note="masks responses of at least error_max_len_threshold tokens with score 0"),
     to("error_max_len_threshold", ".mask_long_failures", "count", needs("error_max_len_clip"),
        _LONG_FAILURES, default=9_999_999_999),
-    missing("difficulty_loss_weight", "there are no sample weights; use difficulty_mask", default=False),
-    missing("length_loss_weight", "there are no sample weights; use loss_agg_mode", default=False),
+    missing("difficulty_loss_weight length_loss_weight",
+            "there are no sample weights; use difficulty_mask, or loss_agg_mode", default=False),
     to("max_grad_norm", "{trained}.max_grad_norm", "non-negative", or_null, default=1.0),
 )
 

@@ -171,7 +171,7 @@ NEWER = section("{generator,generator.inference_engine}")(
             "engines are started, reached and freed by the run itself, which writes its own metrics"),
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
     ignored("language_model_only fully_sharded_loras", "models are of text; engines receive merged weights"),
-    missing("engine_init_kwargs speculative_config", "use the options of rollout.vllm in docs/config.md"),
+    missing("engine_init_kwargs speculative_config", "remove it, or use rollout.vllm in docs/config.md"),
     missing("enable_return_routed_experts enable_pd", "set it to false; there is no routing replay, and "
             "prefill and decoding share an engine", default=False),
     missing("serialized_weight_sync_mode delta_weight_sync", "use weight_sync_backend=nccl"),
