@@ -55,17 +55,14 @@ def _comments(read: Read) -> dict[str, str]:
     for entry in read.ledger:
         for native in entry.native:
             keys.setdefault(native, []).append(entry.path)
-    comments = {path: _few(names) for path, names in keys.items()}
+    comments = {}
+    for path, names in keys.items():
+        more = [f"and {len(names) - _MAX_KEYS + 1} more"] if len(names) > _MAX_KEYS else []
+        comments[path] = ", ".join(names[: _MAX_KEYS - len(more)] + more)
     for path, origin in read.loaded.origins.items():
         if DEFAULT_OF in origin or origin.endswith(WHOLE):
             comments.setdefault(path.partition("[")[0], origin)
     return comments
-
-
-def _few(names: list[str]) -> str:
-    if len(names) > _MAX_KEYS:
-        names = [*names[: _MAX_KEYS - 1], f"and {len(names) - _MAX_KEYS + 1} more"]
-    return ", ".join(names)
 
 
 def _commented(text: str, comments: Mapping[str, str]) -> str:

@@ -47,7 +47,9 @@ def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None
         value_width = min(max(len(value) for _, value, _ in rows), _MAX_VALUE)
         for name, value, entry in rows:
             head = Text(f"  {name:<{key_width}}  ")
-            head.append(f"{_cut(value, value_width):<{value_width}}  ", style="bold")
+            cell = Text(" ".join(value.split()), style="bold")
+            cell.truncate(value_width, overflow="ellipsis", pad=True)
+            head += cell + "  "
             if console.width - len(head) >= _MIN_ROOM:
                 row = Table.grid(Column(no_wrap=True), Column())
                 row.add_row(head, _became(entry))
@@ -80,11 +82,6 @@ def print_key(key: str, console: Console | None = None) -> None:
             _print_facts(console, "braid", key, facts)
     if not found:
         raise ConfigError([Problem(key, f"unknown key in every config format{_near(key)}")])
-
-
-def _cut(text: str, width: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _became(entry: Entry) -> Text:

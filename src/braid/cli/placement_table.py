@@ -46,14 +46,10 @@ def placement_table(layout: Layout) -> RenderableType:
             table.add_row(
                 Text(names[0], style="bold"), names[1], ranks, node, devices or "external servers", *about
             )
-    size = f"{layout.num_nodes} x {layout.devices_per_node} devices"
-    unused = sorted(
-        set(range(layout.num_nodes * layout.devices_per_node)).difference(
-            *(of.devices for of in layout.roles)
-        )
-    )
+    used = {device for role in layout.roles for device in role.devices}
+    unused = sorted(set(range(layout.num_nodes * layout.devices_per_node)) - used)
     rest = f"; no role on {format_numbers(unused)}" if unused else ""
-    return Group(table, Text(size + rest, style="dim"))
+    return Group(table, Text(f"{layout.num_nodes} x {layout.devices_per_node} devices{rest}", style="dim"))
 
 
 def _lines(role: RoleLayout) -> Iterator[list[Worker]]:
