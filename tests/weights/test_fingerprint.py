@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.errors import TrainingError
 from braid.weights.fingerprint import (
     BLOCK_BYTES,
     SMALL_BYTES,
     bytes_of,
+    check_synced,
     fingerprint,
-    fingerprints,
 )
 
 SIZES = [
@@ -82,11 +85,13 @@ def test_a_fingerprint_includes_type_and_shape() -> None:
     assert len(values) == 4
 
 
-def test_the_trainers_weights_are_fingerprinted_as_the_engine_holds_them() -> None:
-    trainer = {"a": torch.randn(50, 1000), "b": torch.randn(4), "c": torch.randn(2)}
+def test_the_trainers_weights_are_compared_as_the_engine_holds_them(tmp_path: Path) -> None:
+    trainer = {"a": torch.randn(50, 1000), "b": torch.randn(4)}
     engine = {"a": trainer["a"].bfloat16(), "b": trainer["b"]}
-    like = {name: tensor.dtype for name, tensor in engine.items()}
-    assert fingerprints(trainer.items(), like) == fingerprints(engine.items())
+    check_synced(trainer.items(), engine.items(), version=1, folder=tmp_path)
+    engine["a"][0, 0] += 1
+    with pytest.raises(TrainingError, match=r"1 of 2 tensors \(a\)"):
+        check_synced(trainer.items(), engine.items(), version=1, folder=tmp_path)
 
 
 def test_the_bytes_of_a_tensor_are_its_own_memory_where_they_can_be() -> None:

@@ -1,10 +1,5 @@
-"""Checkpoints of a run: written atomically, verified before loading, and pruned to the newest.
-
-    checkpoints/step_120/
-        state.json            the step and the state's tree (tree.py)
-        tensors.safetensors   its tensors
-        policy/...            shards of distributed models, written by workers (training.shards)
-        manifest.json         size and SHA-256 of every other file; written last
+"""Checkpoints of a run (docs/run_directory.md): written atomically, verified before loading, and pruned to the
+newest.
 
 A folder named step_N is complete: it is written as .saving_step_N, synced to disk with all of its files, then
 renamed. If the process is killed at any moment, each step_N is either the old or the new checkpoint. Names

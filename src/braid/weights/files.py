@@ -6,8 +6,7 @@ file system.
                             weights.json               fingerprints, and the identity of the sender
                             config.json, tokenizer...      copied from the model's folder, on request
 
-A version is written under a temporary name and renamed, so that a folder with the final name is complete. The
-last two versions are kept.
+A version is written under a temporary name and renamed, so that a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from braid.errors import EngineError
 from .fingerprint import Weights, fingerprint, save_tensors
 from .receiver import Receiver
 from .sending import Bucket, SendOptions, buckets_of
-from .wire import Receipt, Tally, TensorSpec, Ticket
+from .wire import Receipt, TensorSpec, Ticket
 
 _RECORD = "weights.json"
 _KEPT = 2
+"""Versions in the folder."""
 _POLL_S = 0.05
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth", "*.gguf")
 
@@ -79,15 +79,14 @@ class FileSender:
             shutil.copytree(
                 self._options.beside, folder, ignore=shutil.ignore_patterns(*_WEIGHTS), dirs_exist_ok=True
             )
-        tally, buckets, places = Tally(version), list[list[Any]](), dict[str, str]()
+        receipt, buckets, places = Receipt(version), list[list[Any]](), dict[str, str]()
         for number, bucket in enumerate(buckets_of(weights, self._options.bucket_bytes, self._options.dtype)):
             file = f"bucket_{number:05d}.safetensors"
             found = _store(folder / file, bucket)
             for spec, value in found:
-                tally.add(spec, value)
+                receipt.add(spec, value)
                 places[spec.name] = file
             buckets.append([[s.name, s.dtype, s.shape, value] for s, value in found])
-        receipt = tally.receipt()
         index = {"metadata": {"total_size": receipt.num_bytes}, "weight_map": places}
         record = {"sender": self._secret, "version": version, "buckets": buckets}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,17 +1,10 @@
 """Tensor fingerprints, and the verification of an engine's weights with them.
 
 A tensor's bytes are read as rows of 1,016 64-bit words, 64 rows per block. Each block is summed by column,
-the blocks' sums are added with one weight per block (all modulo 2^64), and BLAKE2b hashes the 1,016 sums, the
-bytes after the last whole row, dtype and shape to 128 bits. Therefore
-
-* any change within a span of one row (8,128 bytes), at any offset, is always detected (up to collisions of
-  BLAKE2b);
-* other corruption goes undetected with probability of about 2^-64;
-* swapped rows within a block are not detected: the prime factor 127 of the row length keeps tensor rows and
-  memory pages from lining up with them.
-
-This guards against faulty memory, transports and bookkeeping, not against an attacker. Tensors of up to 32
-KiB are hashed by BLAKE2b directly. The sums are exact, so CPU and GPU agree.
+the blocks' sums are added with one weight per block (all modulo 2^64), and BLAKE2b hashes the sums, the bytes
+after the last whole row, dtype and shape. Any change within a row's 8,128 bytes is detected, other corruption
+except with a probability of 2^-64; swapped rows within a block are not, and the prime factor 127 of the row
+length keeps tensor rows and memory pages from lining up with them. The sums are exact: CPU and GPU agree.
 """
 
 from __future__ import annotations
@@ -69,13 +62,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return (flat.clone() if flat.data_ptr() % 8 else flat).view(torch.uint8)
 
 
-def fingerprints(weights: Weights, like: Mapping[str, torch.dtype] | None = None) -> dict[str, str]:
-    """Fingerprint by name. With `like`, only of the names in it, after conversion to its dtypes."""
-    if like is None:
-        return {name: fingerprint(tensor) for name, tensor in weights}
-    return {name: fingerprint(tensor.to(like[name])) for name, tensor in weights if name in like}
-
-
 def check_synced(trainer: Weights, engine: Weights, *, version: int, folder: Path) -> None:
     """Compare the engine's weights of `version` with the trainer's, tensor by tensor, in the engine's dtype.
 
@@ -83,9 +69,10 @@ def check_synced(trainer: Weights, engine: Weights, *, version: int, folder: Pat
     TrainingError.
     """
     ours, theirs = dict(trainer), dict(engine)
-    taken = fingerprints(theirs.items())
-    given = fingerprints(ours.items(), {name: tensor.dtype for name, tensor in theirs.items()})
-    wrong = sorted(ours.keys() ^ theirs.keys()) + [name for name in given if given[name] != taken[name]]
+    wrong = sorted(ours.keys() ^ theirs.keys())
+    for name, tensor in theirs.items():
+        if name in ours and fingerprint(ours[name].to(tensor.dtype)) != fingerprint(tensor):
+            wrong.append(name)
     if not wrong:
         return
     files = [

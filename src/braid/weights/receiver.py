@@ -15,7 +15,7 @@ from braid.errors import EngineError
 
 from .fingerprint import fingerprint, first_few
 from .links import Link, join_link
-from .wire import Message, Receipt, Tally, TensorSpec, Ticket, Wire, call
+from .wire import Message, Receipt, TensorSpec, Ticket, Wire, call
 
 _DOING = "sending weights"
 _ALIGNMENT = 64
@@ -105,11 +105,11 @@ class LinkedReceiver(Receiver):
         try:
             if self._wire is None:
                 self._wire = call(self._ticket, self._engine, deadline)
-            wire, tally = self._wire, Tally(version)
+            wire, receipt = self._wire, Receipt(version)
             link = self._begin(wire, version, deadline)
             while (message := wire.receive_any(deadline, _DOING))["kind"] == "bucket":
-                yield from self._bucket(message, link, tally, deadline)
-            self._end(wire, message, tally.receipt(), deadline)
+                yield from self._bucket(message, link, receipt, deadline)
+            self._end(wire, message, receipt, deadline)
         except GeneratorExit:
             self._drop("the engine did not load all weights")
             raise
@@ -132,7 +132,7 @@ class LinkedReceiver(Receiver):
         return self._link
 
     def _bucket(
-        self, message: Message, link: Link, tally: Tally, deadline: float
+        self, message: Message, link: Link, receipt: Receipt, deadline: float
     ) -> Iterator[tuple[str, Tensor]]:
         """Receive and verify the tensors of a `bucket` message, then yield them."""
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _ in message["tensors"]]
@@ -151,7 +151,7 @@ class LinkedReceiver(Receiver):
             f"sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is faulty",
         )
         for spec in specs:
-            tally.add(spec, sent[spec.name])
+            receipt.add(spec, sent[spec.name])
             yield spec.name, tensors.pop(spec.name)
 
     def _end(self, wire: Wire, message: Message, receipt: Receipt, deadline: float) -> None:

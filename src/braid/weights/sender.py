@@ -14,7 +14,7 @@ from .files import FileSender
 from .fingerprint import Weights, bytes_of, fingerprint
 from .links import Link, open_link, own_address
 from .sending import Bucket, Sender, SendOptions, buckets_of
-from .wire import Listener, Receipt, Tally, Ticket, Wire, hear, readable, tell
+from .wire import Listener, Receipt, Ticket, Wire, hear, readable, tell
 
 _LAST_WORDS_S = 0.5
 """Seconds to wait for engines' error messages after a failure."""
@@ -60,7 +60,7 @@ class LinkedSender:
         try:
             link = self._linked(version, deadline)
             tell(self._wires.values(), {"kind": "begin", "version": version}, deadline, "receiving weights")
-            tally = Tally(version)
+            receipt = Receipt(version)
             # Gathered in this thread, since that may be a collective, and sent from another one meanwhile.
             with ThreadPoolExecutor(1, "braid-weights") as thread:
                 sending: Future[None] | None = None
@@ -68,10 +68,10 @@ class LinkedSender:
                 for index, bucket in enumerate(buckets):
                     if sending is not None:
                         sending.result()
-                    sending = thread.submit(self._send_bucket, index, bucket, link, tally, deadline)
+                    sending = thread.submit(self._send_bucket, index, bucket, link, receipt, deadline)
                 if sending is not None:
                     sending.result()
-            return self._finish(tally.receipt(), deadline)
+            return self._finish(receipt, deadline)
         except BaseException as error:
             named = self._named(error, version)
             self._drop(str(named))
@@ -125,7 +125,7 @@ class LinkedSender:
             self._wires[name] = wire
             self._unlink()
 
-    def _send_bucket(self, index: int, bucket: Bucket, link: Link, tally: Tally, deadline: float) -> None:
+    def _send_bucket(self, index: int, bucket: Bucket, link: Link, receipt: Receipt, deadline: float) -> None:
         rows = [(spec, fingerprint(tensor)) for spec, tensor in bucket]
         message = {
             "kind": "bucket",
@@ -135,7 +135,7 @@ class LinkedSender:
         tell(self._wires.values(), message, deadline, "receiving weights")
         link.transfer([bytes_of(tensor).to(link.device) for _, tensor in bucket], deadline)
         for spec, value in rows:
-            tally.add(spec, value)
+            receipt.add(spec, value)
 
     def _finish(self, receipt: Receipt, deadline: float) -> Receipt:
         end = {"kind": "end", "num_tensors": receipt.num_tensors, "fingerprint": receipt.fingerprint}

@@ -81,31 +81,22 @@ class TensorSpec:
         return prod(self.shape) * self.torch_dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
 class Receipt:
-    """Record of a completely transferred version. `fingerprint` covers all names and tensors, in order."""
-
-    version: int
-    num_tensors: int
-    num_bytes: int
-    fingerprint: str
-
-
-class Tally:
-    """Running count and fingerprint of a version's tensors, kept on both sides and compared at its end."""
+    """Count and fingerprint of a version's tensors, in order: kept on both sides and compared at its end."""
 
     def __init__(self, version: int) -> None:
-        self._version = version
-        self._num_tensors = self._num_bytes = 0
+        self.version = version
+        self.num_tensors = self.num_bytes = 0
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add(self, spec: TensorSpec, fingerprint: str) -> None:
-        self._num_tensors += 1
-        self._num_bytes += spec.num_bytes
+        self.num_tensors += 1
+        self.num_bytes += spec.num_bytes
         self._digest.update(json.dumps([spec.name, spec.dtype, spec.shape, fingerprint]).encode())
 
-    def receipt(self) -> Receipt:
-        return Receipt(self._version, self._num_tensors, self._num_bytes, self._digest.hexdigest())
+    @property
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()
 
 
 class Wire:
