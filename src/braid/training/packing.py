@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -36,35 +37,23 @@ def micro_batches(
     """
     assert max_tokens > 0, "max_tokens and max_rows must be positive"
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    most = sum(counts or [1] * len(lengths)) if max_rows is None else max_rows
+    counts = counts or [1] * len(lengths)
+    most = sum(counts) if max_rows is None else max_rows
 
     def cut(room: int) -> list[list[int]]:
-        return _cut(order, lengths, counts or [1] * len(lengths), room, most)
+        """Fill batches of `room` positions one after the other."""
+        out: list[list[int]] = []
+        tokens = rows = 0
+        for index in order:
+            tokens, rows = tokens + lengths[index], rows + counts[index]
+            if not out or tokens > room or rows > most:
+                out.append([])
+                tokens, rows = lengths[index], counts[index]
+            out[-1].append(index)
+        return out
 
     fewest = len(cut(max_tokens))
-    low, high = 1, max_tokens
-    while low < high:
-        middle = (low + high) // 2
-        if len(cut(middle)) > fewest:
-            low = middle + 1
-        else:
-            high = middle
-    return cut(high)
-
-
-def _cut(
-    order: Sequence[int], lengths: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int
-) -> list[list[int]]:
-    """Fill batches one after the other, in order."""
-    out: list[list[int]] = []
-    tokens = rows = 0
-    for index in order:
-        tokens, rows = tokens + lengths[index], rows + counts[index]
-        if not out or tokens > max_tokens or rows > max_rows:
-            out.append([])
-            tokens, rows = lengths[index], counts[index]
-        out[-1].append(index)
-    return out
+    return cut(1 + bisect_left(range(1, max_tokens), True, key=lambda room: len(cut(room)) <= fewest))
 
 
 def trajectories_of(rows: Iterable[OfTrajectory]) -> list[list[int]]:
