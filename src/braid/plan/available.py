@@ -25,7 +25,7 @@ _PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
 
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that this version cannot run."""
-    for key, train in _train_sections(config, plan):
+    for key, train in train_sections(config, plan):
         if train.sequence_parallel > 1 and train.backend in ("single", "megatron"):
             is_megatron = train.backend == "megatron"
             instead = "train.megatron.context_parallel" if is_megatron else f"{key}.backend=fsdp2"
@@ -39,7 +39,7 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         why = "fsdp cannot train adapters without sharding the frozen weights"
         fix = "set train.backend=fsdp2 and train.fsdp.size=1, or train.fsdp.sharding=full"
         yield "train.fsdp.sharding", f"{why}; {fix}"
-    for key, train in _train_sections(config, plan):
+    for key, train in train_sections(config, plan):
         if train.backend == "megatron":
             yield from _not_in_megatron(config, key, train)
     for section, why in missing_sections(config).items():
@@ -67,7 +67,7 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     that only inspect a config."""
     needed = [
         (f"{key}.backend", _PACKAGES[train.backend], f"'braid-rl[{train.backend}]'", "set it to fsdp2")
-        for key, train in _train_sections(config, plan)
+        for key, train in train_sections(config, plan)
         if train.backend in _PACKAGES
     ]
     engine, served = config.rollout.engine, served_engine(config)
@@ -118,7 +118,7 @@ def _not_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iterato
         yield f"{key}.megatron.virtual_pipeline", why
 
 
-def _train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainConfig]]:
+def train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainConfig]]:
     """(key, training settings) of every role of the run that has its own."""
     yield "train", config.train
     if plan.needs_critic and config.critic.train is not None:

@@ -126,17 +126,14 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     prompts = config.rollout.prompts_per_round
-    for key, steps in _steps_per_pass(config, plan):
-        if steps > prompts:
+    for key, train in available.train_sections(config, plan):
+        steps = train.steps_per_pass
+        if steps > prompts and key != "reference.train":
             why = f"{prompts} prompts per round cannot be split into {steps} mini-batches of whole prompts"
-            yield key, f"{why}; lower it to {prompts}, or raise rollout.prompts_per_round to {steps}"
-
-
-def _steps_per_pass(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
-    """(key, steps per pass) of each role that is trained."""
-    yield "train.steps_per_pass", config.train.steps_per_pass
-    if plan.needs_critic and config.critic.train is not None:
-        yield "critic.train.steps_per_pass", config.critic.train.steps_per_pass
+            yield (
+                f"{key}.steps_per_pass",
+                f"{why}; lower it to {prompts}, or raise rollout.prompts_per_round to {steps}",
+            )
 
 
 def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
@@ -270,13 +267,11 @@ def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     prompts = config.rollout.prompts_per_round
-    for key, steps in _steps_per_pass(config, plan):
-        if prompts % steps:
-            few = prompts // steps
-            yield (
-                key,
-                f"{prompts} prompts in {steps} mini-batches: some have {few} prompts and some {few + 1}",
-            )
+    for key, train in available.train_sections(config, plan):
+        few, more = divmod(prompts, train.steps_per_pass)
+        if more and key != "reference.train":
+            why = f"{prompts} prompts in {train.steps_per_pass} mini-batches: some have {few} prompts"
+            yield f"{key}.steps_per_pass", f"{why} and some {few + 1}"
     if plan.old_logprobs == "current" and (steps := plan.steps_per_round) > 1:
         why = f"with current all ratios are 1, so there is no clipping over the {steps} steps of a round"
         yield "algorithm.old_logprobs", why
