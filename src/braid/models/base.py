@@ -3,8 +3,9 @@ on the kind of model."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +17,42 @@ from .value_head import ValueHead
 Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviation"]
 
 
-class TrainableModel(Protocol):
-    """A policy or critic of any kind, as used by the training backends.
+class TrainableModel(ABC):
+    """A policy or critic of any kind, as used by the training backends. `module` holds the trained parameters;
+    `value_head` computes "values", None for a policy."""
 
-    `forward` returns a [T] tensor for each requested output, aligned as in types.Row: index t refers to the
-    token or action at t given everything before it. Entries at which `batch.mask` is False are 0 and carry no
-    gradient, except that "values" of a simulator also covers the final observation. "value_deviation" is the
-    unit in which the value head predicts (ValueHead.deviation), the same at every position. "kl" is the KL
-    over the whole vocabulary from CausalLM.reference. "logits" is not a tensor but TiledLogits, those that
-    predict the policy's tokens.
-    """
+    module: nn.Module
+    value_head: ValueHead | None = None
 
-    @property
-    def module(self) -> nn.Module:
-        """The module whose parameters are trained."""
-        ...
+    @abstractmethod
+    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
+        """A [T] tensor for each requested output, aligned as in types.Row: index t refers to the token or action
+        at t given everything before it. Entries at which `batch.mask` is False are 0 and carry no gradient,
+        except that "values" of a simulator also covers the final observation.
 
-    @property
-    def value_head(self) -> ValueHead | None:
-        """The head that computes "values"; None for a policy."""
-        ...
+        "value_deviation" is the unit in which the value head predicts (ValueHead.deviation), the same at every
+        position. "kl" is the KL over the whole vocabulary from CausalLM.reference. "logits" is not a tensor but
+        TiledLogits, those that predict the policy's tokens."""
 
-    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]: ...
-
+    @abstractmethod
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
         """FLOPs for rows of `lengths` [B], with `num_outputs` positions written by the policy in total."""
-        ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights by their names in a checkpoint folder."""
-        ...
+        return unique_weights(self.module)
 
-    def leave_gradients_to_autograd(self) -> None:
+    def leave_gradients_to_autograd(self) -> None:  # noqa: B027
         """Pass all gradients through autograd, for wrappers that hook parameters; takes more memory."""
-        ...
+
+
+def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers by name, tied ones once."""
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 @torch.no_grad()

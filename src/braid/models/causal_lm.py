@@ -22,7 +22,7 @@ from braid.errors import ModelError
 
 from . import attention
 from .attention import AttentionContext
-from .base import Output
+from .base import Output, TrainableModel
 from .batch import PackedBatch
 from .flops import Flops, flops_of
 from .kernels import AttentionKind, packed_attention
@@ -31,11 +31,10 @@ from .lora import has_adapters, merged_weights, named_adapters
 
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
-"""Config keys of transformers for constants that logits are divided (`_DIVISORS`) or multiplied (`_FACTORS`)
-by."""
+"""Config keys of transformers for constants that logits are divided or multiplied by."""
 
 
-class CausalLM:
+class CausalLM(TrainableModel):
     """Policy or reference model. Always in eval mode because dropout would make log-probs random.
 
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
@@ -43,7 +42,6 @@ class CausalLM:
     which the output "kl" is measured; None if there is no reference in this process.
     """
 
-    value_head = None
     reference: Callable[[PackedBatch], TiledLogits] | None = None
 
     def __init__(
@@ -64,7 +62,7 @@ class CausalLM:
                 f"the output head of {type(model).__name__} is {type(head).__name__}, not linear; braid needs a causal "
                 "language model whose logits are a linear function of its hidden states"
             )
-        self.model = model.eval()
+        self.module = self.model = model.eval()
         self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
@@ -77,10 +75,6 @@ class CausalLM:
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         use_packed_attention(model)
         _use_sparse_embedding_gradient(model, head)
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -124,8 +118,6 @@ class CausalLM:
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
         """`logprobs`, `entropy` and `kl` [T] in float32, or `logits` alone (see TrainableModel)."""
-        if unknown := outputs - {"logprobs", "entropy", "kl", "logits"}:
-            raise AssertionError(f"not outputs of a policy: {sorted(unknown)}")
         reference = self._logits_of_reference(batch) if "kl" in outputs else None
         states, written = states_before(self.backbone, batch, self.attention)
         if "logits" in outputs:
@@ -169,12 +161,11 @@ class CausalLM:
         return has_adapters(self.model)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
-        """See TrainableModel."""
         return flops_of(self.backbone, self._head, lengths, num_outputs, recomputes=self._recomputes)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainableModel. With adapters: only the adapters, under the names used in an adapter folder."""
-        return named_adapters(self.model) if self.has_adapters else unique_weights(self.model)
+        return named_adapters(self.model) if self.has_adapters else super().named_weights()
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their names in a model folder, with adapters merged in; tied ones once."""
@@ -187,14 +178,8 @@ class CausalLM:
 
     def frozen_copy(self) -> CausalLM:
         """Copy of the current model in separate, frozen tensors."""
-        copy = CausalLM(
-            deepcopy(self.model),
-            temperature=self.temperature,
-            chunk_bytes=self.chunk_bytes,
-            attention=self.attention,
-            compiles=self.compiles,
-        )
-        copy.model.requires_grad_(False)
+        copy = deepcopy(self)
+        copy.module.requires_grad_(False)
         return copy
 
 
@@ -245,32 +230,15 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     """Make every attention layer use the context of the forward pass. Raises ModelError if the model has
     layers of an unsupported type. `chunked_attention` is computed as full attention, which models.selfcheck
     accepts for rows within one chunk."""
-    config = model.config.get_text_config(decoder=True)
-    known = ("full_attention", "sliding_attention", "chunked_attention")
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(known))
-    if kinds:
-        is_linear = "linear_attention" in kinds
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         raise ModelError(
-            f"{type(model).__name__} has layers of type {', '.join(kinds)}; "
-            f"braid supports only {' and '.join(known[:2])} layers, because "
-            + (
-                "the state of linear attention would leak from one packed row into the next"
-                if is_linear
-                else "it packs rows"
-            )
-            + "; choose another model (docs/models.md)"
+            f"{type(model).__name__} has layers of type {', '.join(unknown)}; braid supports only full_attention and "
+            "sliding_attention layers, because it packs rows, and a layer's state (as of linear attention) would leak "
+            "from one packed row into the next; choose another model (docs/models.md)"
         )
     attention.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
-
-
-def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name, tied ones once."""
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
 
 
 def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
@@ -291,14 +259,8 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = partial(type(layer).forward, layer)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    context = attention.current_context()
-
-    def in_context(
-        *args: Any, **kwargs: Any
-    ) -> Any:  # recomputed in the backward pass, possibly in another thread
-        with attention.attending(context):
-            return forward(*args, **kwargs)
-
+    # recomputed in the backward pass, possibly in another thread
+    in_context = attention.attending(attention.current_context())(forward)
     return checkpoint(in_context, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from braid.config.model import MlpSpec
 from braid.types import ActionSpace
 
-from .base import Output
+from .base import Output, TrainableModel
 from .batch import PackedBatch
 from .flops import Flops, flops_of_linear
 from .value_head import ValueHead, with_head
@@ -24,7 +24,7 @@ _MIN_ROWS = 16
 """Minimum batch size when acting: matrix products give bit-identical rows in any batch of at least 16."""
 
 
-class MlpPolicy:
+class MlpPolicy(TrainableModel):
     """A distribution over actions given an observation.
 
     Discrete actions: a categorical distribution with the outputs as logits. Continuous actions: independent
@@ -32,42 +32,26 @@ class MlpPolicy:
     observation.
     """
 
-    value_head = None
-
     def __init__(self, spec: MlpSpec, observation_size: int, actions: ActionSpace, *, seed: int) -> None:
         """Initializes weights as random orthogonal matrices, with a small last layer so that the initial
         policy is close to uniform (Andrychowicz et al. 2021, section 3.2)."""
         self.action_space = actions
-        self._net = _Net(spec, observation_size, actions.size, head_gain=0.01, seed=seed)
+        self._net = self.module = _Net(spec, observation_size, actions.size, head_gain=0.01, seed=seed)
         self._log_std = nn.Parameter(torch.zeros(actions.size)) if actions.kind == "continuous" else None
         if self._log_std is not None:
             self._net.register_parameter("log_std", self._log_std)
 
-    @property
-    def module(self) -> nn.Module:
-        return self._net
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._net.named_parameters()
-
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
-        """See TrainableModel."""
         return flops_of_linear(self._net, sum(lengths))
-
-    def leave_gradients_to_autograd(self) -> None:
-        """See TrainableModel; it has them all."""
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`logprobs` [T] (summed over action dimensions) and `entropy` [T]; 0 where the mask is False."""
-        if unknown := outputs - {"logprobs", "entropy"}:
-            raise AssertionError(f"not outputs of a policy: {sorted(unknown)}")
         head = self._net(batch.observations["state"])[batch.observed]
-        out: dict[str, Tensor] = {}
-        if "logprobs" in outputs:
-            out["logprobs"] = self._logprobs(head, batch.inputs["actions"])
-        if "entropy" in outputs:
-            out["entropy"] = self._entropy(head)
-        return {name: torch.where(batch.mask, value, 0.0) for name, value in out.items()}
+        computed = {
+            "logprobs": lambda: self._logprobs(head, batch.inputs["actions"]),
+            "entropy": lambda: self._entropy(head),
+        }
+        return {name: torch.where(batch.mask, computed[name](), 0.0) for name in outputs}
 
     @property
     def num_uniforms(self) -> int:
@@ -116,7 +100,7 @@ class MlpPolicy:
         return (0.5 + 0.5 * math.log(2 * math.pi) + self._log_std).sum().expand(len(head))
 
 
-class MlpValue:
+class MlpValue(TrainableModel):
     """The value of an observation, with a network separate from the policy's."""
 
     def __init__(
@@ -130,34 +114,16 @@ class MlpValue:
     ) -> None:
         """`head_name` is the name of the output layer's weights; `normalizes` as in ValueHead."""
         net = _Net(spec, observation_size, 1, head_gain=1.0, seed=seed)
-        self._head = ValueHead(net.head.in_features, normalizes=normalizes)
+        self._head = self.value_head = ValueHead(net.head.in_features, normalizes=normalizes)
         self._head.load_state_dict(net.head.state_dict(), strict=False)
-        self._module = with_head(net.body, "body", self._head, head_name)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def value_head(self) -> ValueHead:
-        return self._head
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._module.state_dict(keep_vars=True).items()
+        self.module = with_head(net.body, "body", self._head, head_name)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
-        """See TrainableModel."""
-        return flops_of_linear(self._module, sum(lengths))
-
-    def leave_gradients_to_autograd(self) -> None:
-        """See TrainableModel; it has them all."""
+        return flops_of_linear(self.module, sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] of each position's observation, including the final one."""
-        if unknown := outputs - {"values", "value_deviation"}:
-            raise AssertionError(f"not outputs of a value model: {sorted(unknown)}")
-        computed = self._head.outputs(self._module(batch.observations["state"])[batch.observed])
-        return {name: values for name, values in computed.items() if name in outputs}
+        return self._head.outputs(self.module(batch.observations["state"])[batch.observed], outputs)
 
 
 class _Net(nn.Module):

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .base import Output
+from .base import Output, TrainableModel
 from .batch import PackedBatch
-from .causal_lm import (
-    CausalLM,
-    set_gradient_checkpointing,
-    spread,
-    states_before,
-    unique_weights,
-)
+from .causal_lm import CausalLM, set_gradient_checkpointing, spread, states_before
 from .flops import Flops, flops_of
 from .kernels import AttentionKind
 from .lora import plain_copy
 from .value_head import ValueHead, with_head
 
 
-class ValueModel:
+class ValueModel(TrainableModel):
     """The value of the state before each token that the policy wrote. Initial values are 0.
 
-    Weights are named as in a transformers token classifier with one label, with `head_name` as the name of
+    `backbone` maps token ids to hidden states. Weights are named as in a transformers token classifier with one label, with `head_name` as the name of
     its head: with `score`, AutoModelForTokenClassification loads them.
     """
 
@@ -40,13 +34,14 @@ class ValueModel:
         """Takes ownership of the `backbone` of a CausalLM; use `copy_of` if it is used elsewhere.
         `normalizes` as in ValueHead."""
         self.attention: AttentionKind = attention
-        self._backbone = backbone.eval()
+        self.backbone = backbone.eval()
         embedding = backbone.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
             embedding.sparse = False  # a CausalLM sets it for tied heads
         width: int = backbone.config.get_text_config(decoder=True).hidden_size
-        self._head = ValueHead(width, normalizes=normalizes, device=backbone.device, dtype=backbone.dtype)
-        self._module = with_head(backbone, backbone.base_model_prefix, self._head, head_name)
+        head = ValueHead(width, normalizes=normalizes, device=backbone.device, dtype=backbone.dtype)
+        self.value_head: ValueHead = head  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.module = with_head(backbone, backbone.base_model_prefix, head, head_name)
         self._recomputes = False
 
     @classmethod
@@ -57,38 +52,15 @@ class ValueModel:
         backbone = plain_copy(policy.backbone)
         return cls(backbone, head_name=head_name, normalizes=normalizes, attention=policy.attention)
 
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def value_head(self) -> ValueHead:
-        return self._head
-
-    @property
-    def backbone(self) -> PreTrainedModel:
-        """The model below the head: token ids to hidden states."""
-        return self._backbone
-
-    def leave_gradients_to_autograd(self) -> None:
-        """See TrainableModel; it has them all."""
-
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] in float32 (see TrainableModel)."""
-        if unknown := outputs - {"values", "value_deviation"}:
-            raise AssertionError(f"not outputs of a value model: {sorted(unknown)}")
-        states, written = states_before(self._backbone, batch, self.attention)
-        computed = self._head.outputs(spread(self._head(states), written, batch))
-        return {name: values for name, values in computed.items() if name in outputs}
+        states, written = states_before(self.backbone, batch, self.attention)
+        return self.value_head.outputs(spread(self.value_head(states), written, batch), outputs)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
-        """See TrainableModel."""
-        return flops_of(self._backbone, self._head, lengths, num_outputs, recomputes=self._recomputes)
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return unique_weights(self._module)
+        return flops_of(self.backbone, self.value_head, lengths, num_outputs, recomputes=self._recomputes)
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Enable or disable recomputation of each layer in the backward pass."""
-        set_gradient_checkpointing(self._backbone, enabled)
+        set_gradient_checkpointing(self.backbone, enabled)
         self._recomputes = enabled

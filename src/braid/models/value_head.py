@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,9 +66,10 @@ class ValueHead(nn.Linear):
         """Reward units per unit of a normalized value; 1 for a head that does not normalize."""
         return self.moments_of_returns[1]
 
-    def outputs(self, values: Tensor) -> dict[Output, Tensor]:
-        """All outputs of a critic, given its `values`."""
-        return {"values": values, "value_deviation": torch.full_like(values, self.deviation)}
+    def outputs(self, values: Tensor, names: Iterable[Output]) -> dict[str, Tensor]:
+        """The outputs `names` of a critic, given its `values`."""
+        computed = {"values": values, "value_deviation": torch.full_like(values, self.deviation)}
+        return {name: computed[name] for name in names}
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, D] -> values [N] in float32."""

@@ -323,7 +323,7 @@ class Decoder(GPTModel):
                     hidden, tensor_parallel_output_grad=False
                 )
             values = self.value_head(hidden.squeeze(1).index_select(0, here))
-            computed: Mapping[Output, Tensor | None] = self.value_head.outputs(values)
+            computed: Mapping[str, Tensor | None] = self.value_head.outputs(values, outputs)
         else:
             computed = self._logprobs(hidden, here, batch.inputs["input_ids"].index_select(0, own), outputs)
         flat = {name: spread(computed[name], own, batch) for name in outputs}
@@ -339,7 +339,7 @@ class Decoder(GPTModel):
 
     def _logprobs(
         self, hidden: Tensor, here: Tensor, ids: Tensor, outputs: frozenset[Output]
-    ) -> dict[Output, Tensor | None]:
+    ) -> dict[str, Tensor | None]:
         """Log-probs of `ids` [N], each predicted from the hidden state at its index in `here` [N]."""
         output_layer: Any = self.output_layer
         for hook in output_layer._forward_pre_hooks.values():  # the weight is used without calling the layer
