@@ -1,11 +1,6 @@
-"""Attention for all Hugging Face decoders, through transformers' attention interface.
-
-A model set to the attention implementation "braid" calls `_attend` in each attention layer, which passes
-queries, keys and values to the context of the forward pass: `with attending(context): model(input_ids,
-position_ids=...)`. Training and prefill use `PackedAttention`; the native engine has contexts with a KV
-cache. No architecture needs its own code; when a model is loaded, `models.selfcheck` detects layers that
-bypass this interface.
-"""
+"""Attention for all Hugging Face decoders, through transformers' attention interface: each layer passes queries,
+keys and values to the context of the forward pass, `with attending(context): model(input_ids, position_ids=...)`.
+Training uses `PackedAttention`; the native engine has contexts with a KV cache."""
 
 from __future__ import annotations
 
@@ -52,21 +47,17 @@ class AttentionContext(Protocol):
         ...
 
 
-_CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention context", default=None)
+CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention context", default=None)
 
 
 @contextmanager
 def attending(context: AttentionContext | None) -> Generator[None]:
     """Make attention layers in this block use `context`."""
-    token = _CONTEXT.set(context)
+    token = CONTEXT.set(context)
     try:
         yield
     finally:
-        _CONTEXT.reset(token)
-
-
-def current_context() -> AttentionContext | None:
-    return _CONTEXT.get()
+        CONTEXT.reset(token)
 
 
 def _attend(  # noqa: PLR0913  # transformers' signature
@@ -83,7 +74,7 @@ def _attend(  # noqa: PLR0913  # transformers' signature
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    context = current_context()
+    context = CONTEXT.get()
     assert context is not None, "the forward pass must run within `attending`"
     if kwargs.get("position_bias") is not None:
         raise ModelError(
@@ -144,25 +135,21 @@ class PackedAttention:
         self._layouts: dict[bool, _Layout] = {}
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See AttentionContext."""
         is_varlen = self._kernel is None and has_varlen_kernel(call, query, value)
         if is_varlen not in self._layouts:
             alone = [([row], length) for row, length in enumerate(self._lengths)]
             rectangles = alone if is_varlen else _rectangles(self._lengths)
             self._layouts[is_varlen] = _Layout(rectangles, self._lengths, self._shared, self._device)
         layout = self._layouts[is_varlen]
-        query, key, value = map(layout.lay, (query, key, value))
+        laid = [layout.lay(x) for x in (query, key, value)]
         if is_varlen:
-            return layout.lift(
-                varlen_attention(call, query, key, value, ends=layout.ends, longest=max(self._lengths))
-            )
+            return layout.lift(varlen_attention(call, *laid, ends=layout.ends, longest=max(self._lengths)))
         kernel = self._kernel or causal_attention
         sizes = [len(rows) * width for rows, width in layout.rectangles]
+        parts = zip(layout.rectangles, *(x.split(sizes) for x in laid), strict=True)
         outs = [
             kernel(call, *(x.unflatten(0, (len(rows), width)) for x in qkv)).flatten(0, 1)
-            for (rows, width), *qkv in zip(
-                layout.rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-            )
+            for (rows, width), *qkv in parts
         ]
         return layout.lift(outs[0] if len(outs) == 1 else torch.cat(outs))
 
@@ -181,22 +168,20 @@ class _Layout:
         ends = accumulate((len(rows) * width for rows, width in rectangles), initial=0)
         self.ends = torch.tensor(list(ends), dtype=torch.int32, device=device)
         stored = _stored_places(lengths, shared)
-        owned = [torch.arange(length) >= num for length, (_, num) in zip(lengths, shared, strict=True)]
-        num_stored = sum(int(own.sum()) for own in owned)
-        gather: list[Tensor] = []
-        self._place = torch.empty(num_stored, dtype=torch.long)
+        place = torch.empty(sum(lengths) - sum(num for _, num in shared), dtype=torch.long)
+        gathers: list[Tensor] = []
         copies: list[Tensor] = []
         offset = 0
         for rows, width in rectangles:
             for row in rows:
-                places = offset + torch.arange(lengths[row])
-                self._place[stored[row][owned[row]]] = places[owned[row]]
-                copies.append(torch.stack((stored[row][~owned[row]], places[~owned[row]])))
-                gather.append(torch.cat((stored[row], stored[row][-1:].expand(width - lengths[row]))))
+                places, num_shared = offset + torch.arange(lengths[row]), shared[row][1]
+                place[stored[row][num_shared:]] = places[num_shared:]
+                copies.append(torch.stack((stored[row], places))[:, :num_shared])
+                gathers.append(torch.cat((stored[row], stored[row][-1:].expand(width - lengths[row]))))
                 offset += width
-        self._gather = torch.cat(gather)
-        self._is_identity = torch.equal(self._gather, torch.arange(num_stored))
-        self._gather, self._place = self._gather.to(device), self._place.to(device)
+        gather = torch.cat(gathers)
+        self._is_identity = torch.equal(gather, torch.arange(len(place)))
+        self._gather, self._place = gather.to(device), place.to(device)
         self._copies = torch.cat(copies, dim=1).to(device)
 
     def lay(self, x: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # recomputed in the backward pass, possibly in another thread
-    in_context = attention.attending(attention.current_context())(forward)
+    in_context = attention.attending(attention.CONTEXT.get())(forward)
     return checkpoint(in_context, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 

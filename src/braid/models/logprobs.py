@@ -7,8 +7,8 @@ forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,13 +47,23 @@ class Head:
     first: int = 0
     group: dist.ProcessGroup | None = None
 
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] in float32 (float64 for float64 weights); factors of the matrix product have the type
         of `hidden` or autocast's. Not differentiable, because the logits are modified in place."""
-        dtype = _compute_dtype(hidden)
-        with torch.no_grad():
-            raw = _product(hidden.to(dtype), self.weight.to(dtype).t(), self.bias)
-            return _cap(raw, self.scale, self.softcap)
+        return self.tile(hidden.to(_compute_dtype(hidden)), self.weight, slice(None))
+
+    def tile(self, states: Tensor, weight: Tensor, columns: slice, temperature: float = 1.0) -> Tensor:
+        """Logits of `states` for a part of the vocabulary, divided by the temperature. `weight` are the rows of the
+        weight for these `columns`."""
+        bias = None if self.bias is None else self.bias[columns]
+        raw = _product(states, weight.to(states.dtype).t(), bias)
+        logits = raw if raw.dtype == torch.float64 else raw.float()
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 class TiledLogits:
@@ -61,8 +71,8 @@ class TiledLogits:
 
     def __init__(self, hidden: Tensor, head: Head, temperature: float) -> None:
         """Under autocast, products run in its type."""
-        self._states, self._head = hidden.detach().to(_compute_dtype(hidden)), head
-        self._rule = _Rule(head.scale, head.softcap, temperature)
+        self._states = hidden.detach().to(_compute_dtype(hidden))
+        self._head, self._temperature = head, temperature
 
     @property
     def vocab_size(self) -> int:
@@ -70,9 +80,8 @@ class TiledLogits:
 
     def tile(self, tokens: slice, columns: slice) -> Tensor:
         """Those of `tokens` for the part `columns` of the vocabulary."""
-        bias = self._head.bias
-        bias = None if bias is None else bias[columns]
-        return self._rule.logits(self._states[tokens], self._head.weight[columns], bias)
+        part = self._head.weight[columns]
+        return self._head.tile(self._states[tokens], part, columns, self._temperature)
 
 
 def token_logprobs(
@@ -97,63 +106,49 @@ def token_logprobs(
     tile is recomputed there. With `compiles`, torch.compile fuses the elementwise work on each tile.
     """
     assert reference is None or head.group is None, "KL needs the whole vocabulary on every rank"
-    rule = _Rule(
-        head.scale,
-        head.softcap,
-        temperature,
-        with_entropy,
-        chunk_bytes,
-        head.accumulates,
-        compiles,
-        head.group,
-        reference,
-    )
+    rule = _Rule(head, temperature, with_entropy, chunk_bytes, compiles, reference)
     return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets - head.first, rule)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    scale: float
-    softcap: float | None
+    head: Head
     temperature: float
-    with_entropy: bool = False
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    accumulates: bool = False
-    compiles: bool = False
-    group: dist.ProcessGroup | None = None
-    reference: TiledLogits | None = None
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits of one tile, divided by the temperature."""
-        raw = _product(hidden, weight.to(hidden.dtype).t(), bias)
-        logits = _cap(raw, self.scale, self.softcap)
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+    with_entropy: bool
+    chunk_bytes: int
+    compiles: bool
+    reference: TiledLogits | None
 
     def grad_raw(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Convert the gradient of a tile's logits to that of hidden @ weight.T + bias, in place."""
-        if self.softcap is not None:
-            squashed = logits * (self.temperature / self.softcap)
+        if self.head.softcap is not None:
+            squashed = logits * (self.temperature / self.head.softcap)
             grad.mul_(squashed.square_().neg_().add_(1.0))
-        factor = self.scale / self.temperature
+        factor = self.head.scale / self.temperature
         return grad if factor == 1.0 else grad.mul_(factor)
 
-    def tiles(self, states: Tensor, vocab: int, item_bytes: int) -> Iterator[tuple[slice, slice]]:
-        """Slices of the tokens of `states` [N, D] and of the vocabulary, the vocabulary in the inner loop.
-        Tiles have as many tokens as possible because the gradient of `weight` is read and written once per
-        slice of tokens."""
+    def tiles(self, states: Tensor, vocab: int, item_bytes: int) -> tuple[list[slice], list[slice]]:
+        """Slices of the tokens of `states` [N, D] and of the vocabulary. Tiles have as many tokens as possible
+        because the gradient of `weight` is read and written once per slice of tokens."""
         most = self.chunk_bytes if states.is_cuda else min(self.chunk_bytes, _CPU_TILE_BYTES)
         room, num_tokens = max(1, most // item_bytes), len(states)
         width = min(vocab, room, max(_MIN_COLUMNS, room // max(1, num_tokens)))
-        height = room // width
-        for top in range(0, num_tokens, height):
-            for left in range(0, vocab, width):
-                yield slice(top, min(top + height, num_tokens)), slice(left, min(left + width, vocab))
+        return _slices(num_tokens, room // width), _slices(vocab, width)
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: _Rule
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,  # noqa: ARG004  # for its gradient
+        targets: Tensor,
+        rule: _Rule,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         device = hidden.device.type
         ctx.dtype = _compute_dtype(hidden)
@@ -162,28 +157,27 @@ class _TokenLogprobs(torch.autograd.Function):
         target_logits, log_total = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(2))
         entropy = torch.zeros_like(log_total) if rule.with_entropy else None
         kl, gap = (None if rule.reference is None else torch.zeros_like(log_total) for _ in range(2))
-        vocab, kept = len(weight), []
+        head, vocab, kept = rule.head, len(weight), []
         is_kept = len(targets) * vocab * exact.itemsize <= rule.chunk_bytes
-        running = None
+        all_tokens, all_columns = rule.tiles(states, vocab, exact.itemsize)
         with torch.autocast(device, enabled=False):
-            for tokens, columns in rule.tiles(states, vocab, exact.itemsize):
-                if running is None or columns.start == 0:
-                    running = _RunningSoftmax(targets[tokens], exact, rule)
-                logits = rule.logits(states[tokens], weight[columns], None if bias is None else bias[columns])
-                running.add(logits, columns, rule.reference and rule.reference.tile(tokens, columns))
-                if is_kept:
-                    kept.append(logits)
-                if columns.stop == vocab:
-                    target_logits[tokens], log_total[tokens] = running.target, running.log_total()
-                    if entropy is not None:
-                        entropy[tokens] = running.entropy()
-                    if kl is not None and gap is not None:
-                        kl[tokens], gap[tokens] = running.kl()
-        if rule.group is not None:
-            target_logits, log_total, entropy = _over_ranks(target_logits, log_total, entropy, rule.group)
+            for tokens in all_tokens:
+                running = _RunningSoftmax(targets[tokens], exact, rule)
+                for columns in all_columns:
+                    logits = head.tile(states[tokens], weight[columns], columns, rule.temperature)
+                    running.add(logits, columns, rule.reference and rule.reference.tile(tokens, columns))
+                    if is_kept:
+                        kept.append(logits)
+                target_logits[tokens], log_total[tokens] = running.target, running.log_total()
+                if entropy is not None:
+                    entropy[tokens] = running.entropy()
+                if kl is not None and gap is not None:
+                    kl[tokens], gap[tokens] = running.kl()
+        if head.group is not None:
+            target_logits, log_total, entropy = _over_ranks(target_logits, log_total, entropy, head.group)
         ctx.rule, ctx.hidden_dtype = rule, hidden.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(states, weight, bias, targets, log_total, entropy, gap, *kept)
+        ctx.save_for_backward(states, weight, targets, log_total, entropy, gap, *kept)
         return target_logits - log_total, entropy, kl
 
     @staticmethod
@@ -191,25 +185,23 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        states, weight, bias, targets, log_total, entropy, gap, *kept = ctx.saved_tensors
+        states, weight, targets, log_total, entropy, gap, *kept = ctx.saved_tensors
         rule: _Rule = ctx.rule
         if grad_logprobs is None and grad_entropy is None and grad_kl is None:
             return (None,) * 5
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(states, dtype=log_total.dtype) if wants_hidden else None
-        grad_weight = _weight_gradient(weight, rule.accumulates) if wants_weight else None
+        accumulates = rule.head.accumulates
+        grad_weight = _weight_gradient(weight, accumulates) if wants_weight else None
         grad_bias = log_total.new_zeros(len(weight)) if wants_bias else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_total)
-        tiles = rule.tiles(states, len(weight), log_total.itemsize)
+        tiles = product(*rule.tiles(states, len(weight), log_total.itemsize))
         grad_logits = compiled(_grad_logits) if rule.compiles else _grad_logits
         with torch.autocast(states.device.type, enabled=False):
             for index, (tokens, columns) in enumerate(tiles):
                 state, part = states[tokens], weight[columns].to(ctx.dtype)
-                if kept:
-                    logits = kept[index]
-                else:
-                    logits = rule.logits(state, part, None if bias is None else bias[columns])
+                logits = kept[index] if kept else rule.head.tile(state, part, columns, rule.temperature)
                 of_entropy = (
                     None if grad_entropy is None else (grad_entropy[tokens], entropy.detach()[tokens])
                 )
@@ -229,7 +221,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     _add_product(grad_weight[columns], grad.t(), state)
         return (
             None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
-            None if rule.accumulates else grad_weight,
+            None if accumulates else grad_weight,
             None if grad_bias is None else grad_bias.to(weight.dtype),
             None,
             None,
@@ -376,11 +368,3 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     """Type of the products: autocast's, or that of the hidden states."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
-def _cap(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """float32 logits from the raw product (float64 stays float64); in place if no conversion is needed."""
-    logits = raw if raw.dtype == torch.float64 else raw.float()
-    if scale != 1.0:
-        logits.mul_(scale)
-    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
