@@ -163,8 +163,8 @@ def test_a_weights_file_that_lacks_some(folder: Path) -> None:
     with pytest.raises(ModelError) as caught:
         _load(folder)
     assert str(caught.value) == (
-        f"model.path={folder} lacks 1 of the weights of Qwen3ForCausalLM, among them "
-        "model.layers.1.mlp.up_proj.weight, which would be initialized randomly; add them, or choose another folder"
+        f"model.path={folder} is not a complete causal language model: it lacks 1 of the weights of Qwen3ForCausalLM, among "
+        "them model.layers.1.mlp.up_proj.weight, which would be initialized randomly; choose a folder that has them"
     )
 
 

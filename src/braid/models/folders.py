@@ -4,19 +4,24 @@ name the config key."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from huggingface_hub import model_info, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError, suggest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_T = TypeVar("_T")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _HUB_TIMEOUT_S = 10.0
-UNREADABLE = (
+_UNREADABLE = (
     OSError,
     ValueError,
     KeyError,
@@ -73,16 +78,31 @@ def _check_hub_name(name: str, key: str) -> None:
         ) from error
 
 
-def unusable(path: str, key: str, kind: str, error: Exception) -> str:
-    """Error message for a folder or hub name that transformers could not load as a `kind`."""
-    lines = str(error).strip().split("\n")
-    reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip() or type(error).__name__
-    if Path(path).is_dir():
-        return f"cannot load {key}={path} as a {kind}: {reason}"
-    return (
-        f"{key}={path} is not a local folder, and cannot be loaded as a {kind} from the Hugging Face hub: {reason}; set it "
-        "to an existing folder, or to a hub name while online"
-    )
+def read(path: str, key: str, kind: str, load: Callable[..., _T], **options: Any) -> _T:
+    """Call transformers' `load` for a folder or hub name. Raises ModelError if it is not a readable `kind`."""
+    try:
+        return load(path, **options)
+    except _UNREADABLE as error:
+        lines = str(error).strip().split("\n")
+        reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip() or type(error).__name__
+        hint = (
+            ""
+            if Path(path).is_dir()
+            else "; this is not a local folder: set it to one, or to a hub name while online"
+        )
+        raise ModelError(f"cannot load {key}={path} as a {kind}: {reason}{hint}") from error
+
+
+def read_model(path: str, key: str, kind: str, load: Callable[..., Any], **options: Any) -> PreTrainedModel:
+    """Read a model with all of its weights. Raises ModelError, also if some are missing."""
+    check_folder(path, key, needs_weights=True)
+    model, info = read(path, key, kind, load, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{key}={path} is not a complete {kind}: it lacks {len(missing)} of the weights of {type(model).__name__}, among "
+            f"them {missing[0]}, which would be initialized randomly; choose a folder that has them"
+        )
+    return model
 
 
 def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -95,13 +115,10 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTo
             f"set {key.rpartition('.')[0]}.tokenizer to a folder or hub name"
         )
     from transformers import (
-        AutoTokenizer,  # imports much of transformers, which processes that receive a tokenizer do not need
-    )
+        AutoTokenizer,
+    )  # imports much that processes which receive a tokenizer do not need
 
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except UNREADABLE as error:
-        raise ModelError(unusable(path, key, "tokenizer", error)) from error
+    return read(path, key, "tokenizer", AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
 
 
 def read_chat_template(given: str, key: str) -> str:

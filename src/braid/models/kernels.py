@@ -1,13 +1,4 @@
-"""Attention kernels over packed rows (`model.attention`).
-
-    auto                PyTorch's variable-length FlashAttention where it applies (CUDA, bf16 or fp16), else sdpa
-    sdpa                torch's scaled_dot_product_attention, with its flash or memory-efficient kernels where they apply
-    eager               plain matrix products and a softmax; slow, and holds all [queries, keys] scores in memory
-    flash_attention_2   the package flash-attn, on CUDA, in bf16 or fp16
-
-All kernels but the variable-length one get segments of similar length as right-padded rectangles
-(models.attention.PackedAttention). They agree up to rounding. Sampling uses different kernels.
-"""
+"""Choices of kernels: of attention over packed rows (`model.attention`), and Liger's (`train.liger_kernels`)."""
 
 from __future__ import annotations
 
@@ -16,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from braid.errors import ModelError
 
@@ -23,6 +15,9 @@ from .attention import AttentionKernel, LayerCall, PackedAttention, causal_atten
 from .batch import PackedBatch
 
 AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "eager"]
+
+_LIGER_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""Disabled: braid computes log-probs from hidden states itself."""
 
 
 def packed_attention(kind: AttentionKind, batch: PackedBatch) -> PackedAttention:
@@ -65,8 +60,30 @@ def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
 
 
 _KERNELS: dict[AttentionKind, AttentionKernel | None] = {
-    "auto": None,
+    "auto": None,  # PyTorch's variable-length kernel where it applies, else sdpa
     "sdpa": causal_attention,
     "eager": eager_attention,
     "flash_attention_2": flash_attention,
 }
+
+
+def check_liger(device: torch.device) -> None:
+    """Raise ModelError if Liger's kernels cannot run on this machine."""
+    missing = (
+        [] if find_spec("liger_kernel") else ["the package liger-kernel (pip install 'braid-rl[liger]')"]
+    )
+    if device.type != "cuda":
+        missing.append(f"a CUDA device instead of {device.type}")
+    if missing:
+        raise ModelError(
+            f"train.liger_kernels=true needs {' and '.join(missing)}; or set train.liger_kernels=false (same results "
+            "up to rounding)"
+        )
+
+
+def use_liger_kernels(model: PreTrainedModel) -> None:
+    """Replace norms, rotary embeddings and feed-forward layers by Liger's, if Liger supports the
+    architecture."""
+    from transformers.integrations.liger import apply_liger_kernel  # imports Triton
+
+    apply_liger_kernel(model, _LIGER_LOSSES)

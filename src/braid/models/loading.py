@@ -21,10 +21,9 @@ from braid.errors import ModelError
 from .build import build_model
 from .causal_lm import CausalLM
 from .compiling import check_compiler
-from .folders import UNREADABLE, check_folder, unusable
+from .folders import read, read_model
 from .fused import fuse
-from .kernels import check_attention
-from .liger import check_liger, use_liger_kernels
+from .kernels import check_attention, check_liger, use_liger_kernels
 from .lora import add_adapters
 from .selfcheck import check_against_plain
 from .tokenizer import load_tokenizer, model_path
@@ -98,11 +97,10 @@ def load_policy(
 def _set_config_tokens(model: PreTrainedModel, config: ModelConfig) -> None:
     """Set end and padding tokens of the config in the model's own config and generation config, which exports
     contain."""
-    for key in ("eos_token_id", "pad_token_id"):
-        if (number := getattr(config, key)) is not None:
-            for part in (model.config, model.generation_config):
-                if part is not None:
-                    setattr(part, key, number)
+    tokens = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+    for part in (model.config, model.generation_config):
+        if part is not None:
+            vars(part).update({key: number for key, number in tokens.items() if number is not None})
 
 
 def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -115,34 +113,16 @@ def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
 def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollow: bool) -> PreTrainedModel:
     """Load the model of a folder. With `is_hollow` its weights are not read; they are uninitialized host
     memory."""
-    path = model_path(config)
-    check_folder(path, key, needs_weights=True)
-    options: dict[str, Any] = {
-        "dtype": TORCH_DTYPES[config.dtype],
-        "trust_remote_code": config.trust_remote_code,
-        "attn_implementation": "eager",
-    }
-    try:
-        if is_hollow:
-            own = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-            with no_init_weights():
-                hollow = AutoModelForCausalLM.from_config(own, **options)
-            hollow.tie_weights()
-            return hollow
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            output_loading_info=True,
-            device_map={"": device} if config.low_memory_load else None,
-            **options,
-        )
-    except UNREADABLE as error:
-        raise ModelError(unusable(path, key, "causal language model", error)) from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"{key}={path} lacks {len(missing)} of the weights of {type(model).__name__}, among them {missing[0]}, which would be "
-            "initialized randomly; add them, or choose another folder"
-        )
+    path, remote = model_path(config), {"trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"dtype": TORCH_DTYPES[config.dtype], "attn_implementation": "eager", **remote}
+    if not is_hollow:
+        place = {"": device} if config.low_memory_load else None
+        load = AutoModelForCausalLM.from_pretrained
+        return read_model(path, key, "causal language model", load, device_map=place, **options)
+    own = read(path, key, "causal language model", AutoConfig.from_pretrained, **remote)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(own, **options)
+    model.tie_weights()
     return model
 
 
@@ -150,10 +130,8 @@ def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) 
     """Raise ModelError if the model's architecture is not the one that the config expects. Names are
     transformers' model types; a minor version as in `qwen2.5` is ignored (qwen2)."""
     is_of = model.config.get_text_config(decoder=True).model_type
-    if expected is not None and re.sub(r"\.\d+$", "", expected.lower()) not in (
-        is_of,
-        model.config.model_type,
-    ):
+    name = is_of if expected is None else re.sub(r"\.\d+$", "", expected.lower())
+    if name not in (is_of, model.config.model_type):
         raise ModelError(
             f"model.architecture={expected}, but {key} is a model of type {is_of}; change one of them, or remove "
             "model.architecture"
@@ -163,11 +141,6 @@ def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) 
 def _note_dropout(model: PreTrainedModel) -> None:
     """Log that dropout stays off: the same tokens must have the same log-probs in rollout and training."""
     values = model.config.get_text_config(decoder=True).to_dict()
-    rates = {
-        k: v for k, v in values.items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0
-    }
+    rates = [f"{k}={v}" for k, v in values.items() if "drop" in k and isinstance(v, float) and v > 0]
     if rates:
-        _log.info(
-            "disabled dropout of the model (%s): log-probs must be deterministic",
-            ", ".join(f"{k}={v}" for k, v in rates.items()),
-        )
+        _log.info("disabled dropout of the model (%s): log-probs must be deterministic", ", ".join(rates))

@@ -14,7 +14,7 @@ from braid.config.reward import ModelReward
 from braid.errors import ModelError, RewardError
 from braid.types import Message
 
-from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
+from .folders import expand, read_chat_template, read_model, read_tokenizer
 from .loading import TORCH_DTYPES
 
 _LENGTHS = (7, 4)
@@ -32,7 +32,12 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
     ambiguous, or if padding changes its scores.
     """
     path = expand(config.path)
-    model = _pretrained(path, config, f"{key}.path")
+    options = {"dtype": TORCH_DTYPES[config.dtype], "trust_remote_code": config.trust_remote_code}
+    load = AutoModelForSequenceClassification.from_pretrained
+    model = (
+        read_model(path, f"{key}.path", "sequence classifier", load, **options).eval().requires_grad_(False)
+    )
+    model.config.get_text_config().use_cache = False
     _check_label(config, model.config.num_labels or 1, key)
     where = (
         (path, f"{key}.path") if config.tokenizer is None else (expand(config.tokenizer), f"{key}.tokenizer")
@@ -57,28 +62,6 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
     classifier = SequenceClassifier(model.to(place), tokenizer, config, key=key)  # pyright: ignore[reportArgumentType]
     classifier.check_padding()
     return classifier
-
-
-def _pretrained(path: str, config: ModelReward, key: str) -> PreTrainedModel:
-    check_folder(path, key, needs_weights=True)
-    try:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            dtype=TORCH_DTYPES[config.dtype],
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except UNREADABLE as error:
-        raise ModelError(unusable(path, key, "sequence classifier", error)) from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"{key}={path} is not a sequence classifier: it lacks {missing[0]}"
-            + (f" and {len(missing) - 1} more weights" if len(missing) > 1 else "")
-            + f" of {type(model).__name__}, which would be initialized randomly; use the folder of a trained reward model"
-        )
-    model.config.get_text_config().use_cache = False
-    return model.eval().requires_grad_(False)
 
 
 def _check_label(config: ModelReward, num_labels: int, key: str) -> None:

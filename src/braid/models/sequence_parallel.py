@@ -54,7 +54,9 @@ class SequenceGroup:
         The gradient passes through unchanged: each rank backpropagates the whole loss to its own slice, and
         the weight gradients summed over ranks are those of the loss.
         """
-        return _Join.apply(line, self.group)
+        line = line.clone()
+        dist.all_reduce(line.detach(), group=self.group)  # in place, unseen by autograd
+        return line
 
     def attention(self, context: AttentionContext, num_positions: int) -> AttentionContext:
         """Wrap `context`, which covers all T positions, for a model that runs this rank's slice."""
@@ -81,65 +83,27 @@ class _ExchangingAttention:
         if call.sinks is not None:
             call = replace(call, sinks=call.sinks.chunk(size)[self.ranks.rank])
         group, total = self.ranks.group, self.num_positions
-        parts = [_ToHeads.apply(x, group)[:total] for x in (query, key, value)]
+        # [n, H, d], this rank's positions -> [T, H / N, d], this rank's heads, and back
+        parts = [
+            _Exchange.apply(x.unflatten(1, (size, -1)).transpose(0, 1), group).flatten(0, 1)[:total]
+            for x in (query, key, value)
+        ]
         out = self.context.attend(call, *parts)
         padded = F.pad(out, (0, 0, 0, 0, 0, len(query) * size - total))
-        return _ToPositions.apply(padded, group)
+        return _Exchange.apply(padded.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)
 
 
-def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, H, d], this rank's positions -> [N n, H / N, d], this rank's heads."""
-    return _exchanged(x.unflatten(1, (group.size(), -1)).transpose(0, 1), group).flatten(0, 1)
-
-
-def _to_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N n, H / N, d], this rank's heads -> [n, H, d], this rank's positions."""
-    return _exchanged(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
-
-
-def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all along the first axis [N, ...]: entry i is sent to rank i and replaced by the one received
-    from it."""
-    sent = x.contiguous()
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
-    return got
-
-
-class _ToHeads(torch.autograd.Function):
-    """Differentiable `_to_heads`. An exchange only permutes values, so the gradient takes the inverse
-    exchange."""
+class _Exchange(torch.autograd.Function):
+    """All-to-all along the first axis [N, ...]: entry i is sent to rank i and replaced by the one received from
+    it. This is its own inverse, and so the gradient takes it too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _to_heads(x, group)
+        got = torch.empty_like(sent := x.contiguous())
+        dist.all_to_all_single(got, sent, group=group)
+        return got
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _to_positions(grad, ctx.group), None
-
-
-class _ToPositions(torch.autograd.Function):
-    """Differentiable `_to_positions`; see _ToHeads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_positions(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _to_heads(grad, ctx.group), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
-        line = line.clone()
-        dist.all_reduce(line, group=group)
-        return line
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # noqa: ARG004
-        return grad, None
+        return _Exchange.forward(ctx, grad, ctx.group), None

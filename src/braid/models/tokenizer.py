@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from braid.config.model import ModelConfig
 from braid.errors import ModelError
 from braid.plan.end_tokens import tokens_of_files
 
-from .folders import UNREADABLE, check_folder, expand, read_chat_template, read_tokenizer, unusable
+from .folders import check_folder, expand, read, read_chat_template, read_tokenizer
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character of `characters`, in order, after `<pad>` (0), `<eos>`
-    (1) and `<unk>` (2).
-
-    Any text over these characters round-trips; other characters become `<unk>`. No special tokens are added
-    around a text.
-    """
+    (1) and `<unk>` (2), which other characters become. No special tokens are added around a text."""
     vocab = {token: i for i, token in enumerate(dict.fromkeys([PAD, EOS, UNKNOWN, *characters]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -83,12 +80,9 @@ def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tu
         return (own,)
     path = model_path(config)
 
-    def find(name: str) -> Path | None:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return None if file is None else Path(file)
-
+    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     try:
-        file, ids = tokens_of_files(find)
+        file, ids = tokens_of_files(lambda name: Path(file) if (file := find(name)) else None)
         if outside := [number for number in ids if number >= len(tokenizer)]:
             raise ValueError(
                 f"{file}: eos_token_id {outside[0]} is outside the tokenizer's vocabulary of {len(tokenizer)} tokens"
@@ -127,13 +121,9 @@ def _vocab_size(config: ModelConfig) -> int | None:
         return None
     path = model_path(config)
     check_folder(path, "model.path", needs_weights=True)
-    try:
-        loaded: PreTrainedConfig = AutoConfig.from_pretrained(
-            path, trust_remote_code=config.trust_remote_code
-        )
-    except UNREADABLE as error:
-        raise ModelError(unusable(path, "model.path", "causal language model", error)) from error
-    return loaded.get_text_config(decoder=True).vocab_size
+    load, remote = AutoConfig.from_pretrained, config.trust_remote_code
+    found = read(path, "model.path", "causal language model", load, trust_remote_code=remote)
+    return found.get_text_config(decoder=True).vocab_size
 
 
 def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int | None) -> None:

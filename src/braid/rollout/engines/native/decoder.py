@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from braid.models.attention import AttentionContext
+from braid.models.causal_lm import CausalLM
 
 from .cache import DecodeAttention, KVCache, padded_length, padded_rows
-
-
-class LanguageModel(Protocol):
-    """A language model as the engine needs it (such as models.causal_lm.CausalLM)."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """[T], [T] -> [T, D]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V]."""
-        ...
 
 
 @dataclass(slots=True)
@@ -41,7 +22,7 @@ class _Graph:
 class Decoder:
     """Runs decoding steps with shapes from a small set, so that a few graphs cover all of them."""
 
-    def __init__(self, lm: LanguageModel, cache: KVCache, device: torch.device, *, cuda_graphs: bool) -> None:
+    def __init__(self, lm: CausalLM, cache: KVCache, device: torch.device, *, cuda_graphs: bool) -> None:
         self._lm, self._cache, self._device = lm, cache, device
         self._has_graphs = cuda_graphs and device.type == "cuda"
         self._graphs: dict[tuple[int, int], _Graph] = {}
@@ -66,6 +47,7 @@ class Decoder:
             return self._compute(inputs.to(self._device), width)
         if self._generation != self._cache.generation:
             self.drop_graphs()
+            self._generation = self._cache.generation
         graph = self._graphs.get((inputs.shape[1], width)) or self._capture(inputs, width)
         graph.inputs.copy_(inputs)
         graph.graph.replay()
@@ -74,7 +56,6 @@ class Decoder:
     def drop_graphs(self) -> None:
         """Free the graphs with their memory."""
         self._graphs.clear()
-        self._generation = self._cache.generation
 
     def drop_stale_graphs(self) -> None:
         """Drop all graphs if a weight has moved, since they read fixed addresses. To be called before the first

@@ -32,12 +32,13 @@ from torch import Tensor, nn
 
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.errors import EngineError
-from braid.rollout.engine import Completion, Request, version_runs
+from braid.models.causal_lm import CausalLM
+from braid.rollout.engine import Completion, Request, check_request, version_runs
 from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
 
 from .cache import KVCache, PrefillAttention, free_bytes, padded_prompt, padded_rows
-from .decoder import Decoder, LanguageModel
+from .decoder import Decoder
 from .sampler import Sampler
 from .stopping import Decode, StopFinder
 
@@ -50,16 +51,6 @@ _ADMIT_FRACTION = 16
 costs about as much as a step ..."""
 _ADMIT_PATIENCE_STEPS = 8
 """... or if the first of them has been held back for this many steps."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Work counters since the engine's creation. `seconds` is the time spent in steps."""
-
-    prefilled_tokens: int = 0
-    decoded_tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +85,7 @@ class NativeEngine(SteppedEngine):
 
     def __init__(  # noqa: PLR0913  # a config section's keys among them
         self,
-        lm: LanguageModel,
+        lm: CausalLM,
         *,
         decode: Decode,
         max_running: int = 256,
@@ -140,29 +131,17 @@ class NativeEngine(SteppedEngine):
         self._running: list[_Sequence] = []
         self._held_steps = 0
         self._is_asleep = False
-        self.counters = Counters()
 
     @property
     def num_pending(self) -> int:
-        """See SteppedEngine."""
         return len(self._waiting) + len(self._running)
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def shares_weights(self) -> bool:
-        """See SteppedEngine."""
         return self._lm is self._source
 
     @property
     def cache_bytes(self) -> int:
-        """See RolloutEngine."""
         return self._cache.num_bytes
 
     async def generate(self, request: Request) -> Completion:
@@ -191,11 +170,10 @@ class NativeEngine(SteppedEngine):
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See RolloutEngine."""
         self._is_asleep = False
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See RolloutEngine."""
+        """The engine's weights, under their names in the trainer's module."""
         names = (name for name, _ in self._source.model.named_parameters())
         return ((name, self._lm.model.get_parameter(name)) for name in names)
 
@@ -208,30 +186,25 @@ class NativeEngine(SteppedEngine):
 
     def _check(self, request: Request) -> None:
         """Raise EngineError for a request that can never run, instead of queueing it forever."""
-        sampling, prompt = request.sampling, request.prompt_ids
+        prompt, longest = request.prompt_ids, len(request.prompt_ids) + request.sampling.max_new_tokens
         self._check_usable()
         if self._is_asleep:
             raise EngineError("the engine is asleep; call wake() first")
         self._current_version()
-        if not prompt or min(prompt) < 0 or max(prompt) >= self._lm.vocab_size:
-            what = f"a token id outside 0..{self._lm.vocab_size - 1}" if prompt else "no token"
-            raise EngineError(f"the prompt has {what}; use the model's tokenizer")
-        if sampling.max_new_tokens < 1:
-            raise EngineError(f"max_new_tokens={sampling.max_new_tokens} must be at least 1")
-        longest = len(prompt) + sampling.max_new_tokens
-        sizes = f"{len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} = {longest} tokens"
-        if self._max_length is not None and longest > self._max_length:
+        most = longest if self._max_length is None else self._max_length
+        check_request(request, longest=most, key="max_position_embeddings in the model's config.json")
+        if min(prompt) < 0 or max(prompt) >= self._lm.vocab_size:
             raise EngineError(
-                f"{sizes}, above the model's {self._max_length} positions; lower rollout.sampling.max_new_tokens or "
-                "data.max_prompt_tokens"
+                f"the prompt has a token id outside 0..{self._lm.vocab_size - 1}; use the model's tokenizer"
             )
         if self._cache.budget_tokens is None:
             self._cache.budget_tokens = self._affordable_tokens()
         if not self._cache.fits(1, longest):
             origin = "" if self._kv_budget_tokens else " (from the free memory)"
             raise EngineError(
-                f"{sizes}, above rollout.native.kv_budget_tokens={self._cache.budget_tokens}{origin}; raise it or "
-                "lower rollout.sampling.max_new_tokens"
+                f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = {longest} tokens, above "
+                f"rollout.native.kv_budget_tokens={self._cache.budget_tokens}{origin}; raise it or lower "
+                "rollout.sampling.max_new_tokens"
             )
 
     @torch.inference_mode()
@@ -250,11 +223,13 @@ class NativeEngine(SteppedEngine):
 
     @property
     def _has_begun(self) -> bool:
-        """See SteppedEngine. A request that has begun may have returned to the queue."""
+        """See SteppedEngine. A sequence that has begun may have returned to the queue."""
         return bool(self._running or (self._waiting and self._waiting[0].token_ids))
 
+    @torch.no_grad()
     def _copy_weights(self) -> None:
-        _copy_weights(self._source, self._lm)
+        for name, new in self._source.model.named_parameters(remove_duplicate=False):
+            self._lm.model.get_parameter(name).copy_(new)
 
     def _drop_stale(self) -> None:
         """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue."""
@@ -266,7 +241,6 @@ class NativeEngine(SteppedEngine):
 
     @torch.inference_mode()
     def _step(self) -> None:
-        start = time.perf_counter()
         if admitted := self._admit():
             self._decoder.drop_stale_graphs()
             try:
@@ -276,8 +250,6 @@ class NativeEngine(SteppedEngine):
                 raise
         if self._running:
             self._decode()
-        self.counters.steps += 1
-        self.counters.seconds += time.perf_counter() - start
 
     def _admit(self) -> list[_Sequence]:
         """Take requests from the queue, in order, that fit beside the running sequences at their maximum
@@ -328,7 +300,6 @@ class NativeEngine(SteppedEngine):
             positions += [*range(len(prefix)), *padding]
             for sequence in group:
                 self._start(sequence)
-            self.counters.prefilled_tokens += len(prefix)
         attention = PrefillAttention(self._cache, first, [(g[0].padded_prefix, len(g)) for g in pack])
         num = len(ends)
         ends += ends[:1] * (padded_rows(num) - num)
@@ -364,7 +335,6 @@ class NativeEngine(SteppedEngine):
         tokens, logprobs = self._sampler.sample(logits, first)
         slots, running = slice(first, first + len(tokens)), self._running[first:]
         self._tokens[slots] = tokens
-        self.counters.decoded_tokens += len(tokens)
         version = self._current_version()
         for sequence, token, logprob in zip(running, tokens, logprobs, strict=True):
             sequence.token_ids.append(token)
@@ -397,30 +367,22 @@ class NativeEngine(SteppedEngine):
         return "length" if num_tokens >= sampling.max_new_tokens else None
 
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
+        versions, now = version_runs(sequence.versions), time.time()
+        done = Completion(sequence.token_ids, sequence.logprobs, reason, versions, sequence.start_s, now)
         if not sequence.future.done():
-            sequence.future.set_result(
-                Completion(
-                    sequence.token_ids,
-                    sequence.logprobs,
-                    reason,
-                    version_runs(sequence.versions),
-                    sequence.start_s,
-                    time.time(),
-                )
-            )
+            sequence.future.set_result(done)
 
     def _fail(self, sequence: _Sequence) -> None:
         """Fail a sequence with non-finite logits, and clear its slot so that they cannot affect other
         sequences."""
         self._cache.clear(sequence.slot)
         place = len(sequence.request.prompt_ids) + len(sequence.token_ids) - 1
+        error = EngineError(
+            f"the model's logits at position {place} are not finite (policy version {self._version}); its weights have "
+            "diverged, or overflow in the engine's dtype"
+        )
         if not sequence.future.done():
-            sequence.future.set_exception(
-                EngineError(
-                    f"the model's logits at position {place} are not finite (policy version {self._version}); "
-                    "its weights have diverged, or overflow in the engine's dtype"
-                )
-            )
+            sequence.future.set_exception(error)
 
     @torch.inference_mode()
     def _release(self, sequence: _Sequence) -> None:
@@ -459,8 +421,8 @@ class NativeEngine(SteppedEngine):
 
 
 def _converted(
-    lm: LanguageModel, dtype: torch.dtype | None, autocast: torch.dtype | None, *, copies: bool
-) -> LanguageModel:
+    lm: CausalLM, dtype: torch.dtype | None, autocast: torch.dtype | None, *, copies: bool
+) -> CausalLM:
     """A copy of the model with parameters in `dtype`, and weights of linear layers in the `autocast` type, so that
     autocast need not convert them in every step; `lm` itself if nothing differs, unless `copies`. A tied head is
     untied if only the head is converted. Buffers (rotary frequencies) keep their dtype."""
@@ -468,7 +430,7 @@ def _converted(
     def copied(parameter: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
         return nn.Parameter(parameter.detach().to(dtype or parameter.dtype, copy=True), requires_grad=False)
 
-    def converted_by_autocast(lm: LanguageModel) -> list[tuple[nn.Module, str, Tensor]]:
+    def converted_by_autocast(lm: CausalLM) -> list[tuple[nn.Module, str, Tensor]]:
         linear = (module for module in lm.model.modules() if isinstance(module, nn.Linear) and autocast)
         weights = [(module, *of) for module in linear for of in module.named_parameters(recurse=False)]
         return [of for of in weights if of[2].dtype != autocast]
@@ -477,15 +439,7 @@ def _converted(
     is_alike = all(p.dtype == (dtype or p.dtype) for p in parameters) and not converted_by_autocast(lm)
     if is_alike and not copies:
         return lm
-    memo: dict[int, object] = {id(p): copied(p, dtype) for p in parameters}
-    lm = copy.deepcopy(lm, memo)
-    memo.clear()
+    lm = copy.deepcopy(lm, {id(p): copied(p, dtype) for p in parameters})
     for module, name, parameter in converted_by_autocast(lm):
         setattr(module, name, copied(parameter, autocast))
     return lm
-
-
-@torch.no_grad()
-def _copy_weights(source: LanguageModel, target: LanguageModel) -> None:
-    for name, new in source.model.named_parameters(remove_duplicate=False):
-        target.model.get_parameter(name).copy_(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
@@ -16,17 +17,13 @@ class StopFinder:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._pieces: dict[int, str] = {}
+        self._piece = functools.cache(lambda token_id: decode([token_id]))
 
     def is_completed(self, token_ids: Sequence[int], strings: Sequence[str]) -> bool:
         """Whether the text of `token_ids` contains one of `strings`, given that it did not without the last
         token."""
         piece = self._piece(token_ids[-1])
-        possible = [
-            s
-            for s in strings
-            if not (s[-1].isascii() and s[-1].isprintable() and s[-1] != " ") or s[-1] in piece
-        ]
+        possible = [s for s in strings if s[-1] in piece or not "!" <= s[-1] <= "~"]
         if not possible:
             return False
         # A tokenizer may decode the first tokens of a tail differently (a space, half a character): keep a
@@ -40,8 +37,3 @@ class StopFinder:
             if len(tail) >= needed or num_tokens >= len(token_ids):
                 return False
             num_tokens *= 2
-
-    def _piece(self, token_id: int) -> str:
-        if token_id not in self._pieces:
-            self._pieces[token_id] = self._decode([token_id])
-        return self._pieces[token_id]
