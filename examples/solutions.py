@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from braid.envs.text.calculator import calculate
-from braid.envs.text.tools import render_answer, render_call
 
 
 def chain_sum(row: Mapping[str, Any]) -> str:
@@ -42,7 +41,7 @@ def calculator_chain(row: Mapping[str, Any]) -> list[tuple[str, bool]]:
     for operator, number in zip(rest[::2], rest[1::2], strict=True):
         call = f"{total}{operator}{number}"
         total = calculate(call)
-        pieces += [(render_call("calc", call), True), (render_answer(total), False)]
+        pieces += [(f"<calc>{call}</calc>", True), (f"<out>{total}</out>", False)]
     return [*pieces, (f"A:{total}", True)]
 
 

@@ -8,7 +8,7 @@ from braid.config.rollout import SingleTurnEnv, ToolEnv
 from braid.envs.text.base import Reply
 from braid.envs.text.build import text_env_maker
 from braid.envs.text.single_turn import SingleTurn
-from braid.envs.text.tools import ToolConversation, render_answer, render_call
+from braid.envs.text.tools import ToolConversation
 from braid.errors import EnvError
 
 
@@ -59,7 +59,7 @@ def test_turns_stop_at_the_closing_tag() -> None:
 
 
 def test_calls_and_answers_are_rendered_as_they_are_read() -> None:
-    assert asyncio.run(_tools().reply(render_call("calc", "2*3"))) == Reply(render_answer("6"))
+    assert asyncio.run(_tools().reply("<calc>2*3</calc>")) == Reply("<out>6</out>")
 
 
 def test_a_tool_that_hangs_is_a_failure_of_the_environment() -> None:

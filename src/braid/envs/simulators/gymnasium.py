@@ -1,8 +1,5 @@
-"""Gymnasium environments as a simulator.
-
-Environments are stepped sequentially, as in Gymnasium's SyncVectorEnv, which is not used because here a
-failure affects only its own slot, idle slots are skipped, and there are no automatic resets.
-"""
+"""Gymnasium environments as a simulator, stepped sequentially. Unlike in Gymnasium's SyncVectorEnv a failure affects
+only its own slot, idle slots are skipped, and there are no automatic resets."""
 
 from __future__ import annotations
 
@@ -41,24 +38,11 @@ class GymnasiumSimulator:
         observations, actions = self._envs[0].observation_space, self._envs[0].action_space
         if not observations.is_np_flattenable:
             raise _refused(
-                "id",
-                f"unsupported observation space of {env_id}: {observations} cannot be flattened to a vector",
+                "id", f"unsupported observation space of {env_id}: {observations} cannot be flattened"
             )
         self._observations = observations
-        self._observation_size = spaces.flatdim(observations)
-        self._action_space, self._to_action = _actions(env_id, actions)
-
-    @property
-    def num_envs(self) -> int:
-        return len(self._envs)
-
-    @property
-    def observation_size(self) -> int:
-        return self._observation_size
-
-    @property
-    def action_space(self) -> ActionSpace:
-        return self._action_space
+        self.num_envs, self.observation_size = num_envs, spaces.flatdim(observations)
+        self.action_space, self._to_action = _actions(env_id, actions)
 
     def reset(self, seeds: Mapping[int, int]) -> Tick:
         return self._tick({slot: partial(self._reset, slot, seed) for slot, seed in seeds.items()})
@@ -72,9 +56,9 @@ class GymnasiumSimulator:
 
     def _tick(self, calls: Mapping[int, Callable[[], _Answer]]) -> Tick:
         """Run the calls. An exception or a non-finite number is a failure of that slot only."""
-        size = len(self._envs)
+        size = self.num_envs
         tick = Tick(
-            np.zeros((size, self._observation_size), np.float32),
+            np.zeros((size, self.observation_size), np.float32),
             np.zeros(size, np.float32),
             np.zeros(size, np.bool_),
             np.zeros(size, np.bool_),
@@ -89,17 +73,12 @@ class GymnasiumSimulator:
                 if not (np.isfinite(reward) and np.isfinite(tick.observations[slot]).all()):
                     raise EnvError(f"reward {reward} or observation {observation} is not finite")
             except Exception as error:
-                failures[slot] = (
-                    str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
-                )
-                self._replace(slot)
+                is_ours = isinstance(error, EnvError)
+                failures[slot] = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                with suppress(Exception):
+                    self._envs[slot].close()
+                self._envs[slot] = self._make()
         return tick
-
-    def _replace(self, slot: int) -> None:
-        """Replace a failed environment with a new one."""
-        with suppress(Exception):
-            self._envs[slot].close()
-        self._envs[slot] = self._make()
 
     def _reset(self, slot: int, seed: int) -> _Answer:
         observation, _ = self._envs[slot].reset(seed=seed)

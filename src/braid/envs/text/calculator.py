@@ -1,19 +1,15 @@
 """The calculator tool: exact arithmetic on short expressions, safe for arbitrary input.
 
-    sum     := product (("+" | "-") product)*
-    product := unary (("*" | "/" | "//" | "%") unary)*
-    unary   := ("-" | "+") unary | power
-    power   := atom (("**" | "^") unary)?
-    atom    := number | "(" sum ")"
-
-`^` is exponentiation; `//` and `%` round down as in Python. Numbers are rationals, so 0.1 + 0.2 is 0.3. The
-length and depth of an expression and the size of every intermediate result are bounded, which bounds the time
-to under a millisecond.
+Operators are those of Python, with `^` for exponentiation too. Numbers are rationals, so 0.1 + 0.2 is 0.3. The length
+and depth of an expression and the size of every intermediate result are bounded, and with them the time.
 """
 
 from __future__ import annotations
 
+import operator
 import re
+from collections import deque
+from collections.abc import Callable
 from decimal import Context, Decimal
 from fractions import Fraction
 
@@ -24,6 +20,16 @@ MAX_BITS = 256
 DIGITS = 12
 """Significant digits of non-integer results."""
 
+_SIGN, _POWER = 3, 4
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": _POWER, "^": _POWER}
+_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction | int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
 _TOKEN = re.compile(r"\s*(?:([0-9]+\.?[0-9]*|\.[0-9]+)|(\*\*|//|[-+*/%^()]))")
 
 
@@ -38,10 +44,10 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > MAX_CHARACTERS:
         raise CalculatorError(f"longer than {MAX_CHARACTERS} characters")
-    parser = _Parser(_tokens(expression))
-    value = parser.sum(0)
-    if parser.token is not None:
-        raise CalculatorError(f"unexpected {parser.token}")
+    tokens = deque(_tokens(expression))
+    value = _parse(tokens, 1, 0)
+    if tokens:
+        raise CalculatorError(f"unexpected {tokens[0]}")
     return _format(value)
 
 
@@ -61,78 +67,44 @@ def _tokens(expression: str) -> list[str | Fraction]:
         match = _TOKEN.match(expression, place)
         if match is None:
             raise CalculatorError(f"unexpected {expression[place:].lstrip()[0]}")
-        number, operator = match.groups()
-        out.append(operator if number is None else _bounded(Fraction(number)))
+        number, sign = match.groups()
+        out.append(sign if number is None else _bounded(Fraction(number)))
         place = match.end()
     return out
 
 
-class _Parser:
-    """Recursive-descent parser of the grammar above: one method per rule, which receives the nesting
-    depth."""
-
-    def __init__(self, tokens: list[str | Fraction]) -> None:
-        self._tokens = tokens
-        self._place = 0
-
-    @property
-    def token(self) -> str | Fraction | None:
-        """The next token; None at the end."""
-        return self._tokens[self._place] if self._place < len(self._tokens) else None
-
-    def _take(self, *operators: str) -> str | None:
-        token = self.token
-        if isinstance(token, str) and token in operators:
-            self._place += 1
-            return token
-        return None
-
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while operator := self._take("+", "-"):
-            right = self._product(depth)
-            value = _bounded(value + right if operator == "+" else value - right)
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._unary(depth)
-        while operator := self._take("*", "/", "//", "%"):
-            value = _bounded(_multiply(operator, value, self._unary(depth)))
-        return value
-
-    def _unary(self, depth: int) -> Fraction:
-        if depth > MAX_DEPTH:
-            raise CalculatorError("nested too deep")
-        if sign := self._take("-", "+"):
-            value = self._unary(depth + 1)
-            return -value if sign == "-" else value
-        return self._power(depth)
-
-    def _power(self, depth: int) -> Fraction:
-        base = self._atom(depth)
-        return _power(base, self._unary(depth + 1)) if self._take("**", "^") else base
-
-    def _atom(self, depth: int) -> Fraction:
-        if self._take("("):
-            value = self.sum(depth + 1)
-            if not self._take(")"):
-                raise CalculatorError("missing )")
-            return value
-        token = self.token
-        if not isinstance(token, Fraction):
-            raise CalculatorError("incomplete expression" if token is None else f"unexpected {token}")
-        self._place += 1
-        return token
+def _parse(tokens: deque[str | Fraction], lowest: int, depth: int) -> Fraction:
+    """Take an operand, and what operators of precedence `lowest` and above apply to it."""
+    if depth > MAX_DEPTH:
+        raise CalculatorError("nested too deep")
+    if not tokens:
+        raise CalculatorError("incomplete expression")
+    token = tokens.popleft()
+    if token in ("-", "+"):
+        value = _parse(tokens, _SIGN, depth + 1)
+        value = -value if token == "-" else value
+    elif token == "(":
+        value = _parse(tokens, 1, depth + 1)
+        if not tokens or tokens.popleft() != ")":
+            raise CalculatorError("missing )")
+    elif isinstance(token, Fraction):
+        value = token
+    else:
+        raise CalculatorError(f"unexpected {token}")
+    while tokens and isinstance(tokens[0], str) and _PRECEDENCE.get(tokens[0], 0) >= lowest:
+        name = str(tokens.popleft())
+        if _PRECEDENCE[name] == _POWER:  # its right operand may have a sign, and further powers
+            value = _power(value, _parse(tokens, _SIGN, depth + 1))
+        else:
+            value = _bounded(_apply(name, value, _parse(tokens, _PRECEDENCE[name] + 1, depth)))
+    return value
 
 
-def _multiply(operator: str, left: Fraction, right: Fraction) -> Fraction:
-    if operator == "*":
-        return left * right
-    if right == 0:
-        raise CalculatorError("division by zero")
-    if operator == "/":
-        return left / right
-    return Fraction(left // right) if operator == "//" else left % right
+def _apply(name: str, left: Fraction, right: Fraction) -> Fraction:
+    try:
+        return Fraction(_OPERATIONS[name](left, right))
+    except ZeroDivisionError as error:
+        raise CalculatorError("division by zero") from error
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:

@@ -4,9 +4,8 @@
     environment  <out>84</out>
     policy       A:84
 
-A turn ends at the closing tag, and the tool's output is appended inline as environment tokens, so the format
-needs no chat template and few characters. A turn without a call is the final answer and ends the
-conversation.
+A turn ends at the closing tag, and the tool's output is appended inline as environment tokens. A turn without a call
+is the final answer and ends the conversation.
 """
 
 from __future__ import annotations
@@ -26,16 +25,6 @@ Tool = Callable[[str], Awaitable[str]]
 exception is a failure of the environment."""
 
 
-def render_call(tag: str, argument: str) -> str:
-    """Format a tool call as the policy writes it."""
-    return f"<{tag}>{argument}</{tag}>"
-
-
-def render_answer(answer: str) -> str:
-    """Format a tool's output as the policy reads it."""
-    return f"<out>{answer}</out>"
-
-
 class ToolConversation:
     """Answers tool calls until a turn has none. See base.TextEnv.
 
@@ -45,16 +34,11 @@ class ToolConversation:
 
     def __init__(self, tools: Mapping[str, Tool], *, max_turns: int, timeout_s: float) -> None:
         """`tools` by tag."""
-        self._tools = tools
-        self._max_turns = max_turns
-        self._timeout_s = timeout_s
+        self._tools, self._max_turns, self._timeout_s = tools, max_turns, timeout_s
         self._num_turns = 0
         tags = "|".join(re.escape(tag) for tag in tools)
         self._call = re.compile(rf"<({tags})>(.*?)</\1>", re.DOTALL)
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return tuple(f"</{tag}>" for tag in self._tools)
+        self.stop_strings = tuple(f"</{tag}>" for tag in tools)
 
     async def start(self, prompt: Prompt) -> None:
         """Do nothing."""
@@ -67,14 +51,12 @@ class ToolConversation:
         if self._num_turns >= self._max_turns:
             return Reply(is_truncated=True)
         start_s = time.perf_counter()
-        answer = await self._answer(*call.groups())
-        return Reply(render_answer(answer), tool_s=time.perf_counter() - start_s)
-
-    async def _answer(self, tag: str, argument: str) -> str:
+        tag, argument = call.groups()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._tools[tag](argument)
+                answer = await self._tools[tag](argument)
         except TimeoutError as error:
             raise EnvError(f"tool {tag!r} timed out after {self._timeout_s:g} s on {argument!r}") from error
         except Exception as error:
             raise EnvError(f"tool {tag!r} raised {type(error).__name__}: {error} on {argument!r}") from error
+        return Reply(f"<out>{answer}</out>", tool_s=time.perf_counter() - start_s)
