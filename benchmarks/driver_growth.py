@@ -18,7 +18,7 @@ import numpy as np
 
 from braid.algorithms.recipes import RECIPES
 from braid.rollout.collector import metadata_of
-from braid.rollout.rows import rows_of
+from braid.rollout.rows import group_rows
 from braid.training.rollout_buffer import RolloutBuffer
 from braid.types import EnvSteps, Group, Prompt, Segment, Trajectory, Turn
 
@@ -46,7 +46,7 @@ def driver_bytes(kind: str, size: int) -> int:
         members = [trajectory(prompt, sample, kind, size) for sample in range(GROUP)]
         group = Group(prompt, members, key=(0, 1, i))
         num_bytes += len(pickle.dumps(metadata_of(group)))
-        rows.append(rows_of([group]))
+        rows.append(group_rows(group, 0, 0))
     return num_bytes + len(pickle.dumps(RolloutBuffer(RECIPES["grpo"], None).open(rows)))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.rounding import assert_near, rounding
+from tests.rows import rows_of
 from torch import Tensor
 
 from braid.algorithms.aggregate import row_weights
@@ -26,7 +27,6 @@ from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.models.value import ValueModel
-from braid.rollout.rows import rows_of
 from braid.training.advantages import are_trained, compute_advantages
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.rows import rows_of
 
-from braid.rollout.rows import rows_of
 from braid.types import EnvSteps, Group, Prompt, Segment, ShapedReward, Status, Trajectory, Turn
 
 PROMPT = Prompt("test:0", "test", (1, 2), ())

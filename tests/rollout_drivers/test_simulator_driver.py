@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.driven import drive
+from tests.rows import rows_of
 
 from braid.config.model import MlpSpec
 from braid.envs.simulators.base import Tick, reset_prompts
@@ -19,7 +20,6 @@ from braid.errors import EngineError
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engines.simulators import SimulatorEngine
-from braid.rollout.rows import rows_of
 from braid.training.packing import pack
 from braid.types import ActionSpace, EnvSteps, Group, Status, Trajectory
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.driven import drive
+from tests.rows import rows_of
 
 from braid.config.model import BuildSpec, ModelConfig
 from braid.data.prompts import PromptSet
@@ -20,7 +21,6 @@ from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.native import NativeEngine
-from braid.rollout.rows import rows_of
 from braid.trainer.inputs import TextInputs
 from braid.types import Group, Prompt
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.rows import rows_of
 from tests.several import Several
 
 from braid.algorithms.recipes import RECIPES, Recipe
@@ -19,7 +20,7 @@ from braid.cluster.workers import InProcessGroup, Place, Started
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, TrajectoryMetadata
-from braid.rollout.rows import group_rows, rows_of
+from braid.rollout.rows import group_rows
 from braid.trainer.buffer import Buffer
 from braid.training.group import ModelGroup
 from braid.training.losses import value_loss_of

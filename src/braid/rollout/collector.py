@@ -1,10 +1,6 @@
-"""The rollout worker: samples groups, scores each as soon as its last member is sampled, and keeps the
-trajectories until they are turned into rows.
-
-One object in the engine's process, independent of how many others there are. The driver
-(trainer.rollouts) names prompts by their index in the data and receives metadata: each trajectory's
-status, rewards and lengths. Tokens leave only as rows for training, or as whole trajectories for reports.
-"""
+"""The rollout worker: samples groups, scores each as soon as its last member is sampled, and keeps the trajectories
+until they are turned into rows. The driver (trainer.rollouts) names prompts by their index in the data and receives
+only metadata; tokens leave as rows for training, or as whole trajectories for reports."""
 
 from __future__ import annotations
 
@@ -48,10 +44,6 @@ class TrajectoryMetadata(NamedTuple):
         known = (t.sample, t.status, t.reason, t.reward, t.shaped, t.reward_parts, t.facts, t.attempts)
         return cls(*known, t.lengths)
 
-    def trajectory(self, prompt: Prompt) -> Trajectory:
-        """The trajectory with this metadata, without tokens and texts."""
-        return Trajectory(prompt, **self._asdict())
-
 
 class GroupMetadata(NamedTuple):
     """Metadata of a group."""
@@ -62,8 +54,9 @@ class GroupMetadata(NamedTuple):
 
     def group(self, prompt: Prompt) -> Group:
         """The group with this metadata, without tokens and texts."""
-        greedy = None if self.greedy is None else self.greedy.trajectory(prompt)
-        return Group(prompt, [of.trajectory(prompt) for of in self.trajectories], greedy, self.key)
+        trajectories = [Trajectory(prompt, **of._asdict()) for of in self.trajectories]
+        greedy = None if self.greedy is None else Trajectory(prompt, **self.greedy._asdict())
+        return Group(prompt, trajectories, greedy, self.key)
 
 
 class WeightLink(Protocol):
@@ -95,7 +88,6 @@ class _Stream:
         self.groups: dict[Key, Group] = {}
 
     def end(self, key: Key) -> None:
-        """Handle the end of a group's task."""
         task = self.running.pop(key)
         if not task.cancelled():
             self.ended[key] = task
@@ -232,15 +224,12 @@ class Collector:
         return self._link.names
 
     def cache_bytes(self) -> int:
-        """See Engine."""
         return self._engine.cache_bytes
 
     def sleep(self) -> None:
-        """See Engine."""
         self._engine.sleep()
 
     def wake(self) -> None:
-        """See Engine."""
         self._engine.wake()
 
     def close(self) -> None:

@@ -10,20 +10,6 @@ from numpy.typing import NDArray
 from braid.types import EnvSteps, Group, PolicyVersion, Row, Status, Trajectory, Turn
 
 
-def rows_of(groups: Sequence[Group]) -> list[Row]:
-    """One row for each segment of the valid trajectories, in order, with `behavior_logprobs` and `rewards`.
-
-    `Row.group` is the place of the group, `Row.trajectory` that of the trajectory among all of `groups`,
-    invalid ones counted.
-    """
-    rows: list[Row] = []
-    first = 0
-    for place, group in enumerate(groups):
-        rows += group_rows(group, place, first)
-        first += len(group.trajectories)
-    return rows
-
-
 def group_rows(group: Group, place: int, first: int) -> list[Row]:
     """Rows of one group with index `place`, whose first trajectory has index `first` among all.
 
@@ -65,21 +51,19 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
         [np.repeat((-1, k), (len(t.context_ids), len(t.output_ids))) for k, t in enumerate(turns)]
     ).astype(np.int32)
     mask = decision >= 0
-    rewards = np.zeros(len(mask), np.float32)
-    ends = np.cumsum([len(t.context_ids) + len(t.output_ids) for t in turns])
-    rewards[ends - 1] = [t.reward for t in turns]
-    logprobs = np.zeros(len(mask), np.float32)
+    logprobs, rewards = np.zeros((2, len(mask)), np.float32)
     logprobs[mask] = [x for t in turns for x in t.logprobs]
+    rewards[np.cumsum([len(t.context_ids) + len(t.output_ids) for t in turns]) - 1] = [
+        t.reward for t in turns
+    ]
     versions = np.zeros(len(mask), np.int32)
     versions[mask] = np.concatenate([_versions(t.policy_version, len(t.output_ids)) for t in turns])
-    input_ids = np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)
-    fields = {"behavior_logprobs": logprobs, "rewards": rewards}
     return Row(
-        {"input_ids": input_ids},
+        {"input_ids": np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)},
         mask,
         group=0,
         trajectory=0,
-        fields=fields,
+        fields={"behavior_logprobs": logprobs, "rewards": rewards},
         decision=decision,
         policy_versions=versions,
         agent=agent,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 from braid.cluster.loops import all_of
 from braid.rollout.engines.simulators import Episode, SimulatorEngine
 from braid.types import Group, Prompt
 
 
+@dataclass(frozen=True, slots=True)
 class SimulatorDriver:
     """Turns prompts (reset states) into groups of episodes, played by `engine`.
 
@@ -14,12 +17,12 @@ class SimulatorDriver:
     `greedy` the policy takes its most probable action.
     """
 
-    def __init__(self, engine: SimulatorEngine, *, seed: int, greedy: bool = False) -> None:
-        self._engine = engine
-        self._seed = seed
-        self._greedy = greedy
+    engine: SimulatorEngine
+    _: KW_ONLY
+    seed: int
+    greedy: bool = False
 
     async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
         """See Driver; rewards are returns. Raises EngineError if the policy fails."""
-        episodes = [Episode(prompt, sample, (self._seed, *key), self._greedy) for sample in range(group_size)]
-        return Group(prompt, await all_of(self._engine.play(episode) for episode in episodes))
+        episodes = [Episode(prompt, sample, (self.seed, *key), self.greedy) for sample in range(group_size)]
+        return Group(prompt, await all_of(self.engine.play(episode) for episode in episodes))

@@ -1,9 +1,7 @@
 """The text driver: an engine and a text environment make trajectories.
 
-Tokens in, tokens out. In a later turn the policy reads exactly the tokens that it read and wrote before,
-followed by the environment's reply; sampled text is never re-tokenised. Every trajectory is a coroutine, so
-the engine batches over all waiting requests; its random numbers depend only on its key, so the result does
-not depend on what else is in the batch.
+In a later turn the policy reads exactly the tokens that it read and wrote before, followed by the environment's
+reply; sampled text is never re-tokenised. Random numbers depend only on a trajectory's key, not on the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +20,7 @@ from braid.cluster.loops import all_of
 from braid.envs.text.base import Reply, TextEnv
 from braid.errors import EngineError, EnvError
 from braid.models.tokenizer import plain_text, whole_text
-from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.rollout.engine import Request, RolloutEngine, Sampling
 from braid.types import Group, Prompt, Segment, Status, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
@@ -30,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
 class TextDriver:
     """Turns prompts into groups of trajectories with an engine and one fresh environment per trajectory.
 
@@ -39,47 +38,39 @@ class TextDriver:
     failure.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        new_env: Callable[[], TextEnv],
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        *,
-        seed: int,
-        retries: int,
-        max_context_tokens: int,
-        env_timeout_s: float,
-    ) -> None:
-        self._engine = engine
-        self._new_env = new_env
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._seed = seed
-        self._retries = retries
-        self._max_context_tokens = max_context_tokens
-        self._env_timeout_s = env_timeout_s
+    engine: RolloutEngine
+    new_env: Callable[[], TextEnv]
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    _: KW_ONLY
+    seed: int
+    retries: int
+    max_context_tokens: int
+    env_timeout_s: float
 
     async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
         """See Driver."""
         samples = range(group_size)
-        return Group(
-            prompt, await all_of(self._trajectory(prompt, i, (self._seed, *key, i)) for i in samples)
-        )
+        return Group(prompt, await all_of(self._trajectory(prompt, i, (self.seed, *key, i)) for i in samples))
 
     async def _trajectory(self, prompt: Prompt, sample: int, key: tuple[int, ...]) -> Trajectory:
         trajectory = Trajectory(prompt, sample)
-        room = self._max_context_tokens - len(prompt.token_ids)
+        room = self.max_context_tokens - len(prompt.token_ids)
         if room < 1:
             trajectory.invalidate(
                 f"prompt: {len(prompt.token_ids)} tokens leave no room for an answer in a context of "
-                f"{self._max_context_tokens} tokens; lower data.max_prompt_tokens, or raise the context limit"
+                f"{self.max_context_tokens} tokens; lower data.max_prompt_tokens, or raise the context limit"
             )
             return trajectory
-        for attempt in range(self._retries + 1):
+        for attempt in range(self.retries + 1):
             trajectory = Trajectory(prompt, sample, attempts=attempt + 1)
             try:
-                await self._converse(trajectory, (*key, attempt))
+                env = _Guarded(self.new_env, self.env_timeout_s)
+                try:
+                    await env.start(prompt)
+                    await self._turns(trajectory, env, (*key, attempt))
+                finally:
+                    await env.close()
             except _EnvFailure as failure:
                 trajectory.invalidate(f"environment: {failure}")
             except EngineError as error:
@@ -88,36 +79,40 @@ class TextDriver:
                 break
         return trajectory
 
-    async def _converse(self, trajectory: Trajectory, key: tuple[int, ...]) -> None:
-        """Sample a conversation with a new environment."""
-        env = _Guarded(self._new_env, self._env_timeout_s)
-        try:
-            await env.start(trajectory.prompt)
-            await self._turns(trajectory, env, key)
-        finally:
-            await env.close()
-
     async def _turns(self, trajectory: Trajectory, env: _Guarded, key: tuple[int, ...]) -> None:
         """Run turns until the conversation is over or a limit is reached."""
-        sampling = replace(self._sampling, stop_strings=(*self._sampling.stop_strings, *env.stop_strings))
+        sampling = replace(self.sampling, stop_strings=(*self.sampling.stop_strings, *env.stop_strings))
         segment = Segment()
         trajectory.segments.append(segment)
         history: list[int] = []
         context = list(trajectory.prompt.token_ids)
         while True:
             history += context
-            room = self._max_context_tokens - len(history)
+            room = self.max_context_tokens - len(history)
             if room < 1:
                 trajectory.status = Status.TRUNCATED
                 return
-            completion = await self._engine.generate(
+            completion = await self.engine.generate(
                 Request(tuple(history), _within(sampling, room), (*key, len(segment.turns)))
             )
-            turn = _turn_of(completion, context)
+            if completion.stop_reason == "cancelled":
+                raise EngineError("the request was cancelled")
+            if not (ids := completion.token_ids):
+                raise EngineError("the completion has no tokens")
+            turn = Turn(
+                context_ids=context,
+                output_ids=ids,
+                logprobs=completion.logprobs,
+                stop_reason=completion.stop_reason,
+                policy_version=completion.policy_version,
+                start_s=completion.start_s,
+                end_s=completion.end_s,
+            )
             segment.turns.append(turn)
             trajectory.facts["turns"] = float(len(segment.turns))
-            trajectory.answer_text = self._answer(completion, sampling)
-            trajectory.text += whole_text(self._tokenizer, completion.token_ids)
+            has_end = ids[-1] in sampling.stop_token_ids
+            trajectory.answer_text = plain_text(self.tokenizer, ids[:-1] if has_end else ids)
+            trajectory.text += whole_text(self.tokenizer, ids)
             if completion.stop_reason == "length":
                 trajectory.status = Status.TRUNCATED
                 return
@@ -129,14 +124,7 @@ class TextDriver:
                 trajectory.status = Status.FINISHED if reply.is_done else Status.TRUNCATED
                 return
             history += turn.output_ids
-            context = self._tokenizer.encode(reply.text, add_special_tokens=False)
-
-    def _answer(self, completion: Completion, sampling: Sampling) -> str:
-        """What environments and rewards are given: without the end token and special tokens."""
-        ids = completion.token_ids
-        if ids and ids[-1] in sampling.stop_token_ids:
-            ids = ids[:-1]
-        return plain_text(self._tokenizer, ids)
+            context = self.tokenizer.encode(reply.text, add_special_tokens=False)
 
 
 class _EnvFailure(Exception):
@@ -195,19 +183,3 @@ def _within(sampling: Sampling, room: int) -> Sampling:
     if room >= sampling.max_new_tokens:
         return sampling
     return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))
-
-
-def _turn_of(completion: Completion, context: list[int]) -> Turn:
-    if completion.stop_reason == "cancelled":
-        raise EngineError("the request was cancelled")
-    if not completion.token_ids:
-        raise EngineError("the completion has no tokens")
-    return Turn(
-        context_ids=context,
-        output_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        stop_reason=completion.stop_reason,
-        policy_version=completion.policy_version,
-        start_s=completion.start_s,
-        end_s=completion.end_s,
-    )
