@@ -1,8 +1,5 @@
-"""A Hugging Face causal language model over packed rows, used by training and the native engine.
-
-Owns the computation from token ids to hidden states, logits and log-probs. `loading` builds and checks
-models; the attention context of each call determines which positions attend to which.
-"""
+"""A Hugging Face causal language model over packed rows, used by training and the native engine: from token ids to
+hidden states, logits and log-probs."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ class CausalLM(TrainableModel):
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return self._head.weight.shape[0]
 
     @property
@@ -94,14 +90,13 @@ class CausalLM(TrainableModel):
 
     @property
     def head(self) -> Head:
-        """The output head, which shares the model's tensors."""
+        """It shares the model's tensors."""
         weight = self._head.weight
         has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
         accumulates = self._writes_gradients and not has_hooks
         return Head(weight, self._head.bias, self._logit_scale, self._softcap, accumulates=accumulates)
 
     def leave_gradients_to_autograd(self) -> None:
-        """See TrainableModel."""
         self._writes_gradients = False
         embedding = self.model.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
@@ -211,7 +206,7 @@ def states_before(
 
 
 def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Positions at which the mask is True, and the preceding positions, whose hidden states predict them."""
+    """Positions of the policy's tokens, and the preceding ones, whose hidden states predict them."""
     written = batch.mask.nonzero().squeeze(1)
     before = batch.previous.index_select(0, written)
     assert not (before < 0).any(), "the first token of a row has no predecessor"

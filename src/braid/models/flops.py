@@ -1,10 +1,8 @@
 """Floating-point operations of a model, computed from its sizes and the lengths of rows.
 
 A product of [m, k] and [k, n] counts 2 m k n operations; elementwise work, norms and softmax are not counted.
-Attention counts the visible pairs of positions: len (len + 1) / 2 for a causal layer, fewer with a window;
-kernels that compute full squares do up to twice as much. Logits are counted at positions that the policy
-wrote. Every row counts in full: a prompt that a group shares, although computed once, counts for each of its
-rows, so that the figure does not depend on batching.
+Attention counts the visible pairs of positions, logits the positions that the policy wrote. Every row counts in
+full, also the prompt that a group shares, so that the figure does not depend on batching.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:  # the import takes two seconds, and processes without a model do not need it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -53,13 +51,11 @@ def flops_of(
 
 def flops_of_linear(module: nn.Module, num_positions: int) -> Flops:
     """FLOPs of all linear layers in `module`, each applied at `num_positions` positions."""
-    weights = [
-        w for m in module.modules() if not isinstance(m, nn.Embedding) and (w := _matrix(m)) is not None
-    ]
+    layers = (m for m in module.modules() if not isinstance(m, nn.Embedding))
+    weights = [w for m in layers if (w := m._parameters.get("weight")) is not None and w.ndim == 2]
     forward = 2 * num_positions * sum(w.numel() for w in weights)
-    return Flops(
-        forward, 2 * forward + 2 * num_positions * sum(w.numel() for w in weights if w.requires_grad)
-    )
+    trained = 2 * num_positions * sum(w.numel() for w in weights if w.requires_grad)
+    return Flops(forward, 2 * forward + trained)
 
 
 def attention_flops(config: PreTrainedConfig, lengths: Sequence[int]) -> int:
@@ -77,8 +73,3 @@ def attention_flops(config: PreTrainedConfig, lengths: Sequence[int]) -> int:
 def _visible_pairs(length: int, window: int | None) -> int:
     near = min(length, window or length)
     return near * (near + 1) // 2 + (length - near) * near
-
-
-def _matrix(module: nn.Module) -> Tensor | None:
-    weight = module._parameters.get("weight")
-    return weight if weight is not None and weight.ndim == 2 else None

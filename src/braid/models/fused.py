@@ -1,9 +1,5 @@
-"""Fused norms and gated feed-forward layers that make few passes over memory.
-
-transformers implements both as chains of elementwise operations; in training each operation reads and writes
-whole activations, which took a third of a small model's update on CPUs. `fuse` replaces modules by those
-below if the results match; weights and their names stay the same.
-"""
+"""Fused norms and gated feed-forward layers. transformers' chains of elementwise operations read and write whole
+activations several times, which took a third of a small model's update on CPUs."""
 
 from __future__ import annotations
 
@@ -54,32 +50,32 @@ class GatedMLP(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Replace all matching modules in place; returns the number of replaced modules."""
+    """Replace modules by those above in place, where the results match; returns their number. Weights and their
+    names stay the same."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            fused = _fused_norm(child) or _fused_mlp(child)
+            fused = _fused(child)
             if fused is not None and _agrees(child, fused):
                 setattr(parent, name, fused)
                 count += 1
     return count
 
 
-def _fused_norm(module: nn.Module) -> RMSNorm | None:
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
-        return None
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 1:
-        return None
-    return RMSNorm(weight, eps, 1.0 if type(module).__name__.startswith("Gemma") else 0.0)
-
-
-def _fused_mlp(module: nn.Module) -> GatedMLP | None:
-    parts = dict(module.named_children())
-    if set(parts) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return None
-    return GatedMLP(parts["gate_proj"], parts["up_proj"], parts["down_proj"])
+def _fused(module: nn.Module) -> RMSNorm | GatedMLP | None:
+    kind, parts = type(module).__name__, dict(module.named_children())
+    if set(parts) == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return GatedMLP(parts["gate_proj"], parts["up_proj"], parts["down_proj"])
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    eps = getattr(module, "eps", None) if eps is None else eps
+    if (
+        kind.endswith("RMSNorm")
+        and isinstance(weight, nn.Parameter)
+        and weight.ndim == 1
+        and isinstance(eps, float)
+    ):
+        return RMSNorm(weight, eps, 1.0 if kind.startswith("Gemma") else 0.0)
+    return None
 
 
 @torch.no_grad()

@@ -1,7 +1,4 @@
-"""Loading of models from a folder, a hub name or given sizes, and saving to a folder.
-
-Every problem with a folder is detected here and raised as a ModelError.
-"""
+"""Loading of models from a folder, a hub name or given sizes, and saving to a folder."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ def load_policy(
     any length), beyond which the model is not checked.
 
     With `rank` the model stays in host memory, to be sharded over ranks. With `low_memory_load` only rank 0
-    reads the files; the weights of the others take no memory until they are written to.
-
-    Raises ModelError if the model does not exist or cannot be read, if its architecture is not supported, or
-    if this machine lacks the requirements of a kernel.
+    reads the files; the weights of the others take no memory until they are written to. Raises ModelError.
     """
     train = train or TrainConfig()
     check_attention(config.attention, device)

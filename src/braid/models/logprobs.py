@@ -1,9 +1,5 @@
-"""Log-probs, entropies and KL divergences from hidden states, computed in tiles of tokens x vocabulary.
-
-Owns the computation from the last hidden state to a token's log-prob. With N tokens and vocabulary size V the
-full logits would be an [N, V] tensor (5 GB at 8,192 x 151,936); here they exist one tile at a time, in
-forward and backward.
-"""
+"""Log-probs, entropies and KL divergences from hidden states, computed in tiles of tokens x vocabulary: the full
+logits of 8,192 tokens and a vocabulary of 151,936 would take 5 GB."""
 
 from __future__ import annotations
 

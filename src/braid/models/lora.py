@@ -1,9 +1,5 @@
-"""Low-rank adapters on a policy (LoRA, Hu et al. 2021, arXiv 2106.09685), through peft.
-
-An adapted layer computes W x + (alpha / rank) B A x; A and B are trained, W and the rest of the model are
-frozen. Owns creating and reading adapters, their names, and merging them into the weights. The only module
-that imports peft, and only in runs with adapters.
-"""
+"""Low-rank adapters on a policy (LoRA, Hu et al. 2021, arXiv 2106.09685), through peft: an adapted layer computes
+W x + (alpha / rank) B A x; A and B are trained, W and the rest of the model are frozen."""
 
 from __future__ import annotations
 
@@ -19,6 +15,8 @@ from torch import Tensor, nn
 
 from braid.config.backends import LoraConfig
 from braid.errors import ModelError, suggest
+
+from .base import unique_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,14 +35,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
     """
     import peft  # the import takes seconds, and few runs have adapters
 
-    if config.path is None:
-        settings = peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.rank if config.alpha is None else config.alpha,  # pyright: ignore[reportArgumentType]
-            target_modules=_targets(model, config.targets),
-        )
+    folder = None if config.path is None else Path(config.path).expanduser()
+    if folder is not None:
+        settings = _read_settings(folder)
     else:
-        settings = _read_settings(Path(config.path).expanduser())
+        alpha: Any = config.rank if config.alpha is None else config.alpha
+        targets = _targets(model, config.targets)
+        settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=targets)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -54,8 +51,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
             raise ModelError(f"cannot apply model.lora to {type(model).__name__}: {error}") from error
     for _, tensor in named_adapters(model):
         tensor.data = tensor.data.to(model.dtype)
-    if config.path is not None:
-        _read_weights(model, Path(config.path).expanduser())
+    if folder is not None:
+        _read_weights(model, folder)
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -94,16 +91,14 @@ class Recipe:
 
 def recipes(module: nn.Module) -> dict[str, Recipe]:
     """Recipes of the merged weights by name in a model folder, tied ones once."""
-    adapted, seen, out = dict(_adapted(module)), set[int](), dict[str, Recipe]()
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    adapted, out = dict(_adapted(module)), dict[str, Recipe]()
+    for name, _ in unique_weights(module):
         owner, _, leaf = name.rpartition(".")
-        if id(tensor) in seen or ".lora_A." in name or ".lora_B." in name:
+        if ".lora_A." in name or ".lora_B." in name:
             continue
-        seen.add(id(tensor))
         base = owner.removesuffix(".base_layer")
-        recipe = Recipe((name,))
-        if base in adapted and leaf == "weight":
-            recipe = _recipe(base, adapted[base])
+        is_merged = base in adapted and leaf == "weight"
+        recipe = _recipe(base, adapted[base]) if is_merged else Recipe((name,))
         out[f"{base}.{leaf}".removeprefix(".")] = recipe
     return out
 
@@ -135,10 +130,9 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _recipe(name: str, layer: Any) -> Recipe:
     """Recipe of the weight of an adapted layer."""
-    parts = ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}")
-    return Recipe(
-        tuple(f"{name}.{part}.weight" for part in parts), layer.scaling[_ADAPTER], layer.fan_in_fan_out
-    )
+    modules = ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}")
+    parts = tuple(f"{name}.{part}.weight" for part in modules)
+    return Recipe(parts, layer.scaling[_ADAPTER], layer.fan_in_fan_out)
 
 
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:

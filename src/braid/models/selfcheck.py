@@ -35,27 +35,21 @@ _NUM_SHARED = 8
 """Number of prefix tokens that the second row shares with the first."""
 _LEAST = 2e-5
 """Base tolerance in nats: a few float32 rounding errors of log-probs of magnitude 10."""
-_OF_LARGEST, _OF_MEAN = 8.0, 3.0
+_OF_LARGEST, _OF_MEAN, _OF_WRAPPED = 8.0, 3.0, 6.0
 """Additional tolerance as a multiple of the plain module's own rounding error, for the largest and the mean
-difference: both computations sum the same terms in different orders, and a mean varies less than a maximum. A
-wrong mask changes log-probs by 0.1 or more."""
-
-_OF_WRAPPED = 6.0
-"""The same for a backend, which may also add its residuals in half precision, while autocast adds in float32."""
+difference, and the mean one of a backend, which may also add its residuals in half precision. A wrong mask
+changes log-probs by 0.1 or more."""
 
 _agreed: set[tuple[Any, ...]] = set()
 """Tiny copies that agreed: class, config, lengths, check. A run's roles mostly have the same."""
 
-Logprobs = Callable[[CausalLM, Sequence[Tensor]], list[Tensor]]
-"""Computes log-probs [n, V] at the last n positions of each row of tokens [L]."""
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A computation of log-probs under test, its description in errors (`what`), and the advice if it is
-    wrong (`instead`)."""
+    """A computation under test of log-probs [n, V] at the last n positions of each row of tokens [L], its
+    description in errors (`what`), and the advice if it is wrong (`instead`)."""
 
-    logprobs: Logprobs
+    logprobs: Callable[[CausalLM, Sequence[Tensor]], list[Tensor]]
     what: str
     instead: str
 
@@ -69,9 +63,8 @@ def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
 
 @torch.no_grad()
 def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
-    """Compare on a tiny copy. Returns True if it was built and agrees, False if it could not be built. Raises
-    ModelError if it disagrees, or if it could not be built and the run's rows may exceed a length at which
-    results may differ. Copies that agreed are not compared again in this process."""
+    """Compare on a tiny copy; False if it could not be built. Raises ModelError if it disagrees, or if it could not
+    be built and the run's rows may exceed a length at which results may differ."""
     name, lengths = type(lm.model).__name__, length_keys(lm.model.config)
     passed = frozenset(key for key, length in lengths.items() if longest is None or longest > length)
     if (problem := rotary_problem(lm.model.config.to_dict(), longest)) is not None:
@@ -147,12 +140,10 @@ class PlainLogprobs:
             else:
                 with torch.autocast(lm.device.type, dtype):
                     error = _errors(_plain_logprobs(model, rows), plain)
-        values = [
-            p[:-1].div(lm.temperature).log_softmax(-1).gather(1, row[1:, None])[:, 0]
-            for p, row in zip(plain, rows, strict=True)
-        ]
+        logprobs = torch.cat([p[:-1] for p in plain]).div(lm.temperature).log_softmax(-1)
+        values = logprobs.gather(1, torch.cat([row[1:] for row in rows])[:, None])[:, 0]
         rounding = error.mean().item() / min(1.0, lm.temperature)
-        return cls(arrays, torch.cat(values).float().cpu().numpy(), rounding)
+        return cls(arrays, values.float().cpu().numpy(), rounding)
 
     def check(self, found: Sequence[NDArray[np.float32]], backend: str) -> None:
         """Raise ModelError if a backend's log-probs [L] of the rows differ by more than rounding."""
@@ -240,9 +231,8 @@ def _plain_attention(model: PreTrainedModel) -> Generator[None]:
 def _rounding(
     model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], *, fresh: bool = False
 ) -> Tensor:
-    """Rounding errors of `plain`, the log-probs of `rows`, relative to the same module computed in a wider
-    type. If its code cannot compute in that type, an estimate: the rounding error of log-probs of magnitude
-    10."""
+    """Rounding errors of `plain`, the log-probs of `rows`, relative to the same module computed in a wider type; or,
+    if its code cannot compute in that type, the rounding error of log-probs of magnitude 10."""
     try:
         with _Wider(model.dtype):
             return _errors(plain, _plain_logprobs(model, rows, fresh=fresh))

@@ -27,10 +27,7 @@ _UNLIMITED = 10**9
 
 def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> SequenceClassifier:
     """Load and check the reward model that the config has at `key`, on `device` unless the config names one.
-
-    Raises ModelError if it is not a classifier, if it or its tokenizer cannot be read, if its label is
-    ambiguous, or if padding changes its scores.
-    """
+    Raises ModelError."""
     path = expand(config.path)
     options = {"dtype": TORCH_DTYPES[config.dtype], "trust_remote_code": config.trust_remote_code}
     load = AutoModelForSequenceClassification.from_pretrained
@@ -80,11 +77,8 @@ def _check_label(config: ModelReward, num_labels: int, key: str) -> None:
 
 
 class SequenceClassifier:
-    """Scores conversations with the classifier's own forward pass over right-padded batches.
-
-    In float32 a score does not depend on the other rows of its batch, up to rounding; identical batches give
-    bit-identical scores.
-    """
+    """Scores conversations with the classifier's own forward pass over right-padded batches. In float32 a score
+    does not depend on the other rows of its batch, up to rounding."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelReward, *, key: str
@@ -136,28 +130,22 @@ class SequenceClassifier:
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Score each row of token ids, in one forward pass."""
         logits = self._logits(rows)
-        label = self._config.label or 0
         match self._config.activation:
-            case "none":
-                values = logits[:, label]
             case "sigmoid":
-                values = logits[:, label].sigmoid()
+                logits = logits.sigmoid()
             case "softmax":
-                values = logits.softmax(-1)[:, label]
-        return values.tolist()
+                logits = logits.softmax(-1)
+        return logits[:, self._config.label or 0].tolist()
 
     def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [B, labels] in float32.
-
-        transformers' decoders read the last position that is not `config.pad_token_id`. For a model without a
-        padding token an id that no row contains is used, so that each row is read at its last token, as it
-        would be alone.
-        """
+        """Logits [B, labels] in float32. transformers' decoders read the last position that is not
+        `config.pad_token_id`; for a model without a padding token an id that no row contains is used."""
         config = self._model.config.get_text_config()
         own: int | None = config.pad_token_id
-        pad = _unused_id(rows, len(self._tokenizer)) if own is None else own
-        if pad is None and len(rows) > 1:
+        unused = set(range(len(self._tokenizer))).difference(*rows) if own is None else {own}
+        if not unused and len(rows) > 1:
             return torch.cat([self._logits([row]) for row in rows])
+        pad = min(unused, default=None)
         ids = torch.full((len(rows), max(map(len, rows))), 0 if pad is None else pad)
         mask = torch.zeros_like(ids)
         for number, row in enumerate(rows):
@@ -186,15 +174,8 @@ class SequenceClassifier:
             )
 
 
-def _unused_id(rows: Sequence[Sequence[int]], num_ids: int) -> int | None:
-    held = {i for row in rows for i in row}
-    return next((i for i in range(num_ids) if i not in held), None)
-
-
 def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Maximum input length that the model and its tokenizer declare; None if neither does."""
-    limits = [
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        tokenizer.model_max_length,
-    ]
-    return min((limit for limit in limits if limit is not None and 0 < limit < _UNLIMITED), default=None)
+    declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limits = (declared or 0, tokenizer.model_max_length)
+    return min((limit for limit in limits if 0 < limit < _UNLIMITED), default=None)

@@ -1,11 +1,6 @@
-"""Tiny copies of a model's architecture, for checks that would take too long, or need too long rows, on the
-model itself.
-
-Widths, layers, vocabulary and experts are reduced, and so are the lengths at which an architecture changes
-its behavior (windows, chunks, the original length of rotary embeddings), so that rows of about twenty tokens
-exceed them. Everything else is as in the model's config. Config keys are matched by name patterns; there are
-no special cases per architecture.
-"""
+"""Tiny copies of a model's architecture, for checks that would take too long on the model itself. Sizes are reduced,
+and so are the lengths at which an architecture changes its behavior (windows, chunks, the original length of rotary
+embeddings). Config keys are matched by name patterns; there are no special cases per architecture."""
 
 from __future__ import annotations
 
@@ -102,9 +97,7 @@ def tiny_model(
     config = tiny_config(config, passed)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     with torch.device("meta"):
-        size = sum(
-            parameter.numel() for parameter in kind._from_config(deepcopy(config), **options).parameters()
-        )
+        size = sum(p.numel() for p in kind._from_config(deepcopy(config), **options).parameters())
     if size > _MOST_PARAMETERS:
         raise ValueError(
             f"its config uses unknown names for sizes, so a small copy would have {size:,} parameters"
@@ -112,12 +105,11 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind._from_config(config, **options)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-                else:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for tensor in (parameter.data for parameter in model.parameters()):
+            if tensor.ndim > 1:
+                tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
+            else:
+                tensor.add_(torch.randn_like(tensor), alpha=0.1)
     return model.eval()
 
 

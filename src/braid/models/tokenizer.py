@@ -37,12 +37,8 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, or that of `model.tokenizer`, with the template of `model.chat_template` if
-    set.
-
-    Raises ModelError if there is none, if it has no end token, or if it has tokens outside the model's
-    vocabulary.
-    """
+    """Load the model's tokenizer, or that of `model.tokenizer`, with the template of `model.chat_template` if set.
+    Raises ModelError."""
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
     elif config.build is not None:

@@ -1,10 +1,8 @@
 """The key/value cache of running sequences, and attention over it.
 
-Sequence s stores its keys and values in slot s of one tensor [slots, Hkv, length, d] per layer. Running
-sequences are kept compact in the first slots, so that decoding reads plain views, without gathering or
-repeating. A layer is allocated at its first write, so no model config is needed. A layer here is the n-th
-attention call in a forward pass: some architectures call one attention module several times (DiffLlama), and
-each call has separate keys and values.
+Sequence s stores its keys and values in slot s of one tensor [slots, Hkv, length, d] per layer. Running sequences are
+kept compact in the first slots, so that decoding reads plain views. A layer here is the n-th attention call in a
+forward pass: some architectures call one attention module several times (DiffLlama).
 """
 
 from __future__ import annotations
@@ -124,11 +122,9 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
         return sum(store.nbytes for stores in self._layers.values() for store in stores)
 
     def free(self) -> None:
-        """Free the memory."""
         self._layers.clear()
         self.slots = self.length = 0
 
@@ -143,18 +139,12 @@ class KVCache:
 
 
 class PrefillAttention:
-    """Causal attention over concatenated right-padded prompts; fills the cache.
-
-    Real positions never attend to padding, and padding in the cache is overwritten before the sequence grows
-    long enough to see it.
-    """
+    """Causal attention over concatenated right-padded prompts; fills the cache. Padding in the cache is overwritten
+    before the sequence grows long enough to see it."""
 
     def __init__(self, cache: KVCache, first_slot: int, prompts: Sequence[tuple[int, int]]) -> None:
         """`prompts`: (padded width, number of sequences that start from it) of each prompt, with equal widths
-        adjacent.
-
-        Slots are assigned in order, from `first_slot` on.
-        """
+        adjacent. Slots are assigned in order, from `first_slot` on."""
         self._cache = cache
         self._blocks: list[tuple[int, int, list[int]]] = []
         for width, same in itertools.groupby(prompts, key=lambda prompt: prompt[0]):
@@ -165,7 +155,6 @@ class PrefillAttention:
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See models.attention.AttentionContext."""
         layer = next(self._next_layer)
         outs: list[Tensor] = []
         parts = zip(*(x.split(self._sizes) for x in (query, key, value)), strict=True)
@@ -194,7 +183,6 @@ class DecodeAttention:
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See models.attention.AttentionContext."""
         rows, heads, _ = key.shape
         stores = self._cache.layer(next(self._next_layer))
         place = self._place(heads, key.device)
