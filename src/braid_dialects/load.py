@@ -138,8 +138,8 @@ def recognise(path: Path) -> Language:
     tie."""
     keys = set(read_file(path).tree)
     marks = {"native": frozenset(RunConfig.model_fields)} | {name: d.marks for name, d in DIALECTS.items()}
-    scores = {name: len(keys & known) for name, known in marks.items()}
-    best = [name for name, score in scores.items() if score == max(scores.values())]
+    most = max(len(keys & known) for known in marks.values())
+    best = [name for name, known in marks.items() if len(keys & known) == most]
     if len(best) > 1 and "native" in best:
         return "native"
     if len(best) > 1:

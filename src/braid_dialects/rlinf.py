@@ -60,21 +60,6 @@ def _base(source: Source) -> dict[str, Any]:
 RLINF = Dialect(
     name="rlinf",
     title="RLinf",
-    marks=frozenset(
-        [
-            "cluster",
-            "runner",
-            "algorithm",
-            "actor",
-            "rollout",
-            "critic",
-            "reward",
-            "inference",
-            "env",
-            "hydra",
-            "defaults",
-        ]
-    ),
     rules=_RULES,
     base=_base,
     places={

@@ -44,23 +44,13 @@ def _recompute(value: bool, source: Source) -> str:
     return "recompute" if value else "interpolated" if is_decoupled else "behavior"
 
 
-def _simulator(value: str, source: Source) -> Became:
-    if value not in ("maniskill", "libero"):
-        return unsupported("use maniskill or libero")
-    trained = source["env.train.env_type"]
-    if trained is not None and trained != value:
-        why = f"evaluation must use the simulator of training, env.train.env_type={trained}"
-        raise ValueError(f"{why}; make them agree")
-    return Became({"env.kind": value})
-
-
-def _task(value: str, source: Source) -> str:
-    """Convert the task name; raises ValueError if training and evaluation differ."""
-    key = source.at.split(".", 2)[2]
-    trained = source.values.get(f"env.train.{key}", value)
-    if trained != value:
-        why = f"evaluation must use the task of training, env.train.{key}={trained}"
-        raise ValueError(f"{why}; make them agree")
+def _as_trained(value: str, source: Source) -> str:
+    """The value of training. Raises ValueError if evaluation has another."""
+    key = f"env.train.{source.at.split('.', 2)[2]}"
+    if (trained := source.values.get(key, value)) != value:
+        raise ValueError(
+            f"evaluation must use the simulator and task of training, {key}={trained}; make them agree"
+        )
     return value
 
 
@@ -146,9 +136,10 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     ignored("{collect_transitions,collect_prev_infos}", "trajectories are always complete"))
 
 _ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
-    to("env_type", "", _SIMULATORS, _simulator, note="env.kind"),
-    to("task_name init_params.id", "env.task", "text", needs("env.train.env_type", "maniskill"), _task),
-    to("task_suite_name", "env.suite", _SUITES, needs("env.train.env_type", "libero"), _task),
+    to("env_type", "env.kind", _SIMULATORS,
+       lambda v, _: v if v in ("maniskill", "libero") else unsupported("use maniskill or libero"), _as_trained),
+    to("task_name init_params.id", "env.task", "text", needs("env.train.env_type", "maniskill"), _as_trained),
+    to("task_suite_name", "env.suite", _SUITES, needs("env.train.env_type", "libero"), _as_trained),
     missing("max_steps_per_rollout_epoch", "use max_episode_steps: simulators always run whole episodes"),
     to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
     to("ignore_terminations", ".ignore_terminations", "bool"),

@@ -41,11 +41,6 @@ def _task(value: str, source: Source) -> Became:
     return Became(native | ({} if kind is None else {"env.kind": kind}))
 
 
-def _logger_path(value: str, _: Source) -> str:
-    path = Path(value)
-    return str(path.parent if path.name == "tensorboard" else path)
-
-
 def _backends(value: list[str] | None, source: Source) -> Became:
     modes = {"wandb": wandb_mode()[0], "swanlab": source["runner.logger.swanlab_mode"] or "cloud"}
     tracked = {f"report.{sink}.mode": mode for sink, mode in modes.items() if sink in (value or ())}
@@ -160,10 +155,9 @@ def _of_critic(native: Mapping[str, Any]) -> dict[str, Any]:
 def critic_settings(source: Source) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """All training settings of a critic with its own settings, for which the actor's are the defaults, and
     (actor's key, error) where such a default does not suit the critic."""
-    own = {
-        key for key in source.values if key.startswith(("critic.optim.", "critic.model.", "critic.lr_sched."))
-    }
-    if not facts.has_critic(source) or not own - {"critic.model.model_path"}:
+    sections = ("critic.optim.", "critic.model.", "critic.lr_sched.")
+    has_own = any(key.startswith(sections) for key in source.values if key != "critic.model.model_path")
+    if not facts.has_critic(source) or not has_own:
         return {}, []
     view, native, errors = _critic_view(source), dict[str, Any](), list[tuple[str, str]]()
     for path, value in (source.dialect.defaults | view.values).items():
@@ -194,7 +188,7 @@ def _as_actor(value: Any, source: Source) -> Became:
 _TASKS = "math|reasoning|embodied|reasoning_eval|embodied_eval|coding_online_rl|sft|offline"
 _PLACEMENT = Takes(
     "a mapping of components to devices, such as actor,rollout: 0-3",
-    lambda v: isinstance(v, dict) and bool(v),
+    lambda v: isinstance(v, dict) and v != {},
 )
 _HAS_SINKS = unless(lambda s: not sinks(s), "runner.logger.logger_backends has neither wandb nor swanlab")
 _HAS_SWANLAB = unless(
@@ -217,7 +211,8 @@ _CLUSTER = section("cluster")(
 _RUNNER = section("runner")(
     to("task_type", "", _TASKS, _task, note="math (newer: reasoning); embodied: robots in a simulator"),
     section("logger", "report")(
-        to("path", ".dir", "path", _logger_path, note="TensorBoard's files are in `tensorboard/` there"),
+        to("path", ".dir", "path", lambda v, _: str(Path(v).parent if Path(v).name == "tensorboard" else v),
+           note="TensorBoard's files are in `tensorboard/` there"),
         to("log_path", ".dir", "path", note="each sink writes to a folder of its name there"),
         to("tensorboard.enable", ".tensorboard", "bool"),
         to("tensorboard.queue_size", ".tensorboard_queue", "count"),

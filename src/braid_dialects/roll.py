@@ -14,11 +14,6 @@ from .table import Dialect, Source, table
 
 NO_MODEL = "(none: set pretrain)"
 """Placeholder for the model folder in a file that names none: the file can be explained, but not run."""
-_MARKS = frozenset([
-    "rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length", "pretrain",
-    "sequence_length", "adv_estimator", "actor_train", "actor_infer", "reference", "rewards", "hydra",
-    "defaults",
-])  # fmt: skip
 _DATA = {"actor_train": "data.train[0]", "validation": "data.eval[0]"}
 _SAMPLING = {"actor_infer": "rollout.sampling", "validation": "eval.sampling"}
 
@@ -56,7 +51,6 @@ def _micro_batches(source: Source) -> dict[str, Any]:
 ROLL = Dialect(
     name="roll",
     title="ROLL",
-    marks=_MARKS,
     rules=table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, OTHER_PIPELINES)),
     base=_base,
     places={

@@ -57,7 +57,6 @@ def _base(source: Source) -> dict[str, Any]:
 SKYRL = Dialect(
     name="skyrl",
     title="SkyRL",
-    marks=frozenset(["trainer", "generator", "data", "deepspeed_config", "environment"]),
     rules=table(rows(TRAINER, ALGORITHM, GENERATOR)),
     base=_base,
     places={

@@ -107,15 +107,13 @@ def _patterns(path: str) -> Iterator[str]:
 class Dialect:
     """Config language of one system.
 
-    `marks` are top-level keys by which a file is recognised. `aliases` maps other spellings of a key to the
-    one in `rules`. `base` computes native values that no single key determines. `places` computes what
+    `aliases` maps other spellings of a key to the one in `rules`. `base` computes native values that no single key determines. `places` computes what
     `{name}` stands for in native paths; all dialects have `engine`, the rollout engine, and `backend`, the
     training backend (of the role whose key is converted).
     """
 
     name: DialectName
     title: str
-    marks: frozenset[str]
     rules: Mapping[str, Rule]
     base: Callable[[Source], Mapping[str, Any]]
     places: Mapping[str, Callable[[Source], str | Sequence[str]]]
@@ -139,6 +137,11 @@ class Dialect:
         keys below it is a section."""
         is_named = self.name_of(path) in self.rules
         return is_named or (self.rule_of(path) is not None and not self.is_section(path))
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """Top-level keys, by which a file is recognised."""
+        return frozenset(path.partition(".")[0] for path in (*self.rules, *self.aliases))
 
     @cached_property
     def _sections(self) -> frozenset[str]:

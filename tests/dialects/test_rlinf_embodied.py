@@ -167,11 +167,11 @@ def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
     [
         (
             ["env@env.eval=libero_10"],
-            "evaluation must use the simulator of training, env.train.env_type=maniskill",
+            "evaluation must use the simulator and task of training, env.train.env_type=maniskill",
         ),
         (
             ["env.eval.task_name=Other-v1"],
-            "evaluation must use the task of training, env.train.task_name=PutCarrot",
+            "evaluation must use the simulator and task of training, env.train.task_name=PutCarrot",
         ),
         (["env.train.env_type=robotwin"], "is not supported: use maniskill or libero"),
         (
