@@ -96,11 +96,6 @@ def only(usual: Any, instead: str, why: str = "braid always does this") -> Conve
     return lambda value, _: implied(why) if value == usual else unsupported(instead)
 
 
-def off(instead: str, why: str) -> Convert:
-    """Accept a feature that braid lacks only when disabled (false, null, 0, empty)."""
-    return lambda value, _: unsupported(instead) if value else implied(why)
-
-
 def folder_name(text: str, _: Source | None = None) -> str:
     """Convert a run name to a valid folder name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)

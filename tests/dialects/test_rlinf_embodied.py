@@ -147,7 +147,7 @@ def test_groups_with_mean_rewards_out_of_bounds_are_dropped() -> None:
     assert (found.min_mean, found.max_mean) == (0.1, 4.9)
     assert (
         notes("algorithm.rewards_lower_bound=0.1")["algorithm.rewards_lower_bound"]
-        == "algorithm.filter_rewards is off"
+        == "algorithm.filter_rewards is not set"
     )
 
 

@@ -75,6 +75,10 @@ def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
     """Parse the devices in `text`; None for `all` when their number is unknown. Raises ValueError as
     parse_placement does."""
     if text.strip() == ALL:
+        if num_devices is not None and num_devices > MAX_DEVICES:
+            raise ValueError(
+                f"{text!r}: more than {MAX_DEVICES} devices, of {num_devices}; lower their number"
+            )
         return None if num_devices is None else Devices(tuple((device,) for device in range(num_devices)))
     processes: list[tuple[int, ...]] = []
     last = -1
