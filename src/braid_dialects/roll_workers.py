@@ -52,12 +52,17 @@ def _worker_class(value: str, source: Source) -> Became:
     return implied("PPO's loss") if name == "ActorWorker" else other
 
 
+def _divided(num: int, source: Source) -> None:
+    """Refuse a number of devices that is not a multiple of those per engine or model replica."""
+    if num % (size := facts.replica_size(source, role_of(source))):
+        what = "engine (num_gpus_per_worker, or tensor times pipeline parallelism)"
+        what = what if role_of(source) == "actor_infer" else "model replica (TP * PP * CP, or ulysses_size)"
+        raise ValueError(f"{num} devices are not a multiple of the {size} devices per {what}; use a multiple")
+
+
 def _device_mapping(value: Any, source: Source) -> Any:
     role, devices = role_of(source), parse_devices(value)
-    if len(devices) % (size := facts.replica_size(source, role)):
-        what = "engine (num_gpus_per_worker, or tensor times pipeline parallelism)"
-        what = what if role == "actor_infer" else "model replica (TP * PP * CP, or ulysses_size)"
-        raise ValueError(f"{len(devices)} devices are not a multiple of the {size} devices per {what}")
+    _divided(len(devices), source)
     made: dict[str, Any] = facts.batches(source) if role in facts.trained_roles(source) else {}
     if not facts.is_one_process(source):
         made |= dict.fromkeys(source.native, format_numbers(devices))
@@ -91,6 +96,8 @@ def _sized(value: Any, source: Source) -> Became:
     """A size in the batch arithmetic. Where the command line chooses another backend, it sets only the number
     of optimizer steps."""
     role = role_of(source)
+    if not source[f"{role}.device_mapping"]:
+        _divided(facts.world(source, role), source)
     made: dict[str, Any] = facts.batches(source) if role in facts.trained_roles(source) else {}
     if source.backend in (None, file_backend(source, role)):
         made |= dict.fromkeys(source.native, value or 1)

@@ -218,6 +218,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "actor_train.device_mapping: 3 devices are not a multiple of the 2 devices per model replica",
     ),
     (
+        {"critic": {"model_args": {"ulysses_size": 2}}},
+        "critic.model_args.ulysses_size: 1 devices are not a multiple of the 2 devices per model replica",
+    ),
+    (
         {
             "actor_train": {
                 "device_mapping": "range(8)",
