@@ -209,8 +209,8 @@ def _in_one_process(folder: Path) -> Iterator[None]:
 class Threads(InProcessGroup[Any]):
     """Replaces RayGroup: one worker, in a thread of this process."""
 
-    def __init__(self, role: str, *_: Any, **__: Any) -> None:
-        self.role, self._has_threads, self._workers = role, False, {}
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.role, self._has_threads, self._workers = "main", False, {}
         self._pool = ThreadPoolExecutor(1)
 
     def make(self, factory: Callable[[Place], Any], logs: Path) -> Threads:
@@ -219,8 +219,8 @@ class Threads(InProcessGroup[Any]):
         return self
 
     def add(self, name: str, factory: Callable[[Place], Any], **_: Any) -> Threads:
-        other = Threads(name)
-        other._pool, other._workers = self._pool, self._workers
+        other = Threads()
+        other.role, other._pool, other._workers = name, self._pool, self._workers
         return other.make(factory, Path())
 
     def _start(self, *call: Any, **options: Any) -> Doing:

@@ -59,6 +59,7 @@ MODES: dict[str, tuple[Settings, Settings]] = {
             "train.backend": "fsdp2",
             "reference.train": {"backend": "single"},
             "cluster.placement": {"policy,critic": "0-1", "reference,inference": "2", "rollout": "1-2"},
+            "cluster.buffer_processes": 2,
         },
     ),
 }
@@ -71,7 +72,7 @@ BUILD = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One Ray for all runs."""
-    connect(ClusterConfig(), num_processes=7)
+    connect(ClusterConfig(), num_processes=8)
     yield
     disconnect()
 
