@@ -106,20 +106,15 @@ def attend(context: AttentionContext, call: LayerCall, query: Tensor, key: Tenso
 
 
 def register() -> None:
-    """Register the implementation "braid" with transformers. Safe to call more than once. No mask function is
-    registered, so transformers builds no mask."""
+    """Register the implementation "braid" with transformers, without a mask function: it builds no mask."""
     AttentionInterface.register(IMPLEMENTATION, _attend)
     # It builds a plan for each shape, and packed rows make most shapes new.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class PackedAttention:
-    """Causal attention within each packed segment.
-
-    PyTorch's variable-length kernel takes the segments as they are, where it applies. For other kernels,
-    segments of similar length are copied into right-padded rectangles; with a causal mask no real position
-    attends to padding, so padding does not change the results.
-    """
+    """Causal attention within each packed segment. PyTorch's variable-length kernel takes the segments as they are,
+    where it applies; for others, segments of similar length are copied into right-padded rectangles."""
 
     def __init__(
         self,

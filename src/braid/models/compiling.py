@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cache
+from typing import Any
 
 import torch
 
 from braid.errors import ModelError
 
-_F = TypeVar("_F", bound=Callable)
-_compiled: dict[Callable, Callable] = {}
 
-
-def compiled(function: _F) -> _F:
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` for dynamic sizes; compilation happens at the first call, once per process."""
-    if function not in _compiled:
-        _compiled[function] = torch.compile(function, dynamic=True)
-    return _compiled[function]  # pyright: ignore[reportReturnType]
+    return torch.compile(function, dynamic=True)
 
 
 def check_compiler(device: torch.device) -> None:

@@ -1,9 +1,5 @@
-"""The simulator protocol: E environments stepped together, each running a separate episode.
-
-A simulator knows slots, not episodes: the driver (`rollout.drivers.simulators`) assigns episodes to slots,
-and owns their random numbers and trajectories. There are no automatic resets: the driver resets slots, with
-explicit seeds.
-"""
+"""The simulator protocol: E environments (slots) stepped together, each running a separate episode. The engine
+(`rollout.engines.simulators`) assigns episodes to slots, and resets them with explicit seeds."""
 
 from __future__ import annotations
 

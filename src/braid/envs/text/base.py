@@ -1,9 +1,6 @@
-"""The text environment protocol. Environments see messages, never tokens.
-
-An environment lives for one trajectory. The driver (`rollout.drivers.text`) owns tokens, random numbers,
-length limits and retries; the environment owns replies, their rewards, and the end of the conversation. Any
-exception makes the trajectory invalid, so mistakes of the policy must be answered with text instead.
-"""
+"""The text environment protocol. Environments see messages, never tokens: the driver (`rollout.drivers.text`) owns
+these, random numbers, length limits and retries. Any exception makes the trajectory invalid, so mistakes of the
+policy must be answered with text instead."""
 
 from __future__ import annotations
 
@@ -17,9 +14,8 @@ from braid.types import Prompt
 class Reply:
     """The environment's reply to a turn of the policy.
 
-    `text` is appended verbatim after the turn as context; `reward` is the reward of that turn. `is_done`: the
-    conversation is over. `is_truncated`: a limit of the environment ended it early. `tool_s` is the time spent in
-    tools, in seconds.
+    `text` is appended verbatim after the turn as context; `reward` is that of the turn. `is_done`: the conversation is
+    over. `is_truncated`: a limit of the environment ended it early. `tool_s` is the time spent in tools.
     """
 
     text: str = ""

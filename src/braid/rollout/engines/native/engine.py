@@ -1,8 +1,6 @@
 """The native engine: admits requests, prefills prompts, decodes all running sequences one token at a time.
 
-One asyncio task steps the engine while requests are pending, and yields to other tasks between steps. The
-schedule depends only on the order of requests; the completion of a request only on its prompt, settings and
-key:
+The schedule depends only on the order of requests; the completion of a request only on its prompt, settings and key:
 
 * Random numbers depend on the request's key and the token's index (rollout.random).
 * On CPU in fp32 a sequence's numbers are bitwise independent of the rest of the batch, if the matrix library
@@ -396,7 +394,6 @@ class NativeEngine(SteppedEngine):
         sequence.slot = -1
 
     def _drop(self, sequence: _Sequence) -> None:
-        """Remove a cancelled request."""
         if sequence.slot >= 0:
             self._release(sequence)
         elif sequence in self._waiting:
