@@ -61,6 +61,11 @@ def test_a_wrong_placement_says_what_is_wrong(text: str, message: str) -> None:
         parse_devices(text, 16 if text != "all,3" else None)
 
 
+def test_all_of_very_many_devices_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="more than 65536 devices"):
+        parse_devices("all", 10**30)
+
+
 def test_all_of_an_unknown_number_of_devices_is_left_open() -> None:
     assert parse_devices("all") is None
     assert parse_placement({"policy,rollout": "all"}) == {"policy": None, "rollout": None}
