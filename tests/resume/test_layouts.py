@@ -31,7 +31,7 @@ from braid.training.backend import StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss
 from braid.training.shards import read_weights
-from braid.training.worker import _WRAPS
+from braid.training.worker import _wrapped
 from braid.types import Row
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def _backend(name: str, lora: dict[str, Any] | None, build: str = "odd", **train
     model = load_policy(config.model, temperature=1.0, seed=0, device=CPU)
     if config.train.backend == "single":
         return SingleBackend(model, config.train, total_steps=9, device=CPU)
-    made: Any = _WRAPS[config.train.backend](model, config.train, 9, CPU)
+    made: Any = _wrapped(model, config.train, 9, CPU)
     return made
 
 

@@ -24,7 +24,7 @@ from braid.config.schema import RunConfig
 from braid.models.roles import make_critic, make_policy
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
-from braid.training.worker import _WRAPS
+from braid.training.worker import _wrapped
 from braid.types import Row
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def _backend(
     made = (make_policy if role == "policy" else make_critic)(config, CPU)
     if kind == "single":
         return SingleBackend(made, config.train, total_steps=99, device=CPU)
-    wrapped: Any = _WRAPS[kind](made, config.train, 99, CPU)
+    wrapped: Any = _wrapped(made, config.train, 99, CPU)
     return wrapped
 
 
